@@ -1,0 +1,112 @@
+"""The vocabulary on one page.
+
+Letters in shapes: C clients, N examples of a client (padded), M test examples, B batch, K classes,
+T rounds, D examples in the store, d parameters.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from jax import Array
+from jaxtyping import Bool, Float, Int, Key, Shaped, UInt8
+
+if TYPE_CHECKING:
+    from jaxfl.privacy.mechanism import Mechanism
+
+Params: TypeAlias = Any
+"""Nested dict of arrays; the top level names the layers of the model."""
+
+Tree: TypeAlias = Any
+"""Any pytree of arrays (client states, server states, infos)."""
+
+Inputs: TypeAlias = UInt8[Array, "D ..."] | Float[Array, "D ..."]
+
+
+class Clients(NamedTuple):
+    """One example store, and for each client the padded rows that are its own.
+
+    Rows beyond a client's size are padding: they point at row 0 and are masked wherever they are read.
+    """
+
+    inputs: Inputs
+    labels: Int[Array, "D"]
+    train: Int[Array, "C N"]
+    train_size: Int[Array, "C"]
+    test: Int[Array, "C M"]
+    test_size: Int[Array, "C"]
+
+    @property
+    def count(self) -> int:
+        """Number of clients C."""
+        return self.train.shape[0]
+
+
+class ClientData(NamedTuple):
+    """What one client sees: the store and its own rows; the first `size` rows are real."""
+
+    inputs: Inputs
+    labels: Int[Array, "D"]
+    rows: Int[Array, "N"]
+    size: Int[Array, ""]
+
+
+class Model(NamedTuple):
+    """A classifier as pure functions, with its parameters named in depth order.
+
+    `apply(params, prepare(inputs))` are logits. `prepare` normalises and lays out a batch; the local
+    loop calls it once per block of batches, outside the loop over steps. `squares` has the values of
+    `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
+    per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule.
+    """
+
+    name: str
+    init: Callable[[Key[Array, ""]], Params]
+    prepare: Callable[[Shaped[Array, "B ..."]], Array]
+    extract: Callable[[Params, Array], Float[Array, "B F"]]
+    classify: Callable[[Params, Float[Array, "B F"]], Float[Array, "B K"]]
+    apply: Callable[[Params, Array], Float[Array, "B K"]]
+    squares: Callable[[Params, Array], Float[Array, "B K"]] | None
+    layers: tuple[str, ...]
+    head: tuple[str, ...]
+
+
+class Message(NamedTuple):
+    """The raw update of one client: not clipped, not noised.
+
+    `mask` is the support the update lives on (None: everywhere).
+    """
+
+    update: Tree
+    mask: Tree = None
+
+
+class Algorithm(NamedTuple):
+    """A method: pure functions over one client and the server, and one static mechanism.
+
+    - `init(key, clients) -> (server, client_states)`; client states have a leading axis C.
+    - `client_update(key, server, client, data) -> (message, client, info)` sees ONE client.
+    - `server_update(server, aggregate, info) -> server`; the aggregate is clipped, weighted, noised and
+      divided already.
+    - `personalize(key, server, client, data) -> params`: the weights that client is evaluated with.
+    """
+
+    name: str
+    model: Model
+    init: Callable[[Key[Array, ""], Clients], tuple[Tree, Tree]]
+    client_update: Callable[[Key[Array, ""], Tree, Tree, ClientData], tuple[Message, Tree, dict[str, Array]]]
+    server_update: Callable[[Tree, Tree, dict[str, Array]], Tree]
+    personalize: Callable[[Key[Array, ""], Tree, Tree, ClientData], Params]
+    mechanism: "Mechanism"
+
+
+class Ledger(NamedTuple):
+    """What the engine did, round by round; all an accountant may read.
+
+    Noise is a standard deviation divided by the clip bound. Axes of length 1 mean "the same for all".
+    """
+
+    participants: Bool[Any, "T C"]
+    client_noise: Float[Any, "T #C"]
+    weights: Float[Any, "T #C"]
+    server_noise: Float[Any, "T"]
+    noise_multiplier: Float[Any, "T"]

@@ -1,0 +1,243 @@
+"""Models by name: the networks of the papers, and your own Flax module."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Shaped
+
+from jaxfl._validate import check_choice, check_count
+from jaxfl.models.layers import Convolution, Dense, Form, to_blocks
+from jaxfl.types import Model
+
+Shape = tuple[int, int, int]
+
+
+def normalize(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
+    """(x / 255 - 0.5) / 0.5 for bytes; floats are taken as they are."""
+    if inputs.dtype == jnp.uint8:
+        return inputs.astype(jnp.float32) * (2 / 255) - 1
+    return inputs.astype(jnp.float32)
+
+
+def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
+    """Rows in the order (channels, H, W)."""
+    return normalize(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
+
+
+def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array, "C H W B"]:
+    """Batch-minor feature maps; with a padding, in 2x2 blocks."""
+    x = normalize(inputs).transpose(3, 1, 2, 0)
+    return x if padding is None else to_blocks(x, padding)
+
+
+class _Mlp(nn.Module):
+    widths: tuple[int, ...]
+    classes: int
+    squares: bool = False
+
+    def setup(self) -> None:
+        self.dense = [Dense(n, axis=-1, squares=self.squares) for n in self.widths]
+        self.head = Dense(self.classes, axis=-1, squares=self.squares)
+
+    def extract(self, x: Array) -> Array:
+        for layer in self.dense:
+            x = nn.relu(layer(x))
+        return x
+
+    def classify(self, features: Array) -> Array:
+        return self.head(features)
+
+    def __call__(self, x: Array) -> Array:
+        return self.classify(self.extract(x))
+
+
+class _Cnn(nn.Module):
+    """Convolutions, dense layers with or without ReLU between, a head."""
+
+    convolutions: tuple[dict[str, Any], ...]
+    widths: tuple[int, ...]
+    classes: int
+    relu: bool = True
+    form: Form = "fast"
+    squares: bool = False
+
+    def setup(self) -> None:
+        modes = {"form": self.form, "squares": self.squares}
+        self.conv = [Convolution(**options, **modes) for options in self.convolutions]
+        self.dense = [Dense(n, squares=self.squares) for n in self.widths]
+        self.head = Dense(self.classes, axis=-1, squares=self.squares)
+
+    def extract(self, x: Array) -> Array:
+        for layer in self.conv:
+            x = layer(x)
+        x = x.reshape(-1, x.shape[-1])
+        for layer in self.dense:
+            x = layer(x)
+            x = nn.relu(x) if self.relu else x
+        return x.T
+
+    def classify(self, features: Array) -> Array:
+        return self.head(features)
+
+    def __call__(self, x: Array) -> Array:
+        return self.classify(self.extract(x))
+
+
+def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[int] = (200, 200)) -> Model:
+    """Multilayer perceptron with ReLU.
+
+    >>> model = mlp(hidden=(200, 200))
+    >>> model.layers, model.head
+    (('dense_0', 'dense_1', 'head'), ('head',))
+    """
+    _check(input_shape, classes)
+    for width in hidden:
+        check_count("hidden", width)
+    network = functools.partial(_Mlp, tuple(hidden), classes)
+    return _model("mlp", network, _flat, input_shape)
+
+
+def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form = "fast") -> Model:
+    """LeNet: two 5x5 convolutions (6 and 16 channels, ReLU, 2x2 max-pool), dense 120, 84 and `classes`.
+
+    62,006 parameters for 32x32x3 and 44,426 for 28x28x1 with 10 classes.
+
+    Args:
+        input_shape: (H, W, C).
+        classes: number of logits.
+        form: "fast", or "plain" where forward-mode differentiation is needed (see `jaxfl.models.layers`).
+
+    >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
+    62006
+    """
+    convolutions = [{"features": 6, "size": 5}, {"features": 16, "size": 5}]
+    return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form)
+
+
+def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form = "fast") -> Model:
+    """FedDPA's network for a dataset, as in its published code.
+
+    - cifar10, cifar100 (32x32x3): three 3x3 convolutions with 16, 32, 32 channels and padding 1, each with ReLU
+      and 2x2 max-pool; dense 512, 128 and `classes` with ReLU between (512 features enter).
+    - svhn_cropped (32x32x3): 3x3 convolutions 32 (ReLU) and 64 (ReLU, pool), dense 128 (ReLU) and `classes`.
+    - mnist, fashion_mnist, emnist, femnist (28x28x1): 3x3 convolutions 32 (no ReLU) and 64 (ReLU, pool), dense
+      128 (no ReLU) and `classes`.
+
+    Args:
+        dataset: name, as above.
+        classes: number of logits (default: the dataset's: 10, 100 for cifar100, 62 for emnist and femnist).
+        form: "fast", or "plain" where forward-mode differentiation is needed.
+
+    Deviations: the published networks name dropout layers, but the code's Fisher pass switches them to evaluation
+    and nothing switches back, so no unit is ever dropped: there are none here.
+
+    References:
+        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023.
+    """
+    check_choice("dataset", dataset, tuple(_FEDDPA_CLASSES))
+    classes = _FEDDPA_CLASSES[dataset] if classes is None else classes
+    if dataset in ("cifar10", "cifar100"):
+        convolutions = [{"features": n, "size": 3, "padding": 1} for n in (16, 32, 32)]
+        return _cnn("feddpa_cnn", convolutions, (512, 128), (32, 32, 3), classes, form)
+    colour = dataset == "svhn_cropped"
+    convolutions = [
+        {"features": 32, "size": 3, "relu": colour, "pool": False},
+        {"features": 64, "size": 3},
+    ]
+    shape = (32, 32, 3) if colour else (28, 28, 1)
+    return _cnn("feddpa_cnn", convolutions, (128,), shape, classes, form, relu=colour)
+
+
+_FEDDPA_CLASSES = {
+    "cifar10": 10, "cifar100": 100, "svhn_cropped": 10, "mnist": 10, "fashion_mnist": 10, "emnist": 62, "femnist": 62,
+}  # fmt: skip
+
+
+def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form = "fast") -> Model:
+    """Small network for 8x8 digits: two 3x3 convolutions (8 and 16 channels, padding 1, pool), dense 32."""
+    convolutions = [{"features": 8, "size": 3, "padding": 1}, {"features": 16, "size": 3, "padding": 1}]
+    return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
+
+
+def build(name: str, input_shape: Shape, classes: int) -> Model:
+    """The model of a name for a shape of inputs: "mlp", "lenet", "feddpa_cnn", "digits_cnn".
+
+    >>> build("lenet", (28, 28, 1), 10).name
+    'lenet'
+    """
+    builders: dict[str, Callable[..., Model]] = {
+        "mlp": mlp, "lenet": lenet, "feddpa_cnn": _feddpa_by_shape, "digits_cnn": digits_cnn,
+    }  # fmt: skip
+    check_choice("model", name, tuple(builders))
+    return builders[name](input_shape, classes)
+
+
+def _feddpa_by_shape(input_shape: Shape, classes: int) -> Model:
+    datasets = {(32, 32, 3): "cifar10", (28, 28, 1): "mnist"}
+    check_choice("input_shape", tuple(input_shape), tuple(datasets))
+    return feddpa_cnn(datasets[input_shape], classes)
+
+
+def _cnn(
+    name: str,
+    convolutions: list[dict[str, Any]],
+    widths: tuple[int, ...],
+    input_shape: Shape,
+    classes: int,
+    form: Form,
+    relu: bool = True,
+) -> Model:
+    _check(input_shape, classes)
+    check_choice("form", form, ("fast", "plain"))
+    # Few input channels and pooling: blocks quarter the rows of patches and make pooling a maximum over channels.
+    padding = None
+    first = convolutions[0]
+    even = not any((n + 2 * first.get("padding", 0)) % 2 for n in input_shape[:2])
+    if form == "fast" and first.get("pool", True) and even:
+        padding = first.get("padding", 0)
+        convolutions = [{**first, "padding": 0, "blocks": True}, *convolutions[1:]]
+    network = functools.partial(_Cnn, tuple(convolutions), widths, classes, relu, form)
+    return _model(name, network, functools.partial(_maps, padding=padding), input_shape)
+
+
+def _check(input_shape: Shape, classes: int) -> None:
+    if len(input_shape) != 3:
+        raise ValueError(f"input_shape={input_shape!r}: give (H, W, channels)")
+    for size in input_shape:
+        check_count("input_shape", size)
+    check_count("classes", classes)
+
+
+def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Array], Array], shape: Shape) -> Model:
+    module, twin = network(), network(squares=True)
+
+    def init(key: Array) -> Any:
+        return module.init(key, prepare(jnp.zeros((1, *shape))))["params"]
+
+    def apply(module: nn.Module, method: str, params: Any, x: Array) -> Array:
+        return module.apply({"params": params}, x, method=method)
+
+    layers = _depth_order(init)
+    return Model(
+        name=name,
+        init=init,
+        prepare=prepare,
+        extract=functools.partial(apply, module, "extract"),
+        classify=functools.partial(apply, module, "classify"),
+        apply=functools.partial(apply, module, "__call__"),
+        squares=functools.partial(apply, twin, "__call__"),
+        layers=layers,
+        head=layers[-1:],
+    )
+
+
+def _depth_order(init: Callable[[Array], Any]) -> tuple[str, ...]:
+    """Names of the top-level parameters as they were made: a dict that went through JAX is sorted."""
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.extend(init(key)), jax.random.key(0))
+    return tuple(names)

@@ -6,7 +6,7 @@ engine writes from the same fields.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +113,84 @@ class Mechanism:
     delta: float = 1e-5
     claim: tuple[float, str] | None = None
     broken: str | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("clip", self.clip, infinite=True)
+        check_fraction("delta", self.delta, one=False)
+        check_choice("denominator", self.denominator, ("expected", "participants"))
+        for name in ("noise_multiplier", "client_noise"):
+            value = np.asarray(getattr(self, name), np.float64)
+            if value.size == 0 or not np.all(value >= 0) or not np.all(np.isfinite(value)):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give finite numbers of at least 0")
+        if np.ndim(self.noise_multiplier) > 1 or np.ndim(self.client_noise) > 2:
+            raise ValueError("noise_multiplier takes a number or [T]; client_noise a number, [T] or [T or 1, C]")
+        if self.noisy and math.isinf(self.clip):
+            raise ValueError(f"clip={self.clip!r} with noise: noise is a multiple of the clip bound, so give a finite clip")
+        if self.weights is not None and (np.ndim(self.weights) not in (1, 2) or np.min(self.weights) < 0):
+            raise ValueError(f"weights={self.weights!r}: give [C] or [T, C] numbers of at least 0")
+
+    @property
+    def noisy(self) -> bool:
+        """Whether any noise is ever drawn."""
+        return bool(np.any(np.asarray(self.noise_multiplier)) or np.any(np.asarray(self.client_noise)))
+
+    @property
+    def noise_multiplier_table(self) -> Float[np.ndarray, "T"]:
+        """z by round, one entry where it does not change."""
+        return np.atleast_1d(np.asarray(self.noise_multiplier, np.float64))
+
+    @property
+    def client_noise_table(self) -> Float[np.ndarray, "T C"]:
+        """s by round and client, axes of length 1 where it does not change."""
+        value = np.asarray(self.client_noise, np.float64)
+        return value.reshape(-1, 1) if value.ndim < 2 else value
+
+    @property
+    def weight_table(self) -> Float[np.ndarray, "T C"]:
+        """w by round and client, axes of length 1 where it does not change."""
+        return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
+
+    def check_fits(self, clients: int, rounds: int) -> None:
+        """Require tables that cover `rounds` rounds of `clients` clients, and a possible cohort."""
+        self.sampling.expected(clients)
+        tables = {"client_noise": self.client_noise_table, "weights": self.weight_table}
+        tables["noise_multiplier"] = self.noise_multiplier_table[:, None]
+        for name, table in tables.items():
+            if table.shape[0] not in (1, rounds) or table.shape[1] not in (1, clients):
+                raise ValueError(f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients")
+        if not np.all(self.weight_table.max(axis=1) > 0):
+            raise ValueError(f"weights={self.weights!r}: every round needs a client with a weight above 0")
+
+
+class RoundNoise(NamedTuple):
+    """The mechanism's numbers for one round, as the engine uses them."""
+
+    noise_multiplier: Float[Array, ""]
+    client_noise: Float[Array, "#C"]
+    weights: Float[Array, "#C"]
+    denominator: Float[Array, ""]
+
+
+def round_numbers(mechanism: Mechanism, clients: int, round_: Int[Array, ""]) -> RoundNoise:
+    """Read the tables at one round (traced)."""
+
+    def row(table: np.ndarray) -> Array:
+        return jnp.asarray(table, jnp.float32)[jnp.minimum(round_, table.shape[0] - 1)]
+
+    weights = row(mechanism.weight_table)
+    total = jnp.sum(weights) * (clients if weights.shape[0] == 1 else 1)
+    return RoundNoise(
+        noise_multiplier=row(mechanism.noise_multiplier_table),
+        client_noise=row(mechanism.client_noise_table),
+        weights=weights,
+        denominator=total * (mechanism.sampling.expected(clients) / clients),
+    )
+
+
+def server_noise(numbers: RoundNoise, present: Float[Array, ""]) -> Float[Array, ""]:
+    r"""Std over C that the server adds to the sum, given the variance over C^2 that clients added.
+
+    .. math:: D = \sqrt{\max(0, (z \max_i w_i)^2 - \mathrm{present})}
+    """
+    target = numbers.noise_multiplier * jnp.max(numbers.weights)
+    return jnp.sqrt(jnp.maximum(0.0, target**2 - present))

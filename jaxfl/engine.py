@@ -1,0 +1,246 @@
+"""One round, and many rounds in one compiled program.
+
+A round is: sample -> for each participant: client_update, clip, client noise -> weighted sum -> server
+noise -> divide -> server_update. Only this file does it, for every algorithm.
+
+Keys are derived by round, then purpose, then client id, so that neither chunk size, device count nor the
+order of a cohort changes a client's randomness.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int, Key
+
+from jaxfl.data.clients import shard
+from jaxfl.privacy.clip import clip
+from jaxfl.privacy.mechanism import RoundNoise, round_numbers, server_noise
+from jaxfl.privacy.noise import add_gaussian
+from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Tree
+
+_SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE = range(4)
+
+
+class Population(NamedTuple):
+    """Clients on a device mesh: each device holds its own clients and their examples."""
+
+    clients: Clients
+    count: int
+    mesh: Mesh
+
+
+class Records(NamedTuple):
+    """What a segment of rounds reports: its ledger, means over participants, and health flags."""
+
+    ledger: Ledger
+    info: dict[str, Float[Array, "T"]]
+    nonfinite: Int[Array, "T"]
+    server_finite: Bool[Array, "T"]
+
+
+class _Slots(NamedTuple):
+    """Per client of one round, sharded like the clients."""
+
+    ids: Int[Array, "C"]
+    sampled: Bool[Array, "C"]
+    weights: Float[Array, "C"]
+    noise: Float[Array, "C"]
+
+
+class _Cohort(NamedTuple):
+    """Sums over a cohort."""
+
+    update: Tree
+    variance: Float[Array, ""]
+    weight: Float[Array, ""]
+    info: dict[str, Float[Array, ""]]
+    participants: Float[Array, ""]
+    nonfinite: Int[Array, ""]
+
+
+def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
+    """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
+
+    Args:
+        clients: host arrays.
+        devices: which devices to use; all of the default backend where None.
+    """
+    devices = devices or jax.devices()
+    mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.count))]), ("clients",))
+    sharded = shard(clients, mesh.size)
+    return Population(jax.device_put(sharded, NamedSharding(mesh, P("clients"))), clients.count, mesh)
+
+
+def initialize(key: Key[Array, ""], algorithm: Algorithm, population: Population) -> tuple[Tree, Tree]:
+    """Server state, replicated, and client states, on the devices of their clients."""
+
+    shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), P("clients")))
+    return jax.jit(algorithm.init, out_shardings=shardings)(key, population.clients)
+
+
+def compile_rounds(
+    algorithm: Algorithm, population: Population, *, chunk: int, segment: int
+) -> Callable[[Key[Array, ""], Any, Any, Tree, Tree], tuple[Tree, Tree, Records]]:
+    """One program that runs up to `segment` rounds: `(key, start, rounds, server, states) -> (server, states, records)`.
+
+    `start` and `rounds` are dynamic, so one compilation serves a whole run; `server` and `states` are
+    donated. Rows of the records beyond `rounds` are zero.
+
+    Args:
+        algorithm: what a round does.
+        population: the clients on their devices.
+        chunk: clients vectorised at a time on each device; memory grows with it, and not with the cohort.
+        segment: the largest number of rounds per call.
+    """
+
+
+    def run(clients: Clients, key: Key[Array, ""], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
+        def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
+            round_key = jax.random.fold_in(key, index)
+            return _round(algorithm, population._replace(clients=clients), chunk, round_key, index, server, states)
+
+        start = jnp.asarray(start, jnp.int32)
+        shapes = jax.eval_shape(one_round, start, server, states)[2]
+        records = jax.tree.map(lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes)
+
+        def body(i: Int[Array, ""], carry: tuple) -> tuple:
+            server, states, records = carry
+            server, states, record = one_round(start + i, server, states)
+            return server, states, jax.tree.map(lambda all_, one: all_.at[i].set(one), records, record)
+
+        return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (server, states, records))
+
+    return functools.partial(jax.jit(run, donate_argnames=("server", "states")), population.clients)
+
+
+def _round(
+    algorithm: Algorithm,
+    population: Population,
+    chunk: int,
+    key: Key[Array, ""],
+    index: Int[Array, ""],
+    server: Tree,
+    states: Tree,
+) -> tuple[Tree, Tree, Records]:
+    mechanism, count = algorithm.mechanism, population.count
+    numbers = round_numbers(mechanism, count, index)
+    sampled = mechanism.sampling.sample(jax.random.fold_in(key, _SAMPLE), count)
+    slots = _slots(numbers, sampled, population.clients.count)
+
+    def cohort(slots: _Slots, server: Tree, states: Tree, clients: Clients) -> tuple[_Cohort, Tree]:
+        total, states = _cohort(algorithm, chunk, key, slots, server, states, clients)
+        return lax.psum(total, "clients"), states
+
+    by_client = P("clients")
+    total, states = jax.shard_map(
+        cohort,
+        mesh=population.mesh,
+        in_specs=(by_client, P(), by_client, by_client),
+        out_specs=(P(), by_client),
+        check_vma=False,  # algorithms start loops from constants, which the check takes for replicated
+    )(slots, server, states, population.clients)
+
+    update, std = total.update, jnp.zeros(())
+    if np.any(mechanism.noise_multiplier_table):
+        std = server_noise(numbers, total.variance)
+        update = add_gaussian(jax.random.fold_in(key, _SERVER_NOISE), update, std * mechanism.clip)
+    realised = jnp.where(total.weight > 0, total.weight, 1.0)
+    denominator = numbers.denominator if mechanism.denominator == "expected" else realised
+    aggregate = jax.tree.map(lambda leaf: leaf / denominator.astype(leaf.dtype), update)
+
+    counted = jnp.maximum(total.participants - total.nonfinite, 1)
+    info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
+    server = algorithm.server_update(server, aggregate, info)
+    ledger = Ledger(sampled, numbers.client_noise, numbers.weights, std, numbers.noise_multiplier)
+    return server, states, Records(ledger, info, total.nonfinite, _all_finite(server))
+
+
+def _slots(numbers: RoundNoise, sampled: Bool[Array, "C"], padded: int) -> _Slots:
+    """Spread a round's numbers over clients; the empty clients that fill up the mesh never take part."""
+    count = sampled.shape[0]
+
+    def spread(values: Array) -> Array:
+        return jnp.pad(jnp.broadcast_to(values, (count,)), (0, padded - count))
+
+    return _Slots(jnp.arange(padded), spread(sampled), spread(numbers.weights), spread(numbers.client_noise))
+
+
+def _cohort(
+    algorithm: Algorithm, chunk: int, key: Key[Array, ""], slots: _Slots, server: Tree, states: Tree, clients: Clients
+) -> tuple[_Cohort, Tree]:
+    """Sum one device's participants, `chunk` at a time; the loop's length follows their number."""
+    own = slots.ids.shape[0]
+    chunk = min(chunk, own)
+    participants = jnp.sum(slots.sampled)
+    order = jnp.nonzero(slots.sampled, size=-(-own // chunk) * chunk, fill_value=own)[0]
+
+    def one(slot: Int[Array, ""], states: Tree) -> tuple[_Cohort, Tree]:
+        return _participant(algorithm, key, slots, slot, server, states, clients)
+
+    shapes, _ = jax.eval_shape(one, jnp.zeros((), order.dtype), states)
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    def body(i: Int[Array, ""], carry: tuple) -> tuple:
+        total, states = carry
+        if chunk == 1:  # plain code: a batch axis of 1 would cost the fast matrix products
+            slot = order[i]
+            added, state = one(slot, states)
+        else:
+            slot = lax.dynamic_slice(order, (i * chunk,), (chunk,))
+            added, state = jax.vmap(one, (0, None))(slot, states)
+            added = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), added)
+        states = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), states, state)
+        return optax.tree.add(total, added), states
+
+    return lax.fori_loop(0, -(-participants // chunk), body, (zero, states))
+
+
+def _participant(
+    algorithm: Algorithm,
+    key: Key[Array, ""],
+    slots: _Slots,
+    slot: Int[Array, ""],
+    server: Tree,
+    states: Tree,
+    clients: Clients,
+) -> tuple[_Cohort, Tree]:
+    """One client's share of the sums, and its new state; a slot beyond the last one contributes zero."""
+    mechanism = algorithm.mechanism
+    real = slot < slots.ids.shape[0]
+    ids, weight = slots.ids[slot], jnp.where(real, slots.weights[slot], 0.0)
+    old = jax.tree.map(lambda leaf: leaf[slot], states)
+    data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
+    client_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT), ids)
+    message, new, info = algorithm.client_update(client_key, server, old, data)
+
+    update, norm = clip(message.update, mechanism.clip)
+    finite = jnp.isfinite(norm) & _all_finite(new)
+    update = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), update)
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    if np.any(mechanism.client_noise_table):  # also on a dropped update: the accountant counts this noise
+        noise_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT_NOISE), ids)
+        update = add_gaussian(noise_key, update, slots.noise[slot] * mechanism.clip)
+
+    info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
+    share = _Cohort(
+        update=jax.tree.map(lambda leaf: leaf * weight.astype(leaf.dtype), update),
+        variance=(weight * slots.noise[slot]) ** 2,
+        weight=weight,
+        info={name: jnp.where(finite & real, value, 0.0) for name, value in info.items()},
+        participants=real.astype(jnp.float32),
+        nonfinite=(real & ~finite).astype(jnp.int32),
+    )
+    return share, new
+
+
+def _all_finite(tree: Tree) -> Bool[Array, ""]:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.array(True)

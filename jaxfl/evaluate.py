@@ -1,0 +1,92 @@
+"""Accuracy of every client on its own test split, with the weights that `personalize` returns."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int, Key
+
+from jaxfl.engine import Population
+from jaxfl.types import Algorithm, ClientData, Clients, Tree
+
+_BATCH = 256
+
+
+class PerClient(NamedTuple):
+    """Test accuracy and mean loss of each client; NaN for a client without test examples."""
+
+    accuracy: Float[Array, "C"]
+    loss: Float[Array, "C"]
+
+
+def compile_evaluation(
+    algorithm: Algorithm, population: Population, *, chunk: int = 1
+) -> Callable[[Key[Array, ""], Tree, Tree], PerClient]:
+    """One program `(key, server, states) -> PerClient` over all clients, `chunk` vectorised at a time per device."""
+
+    def evaluate(clients: Clients, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
+        def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
+            def one(slot: Int[Array, ""]) -> PerClient:
+                return _client(algorithm, jax.random.fold_in(key, ids[slot]), slot, server, states, clients)
+
+            slots = jnp.arange(ids.shape[0])
+            return lax.map(one, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
+
+        by_client = P("clients")
+        scores = jax.shard_map(
+            local,
+            mesh=population.mesh,
+            in_specs=(by_client, P(), by_client, by_client),
+            out_specs=by_client,
+            check_vma=False,
+        )(jnp.arange(clients.count), server, states, clients)
+        return jax.tree.map(lambda leaf: leaf[: population.count], scores)
+
+    return functools.partial(jax.jit(evaluate), population.clients)
+
+
+def _client(
+    algorithm: Algorithm, key: Key[Array, ""], slot: Int[Array, ""], server: Tree, states: Tree, clients: Clients
+) -> PerClient:
+    model, size = algorithm.model, clients.test_size[slot]
+    data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
+    params = algorithm.personalize(key, server, jax.tree.map(lambda leaf: leaf[slot], states), data)
+    batch = min(_BATCH, clients.test.shape[1])
+    rows = jnp.pad(clients.test[slot], (0, -clients.test.shape[1] % batch))
+
+    def block(i: Int[Array, ""], carry: tuple) -> tuple:
+        own = lax.dynamic_slice(rows, (i * batch,), (batch,))
+        logits = model.apply(params, model.prepare(clients.inputs[own]))
+        labels, real = clients.labels[own], i * batch + jnp.arange(batch) < size
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        correct = jnp.argmax(logits, axis=-1) == labels
+        return carry[0] + jnp.sum(correct & real), carry[1] + jnp.sum(jnp.where(real, losses, 0.0))
+
+    correct, loss = lax.fori_loop(0, -(-size // batch), block, (jnp.zeros((), jnp.int32), jnp.zeros(())))
+    nothing = jnp.where(size > 0, 1.0, jnp.nan)
+    return PerClient(nothing * correct / jnp.maximum(size, 1), nothing * loss / jnp.maximum(size, 1))
+
+
+def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"]) -> dict[str, float]:
+    """Unweighted mean, standard deviation and worst 10% over clients, and the mean over all test examples.
+
+    The worst 10% is the mean accuracy of the tenth of the clients (at least one) that fares worst.
+    """
+    tested = np.asarray(sizes) > 0
+    accuracy = np.sort(np.asarray(scores.accuracy, np.float64)[tested])
+    if accuracy.size == 0:
+        return {}
+    examples = np.asarray(sizes, np.float64)[tested]
+    return {
+        "accuracy": float(accuracy.mean()),
+        "accuracy_std": float(accuracy.std()),
+        "accuracy_worst10": float(accuracy[: max(1, round(0.1 * accuracy.size))].mean()),
+        "accuracy_examples": float(np.average(np.asarray(scores.accuracy, np.float64)[tested], weights=examples)),
+        "loss": float(np.asarray(scores.loss, np.float64)[tested].mean()),
+    }

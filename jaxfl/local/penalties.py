@@ -1,0 +1,35 @@
+"""Terms that local training adds to its loss, and norms that are safe to differentiate at zero."""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float
+
+from jaxfl.types import Tree
+
+
+def safe_norm(tree: Tree) -> Float[Array, ""]:
+    r"""Joint L2 norm whose gradient at 0 is 0 (the plain norm's is NaN)."""
+    square = jnp.asarray(optax.tree.norm(tree, squared=True), jnp.float32)
+    positive = square > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+
+
+def proximal(params: Tree, center: Tree, mu: float) -> Float[Array, ""]:
+    r""":math:`\frac{\mu}{2} \|w - w^t\|^2` (FedProx, Li et al. 2020, eq. 2)."""
+    return 0.5 * mu * jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
+
+
+def distance(params: Tree, center: Tree, mask: Tree, weight: float) -> Float[Array, ""]:
+    r""":math:`\frac{\lambda}{2} \|(w - w^t) \odot M\|_2`."""
+    return 0.5 * weight * safe_norm(_masked_difference(params, center, mask))
+
+
+def distance_to_bound(params: Tree, center: Tree, mask: Tree, bound: float, weight: float) -> Float[Array, ""]:
+    r""":math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`: pulls the update's norm to C, from both sides."""
+    return 0.5 * weight * jnp.abs(safe_norm(_masked_difference(params, center, mask)) - bound)
+
+
+def _masked_difference(params: Tree, center: Tree, mask: Tree) -> Tree:
+    return jax.tree.map(lambda p, c, m: jnp.where(m, p - c, 0.0), params, center, mask)

@@ -1,0 +1,155 @@
+"""The one local training loop that all methods share."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Float, Int, Key
+
+from jaxfl._validate import check_count
+from jaxfl.types import ClientData, Model, Params, Tree
+
+_BLOCK_EXAMPLES = 512
+"""Examples gathered and laid out at once: enough to amortise the gather, few enough to stay in cache."""
+
+
+def cross_entropy(
+    logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]
+) -> Float[Array, ""]:
+    """Mean cross-entropy over the examples of weight 1; those of weight 0 are padding."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def train(
+    key: Key[Array, ""],
+    params: Params,
+    data: ClientData,
+    *,
+    apply: Callable[[Params, Array], Float[Array, "B K"]],
+    prepare: Callable[[Array], Array],
+    optimizer: optax.GradientTransformation,
+    batch_size: int,
+    epochs: int = 1,
+    steps: int | None = None,
+    mask: Tree = None,
+    penalty: Callable[[Params], Float[Array, ""]] | None = None,
+) -> tuple[Params, dict[str, Array]]:
+    r"""Minimise cross-entropy plus a penalty on one client's examples by minibatch steps.
+
+    Every epoch visits the client's examples once, in a fresh random order, in batches of `batch_size`
+    whose last one may be smaller; the number of steps follows the client's own size.
+
+    Args:
+        key: order of the examples.
+        params: where training starts.
+        data: the client's rows; padding is never visited.
+        apply: logits of a prepared batch.
+        prepare: normalises and lays out a batch; called per block of batches, outside the loop over steps.
+        optimizer: any optax transformation, with a fresh state.
+        batch_size: B.
+        epochs: passes over the client's examples, unless `steps` is given.
+        steps: number of steps, however many passes they take.
+        mask: trainable coordinates (bool, shaped like params); others keep their bits.
+        penalty: added to the mean loss of every batch.
+
+    Returns:
+        The trained parameters, and the mean loss over all steps with the number of steps.
+    """
+    padded = data.rows.shape[0]
+    batch = min(batch_size, padded)
+    blocks, per_block = _blocks(padded, batch)
+    batches = -(-data.size // batch)
+    total = jnp.where(data.size > 0, epochs * batches if steps is None else steps, 0)
+
+    def step(x: Array, labels: Array, weights: Array, carry: tuple) -> tuple:
+        params, state, total_loss = carry
+
+        def objective(params: Params) -> Float[Array, ""]:
+            loss = cross_entropy(apply(params, x), labels, weights)
+            return loss if penalty is None else loss + penalty(params)
+
+        loss, gradient = jax.value_and_grad(objective)(params)
+        if mask is not None:
+            gradient = _inside(mask, gradient)
+        updates, state = optimizer.update(gradient, state, params)
+        if mask is not None:
+            updates = _inside(mask, updates)  # weight decay and momentum would move masked coordinates too
+        return optax.apply_updates(params, updates), state, total_loss + loss
+
+    def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
+        order = _shuffle(jax.random.fold_in(key, index), padded, data.size)
+        order = jnp.pad(order, (0, blocks * per_block * batch - padded))
+        here = jnp.minimum(batches, total - index * batches)
+
+        def block(number: Int[Array, ""], carry: tuple) -> tuple:
+            start = number * per_block * batch
+            positions = (start + jnp.arange(per_block * batch)).reshape(per_block, batch)
+            rows = data.rows[lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(per_block, batch)]
+            x, labels = jax.vmap(prepare)(data.inputs[rows]), data.labels[rows]
+            weights = (positions < data.size).astype(jnp.float32)
+            return lax.fori_loop(
+                0,
+                jnp.minimum(per_block, here - number * per_block),
+                lambda i, carry: step(x[i], labels[i], weights[i], carry),
+                carry,
+            )
+
+        return lax.fori_loop(0, -(-here // per_block), block, carry)
+
+    passes = -(-total // jnp.maximum(batches, 1))
+    start = (params, optimizer.init(params), jnp.zeros(()))
+    params, _, total_loss = lax.fori_loop(0, passes, epoch, start)
+    return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
+
+
+def fit_head(
+    key: Key[Array, ""], model: Model, params: Params, data: ClientData, **options: Any
+) -> tuple[Params, dict[str, Array]]:
+    """Train the head alone, on features that the frozen extractor computes once.
+
+    Args:
+        key: order of the examples.
+        model: names the head and splits `apply` into `extract` and `classify`.
+        params: all parameters; the extractor's keep their bits.
+        data: the client's rows.
+        options: `optimizer`, `batch_size`, `epochs` or `steps`, `penalty` of `train`.
+    """
+    padded = data.rows.shape[0]
+    batch = min(_BLOCK_EXAMPLES, padded)
+    rows = jnp.pad(data.rows, (0, -padded % batch)).reshape(-1, batch)
+    features = lax.map(lambda r: model.extract(params, model.prepare(data.inputs[r])), rows)
+    features = features.reshape(-1, features.shape[-1])[:padded]
+    own = ClientData(features, data.labels[data.rows], jnp.arange(padded), data.size)
+    head = {name: params[name] for name in model.head}
+    head, info = train(key, head, own, apply=model.classify, prepare=lambda x: x, **options)
+    return {**params, **head}, info
+
+
+def check_local(batch_size: int, epochs: int, steps: int | None) -> None:
+    """Validate what every builder passes on to `train`."""
+    check_count("batch_size", batch_size)
+    check_count("epochs", epochs)
+    if steps is not None:
+        check_count("steps", steps)
+
+
+def _blocks(padded: int, batch: int) -> tuple[int, int]:
+    """Number of blocks of an epoch, and batches in each."""
+    batches = -(-padded // batch)
+    blocks = max(1, round(batches * batch / _BLOCK_EXAMPLES))
+    per_block = -(-batches // blocks)
+    return -(-batches // per_block), per_block
+
+
+def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array, ""]) -> Int[Array, "N"]:
+    """Real positions in random order, then the padding; does not depend on how much padding there is."""
+    place = jax.random.uniform(key, (padded,))
+    return jnp.argsort(jnp.where(jnp.arange(padded) < size, place, 2.0))
+
+
+def _inside(mask: Tree, tree: Tree) -> Tree:
+    return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)

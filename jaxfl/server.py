@@ -1,0 +1,28 @@
+"""The server's model and its optimizer step."""
+
+from typing import NamedTuple
+
+import optax
+
+from jaxfl.types import Params, Tree
+
+
+class Server(NamedTuple):
+    """Global parameters and the state of the server's optimizer."""
+
+    params: Params
+    optimizer: Tree
+
+
+def init_server(params: Params, optimizer: optax.GradientTransformation) -> Server:
+    """Start from `params` with a fresh optimizer state."""
+    return Server(params, optimizer.init(params))
+
+
+def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:
+    r"""One optimizer step with the aggregated update as the negative gradient (FedOpt, Reddi et al. 2021).
+
+    `optax.sgd(eta_g)` is :math:`\theta \leftarrow \theta + \eta_g \, \mathrm{aggregate}`.
+    """
+    updates, state = optimizer.update(optax.tree.scale(-1, aggregate), server.optimizer, server.params)
+    return Server(optax.apply_updates(server.params, updates), state)

@@ -1,0 +1,24 @@
+"""Examples -> partition -> clients."""
+
+from jaxfl.data.clients import describe, make_clients, shard
+from jaxfl.data.corrupt import corrupt_clients, salt_and_pepper
+from jaxfl.data.load import NAMES, Dataset, from_arrays, load
+from jaxfl.data.partition import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
+
+__all__ = [
+    "NAMES",
+    "Dataset",
+    "by_sizes",
+    "classes_per_client",
+    "corrupt_clients",
+    "describe",
+    "dirichlet",
+    "from_arrays",
+    "iid",
+    "label_share",
+    "load",
+    "make_clients",
+    "matching",
+    "salt_and_pepper",
+    "shard",
+]

@@ -1,0 +1,172 @@
+"""Clients: index lists -> one example store and padded rows; its layout over devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int32
+
+from jaxfl._validate import check_count
+from jaxfl.data.load import Dataset, from_arrays
+from jaxfl.types import Clients
+
+
+def make_clients(
+    data: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    train_lists: Sequence[Sequence[int] | np.ndarray],
+    test_lists: Sequence[Sequence[int] | np.ndarray],
+) -> Clients:
+    """Put all examples into one store, training examples first, and give each client its rows.
+
+    The examples are stored once, in their dtype; a client costs only its padded rows. A client may have
+    no examples. Test lists may overlap, training lists may not: an example has one owner.
+
+    Args:
+        data: A dataset, or arrays (train inputs, train labels, test inputs, test labels).
+        train_lists: Rows of the training examples, one array per client.
+        test_lists: Rows of the test examples, one array per client.
+
+    Returns:
+        Host arrays: store of D = n + m examples, rows [C, N] and [C, M] padded with 0, sizes [C].
+
+    Raises:
+        ValueError: Numbers of lists that differ; lists that are no vectors of whole numbers, leave the
+            data, or repeat a row; no training examples at all.
+
+    Example:
+        >>> from jaxfl.data import iid, load, matching
+        >>> digits = load("digits")
+        >>> train = iid(digits.train_labels, 100, seed=0)
+        >>> test = matching(train, digits.train_labels, digits.test_labels, seed=0)
+        >>> clients = make_clients(digits, train, test)
+        >>> clients.train.shape, clients.inputs.shape, int(clients.test_size.sum())
+        ((100, 15), (1797, 8, 8, 1), 359)
+    """
+    dataset = data if isinstance(data, Dataset) else from_arrays(*data)
+    if len(train_lists) != len(test_lists) or not len(train_lists):
+        raise ValueError(
+            f"{len(train_lists)} train_lists and {len(test_lists)} test_lists: give one of each per client"
+        )
+    offset = len(dataset.train_labels)
+    train, train_size = _pad("train_lists", train_lists, offset)
+    test, test_size = _pad("test_lists", test_lists, len(dataset.test_labels))
+    _check_owners(train, train_size)
+    inputs = np.concatenate([dataset.train_inputs, dataset.test_inputs])
+    labels = np.concatenate([dataset.train_labels, dataset.test_labels])
+    test = np.where(_real(test, test_size), test + np.int32(offset), np.int32(0))
+    return _clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
+
+
+def shard(clients: Clients, shards: int) -> Clients:
+    """Lay clients out so that an equal split of each leading axis gives each device its own clients.
+
+    Clients are padded to a multiple of `shards` with empty ones, and block b is the b-th run of
+    `C / shards` clients. Block b of the store holds the examples these clients refer to, in their old
+    order, padded with zeros to the length of the longest block; rows are local to the block. An example
+    is copied once for each block that refers to it, and not at all if no client does. With one shard
+    the clients are returned as they are.
+
+    Args:
+        clients: Clients over one store, as `make_clients` returns them.
+        shards: Number of devices.
+
+    Raises:
+        ValueError: `shards` is not a whole number of at least 1.
+
+    Example:
+        >>> inputs, labels = np.arange(8.0).reshape(4, 2), np.array([0, 1, 2, 3])
+        >>> lists = [np.array([3]), np.array([0, 1])]
+        >>> halves = shard(make_clients((inputs, labels, inputs[:0], labels[:0]), lists, [[], []]), 2)
+        >>> halves.labels.tolist(), halves.train.tolist()
+        ([3, 0, 0, 1], [[0, 0], [0, 1]])
+    """
+    check_count("shards", shards)
+    if shards == 1:
+        return clients
+    inputs, labels, train, train_size, test, test_size = map(np.asarray, clients)
+    missing = -len(train) % shards
+    train, train_size, test, test_size = (
+        np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in (train, train_size, test, test_size)
+    )
+    per_block = len(train) // shards
+    real = {"train": _real(train, train_size), "test": _real(test, test_size)}
+    blocks = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
+    kept = [np.unique(np.concatenate([train[b][real["train"][b]], test[b][real["test"][b]]])) for b in blocks]
+    length = max(1, *map(len, kept))
+    store = np.zeros((shards, length, *inputs.shape[1:]), inputs.dtype)
+    names = np.zeros((shards, length), labels.dtype)
+    for b, rows in enumerate(kept):
+        store[b, : len(rows)], names[b, : len(rows)] = inputs[rows], labels[rows]
+    local = {
+        name: np.concatenate(
+            [np.where(real[name][b], np.searchsorted(own, rows[b]), 0) for b, own in zip(blocks, kept)]
+        )
+        for name, rows in (("train", train), ("test", test))
+    }
+    return _clients(
+        inputs=store.reshape(-1, *inputs.shape[1:]),
+        labels=names.reshape(-1),
+        train=local["train"].astype(np.int32),
+        train_size=train_size,
+        test=local["test"].astype(np.int32),
+        test_size=test_size,
+    )
+
+
+def describe(clients: Clients) -> dict[str, int | float]:
+    """Number of clients, least, median and largest train and test sizes, and bytes of all arrays.
+
+    Example:
+        >>> data = np.zeros((3, 2), np.float32), np.array([0, 1, 0]), np.zeros((0, 2), np.float32), np.zeros(0, int)
+        >>> describe(make_clients(data, [[0], [1, 2]], [[], []]))["train_median"]
+        1.5
+    """
+    sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
+    facts: dict[str, int | float] = {"clients": len(sizes["train"])}
+    for split, size in sizes.items():
+        facts |= {f"{split}_min": int(size.min()), f"{split}_median": float(np.median(size))}
+        facts |= {f"{split}_max": int(size.max())}
+    return facts | {"bytes": sum(int(array.nbytes) for array in clients)}
+
+
+def _clients(**arrays: Any) -> Clients:
+    """Clients of host arrays; the engine moves them to devices."""
+    return Clients(**arrays)
+
+
+def _real(rows: np.ndarray, size: np.ndarray) -> Bool[np.ndarray, "C N"]:
+    return np.arange(rows.shape[1]) < size[:, None]
+
+
+def _pad(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "C N"], Int32[np.ndarray, "C"]]:
+    """Check the lists against data of that length and pad them with 0, at least one wide."""
+    arrays = [np.asarray(rows) for rows in lists]
+    for i, rows in enumerate(arrays):
+        if rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
+            raise ValueError(f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers")
+    size = np.array([len(rows) for rows in arrays], np.int32)
+    flat = np.concatenate([rows.astype(np.int64) for rows in arrays])
+    client = np.repeat(np.arange(len(arrays)), size)
+    wrong = np.flatnonzero((flat < 0) | (flat >= length))
+    if wrong.size:
+        raise ValueError(f"{name}[{client[wrong[0]]}] has row {flat[wrong[0]]}: give rows from 0 to {length - 1}")
+    order = np.lexsort((flat, client))
+    twice = np.flatnonzero((np.diff(flat[order]) == 0) & (np.diff(client[order]) == 0))
+    if twice.size:
+        at = order[twice[0]]
+        raise ValueError(f"{name}[{client[at]}] has row {flat[at]} twice: give each row once")
+    padded = np.zeros((len(arrays), max(1, size.max())), np.int32)
+    padded[_real(padded, size)] = flat
+    return padded, size
+
+
+def _check_owners(train: np.ndarray, size: np.ndarray) -> None:
+    client, column = np.nonzero(_real(train, size))
+    if not client.size:
+        raise ValueError("train_lists are all empty: give at least one client an example")
+    rows = train[client, column]
+    order = np.argsort(rows, kind="stable")
+    twice = np.flatnonzero(np.diff(rows[order]) == 0)
+    if twice.size:
+        one, two = client[order[twice[0]]], client[order[twice[0] + 1]]
+        raise ValueError(f"train_lists[{one}] and [{two}] both have row {rows[order[twice[0]]]}: give disjoint lists")

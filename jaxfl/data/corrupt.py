@@ -1,0 +1,88 @@
+"""Corruption of inputs: clients whose data are worse than others'."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Shaped
+
+from jaxfl._validate import check_count, check_fraction
+
+
+def salt_and_pepper(
+    inputs: Shaped[np.ndarray, "D ..."], rows: np.ndarray, density: float, *, seed: int
+) -> Shaped[np.ndarray, "D ..."]:
+    """Set each pixel of the given rows to black or white, with probability density / 2 each.
+
+    A pixel is one place of an image `[H, W, C]`, all channels together; in inputs of any other shape it
+    is one value. Black and white are 0 and 255 in uint8 inputs, and the least and the largest value of
+    all `inputs` in floating ones.
+
+    The noise of a row depends on the seed and the row's number only: not on the other rows, their order,
+    or the other inputs. What a density corrupts, a higher one corrupts in the same way.
+
+    Args:
+        inputs: `[D, ...]` uint8 or floating; not changed.
+        rows: Rows to corrupt.
+        density: Expected fraction of corrupted pixels, in [0, 1].
+        seed: Seed of the noise.
+
+    Returns:
+        A copy of `inputs` with the rows corrupted.
+
+    Raises:
+        ValueError: A density outside [0, 1], or rows outside the inputs.
+
+    Example:
+        >>> gray = np.full((3, 8, 8, 1), 100, np.uint8)
+        >>> noisy = salt_and_pepper(gray, np.array([1]), 1.0, seed=0)
+        >>> np.unique(noisy[1]).tolist(), np.unique(noisy[[0, 2]]).tolist()
+        ([0, 255], [100])
+
+    References:
+        PADPFL (MNIST clients with severe, moderate and no salt-and-pepper noise).
+    """
+    return corrupt_clients(inputs, [rows], [density], seed=seed)
+
+
+def corrupt_clients(
+    inputs: Shaped[np.ndarray, "D ..."], lists: Sequence[np.ndarray], densities: Sequence[float], *, seed: int
+) -> Shaped[np.ndarray, "D ..."]:
+    """Corrupt the rows of each client with its own density, as `salt_and_pepper` does.
+
+    Args:
+        inputs: `[D, ...]` uint8 or floating; not changed.
+        lists: Rows of each client, disjoint.
+        densities: One density in [0, 1] per client.
+        seed: Seed of the noise; the order of the clients does not matter.
+
+    Raises:
+        ValueError: Another number of densities than clients, a density outside [0, 1], rows outside the
+            inputs or in two lists.
+
+    Example:
+        >>> gray = np.full((2, 8, 8, 1), 100, np.uint8)
+        >>> noisy = corrupt_clients(gray, [np.array([0]), np.array([1])], [0.5, 0.0], seed=0)
+        >>> bool((noisy[0] == gray[0]).all()), bool((noisy[1] == gray[1]).all())
+        (False, True)
+    """
+    check_count("seed", seed, least=0)
+    if len(densities) != len(lists):
+        raise ValueError(f"densities has {len(densities)} values: give one for each of the {len(lists)} clients")
+    for density in densities:
+        check_fraction("density", float(density), zero=True)
+    rows = np.concatenate([np.zeros(0, np.int64), *lists])
+    if rows.size and not 0 <= rows.min() <= rows.max() < len(inputs):
+        raise ValueError(f"rows from {rows.min()} to {rows.max()}: give rows of the {len(inputs)} inputs")
+    if len(np.unique(rows)) < len(rows):
+        raise ValueError("lists has rows that occur twice: give disjoint lists")
+    low, high = (0, 255) if inputs.dtype == np.uint8 else (inputs.min(), inputs.max())
+    pixels = inputs.shape[1:3] if inputs.ndim == 4 else inputs.shape[1:]
+    out = inputs.copy()
+    for row, density in zip(rows, np.repeat(np.asarray(densities, float), [len(rows) for rows in lists])):
+        if density:
+            # A stream of its own: the row is the high word of the generator's counter.
+            bits = np.random.Philox(key=seed, counter=int(row) << 192)
+            level = np.random.Generator(bits).random(pixels, np.float32)
+            out[row, level < density / 2] = low
+            out[row, level >= 1 - density / 2] = high
+    return out

@@ -1,0 +1,298 @@
+"""Examples: named image datasets, or your own arrays.
+
+Datasets other than `digits` are read from folders that TensorFlow Datasets (TFDS) prepared in its
+array_record format. Reading needs neither TensorFlow nor a network; nothing is ever downloaded.
+"""
+
+import hashlib
+import io
+import os
+import re
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int32, Shaped, UInt8
+
+from jaxfl._validate import check_choice, check_count
+
+EMNIST = tuple(f"emnist/{config}" for config in ("digits", "balanced", "letters", "byclass", "bymerge", "mnist"))
+NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn_cropped", "emnist", *EMNIST)
+
+_CACHE_FORMAT = 1
+_BLOCK = 4096
+
+
+class Dataset(NamedTuple):
+    """Training and test examples of one task; labels are 0 to classes - 1."""
+
+    train_inputs: UInt8[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
+    train_labels: Int32[np.ndarray, "n"]
+    test_inputs: UInt8[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
+    test_labels: Int32[np.ndarray, "m"]
+    classes: int
+    name: str
+
+
+def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
+    """Load a dataset by name; images are uint8 [n, H, W, C].
+
+    `digits` (8x8x1, from scikit-learn, scaled from 0..16 to 0..255, one fixed stratified split) is
+    always there. The others are TFDS folders `<data_dir>/<name>/<version>`; the highest version counts.
+    `emnist` is `emnist/digits`. EMNIST images, which TFDS keeps transposed, are turned upright, and the
+    labels of `emnist/letters`, which start at 1 there, start at 0.
+
+    Decoded arrays are kept in a cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a
+    key made of the name, the version, and the sizes and times of the source files.
+
+    Args:
+        name: One of `jaxfl.data.NAMES`.
+        data_dir: Folder of prepared datasets; by default the environment's `JAXFL_DATA_DIR`, then
+            `TFDS_DATA_DIR`, then TFDS's own default `~/tensorflow_datasets`.
+
+    Raises:
+        ValueError: Unknown name; no prepared copy in the folder (the message has the command that
+            prepares one); or a copy that is damaged, short, or in another file format.
+
+    Example:
+        >>> digits = load("digits")
+        >>> digits.train_inputs.shape, digits.test_inputs.shape, digits.classes
+        ((1438, 8, 8, 1), (359, 8, 8, 1), 10)
+
+    References:
+        https://www.tensorflow.org/datasets/tfless_tfds
+    """
+    check_choice("name", name, NAMES)
+    if name == "digits":
+        return _digits()
+    full_name = "emnist/digits" if name == "emnist" else name
+    folder = _find(full_name, data_dir)
+    cache = _cache_file(full_name, folder)
+    arrays = _read_cache(cache)
+    if arrays is None:
+        arrays = _read_prepared(full_name, folder)
+        _write_cache(cache, arrays)
+    classes = int(arrays.pop("classes"))
+    return Dataset(**arrays, classes=classes, name=full_name)
+
+
+def from_arrays(
+    train_inputs: np.ndarray,
+    train_labels: np.ndarray,
+    test_inputs: np.ndarray,
+    test_labels: np.ndarray,
+    *,
+    classes: int | None = None,
+    name: str = "arrays",
+) -> Dataset:
+    """Make a dataset of your own arrays.
+
+    Args:
+        train_inputs: `[n, ...]` uint8, or floating (kept as float32).
+        train_labels: `[n]` integers from 0.
+        test_inputs: `[m, ...]` with the dtype and example shape of `train_inputs`; m may be 0.
+        test_labels: `[m]` integers from 0.
+        classes: Number of classes; by default the largest label plus one.
+        name: Name of the dataset in reports.
+
+    Raises:
+        ValueError: Lengths, shapes or dtypes that do not fit, NaN or infinite inputs, labels out of range.
+
+    Example:
+        >>> inputs = np.zeros((4, 8, 8, 1), np.uint8)
+        >>> from_arrays(inputs, np.array([0, 1, 2, 1]), inputs[:1], np.array([2])).classes
+        3
+    """
+    if classes is not None:
+        check_count("classes", classes)
+    train_inputs, test_inputs = _inputs("train_inputs", train_inputs), _inputs("test_inputs", test_inputs)
+    if not len(train_inputs):
+        raise ValueError("train_inputs is empty: give at least one example")
+    example, other = (str(train_inputs.dtype), train_inputs.shape[1:]), (str(test_inputs.dtype), test_inputs.shape[1:])
+    if example != other:
+        raise ValueError(f"test_inputs has examples {other}: give the dtype and shape of train_inputs, {example}")
+    train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
+    test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
+    largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
+    return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes or largest + 1, name)
+
+
+def check_labels(
+    name: str, labels: Shaped[np.ndarray, "..."], length: int | None = None, classes: int | None = None
+) -> Int32[np.ndarray, "n"]:
+    """Require a vector of whole numbers from 0 (below `classes`), `length` of them; return it as int32."""
+    if labels.ndim != 1 or (length is not None and len(labels) != length):
+        wanted = "one label per example" if length is None else f"one label for each of the {length} inputs"
+        raise ValueError(f"{name}.shape={labels.shape}: give {wanted}")
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"{name}.dtype={labels.dtype}: give whole numbers, e.g. {name}.astype(np.int32)")
+    most = np.iinfo(np.int32).max if classes is None else classes - 1
+    wrong = labels[(labels < 0) | (labels > most)]
+    if len(wrong):
+        limits = "from 0" if classes is None else f"from 0 to classes - 1 = {most}"
+        raise ValueError(f"{name} holds {wrong[0]}: give labels {limits}")
+    return labels.astype(np.int32)
+
+
+def _inputs(name: str, inputs: np.ndarray) -> np.ndarray:
+    if inputs.ndim < 2:
+        raise ValueError(f"{name}.shape={inputs.shape}: give one row per example, [n, ...]")
+    if inputs.dtype == np.uint8:
+        return inputs
+    if not np.issubdtype(inputs.dtype, np.floating):
+        raise ValueError(f"{name}.dtype={inputs.dtype}: give uint8 or floating inputs, e.g. {name}.astype(np.float32)")
+    with np.errstate(over="ignore"):
+        inputs = inputs.astype(np.float32, copy=False)
+    bad = ~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim)))
+    if bad.any():
+        raise ValueError(f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them")
+    return inputs
+
+
+def _digits() -> Dataset:
+    from sklearn.datasets import load_digits
+
+    digits: Any = load_digits()
+    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
+    labels = digits.target.astype(np.int32)
+    rng, is_test = np.random.default_rng(0), np.zeros(len(labels), bool)
+    for k in range(10):
+        rows = rng.permutation(np.flatnonzero(labels == k))
+        is_test[rows[: round(len(rows) / 5)]] = True
+    return Dataset(images[~is_test], labels[~is_test], images[is_test], labels[is_test], 10, "digits")
+
+
+def _find(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder of the highest prepared version of `name`."""
+    named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
+    root = Path(named or "~/tensorflow_datasets").expanduser().absolute()
+    versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]
+    versions = [folder for folder in versions if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)]
+    if not versions:
+        raise ValueError(
+            f"data_dir={str(root)!r}: no prepared copy of {name!r} (no {root / name}/<version>/dataset_info.json). "
+            f"Give another data_dir, set JAXFL_DATA_DIR, or use 'digits', which needs no files. {_remedy(name, root)}"
+        )
+    return max(versions, key=lambda folder: tuple(map(int, folder.name.split("."))))
+
+
+def _remedy(name: str, root: Path) -> str:
+    code = f"tfds.builder({name!r}, data_dir={str(root)!r}, file_format='array_record').download_and_prepare()"
+    return (
+        "To prepare a copy, run this on a machine with internet (preparing needs TensorFlow, reading does not), then "
+        f"copy the folder:\n    pip install tensorflow tensorflow-datasets array-record scipy\n"
+        f'    python -c "import tensorflow_datasets as tfds; {code}"'
+    )
+
+
+def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
+    """Decode a TFDS folder, or say what is wrong with it."""
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder_from_directory(folder)
+        file_format = builder.info.file_format
+        if file_format is None or file_format.value != "array_record":
+            raise ValueError(f"its files are in {file_format and file_format.value} format, not array_record")
+        arrays: dict[str, Any] = {}
+        for split in ("train", "test"):
+            arrays[f"{split}_inputs"], arrays[f"{split}_labels"] = _read_split(builder, split)
+        arrays["classes"] = builder.info.features["label"].num_classes
+        return _upright(name, arrays)
+    except MemoryError:
+        raise
+    except Exception as error:
+        root = folder.parents[name.count("/") + 1]
+        raise ValueError(
+            f"{folder}: not a usable copy of {name!r}: {error}. "
+            f"Remove it, or give another data_dir. {_remedy(name, root)}"
+        ) from error
+
+
+def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
+    import tensorflow_datasets as tfds
+    from PIL import Image
+
+    if split not in builder.info.splits:
+        raise ValueError(f"dataset_info.json lists no split {split!r}")
+    files = builder.info.splits[split].file_instructions
+    for file in files:
+        _check_file(file.filename, file.examples_in_shard)
+    # The images stay encoded here: decoding them below is faster, and TFDS does not warn about OpenCV.
+    source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
+    shape = builder.info.features["image"].shape
+    inputs, labels = np.empty((len(source), *shape), np.uint8), np.empty(len(source), np.int32)
+    try:
+        for start in range(0, len(source), _BLOCK):
+            records = source.__getitems__(range(start, min(start + _BLOCK, len(source))))
+            for row, record in enumerate(records, start):
+                image = np.asarray(Image.open(io.BytesIO(record["image"])))
+                if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
+                    raise ValueError(f"example {row} is {image.dtype} {image.shape}, dataset_info says uint8 {shape}")
+                inputs[row], labels[row] = image.reshape(shape), record["label"]
+    except Exception as error:
+        raise ValueError(f"cannot read {', '.join(str(file.filename) for file in files)}: {error}") from error
+    return inputs, labels
+
+
+def _check_file(path: str, expected: int) -> None:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    if not os.path.isfile(path):
+        raise ValueError(f"file {path} is missing")
+    try:
+        reader = ArrayRecordReader(path)
+        found = reader.num_records()
+        reader.close()
+    except Exception as error:
+        raise ValueError(f"file {path} is truncated or not an array_record file ({error})") from error
+    if found != expected:
+        raise ValueError(f"file {path} holds {found} examples, dataset_info.json says {expected}")
+
+
+def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Undo what TFDS keeps of EMNIST's original files, and check the labels."""
+    first = 1 if name == "emnist/letters" else 0
+    # TFDS counts 37 classes of letters; the files hold 1 to 26.
+    arrays["classes"] = 26 if first else arrays["classes"]
+    for split in ("train", "test"):
+        if name.startswith("emnist/"):
+            arrays[f"{split}_inputs"] = np.ascontiguousarray(arrays[f"{split}_inputs"].swapaxes(1, 2))
+        labels = arrays[f"{split}_labels"] - first
+        arrays[f"{split}_labels"] = check_labels(f"{split}_labels", labels, classes=arrays["classes"])
+    return arrays
+
+
+def _cache_file(name: str, folder: Path) -> Path:
+    root = Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl").expanduser()
+    stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+    facts = (_CACHE_FORMAT, name, folder.name, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    return root / f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
+
+
+def _read_cache(path: Path) -> dict[str, Any] | None:
+    """The cached arrays; None where there are none, or they are damaged (a zip file checks itself)."""
+    try:
+        with np.load(path) as file:
+            fields = (*Dataset._fields[:4], "classes")
+            return {field: file[field] for field in fields}
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def _write_cache(path: Path, arrays: dict[str, Any]) -> None:
+    """Write all or nothing; a folder that cannot be written is no error."""
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            scratch = file.name
+            np.savez(file, **arrays)
+        os.replace(scratch, path)
+    except OSError:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)

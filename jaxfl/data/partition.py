@@ -1,0 +1,375 @@
+"""Partitions: labels -> one list of example rows per client.
+
+Every function returns disjoint int32 rows in ascending order, one array per client, drawn from a
+generator of its own: the same arguments give the same partition. Arguments are checked before any work.
+
+Inside, a partition is one vector: the owner of each example, or -1.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, TypeAlias, overload
+
+import numpy as np
+from jaxtyping import Float, Int, Int32, Shaped
+
+from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl.data.load import check_labels
+
+Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
+"""The rows of each client."""
+
+
+def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int | None = None) -> Rows:
+    """Deal examples at random; sizes differ by at most one.
+
+    Args:
+        labels: `[D]` labels; only their number matters.
+        clients: Number of clients, at most D.
+        seed: Seed of the partition.
+        size: Examples per client; by default all examples are dealt.
+
+    Raises:
+        ValueError: Fewer examples than `clients` (times `size`).
+
+    Example:
+        >>> [rows.tolist() for rows in iid(np.zeros(5, int), 2, seed=0)]
+        [[1, 2, 3], [0, 4]]
+    """
+    check_count("clients", clients)
+    if size is not None:
+        check_count("size", size)
+    if clients * (size or 1) > len(labels):
+        raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
+    dealt = len(labels) if size is None else clients * size
+    owner = np.full(len(labels), -1)
+    owner[_generator(seed).permutation(len(labels))[:dealt]] = np.arange(dealt) % clients
+    return _lists(owner, clients)
+
+
+def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int) -> Rows:
+    """Deal `sizes[i]` examples at random to client i.
+
+    Raises:
+        ValueError: Negative sizes, or a sum above the number of examples.
+
+    Example:
+        >>> [len(rows) for rows in by_sizes(np.zeros(9, int), [5, 0, 3], seed=0)]
+        [5, 0, 3]
+    """
+    sizes = np.asarray(sizes)
+    if sizes.ndim != 1 or not sizes.size or not np.issubdtype(sizes.dtype, np.integer) or sizes.min() < 0:
+        raise ValueError(f"sizes={sizes}: give one whole number of at least 0 per client")
+    if sizes.sum() > len(labels):
+        raise ValueError(f"sizes sum to {sizes.sum()}: give sizes whose sum is at most the {len(labels)} examples")
+    owner = np.full(len(labels), -1)
+    owner[_generator(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
+    return _lists(owner, len(sizes))
+
+
+def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, seed: int, minimum: int = 0) -> Rows:
+    """Split each class over the clients in proportions drawn from a symmetric Dirichlet(alpha).
+
+    All examples are dealt. Small alpha: few classes per client, very different sizes, and clients
+    without examples unless `minimum` says otherwise; large alpha: nearly equal shares. The draw is made
+    once and in logarithms, so that it ends, without NaN, for every alpha. Clients below `minimum` then
+    receive random examples of those that are largest at the time, which keeps the other lists as drawn.
+
+    Args:
+        labels: `[D]` class labels from 0.
+        clients: Number of clients.
+        alpha: Concentration above 0.
+        seed: Seed of the partition.
+        minimum: Examples that each client has at least.
+
+    Raises:
+        ValueError: Fewer than `clients * minimum` examples.
+
+    Example:
+        >>> lists = dirichlet(np.arange(1000) % 10, 20, 0.1, seed=0, minimum=5)
+        >>> sum(map(len, lists)), min(map(len, lists)) >= 5
+        (1000, True)
+
+    References:
+        Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks"; Li et al.
+        2022, "Federated learning on non-IID data silos". Both draw again until the smallest client is
+        large enough, which need not end.
+    """
+    labels = check_labels("labels", labels)
+    check_count("clients", clients)
+    check_positive("alpha", alpha)
+    check_count("minimum", minimum, least=0)
+    if clients * minimum > len(labels):
+        raise ValueError(
+            f"minimum={minimum}: {clients} clients need more than {len(labels)} examples, give a smaller one"
+        )
+    rng = _generator(seed)
+    owner = np.full(len(labels), -1)
+    for k in _classes(labels):
+        rows = rng.permutation(np.flatnonzero(labels == k))
+        ends = np.rint(np.cumsum(_proportions(rng, clients, alpha)) * len(rows)).astype(int)
+        ends[-1] = len(rows)
+        owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
+    return _lists(_top_up(rng, owner, clients, minimum), clients)
+
+
+@overload
+def label_share(
+    labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: None = None
+) -> Rows: ...
+@overload
+def label_share(
+    labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: np.ndarray
+) -> tuple[Rows, Rows]: ...
+def label_share(
+    labels: Shaped[np.ndarray, "D"],
+    clients: int,
+    share: float = 0.2,
+    *,
+    seed: int,
+    test_labels: Shaped[np.ndarray, "M"] | None = None,
+) -> Rows | tuple[Rows, Rows]:
+    """Give each client a random share of the labels, and spread each label evenly over its owners.
+
+    A client owns `share * K` labels, rounded, at least one; 20 % of 10 labels are 2. Every example of a
+    label that has an owner is dealt, and every label has one wherever there are enough clients for it.
+
+    Args:
+        labels: `[D]` class labels from 0; K is the number of different ones.
+        clients: Number of clients.
+        share: Share of the labels per client, in (0, 1].
+        seed: Seed of the partition.
+        test_labels: `[M]`; where given, the test examples are spread over the same owners.
+
+    Returns:
+        The training rows; with `test_labels`, training rows and test rows (by `matching`).
+
+    Raises:
+        ValueError: A share outside (0, 1], or a label with fewer examples than owners.
+
+    Example:
+        >>> labels = np.arange(1000) % 10
+        >>> {len(np.unique(labels[rows])) for rows in label_share(labels, 50, 0.2, seed=0)}
+        {2}
+
+    References:
+        The set-up of ADP-PFL: "each client gets a random 20 % of the labels".
+    """
+    labels = check_labels("labels", labels)
+    test_labels = None if test_labels is None else check_labels("test_labels", test_labels)
+    check_count("clients", clients)
+    check_fraction("share", share)
+    rng = _generator(seed)
+    classes = _classes(labels)
+    each = max(1, round(share * len(classes)))
+    owned = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1) < each
+    while clients * each >= len(classes) and not owned.any(0).all():
+        orphan = owned.sum(0).argmin()
+        client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
+        owned[client, [orphan, label]] = True, False
+    _check_shards("labels", labels, classes, owned.sum(0))
+    train = _deal(rng, labels, classes, owned.astype(int))
+    return train if test_labels is None else (train, matching(train, labels, test_labels, seed=seed))
+
+
+def classes_per_client(
+    labels: Shaped[np.ndarray, "D"],
+    test_labels: Shaped[np.ndarray, "M"],
+    clients: int,
+    s: int,
+    *,
+    seed: int,
+    distinct: bool = True,
+    test: str = "disjoint",
+) -> tuple[Rows, Rows]:
+    """Give each client s classes, and each class as nearly as possible the same number of clients.
+
+    There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and as many
+    randomly chosen classes as are left over get one more; the slots are dealt at random, s to a client.
+    Each class is split into one shard per slot, sizes differing by at most one. The test examples are
+    split by the same slots. `s = K` with distinct classes is a split with equal labels everywhere.
+
+    Args:
+        labels: `[D]` class labels from 0; K is the number of different ones.
+        test_labels: `[M]` labels of the test examples.
+        clients: Number of clients.
+        s: Classes per client, at most K where they are distinct.
+        seed: Seed of the partition.
+        distinct: Repair the random deal by swaps until no client has a class twice. Otherwise a client
+            may get several shards of a class, as in FedRep's code ("at most s classes").
+        test: `"disjoint"`: disjoint shards; `"all"`: each client tests on all examples of its classes.
+
+    Returns:
+        Training rows and test rows; those of `"all"` overlap between clients.
+
+    Raises:
+        ValueError: s too large, or a class with fewer examples than shards.
+
+    Example:
+        >>> labels = np.arange(400) % 10
+        >>> train, test = classes_per_client(labels, labels[:100], 20, 2, seed=0)
+        >>> np.unique(labels[train[3]]).tolist() == np.unique(labels[test[3]]).tolist()
+        True
+
+    References:
+        Collins et al. 2021, "Exploiting shared representations for personalized federated learning";
+        its code needs K to divide `s * clients`.
+    """
+    labels, test_labels = check_labels("labels", labels), check_labels("test_labels", test_labels)
+    classes = _classes(labels)
+    check_count("clients", clients)
+    check_count("s", s, most=len(classes) if distinct else None)
+    check_choice("test", test, ("disjoint", "all"))
+    rng = _generator(seed)
+    base, more = divmod(s * clients, len(classes))
+    copies = np.full(len(classes), base)
+    copies[rng.permutation(len(classes))[:more]] += 1
+    _check_shards("labels", labels, classes, copies)
+    if test == "disjoint":
+        _check_shards("test_labels", test_labels, classes, copies, ', or test="all"')
+    deal = rng.permutation(np.repeat(np.arange(len(classes)), copies)).reshape(clients, s)
+    slots = (deal[:, :, None] == np.arange(len(classes))).sum(1)
+    if distinct:
+        slots = _make_distinct(rng, slots)
+    train = _deal(rng, labels, classes, slots)
+    if test == "disjoint":
+        return train, _deal(rng, test_labels, classes, slots)
+    rows = [np.flatnonzero(test_labels == k).astype(np.int32) for k in classes]
+    return train, [np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots]
+
+
+def matching(
+    train_lists: Sequence[np.ndarray],
+    labels: Shaped[np.ndarray, "D"],
+    test_labels: Shaped[np.ndarray, "M"],
+    *,
+    seed: int,
+) -> Rows:
+    """Split the test examples so that each client is tested on the label mix it trains on.
+
+    Client i, with `n_ik` of the `n_k` owned training examples of class k, gets `m_k n_ik / n_k` of the
+    `m_k` test examples, rounded up or down. Which shares are rounded up is decided by what the client
+    has been short of so far, so that its total is near its fair share as well. All test examples of a
+    class that some client owns are dealt.
+
+    Args:
+        train_lists: Training rows of each client.
+        labels: `[D]` training labels from 0.
+        test_labels: `[M]` test labels from 0.
+        seed: Seed of the split.
+
+    Raises:
+        ValueError: Labels that are not whole numbers from 0, or training rows outside `labels`.
+
+    Example:
+        >>> labels = np.array([0, 0, 0, 1])
+        >>> matching([np.array([0, 1]), np.array([2, 3])], labels, np.array([1, 0, 0, 0]), seed=0)[1].size
+        2
+    """
+    labels, test_labels = check_labels("labels", labels), check_labels("test_labels", test_labels)
+    clients = len(train_lists)
+    client = np.repeat(np.arange(clients), [len(rows) for rows in train_lists])
+    rows = np.concatenate([np.zeros(0, np.int32), *train_lists])
+    if rows.size and not 0 <= rows.min() <= rows.max() < len(labels):
+        raise ValueError(f"train_lists has rows {rows.min()} to {rows.max()}: give rows of the {len(labels)} labels")
+    rng = _generator(seed)
+    owner = np.full(len(test_labels), -1)
+    short = np.zeros(clients)
+    for k in np.unique(labels[rows]):
+        counts = np.bincount(client[labels[rows] == k], minlength=clients)
+        pool = rng.permutation(np.flatnonzero(test_labels == k))
+        whole, rest = np.divmod(len(pool) * counts, counts.sum())
+        short += rest / counts.sum()
+        order = np.lexsort((rng.random(clients), -short, rest == 0))
+        up = order[: len(pool) - whole.sum()]
+        whole[up] += 1
+        short[up] -= 1
+        owner[pool] = np.repeat(np.arange(clients), whole)
+    return _lists(owner, clients)
+
+
+def _generator(seed: int) -> np.random.Generator:
+    check_count("seed", seed, least=0)
+    return np.random.default_rng(seed)
+
+
+def _classes(labels: Int32[np.ndarray, "D"]) -> Int32[np.ndarray, "K"]:
+    if not len(labels):
+        raise ValueError("labels is empty: give at least one example")
+    return np.unique(labels)
+
+
+def _check_shards(name: str, labels: np.ndarray, classes: np.ndarray, shards: np.ndarray, remedy: str = "") -> None:
+    """Require an example of each class for each of its shards."""
+    counts = np.array([(labels == k).sum() for k in classes])
+    k = (counts - shards).argmin()
+    if counts[k] < shards[k]:
+        raise ValueError(
+            f"{name} has {counts[k]} examples of class {classes[k]} for {shards[k]} shards: "
+            f"give fewer clients or fewer classes per client{remedy}"
+        )
+
+
+def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
+    return options[rng.integers(len(options))]
+
+
+def _lists(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
+    """Turn the owners of examples into the examples of owners."""
+    rows = np.argsort(owner, kind="stable").astype(np.int32)
+    return np.split(rows, np.cumsum(np.bincount(owner + 1, minlength=clients + 1))[:-1])[1:]
+
+
+def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[np.ndarray, "C"]:
+    """One Dirichlet draw, by log Gamma(a) = log Gamma(a + 1) - Exponential / a, which cannot underflow."""
+    alpha = float(np.clip(alpha, 1e-300, 1e300))
+    logs = np.log(rng.standard_gamma(alpha + 1, clients)) - rng.standard_exponential(clients) / alpha
+    weights = np.exp(logs - logs.max())
+    return weights / weights.sum()
+
+
+def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: int) -> np.ndarray:
+    """Raise clients to the minimum, taking always from the largest."""
+    sizes = np.bincount(owner, minlength=clients)
+    give = np.maximum(minimum - sizes, 0)
+    # The highest size to cut all larger clients down to that yields enough.
+    cuts = range(minimum, int(sizes.max()) + 1)
+    level = cuts[bisect_left(cuts, True, key=lambda cut: np.maximum(sizes - cut, 0).sum() < give.sum()) - 1]
+    take = np.maximum(sizes - level, 0)
+    take[np.flatnonzero(take)[: take.sum() - give.sum()]] -= 1
+    order = rng.permutation(len(owner))
+    order = order[np.argsort(owner[order], kind="stable")]
+    rank = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    moved = order[rank < take[owner[order]]]
+    owner[rng.permutation(moved)] = np.repeat(np.arange(clients), give)
+    return owner
+
+
+def _make_distinct(rng: np.random.Generator, slots: Int[np.ndarray, "C K"]) -> Int[np.ndarray, "C K"]:
+    """Swap slots between clients until none has a class twice.
+
+    A client with class a twice swaps one with a client that lacks a (there is one, since a has at most
+    as many slots as there are clients). That client gives a class b that the first lacks, or that it has
+    twice itself; it has one or the other, as the first has at most s - 2 classes beside a. Either way
+    the number of (client, class) pairs grows, so this ends.
+    """
+    while len(twice := np.argwhere(slots > 1)):
+        for i, a in twice:
+            while slots[i, a] > 1:
+                j = _pick(rng, np.flatnonzero(slots[:, a] == 0))
+                new = np.flatnonzero((slots[j] > 0) & (slots[i] == 0))
+                b = _pick(rng, new if len(new) else np.flatnonzero(slots[j] > 1))
+                slots[i, [a, b]] += (-1, 1)
+                slots[j, [a, b]] += (1, -1)
+    return slots
+
+
+def _deal(rng: np.random.Generator, labels: np.ndarray, classes: np.ndarray, slots: Int[np.ndarray, "C K"]) -> Rows:
+    """Split each class into one shard per slot."""
+    owner = np.full(len(labels), -1)
+    for k, label in enumerate(classes):
+        owners = rng.permutation(np.repeat(np.arange(len(slots)), slots[:, k]))
+        if len(owners):
+            rows = rng.permutation(np.flatnonzero(labels == label))
+            owner[rows] = owners[np.arange(len(rows)) % len(owners)]
+    return _lists(owner, len(slots))

@@ -1,0 +1,98 @@
+r"""What an observer of a ledger sees: Gaussian mechanisms round by round.
+
+- "upload": the server sees every upload and who took part. A client that hides its data still uploads, so the
+  statement is replace-one, sensitivity 2C: multiplier :math:`s_{t,i} / 2` in the rounds the client took part in.
+  Cohorts do not depend on data, so the statement may be made for the cohorts that were drawn.
+- "aggregate": only the noisy sums are seen; who took part is hidden. Zero-out: the client's clipped update is
+  replaced by 0, its coin and its noise stay. Nothing here depends on the coins that were drawn.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxfl.privacy.accountants import Rounds, plain_rounds
+from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
+from jaxfl.types import Ledger
+
+_ROUNDING = 1e-4
+"""Relative: the engine draws and records in single precision."""
+
+
+def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> tuple[Rounds, str, str]:
+    r"""What the sums show: multipliers :math:`\sqrt{\max((z \max w)^2, \text{clients' noise})} / w_i`.
+
+    Amplification by sampling needs noise that is the same whatever the cohort: where the clients' noise can
+    exceed the floor, the variance of the sum tells who took part, and the round counts in full.
+    """
+    noise, weights, floor = _variances(ledger)
+    clients, sampling = ledger.participants.shape[1], mechanism.sampling
+    poisson = isinstance(sampling, Poisson) and sampling.rate < 1
+    company = 1 if poisson else sampling.size if isinstance(sampling, FixedSize) else clients
+    variance = np.maximum(floor[:, None], _least(noise, company, clients))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        multiplier = np.where(weights > 0, np.sqrt(variance) / weights, math.inf)
+    steady = _most(noise, clients if poisson else company, clients) <= floor * (1 + _ROUNDING)
+    fair = mechanism.denominator == "expected" or (not poisson and bool(np.all(weights == weights[:, :1])))
+    silent = "no noise on the sum"
+    if poisson:
+        hidden = (steady & (floor > 0) & fair)[:, None]
+        view = plain_rounds(np.where(hidden, math.inf, multiplier))._replace(
+            sampled=np.where(hidden, multiplier, math.inf), rate=float(sampling.rate)
+        )
+        theorem = f"Poisson-sampled Gaussian, rate {sampling.rate:g}, zero-out"
+        if not hidden.all():
+            why = "the denominator shows the cohort" if not fair else "the clients' noise can exceed the floor"
+            rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
+            theorem = f"Gaussian without amplification, zero-out, because {why}{rest}"
+            silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
+        return view, theorem, silent
+    view = plain_rounds(multiplier)
+    even = noise.max(axis=1) <= noise.min(axis=1) * (1 + _ROUNDING)
+    if isinstance(sampling, FixedSize) and sampling.size < clients and fair and np.all(steady | even):
+        swapped = np.sqrt(variance.min(axis=1)) / (2 * weights.max(axis=1))
+        theorem = "smaller of: Gaussian, zero-out; sampling without replacement, replace-one (RDP only)"
+        return view._replace(swapped=swapped, cohort=(clients, sampling.size)), theorem, silent
+    return view, "Gaussian, zero-out", silent
+
+
+def upload_view(ledger: Ledger, mechanism: Mechanism) -> tuple[Rounds, str, str]:
+    """What each upload shows: multiplier s/2 in the rounds that a client took part in."""
+    del mechanism
+    present = np.asarray(ledger.participants, bool)
+    multiplier = np.where(present, np.asarray(ledger.client_noise, np.float64) / 2, math.inf)
+    theorem = "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in"
+    return plain_rounds(multiplier), theorem, "the server sees uploads without noise"
+
+
+def _variances(ledger: Ledger) -> tuple[Float[np.ndarray, "T C1"], Float[np.ndarray, "T C2"], Float[np.ndarray, "T"]]:
+    """The clients' noise variances on the sum, weights, and floor, over C^2; the ledger must keep its own floor."""
+    weights = np.asarray(ledger.weights, np.float64)
+    noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
+    floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
+    present = np.einsum("tc,tc->t", np.asarray(ledger.participants), np.broadcast_to(noise, ledger.participants.shape))
+    recorded = present + np.square(np.asarray(ledger.server_noise, np.float64))
+    short = recorded < floor * (1 - _ROUNDING)
+    if short.any():
+        round_ = int(np.argmax(short))
+        raise ValueError(
+            f"server_noise={float(ledger.server_noise[round_])!r} in round {round_}: the recorded noise is below "
+            f"noise_multiplier={float(ledger.noise_multiplier[round_])!r}; record the noise that was drawn"
+        )
+    return noise, weights, floor
+
+
+def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
+    """The least total noise of a cohort of `company` clients that contains client i."""
+    if noise.shape[1] == 1:
+        return noise * min(company, clients)
+    ordered = np.sort(noise, axis=1)
+    return ordered[:, : company - 1].sum(axis=1, keepdims=True) + np.maximum(noise, ordered[:, company - 1 : company])
+
+
+def _most(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
+    """The most total noise of a cohort of `company` clients."""
+    if noise.shape[1] == 1:
+        return noise[:, 0] * min(company, clients)
+    return np.sort(noise, axis=1)[:, -company:].sum(axis=1)

@@ -277,7 +277,7 @@ def _cache_file(name: str, folder: Path) -> Path:
 def _read_cache(path: Path) -> dict[str, Any] | None:
     """The cached arrays; None where there are none, or they are damaged (a zip file checks itself)."""
     try:
-        with np.load(path) as file:
+        with open(path, "rb") as raw, np.load(raw) as file:
             fields = (*Dataset._fields[:4], "classes")
             return {field: file[field] for field in fields}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):

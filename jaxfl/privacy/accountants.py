@@ -183,7 +183,7 @@ def _count_levels(rounds: Rounds, most: int) -> tuple[Float[np.ndarray, "L"], Fl
 def _gaussian_epsilon(loss: Float[np.ndarray, "C"], delta: float) -> Float[np.ndarray, "C"]:
     """The exact epsilon of Gaussian mechanisms with multipliers `loss ** -0.5`."""
     with np.errstate(divide="ignore"):
-        levels, index = _levels(loss**-0.5, 4 * _PLD_LEVELS)
+        levels, index = _levels(loss**-0.5, _RDP_LEVELS)
         values = [dp_accounting.get_epsilon_gaussian(level, delta) if level else math.inf for level in levels]
     return np.array([*values, 0.0])[index]
 
@@ -205,7 +205,7 @@ def _composed_epsilon(
         events.append(dp_accounting.GaussianDpEvent(loss**-0.5))
     relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
     accountant = PLDAccountant(relation, _interval(levels, counts, rate))
-    return accountant.compose(dp_accounting.ComposedDpEvent(events)).get_epsilon(delta)
+    return float(accountant.compose(dp_accounting.ComposedDpEvent(events)).get_epsilon(delta))
 
 
 def _interval(levels: Float[np.ndarray, "L"], counts: Float[np.ndarray, "L"], rate: float) -> float:
@@ -231,4 +231,4 @@ def _swapped_epsilon(swapped: Float[np.ndarray, "R"], rounds: Rounds, delta: flo
         for z, count in zip(levels, counts)
     ]
     accountant = RdpAccountant(_SWAP_ORDERS, dp_accounting.NeighboringRelation.REPLACE_ONE)
-    return accountant.compose(dp_accounting.ComposedDpEvent(events)).get_epsilon(delta)
+    return float(accountant.compose(dp_accounting.ComposedDpEvent(events)).get_epsilon(delta))

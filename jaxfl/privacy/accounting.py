@@ -176,7 +176,7 @@ def calibrate_upload(
 def _calibrate(
     target: float, delta: float, accountant: Accountant, spent: Callable[[float, Accountant], float], guess: float
 ) -> float:
-    """Bracket by doubling, then bisect; `enough` always meets the target."""
+    """Bracket by doubling, then interpolate or bisect; `enough` always meets the target."""
     check_positive("epsilon", target)
     check_fraction("delta", delta, one=False)
     check_choice("accountant", accountant, ("rdp", "pld"))
@@ -186,15 +186,19 @@ def _calibrate(
     while spent(enough, accountant) > target:
         enough *= 2
     value, short = spent(enough, accountant), enough / 2
-    while (now := spent(short, accountant)) <= target and short > 1e-6 * guess:
-        value, enough, short = now, short, short / 2
+    while (above := spent(short, accountant)) <= target and short > 1e-6 * guess:
+        value, enough, short = above, short, short / 2
+    attempt = 0
     while value < target * (1 - 5e-4) and enough > short * (1 + 1e-6):
-        middle = math.sqrt(enough * short)
+        attempt, part = attempt + 1, 0.5
+        if attempt % 3 and value > 0 and math.isfinite(above):  # a straight line in logarithms
+            part = math.log(target * (1 - 2e-4) / value) / math.log(above / value)
+        middle = enough * (short / enough) ** min(max(part, 0.01), 0.99)
         now = spent(middle, accountant)
         if now <= target:
             enough, value = middle, now
         else:
-            short = middle
+            short, above = middle, now
     return enough
 
 

@@ -49,9 +49,7 @@ def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dic
     """
     check_count("clients", clients)
     if ledger.participants.shape[1] != clients:
-        raise ValueError(
-            f"clients={clients!r}: the ledger has {ledger.participants.shape[1]}; give the run's own number"
-        )
+        raise ValueError(f"clients={clients!r}: give the {ledger.participants.shape[1]} clients that the ledger has")
     claim = None
     if mechanism.claim is not None:
         claim = {"epsilon": _number(mechanism.claim[0]), "rule": mechanism.claim[1], "status": "claimed, not verified"}
@@ -91,9 +89,7 @@ def format_statement(statement: dict[str, Any]) -> str:
       claimed, not verified: epsilon 1 (one round's epsilon)
       no epsilon covers: reported accuracies...
     """
-    sampling = " ".join(
-        f"{value:g}" if isinstance(value, float) else str(value) for value in statement["sampling"].values()
-    )
+    sampling = " ".join(str(value) for value in statement["sampling"].values())
     lines = [
         f"Privacy of one client (all of its data, {statement['clients']} clients), delta {statement['delta']:g}",
         f"  mechanism: clip {_show(statement['clip'])}, noise multiplier {_span(statement['noise_multiplier'])}, "
@@ -101,22 +97,7 @@ def format_statement(statement: dict[str, Any]) -> str:
         f"denominator {statement['denominator']}, {statement['rounds']} rounds",
     ]
     for seen in statement["honest"].values():
-        rdp, pld = seen["rdp"], seen["pld"]
-        lines.append(f"  honest, against who sees {seen['sees']}:")
-        if rdp["reason"]:
-            lines.append(f"    no finite epsilon: {rdp['reason']}")
-        if rdp["total"] == "inf" and "per_client" not in rdp:
-            continue
-        lines.append(
-            f"    epsilon {_show(rdp['total'])} in total, {_show(rdp['one_round'])} for one round alone (RDP); "
-            f"{_show(pld['total'])} and {_show(pld['one_round'])} (PLD)"
-        )
-        if "per_client" in rdp:
-            own = rdp["per_client"]
-            lines.append(
-                f"    clients: {_show(own['min'])} to {_show(own['max'])}, median {_show(own['median'])} (RDP)"
-            )
-        lines += [f"    {seen['adjacency']}", f"    by: {rdp['theorem']}"]
+        lines += [f"  honest, against who sees {seen['sees']}:", *_observer_lines(seen)]
     if claim := statement["claim"]:
         lines.append(f"  {claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
     lines += [f"  warning: {warning}" for warning in statement["warnings"]]
@@ -145,6 +126,21 @@ def _observer(ledger: Ledger, mechanism: Mechanism, observer: Observer) -> dict[
             entry["per_client"] = {"min": _number(own.min()), "median": _median(own), "max": _number(own.max())}
         result[accountant] = entry
     return result
+
+
+def _observer_lines(seen: dict[str, Any]) -> list[str]:
+    rdp, pld, lines = seen["rdp"], seen["pld"], []
+    if rdp["reason"]:
+        lines.append(f"    no finite epsilon: {rdp['reason']}")
+    else:
+        lines.append(
+            f"    epsilon {_show(rdp['total'])} in total, {_show(rdp['one_round'])} for one round alone (RDP); "
+            f"{_show(pld['total'])} and {_show(pld['one_round'])} (PLD)"
+        )
+        lines += [f"    {seen['adjacency']}", f"    by: {rdp['theorem']}"]
+    if own := rdp.get("per_client"):
+        lines.append(f"    by client: {_span(own)}, median {_show(own['median'])} (RDP)")
+    return lines
 
 
 def _warnings(mechanism: Mechanism, clients: int) -> list[str]:

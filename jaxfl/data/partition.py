@@ -92,7 +92,7 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
 
     References:
         Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks"; Li et al.
-        2022, "Federated learning on non-IID data silos". Both draw again until the smallest client is
+        2022, "Federated learning on non-IID data silos". The code of both draws again until the smallest client is
         large enough, which need not end.
     """
     labels = check_labels("labels", labels)
@@ -108,7 +108,6 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
     for k in _classes(labels):
         rows = rng.permutation(np.flatnonzero(labels == k))
         ends = np.rint(np.cumsum(_proportions(rng, clients, alpha)) * len(rows)).astype(int)
-        ends[-1] = len(rows)
         owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
     return _lists(_top_up(rng, owner, clients, minimum), clients)
 
@@ -341,7 +340,7 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     order = order[np.argsort(owner[order], kind="stable")]
     rank = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     moved = order[rank < take[owner[order]]]
-    owner[rng.permutation(moved)] = np.repeat(np.arange(clients), give)
+    owner[moved] = np.repeat(np.arange(clients), give)
     return owner
 
 

@@ -105,6 +105,9 @@ def test_blocks_are_complete_and_hold_nothing_else(count, shards, overlap, seed)
     assert parts.count == -(-count // shards) * shards
     assert (np.asarray(parts.train_size)[count:] == 0).all()
     assert (np.asarray(parts.test_size)[count:] == 0).all()
+    for rows, sizes in ((parts.train, parts.train_size), (parts.test, parts.test_size)):
+        beyond = np.arange(rows.shape[1]) >= np.asarray(sizes)[:, None]
+        assert (np.asarray(rows)[beyond] == 0).all()
     whole, per_block = examples(clients), parts.count // shards
     read = [examples(parts, block, shards) for block in range(shards)]
     assert [client for one in read for client in one[:per_block]][:count] == whole[:count]

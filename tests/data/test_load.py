@@ -79,7 +79,8 @@ def splits(**options):
     return {"train": examples(20, seed=1, **options), "test": examples(10, seed=2, **options)}
 
 
-def test_prepared_examples_come_back_exactly(tmp_path, capfd):
+def test_prepared_examples_come_back_exactly(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 7)
     wanted = splits()
     prepare(tmp_path, "cifar100", wanted, classes=100)
     for _ in ("files", "cache"):

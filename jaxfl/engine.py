@@ -83,7 +83,8 @@ def initialize(key: Key[Array, ""], algorithm: Algorithm, population: Population
     """Server state, replicated, and client states, on the devices of their clients."""
 
     shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), P("clients")))
-    return jax.jit(algorithm.init, out_shardings=shardings)(key, population.clients)
+    quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
+    return jax.jit(algorithm.init, out_shardings=shardings, compiler_options=quick)(key, population.clients)
 
 
 def compile_rounds(

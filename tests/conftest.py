@@ -1,12 +1,14 @@
 import os
 
+# Small models run once: compiling them well would take most of the suite's time.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+
 import jax
 import pytest
 
-# As the library does by default on CPU: one device per core, here two whatever the machine has.
+# As the library does by default on a CPU: one device per core, here two whatever the machine has.
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,71 @@
+"""Every algorithm, built for small tests: one row serves all contract tests."""
+
+from collections.abc import Callable
+
+import numpy as np
+import optax
+
+from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
+from jaxfl.data import load, make_clients
+from jaxfl.models import mlp
+from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
+from jaxfl.types import Algorithm, Clients
+
+MODEL = mlp((8, 8, 1), 10, hidden=(16,))
+CLIP = 0.3
+SIZES = (9, 4, 0, 7, 9, 1, 5, 8, 6, 3, 9)
+"""Unequal, with an empty client, and a number of clients that two devices do not divide."""
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "local_only": lambda z=1.0, sgd=0.1, **o: local_only(
+        MODEL, optimizer=optax.sgd(sgd), batch_size=4, epochs=2, sampling=Poisson(0.6)
+    ),
+    "fedavg": lambda z=1.0, sgd=0.1, **o: fedavg(
+        MODEL,
+        optimizer=optax.sgd(sgd, momentum=0.5),
+        batch_size=4,
+        mechanism=Mechanism(clip=CLIP, sampling=FixedSize(6), weights=np.array(SIZES, float), denominator="participants"),
+    ),
+    "fedprox": lambda z=1.0, sgd=0.1, **o: fedprox(
+        MODEL, mu=0.5, optimizer=optax.sgd(sgd), batch_size=4, steps=3, mechanism=Mechanism(clip=CLIP)
+    ),
+    "dp_fedavg": lambda z=1.0, sgd=0.1, **o: dp_fedavg(
+        MODEL, clip=CLIP, noise_multiplier=z, sampling=Poisson(0.6), optimizer=optax.sgd(sgd), batch_size=4, epochs=2
+    ),
+    "dp_fedavg_fb": lambda z=1.0, sgd=0.1, **o: dp_fedavg_fb(
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=z,
+        sampling=Poisson(0.6),
+        optimizer=optax.sgd(sgd),
+        batch_size=4,
+        head_epochs=2,
+        head_batch_size=4,
+    ),
+    "feddpa": lambda z=1.0, sgd=0.1, **o: feddpa(
+        MODEL, sampling=Poisson(0.6), noise_multiplier=z, clip=CLIP, optimizer=optax.sgd(sgd), batch_size=4, epochs=1
+    ),
+    "feddpa_paper": lambda z=1.0, sgd=0.1, **o: feddpa(
+        MODEL,
+        fidelity="paper",
+        reg="code",
+        evaluate="adapt",
+        clients=len(SIZES),
+        sampling=FixedSize(6),
+        noise_multiplier=z,
+        clip=CLIP,
+        optimizer=optax.sgd(sgd),
+        batch_size=4,
+        epochs=1,
+    ),
+}
+
+
+def small_clients(sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift: int = 0) -> Clients:
+    """Digits cut into clients of the given sizes; `extra_padding` columns change nothing but shapes."""
+    digits = load("digits")
+    starts = np.cumsum((shift, *sizes))
+    train = [np.arange(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    test = [np.arange(5 * i, 5 * i + 5) for i in range(len(sizes))]
+    clients = make_clients(digits, train, test)
+    return clients._replace(train=np.pad(clients.train, ((0, 0), (0, extra_padding))))

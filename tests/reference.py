@@ -1,0 +1,76 @@
+"""A plain twin of the engine: a Python loop over clients and a NumPy server, written apart from it."""
+
+import jax
+import numpy as np
+
+from jaxfl.types import ClientData
+
+
+def run(key, algorithm, clients, rounds):
+    """Rounds as the engine's documentation states them, one client at a time."""
+    mechanism, count = algorithm.mechanism, clients.train.shape[0]
+    init_key, run_key, _ = jax.random.split(key, 3)
+    server, states = algorithm.init(init_key, clients)
+    states = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(count)]
+    update_fn = jax.jit(algorithm.client_update)
+    aggregates = []
+    for t in range(rounds):
+        round_key = jax.random.fold_in(run_key, t)
+        sample_key, client_key, client_noise_key, server_noise_key = (jax.random.fold_in(round_key, p) for p in range(4))
+        sampled = np.asarray(mechanism.sampling.sample(sample_key, count))
+        table_row = lambda table, t=t: np.broadcast_to(table[min(t, len(table) - 1)], (count,))  # noqa: E731
+        weights, noise = table_row(mechanism.weight_table), table_row(mechanism.client_noise_table)
+        z = mechanism.noise_multiplier_table[min(t, len(mechanism.noise_multiplier_table) - 1)]
+        total, infos, variance = None, [], 0.0
+        for i in np.flatnonzero(sampled):
+            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i])
+            message, states[i], info = update_fn(jax.random.fold_in(client_key, i), server, states[i], data)
+            update = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), message.update)
+            update = clip(update, mechanism.clip)
+            if noise[i] > 0:
+                drawn = gaussian(jax.random.fold_in(client_noise_key, i), message.update)
+                update = jax.tree.map(lambda u, n, s=noise[i]: u + n * s * mechanism.clip, update, drawn)
+            update = jax.tree.map(lambda u, w=weights[i]: w * u, update)
+            total = update if total is None else jax.tree.map(np.add, total, update)
+            variance += (weights[i] * noise[i]) ** 2
+            infos.append(info)
+        if total is None:
+            data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+            shape = jax.eval_shape(update_fn, client_key, server, states[0], data)[0].update
+            total = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shape)
+        if z > 0:
+            std = np.sqrt(max(0.0, (z * weights.max()) ** 2 - variance)) * mechanism.clip
+            drawn = gaussian(server_noise_key, total)
+            total = jax.tree.map(lambda u, n, s=std: u + n * s, total, drawn)
+        share = mechanism.sampling.expected(count) / count
+        realised = float(weights[sampled].sum()) or 1.0
+        denominator = weights.sum() * share if mechanism.denominator == "expected" else realised
+        aggregate = jax.tree.map(lambda leaf, d=denominator: (leaf / d).astype(np.float32), total)
+        info = {name: np.mean([one[name] for one in infos]) for name in (infos[0] if infos else {})}
+        server = algorithm.server_update(server, aggregate, info)
+        aggregates.append(aggregate)
+    return server, states, aggregates
+
+
+def clip(update, bound):
+    """v min(1, C / |v|) in float64."""
+    norm = np.sqrt(sum(float(np.sum(leaf**2)) for leaf in jax.tree.leaves(update)))
+    factor = 1.0 if norm <= bound else bound / norm
+    return jax.tree.map(lambda leaf: leaf * factor, update)
+
+
+def gaussian(key, like):
+    """The standard normal draws of a key: one vector, cut into leaves in their order."""
+    leaves, structure = jax.tree.flatten(like)
+    flat = np.asarray(jax.random.normal(key, (sum(leaf.size for leaf in leaves),)))
+    cuts = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    return jax.tree.unflatten(structure, [d.reshape(v.shape) for d, v in zip(np.split(flat, cuts), leaves)])
+
+
+def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient):
+    """Plain SGD over the given order of examples, for the local training loop."""
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        gradient = loss_gradient(params, inputs[rows], labels[rows])
+        params = jax.tree.map(lambda p, g: p - learning_rate * g, params, gradient)
+    return params

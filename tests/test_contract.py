@@ -1,0 +1,159 @@
+"""What every algorithm must fulfil, whatever it does inside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from algorithms_table import ALGORITHMS, CLIP, MODEL, SIZES, small_clients
+
+from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.mechanism import Full, Mechanism
+from jaxfl.simulation import _Run, simulate
+
+KEY = jax.random.key(7)
+ROUNDS = 3
+each = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def run(algorithm, clients, *, chunk=1, devices=1, rounds=ROUNDS, key=KEY):
+    population = place(clients, jax.devices()[:devices])
+    init_key, run_key, _ = jax.random.split(key, 3)
+    server, states = initialize(init_key, algorithm, population)
+    step = compile_rounds(algorithm, population, chunk=chunk, segment=rounds)
+    server, states, records = step(run_key, 0, rounds, server, states)
+    return jax.device_get((server, jax.tree.map(lambda leaf: leaf[: clients.count], states), records))
+
+
+def assert_close(a, b, tolerance=1e-5):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+
+
+@each
+def test_equals_the_plain_twin(name):
+    algorithm, clients = ALGORITHMS[name](), small_clients()
+    server, states, _ = run(algorithm, clients)
+    twin_server, twin_states, _ = reference.run(KEY, algorithm, clients, ROUNDS)
+    assert_close(server, jax.device_get(twin_server))
+    assert_close(states, jax.tree.map(lambda *leaves: np.stack(leaves), *twin_states))
+
+
+@each
+def test_chunk_devices_and_padding_change_nothing(name):
+    algorithm = ALGORITHMS[name]()
+    expected = run(algorithm, small_clients())
+    varied = [
+        run(algorithm, small_clients(), chunk=4),
+        run(algorithm, small_clients(extra_padding=5), chunk=100, devices=2),
+    ]
+    for other in varied:
+        assert_close(expected[:2], other[:2])
+        np.testing.assert_array_equal(expected[2].ledger.participants, other[2].ledger.participants)
+
+
+def test_order_of_clients_changes_nothing():
+    # Whole-client batches and full participation leave no randomness that could follow a client's number.
+    algorithm = fedavg(MODEL, batch_size=16, epochs=2, mechanism=Mechanism(sampling=Full()))
+    clients = small_clients()
+    order = np.random.default_rng(0).permutation(clients.count)
+    permuted = clients._replace(
+        train=clients.train[order], train_size=clients.train_size[order], test_size=clients.test_size[order]
+    )
+    assert_close(run(algorithm, clients)[0], run(algorithm, permuted)[0])
+
+
+def test_infinite_clip_and_no_noise_is_the_plain_method():
+    options = {"optimizer": optax.sgd(0.1), "batch_size": 4, "epochs": 2}
+    private = dp_fedavg(MODEL, clip=float("inf"), noise_multiplier=0.0, sampling=Full(), **options)
+    plain = fedavg(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **options)
+    assert_close(run(private, small_clients())[0], run(plain, small_clients())[0])
+
+
+@each
+def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
+    algorithm = ALGORITHMS[name](z=0.0, sgd=2.0)  # a large step, so that the clip bound is what limits
+    mechanism, clients = algorithm.mechanism, small_clients()
+    if not mechanism.communicates:
+        pytest.skip("nothing is sent")
+    if mechanism.denominator == "participants":
+        pytest.skip("a realised denominator has no accounted sensitivity")
+    absent = clients._replace(train_size=np.where(np.arange(clients.count) == 4, 0, clients.train_size))
+    denominator = mechanism.sampling.expected(clients.count)
+    for seed in range(20):  # until the client takes part
+        key = jax.random.key(seed)
+        one, _, records = run(algorithm, clients, rounds=1, key=key)
+        if records.ledger.participants[0, 4]:
+            break
+    other = run(algorithm, absent, rounds=1, key=key)[0]
+    moved = float(optax.tree.norm(optax.tree.sub(one.params, other.params))) * denominator
+    assert 0 < moved <= CLIP * (1 + 1e-4)
+
+
+@each
+def test_noise_has_the_stated_std_everywhere(name):
+    algorithm, clients = ALGORITHMS[name](z=2.0, sgd=0.0), small_clients()  # no training: the aggregate is noise
+    mechanism = algorithm.mechanism
+    if not mechanism.noisy:
+        pytest.skip("no noise")
+    init_key, *_ = jax.random.split(KEY, 3)
+    start, _ = algorithm.init(init_key, clients)
+    server, _, records = run(algorithm, clients, rounds=1)
+    noise = np.concatenate([v.ravel() for v in jax.tree.leaves(optax.tree.sub(server.params, start.params))])
+    noise = noise * mechanism.sampling.expected(clients.count)
+    assert np.all(noise != 0)
+    client_variance = mechanism.client_noise_table[0, 0] ** 2 * records.ledger.participants[0].sum()
+    std = CLIP * np.sqrt(max(client_variance, mechanism.noise_multiplier_table[0] ** 2))
+    assert std == pytest.approx(2.0 * CLIP)
+    assert noise.std() == pytest.approx(std, rel=4 / np.sqrt(2 * noise.size))
+    assert abs(noise.mean()) < 4 * std / np.sqrt(noise.size)
+
+
+@each
+def test_resume_is_bit_identical(name, tmp_path, monkeypatch):
+    algorithm, clients = ALGORITHMS[name](), small_clients()
+    options = {"rounds": 4, "eval_every": 1, "progress": False}
+    whole = simulate(KEY, algorithm, clients, **options)
+    monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_evaluate", _dies_in_round(3))
+        with pytest.raises(RuntimeError, match="killed"):
+            simulate(KEY, algorithm, clients, folder=tmp_path, **options)
+    resumed = simulate(KEY, algorithm, clients, folder=tmp_path, **options)
+    same = jax.tree.map(np.array_equal, whole[:2], resumed[:2])
+    assert all(jax.tree.leaves(same))
+    assert whole.metrics == resumed.metrics
+    assert whole.statement == resumed.statement
+
+
+def _dies_in_round(number):
+    original = _Run._evaluate
+
+    def evaluate(self):
+        if self.done == number:
+            raise RuntimeError("killed")
+        original(self)
+
+    return evaluate
+
+
+@each
+def test_ledger_says_what_the_mechanism_planned(name):
+    algorithm, clients = ALGORITHMS[name](), small_clients()
+    ledger = run(algorithm, clients)[2].ledger
+    planned = planned_ledger(algorithm.mechanism, clients.count, ROUNDS)
+    np.testing.assert_allclose(ledger.noise_multiplier, planned.noise_multiplier, rtol=1e-6)
+    np.testing.assert_allclose(ledger.client_noise, planned.client_noise, rtol=1e-6)
+    found = epsilon(ledger, algorithm.mechanism).value
+    assert found == pytest.approx(epsilon(planned, algorithm.mechanism).value, rel=1e-5)
+
+
+def test_the_table_covers_every_algorithm():
+    from jaxfl import algorithms
+
+    covered = {ALGORITHMS[name]().name for name in ALGORITHMS}
+    assert covered == set(algorithms.__all__)
+    assert len(SIZES) == small_clients().count
+    assert jnp.zeros(1).devices() <= set(jax.devices())

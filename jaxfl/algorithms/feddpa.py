@@ -15,7 +15,7 @@ from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import distance, distance_to_bound, safe_norm
 from jaxfl.local.train import check_local, train
-from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling
 from jaxfl.server import Server, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
@@ -163,12 +163,37 @@ def paper_noise_multiplier(
         epochs: E.
         rounds: T.
         rate: q, share of the clients in a round.
+
+    >>> rule = dict(examples=50_000, batch_size=16, epochs=2, rounds=15, rate=1.0)
+    >>> round(paper_noise_multiplier(1.0, delta=0.1, **rule), 2)
+    0.51
     """
+    steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
+    return calibrate(epsilon, clients=1, rounds=steps, sampling=sampling, delta=delta)
+
+
+def paper_epsilon(
+    noise_multiplier: float,
+    *,
+    delta: float,
+    examples: int,
+    batch_size: int,
+    epochs: int,
+    rounds: int,
+    rate: float,
+) -> float:
+    """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
+    steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
+    return running_epsilon(Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta), 1)(
+        steps
+    )
+
+
+def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: float) -> tuple[int, Poisson]:
     for name, value in {"examples": examples, "batch_size": batch_size, "epochs": epochs, "rounds": rounds}.items():
         check_count(name, value)
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
-    sampling = Poisson(min(1.0, rate * batch_size / examples))
-    return calibrate(epsilon, clients=examples, rounds=steps, sampling=sampling, delta=delta)
+    return steps, Poisson(min(1.0, rate * batch_size / examples))
 
 
 def _penalties(

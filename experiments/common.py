@@ -1,0 +1,140 @@
+"""What experiments share: methods x seeds, tables, and plots of several methods."""
+
+import json
+import math
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from jaxfl import Result, simulate
+from jaxfl.report import run_folder
+from jaxfl.types import Algorithm, Clients
+
+Scale = Literal["smoke", "cpu", "paper", "large"]
+Method = Callable[[Clients], Algorithm]
+
+
+class Row(NamedTuple):
+    """One method of a table: accuracies over seeds, and its privacy statement (the same for all seeds)."""
+
+    method: str
+    mean: list[float]
+    worst10: list[float]
+    best: list[float]
+    statement: dict[str, Any]
+    metrics: list[list[dict[str, float | int]]]
+
+
+def run_methods(
+    methods: Mapping[str, Method],
+    make: Callable[[int], Clients],
+    *,
+    rounds: int,
+    seeds: Sequence[int],
+    out: pathlib.Path,
+    config: Mapping[str, Any],
+    eval_every: int | None = None,
+) -> list[Row]:
+    """Run every method on the same clients for every seed; each run has a folder of its own and resumes.
+
+    Args:
+        methods: by the name that tables show.
+        make: clients of a seed.
+        rounds: T.
+        seeds: one run of each method per seed; the seed also draws the partition.
+        out: root of the run folders.
+        config: the resolved settings, written beside the results.
+        eval_every: as in `simulate`.
+    """
+    clients = {seed: make(seed) for seed in seeds}
+    rows = []
+    for name, build in methods.items():
+        results: list[Result] = []
+        for seed in seeds:
+            algorithm = build(clients[seed])._replace(name=name)
+            folder = run_folder(out, name, config, seed)
+            key = jax.random.key(seed)
+            results.append(
+                simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder)
+            )
+        final = [result.metrics[-1] for result in results]
+        best = [max(row["accuracy"] for row in result.metrics) for result in results]
+        rows.append(
+            Row(
+                method=name,
+                mean=[row["accuracy"] for row in final],
+                worst10=[row["accuracy_worst10"] for row in final],
+                best=best,
+                statement=results[0].statement,
+                metrics=[result.metrics for result in results],
+            )
+        )
+    return rows
+
+
+HEADER = ("method", "accuracy %", "worst 10 %", "best round %", "ε aggregate RDP / PLD", "ε upload", "ε claimed")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of a table: percentages as mean ± standard deviation over seeds, then epsilons."""
+    honest, claim = row.statement["honest"], row.statement["claim"]
+    aggregate, upload = honest["aggregate"], honest["upload"]
+    return (
+        row.method,
+        percent(row.mean),
+        percent(row.worst10),
+        percent(row.best),
+        f"{number(aggregate['rdp']['total'])} / {number(aggregate['pld']['total'])}",
+        number(upload["rdp"]["total"]),
+        "–" if claim is None else number(claim["epsilon"]),
+    )
+
+
+def percent(values: Sequence[float]) -> str:
+    """Mean ± standard deviation over seeds, in percent."""
+    text = f"{100 * np.mean(values):.1f}"
+    return text if len(values) == 1 else f"{text} ± {100 * np.std(values, ddof=1):.1f}"
+
+
+def number(value: float | str) -> str:
+    """An epsilon; infinity says that none is finite."""
+    return "∞" if value == "inf" or (isinstance(value, float) and math.isinf(value)) else f"{value:.3g}"
+
+
+def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
+    """Print a table, and write it as Markdown and JSON, with one plot of all methods, into `out`."""
+    table = Table(*HEADER, title=title)
+    for row in rows:
+        table.add_row(*cells(row))
+    Console(width=150).print(table)
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "table.md").write_text(f"{title}\n\n" + "\n".join(lines) + "\n")
+    (out / "table.json").write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
+    plot(out / "curves.png", title, rows)
+    print(f"table and curves: {out}")
+
+
+def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:
+    """Accuracy by round (mean over seeds, band: least to largest), and worst 10% against mean at the end."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, scatter = figure.subplots(1, 2, width_ratios=(3, 2))
+    for row in rows:
+        rounds = [entry["round"] for entry in row.metrics[0]]
+        accuracy = np.array([[entry["accuracy"] for entry in metrics] for metrics in row.metrics])
+        (line,) = curves.plot(rounds, accuracy.mean(0), marker=".", label=row.method)
+        curves.fill_between(rounds, accuracy.min(0), accuracy.max(0), color=line.get_color(), alpha=0.15)
+        scatter.plot(row.mean, row.worst10, "o", color=line.get_color(), label=row.method)
+    curves.set(title=title, xlabel="round", ylabel="mean accuracy over clients", ylim=(0, 1))
+    scatter.set(xlabel="mean accuracy over clients", ylabel="worst 10% of clients", ylim=(-0.02, 1))
+    curves.legend(fontsize="small")
+    figure.savefig(path, dpi=120)

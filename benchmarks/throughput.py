@@ -18,14 +18,13 @@ import numpy as np
 import optax
 import tyro
 
+from benchmarks.bare import bare_round, fisher_cost
 from jaxfl.algorithms import dp_fedavg, feddpa
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine import Population, compile_rounds, initialize, place
 from jaxfl.models import build
 from jaxfl.privacy import Full
 from jaxfl.types import Algorithm, Clients, Model
-
-from benchmarks.bare import bare_round, fisher_cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +201,9 @@ def _machine(population: Population) -> dict[str, Any]:
 
 def _print(figures: dict[str, Any]) -> None:
     rounds = figures["rounds"]
-    print(f"{figures['workload']}: {figures['clients']} clients, {figures['steps']} steps, batch {figures['batch_size']}")
+    print(
+        f"{figures['workload']}: {figures['clients']} clients, {figures['steps']} steps, batch {figures['batch_size']}"
+    )
     print(f"  compile {figures['compile_s']:.2f} s, temporaries {figures['temporary_mb']:.0f} MB, "
           f"peak of the process {figures['peak_mb']:.0f} MB; {figures['machine']}")  # fmt: skip
     for name, row in rounds.items():

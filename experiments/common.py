@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import Result, simulate
+from jaxfl.data import Dataset
+from jaxfl.models import build, digits_cnn
 from jaxfl.report import run_folder
-from jaxfl.types import Algorithm, Clients
+from jaxfl.types import Algorithm, Clients, Model
 
 Scale = Literal["smoke", "cpu", "paper", "large"]
 Method = Callable[[Clients], Algorithm]
@@ -30,6 +32,21 @@ class Row(NamedTuple):
     best: list[float]
     statement: dict[str, Any]
     metrics: list[list[dict[str, float | int]]]
+
+
+def model_for(name: str, dataset: Dataset) -> Model:
+    """The named model for a dataset; digits are too small for any but their own."""
+    if dataset.name == "digits":
+        return digits_cnn()
+    return build(name, dataset.train_inputs.shape[1:], dataset.classes)
+
+
+def subset(dataset: Dataset, examples: int | None, seed: int) -> Dataset:
+    """A random part of the training examples (None: all); the test examples stay."""
+    if examples is None or examples >= len(dataset.train_labels):
+        return dataset
+    rows = np.random.default_rng(seed).permutation(len(dataset.train_labels))[:examples]
+    return dataset._replace(train_inputs=dataset.train_inputs[rows], train_labels=dataset.train_labels[rows])
 
 
 def run_methods(
@@ -61,9 +78,7 @@ def run_methods(
             algorithm = build(clients[seed])._replace(name=name)
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
-            results.append(
-                simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder)
-            )
+            results.append(simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder))
         final = [result.metrics[-1] for result in results]
         best = [max(row["accuracy"] for row in result.metrics) for result in results]
         rows.append(

@@ -5,6 +5,7 @@ python -m experiments.quickstart
 
 import dataclasses
 import pathlib
+from typing import Literal
 
 import optax
 import tyro
@@ -33,15 +34,17 @@ class Config:
     rounds: int = 40
     clip: float = 1.0
     seeds: tuple[int, ...] = (0,)
+    scale: Literal["smoke", "cpu"] = "cpu"
+    """smoke: a few rounds of fewer clients, in seconds."""
     out: pathlib.Path = pathlib.Path("runs/quickstart")
 
 
 def main(config: Config) -> None:
     """Run the six methods and compare them."""
+    if config.scale == "smoke":
+        config = dataclasses.replace(config, clients=60, rounds=3)
     model, sampling = digits_cnn(), Poisson(config.rate)
-    z = calibrate(
-        config.epsilon, clients=config.clients, rounds=config.rounds, sampling=sampling, delta=config.delta
-    )
+    z = calibrate(config.epsilon, clients=config.clients, rounds=config.rounds, sampling=sampling, delta=config.delta)
     local = {"optimizer": optax.sgd(0.1, momentum=0.9), "batch_size": 4, "epochs": 3}
     private = {"clip": config.clip, "noise_multiplier": z, "sampling": sampling, "delta": config.delta}
     plain = Mechanism(sampling=sampling, denominator="participants")
@@ -54,7 +57,7 @@ def main(config: Config) -> None:
         return feddpa(model, evaluate="adapt", claim=claim, **adam, **private)
 
     methods = {
-        "local_only": lambda _: local_only(model, sampling=sampling, **local),
+        "local_only": lambda _: local_only(model, **local),
         "fedavg": lambda _: fedavg(model, mechanism=plain, **local),
         "fedprox": lambda _: fedprox(model, mu=0.1, mechanism=plain, **local),
         "dp_fedavg": lambda _: dp_fedavg(model, **local, **private),
@@ -69,16 +72,18 @@ def main(config: Config) -> None:
         out=config.out,
         config=dataclasses.asdict(config),
     )
-    show(f"digits, {config.clients} clients of {config.classes} classes, target epsilon {config.epsilon:g}", rows, config.out)
+    show(
+        f"digits, {config.clients} clients of {config.classes} classes, target epsilon {config.epsilon:g}",
+        rows,
+        config.out,
+    )
     print("\nThe statement of feddpa:\n" + format_statement(rows[-1].statement))
 
 
 def digits_clients(clients: int, classes: int, seed: int) -> Clients:
     """Digits split by class; a client is tested on all test examples of its own classes."""
     digits = load("digits")
-    train, test = classes_per_client(
-        digits.train_labels, digits.test_labels, clients, classes, seed=seed, test="all"
-    )
+    train, test = classes_per_client(digits.train_labels, digits.test_labels, clients, classes, seed=seed, test="all")
     return make_clients(digits, train, test)
 
 

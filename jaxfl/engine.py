@@ -102,7 +102,6 @@ def compile_rounds(
         segment: the largest number of rounds per call.
     """
 
-
     def run(clients: Clients, key: Key[Array, ""], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
         def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
             round_key = jax.random.fold_in(key, index)

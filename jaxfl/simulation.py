@@ -21,7 +21,7 @@ from jaxfl._validate import check_count
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.engine import Population, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import PerClient, compile_evaluation, summarize
-from jaxfl.privacy.accounting import epsilon, running_epsilon
+from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.statement import privacy_statement, write_statement
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
 

@@ -1,5 +1,6 @@
 """Every algorithm, built for small tests: one row serves all contract tests."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -24,7 +25,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         MODEL,
         optimizer=optax.sgd(sgd, momentum=0.5),
         batch_size=4,
-        mechanism=Mechanism(clip=CLIP, sampling=FixedSize(6), weights=np.array(SIZES, float), denominator="participants"),
+        mechanism=Mechanism(
+            clip=CLIP, sampling=FixedSize(6), weights=np.array(SIZES, float), denominator="participants"
+        ),
     ),
     "fedprox": lambda z=1.0, sgd=0.1, **o: fedprox(
         MODEL, mu=0.5, optimizer=optax.sgd(sgd), batch_size=4, steps=3, mechanism=Mechanism(clip=CLIP)
@@ -65,7 +68,7 @@ def small_clients(sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift:
     """Digits cut into clients of the given sizes; `extra_padding` columns change nothing but shapes."""
     digits = load("digits")
     starts = np.cumsum((shift, *sizes))
-    train = [np.arange(a, b) for a, b in zip(starts[:-1], starts[1:], strict=True)]
+    train = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
     test = [np.arange(5 * i, 5 * i + 5) for i in range(len(sizes))]
     clients = make_clients(digits, train, test)
     return clients._replace(train=np.pad(clients.train, ((0, 0), (0, extra_padding))))

@@ -14,7 +14,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(scope="session")
 def tfds_dir() -> str:
     """Folder with prepared real datasets; tests that need it skip where it is absent."""
-    folder = os.environ.get("TFDS_DATA_DIR") or os.path.join(os.path.dirname(__file__), "..", "..", "shared", "tfds")
-    if not os.path.isdir(os.path.join(folder, "cifar10")):
+    folder = os.environ.get("TFDS_DATA_DIR")
+    if not folder or not os.path.isdir(os.path.join(folder, "cifar10")):
         pytest.skip("no prepared datasets: set TFDS_DATA_DIR to a folder that holds them")
     return os.path.abspath(folder)

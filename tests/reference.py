@@ -16,7 +16,9 @@ def run(key, algorithm, clients, rounds):
     aggregates = []
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
-        sample_key, client_key, client_noise_key, server_noise_key = (jax.random.fold_in(round_key, p) for p in range(4))
+        sample_key, client_key, client_noise_key, server_noise_key = (
+            jax.random.fold_in(round_key, p) for p in range(4)
+        )
         sampled = np.asarray(mechanism.sampling.sample(sample_key, count))
         table_row = lambda table, t=t: np.broadcast_to(table[min(t, len(table) - 1)], (count,))  # noqa: E731
         weights, noise = table_row(mechanism.weight_table), table_row(mechanism.client_noise_table)

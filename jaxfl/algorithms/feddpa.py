@@ -227,6 +227,8 @@ def _mechanism(
     if fidelity == "sound":
         return Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta, claim=claimed)
     if clients is None:
-        raise ValueError("clients=None: fidelity='paper' divides each client's noise by |M_t|, so give the number of clients")
+        raise ValueError(
+            "clients=None: fidelity='paper' divides each client's noise by |M_t|, so give the number of clients"
+        )
     share = noise_multiplier / math.sqrt(sampling.expected(clients))
     return Mechanism(clip=clip, client_noise=share, sampling=sampling, delta=delta, claim=claimed)

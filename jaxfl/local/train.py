@@ -16,9 +16,7 @@ _BLOCK_EXAMPLES = 512
 """Examples gathered and laid out at once: enough to amortise the gather, few enough to stay in cache."""
 
 
-def cross_entropy(
-    logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]
-) -> Float[Array, ""]:
+def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
     """Mean cross-entropy over the examples of weight 1; those of weight 0 are padding."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)

@@ -1,0 +1,1 @@
+"""FedDPA (DynamicPFL): its published setting, and one where client-level privacy can work."""

@@ -1,0 +1,116 @@
+"""FedDPA at its published code's setting: 10 clients, all in every round, Dirichlet(100), 15 rounds.
+
+python -m experiments.feddpa.reference --dataset cifar10 --scale cpu
+"""
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import optax
+import tyro
+
+from experiments.common import Scale, model_for, run_methods, show, subset
+from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
+from jaxfl.algorithms.feddpa import paper_noise_multiplier
+from jaxfl.data import dirichlet, load, make_clients, matching
+from jaxfl.privacy import Full, Mechanism, calibrate
+from jaxfl.types import Algorithm, Clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The published defaults; a scale changes the data and the number of rounds only."""
+
+    clients: int = 10
+    examples: int | None = None
+    """Training examples of all clients together (None: all there are)."""
+    rounds: int = 15
+    alpha: float = 100.0
+    clip: float = 0.5
+    batch_size: int = 16
+    epochs: int = 2
+    """Passes per stage of FedDPA; the other methods take as many passes as its two stages."""
+    learning_rate: float = 1e-3
+    epsilon: float = 1.0
+    claimed_delta: float = 0.1
+    delta: float = 1e-5
+
+
+SCALES: dict[Scale, Setting] = {
+    "smoke": Setting(examples=400, rounds=2),
+    "cpu": Setting(examples=3000),
+    "paper": Setting(),
+    "large": Setting(clients=100),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Which data, how much of it, how often."""
+
+    dataset: Literal["cifar10", "fashion_mnist", "mnist", "svhn_cropped", "digits"] = "cifar10"
+    scale: Scale = "cpu"
+    """smoke: seconds, on digits; cpu: a part of the data; paper: all of it; large: 100 clients."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    out: pathlib.Path = pathlib.Path("runs/feddpa/reference")
+
+
+def main(config: Config) -> None:
+    """Run all methods and print their table."""
+    setting = SCALES[config.scale]
+    data = load("digits" if config.scale == "smoke" else config.dataset)
+    seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
+    model = model_for("feddpa_cnn", data)
+    train = {"batch_size": setting.batch_size, "optimizer": optax.adam(setting.learning_rate)}
+    whole = train | {"epochs": 2 * setting.epochs}
+    sampling, count = Full(), setting.clients
+
+    def make(seed: int) -> Clients:
+        part = subset(data, setting.examples, seed)
+        lists = dirichlet(part.train_labels, count, setting.alpha, seed=seed, minimum=1)
+        return make_clients(part, lists, matching(lists, part.train_labels, part.test_labels, seed=seed))
+
+    sigma = paper_noise_multiplier(
+        setting.epsilon,
+        delta=setting.claimed_delta,
+        examples=min(setting.examples or len(data.train_labels), len(data.train_labels)),
+        batch_size=setting.batch_size,
+        epochs=setting.epochs,
+        rounds=setting.rounds,
+        rate=1.0,
+    )
+    z = calibrate(setting.epsilon, clients=count, rounds=setting.rounds, sampling=sampling, delta=setting.delta)
+
+    def dpa(_: Clients, noise: float, claim: float | None = None, **options: str) -> Algorithm:
+        private = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta, "claim": claim}
+        return feddpa(
+            model, noise_multiplier=noise, epochs=setting.epochs, clients=count, **private, **train, **options
+        )
+
+    def head_tuned(_: Clients, noise: float) -> Algorithm:
+        private = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta}
+        return dp_fedavg_fb(model, noise_multiplier=noise, head_optimizer=optax.adam(1e-3), **private, **whole)
+
+    rows = run_methods(
+        {
+            "local-only": lambda _: local_only(model, **whole),
+            "FedAvg, no privacy": lambda _: fedavg(model, mechanism=Mechanism(sampling=sampling), **whole),
+            "DP-FedAvg-fb, published noise": lambda c: head_tuned(c, sigma),
+            "FedDPA, published noise": lambda c: dpa(c, sigma, setting.epsilon, fidelity="paper"),
+            "FedDPA, published noise, reg=code": lambda c: dpa(c, sigma, setting.epsilon, fidelity="paper", reg="code"),
+            "DP-FedAvg-fb, honest noise": lambda c: head_tuned(c, z),
+            "FedDPA, honest noise": lambda c: dpa(c, z),
+        },
+        make,
+        rounds=setting.rounds,
+        seeds=seeds,
+        out=config.out / data.name,
+        config=dataclasses.asdict(setting) | {"scale": config.scale, "dataset": data.name},
+        eval_every=max(1, setting.rounds // 5),
+    )
+    show(f"{data.name}, {config.scale}: {count} clients, {setting.rounds} rounds", rows, config.out / data.name)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -41,8 +41,8 @@ class _Mlp(nn.Module):
     squares: bool = False
 
     def setup(self) -> None:
-        self.dense = [Dense(n, axis=-1, squares=self.squares) for n in self.widths]
-        self.head = Dense(self.classes, axis=-1, squares=self.squares)
+        self.dense = [Dense(n, squares=self.squares) for n in self.widths]
+        self.head = Dense(self.classes, squares=self.squares)
 
     def extract(self, x: Array) -> Array:
         for layer in self.dense:
@@ -70,16 +70,16 @@ class _Cnn(nn.Module):
         modes = {"form": self.form, "squares": self.squares}
         self.conv = [Convolution(**options, **modes) for options in self.convolutions]
         self.dense = [Dense(n, squares=self.squares) for n in self.widths]
-        self.head = Dense(self.classes, axis=-1, squares=self.squares)
+        self.head = Dense(self.classes, squares=self.squares)
 
     def extract(self, x: Array) -> Array:
         for layer in self.conv:
             x = layer(x)
-        x = x.reshape(-1, x.shape[-1])
+        x = x.reshape(-1, x.shape[-1]).T
         for layer in self.dense:
             x = layer(x)
             x = nn.relu(x) if self.relu else x
-        return x.T
+        return x
 
     def classify(self, features: Array) -> Array:
         return self.head(features)
@@ -194,11 +194,11 @@ def _cnn(
 ) -> Model:
     _check(input_shape, classes)
     check_choice("form", form, ("fast", "plain"))
-    # Few input channels and pooling: blocks quarter the rows of patches and make pooling a maximum over channels.
+    # Blocks quarter the columns of the patches, for (k + 1)^2 / k^2 times the products: that pays for wide kernels.
     padding = None
     first = convolutions[0]
     even = not any((n + 2 * first.get("padding", 0)) % 2 for n in input_shape[:2])
-    if form == "fast" and first.get("pool", True) and even:
+    if form == "fast" and first["size"] >= 5 and even:
         padding = first.get("padding", 0)
         convolutions = [{**first, "padding": 0, "blocks": True}, *convolutions[1:]]
     network = functools.partial(_Cnn, tuple(convolutions), widths, classes, relu, form)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any
 
 
-def check_positive(name: str, value: float, *, zero: bool = False, infinite: bool = False) -> None:
+def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> None:
     """Require a real number above zero (or equal to it, where `zero`)."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     if number and (value > 0 or (zero and value == 0)) and (infinite or math.isfinite(value)):
@@ -14,7 +14,7 @@ def check_positive(name: str, value: float, *, zero: bool = False, infinite: boo
     raise ValueError(f"{name}={value!r}: give a {'' if infinite else 'finite '}number {bound}")
 
 
-def check_count(name: str, value: int, *, least: int = 1, most: int | None = None) -> None:
+def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
     """Require a whole number in [least, most]."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if whole and value >= least and (most is None or value <= most):
@@ -23,7 +23,7 @@ def check_count(name: str, value: int, *, least: int = 1, most: int | None = Non
     raise ValueError(f"{name}={value!r}: give a whole number {limits}")
 
 
-def check_fraction(name: str, value: float, *, zero: bool = False, one: bool = True) -> None:
+def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = True) -> None:
     """Require a number in (0, 1], or [0, 1] where `zero`, or (0, 1) without `one`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and (0 < value < 1 or (zero and value == 0) or (one and value == 1)):

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def simulate(
     *,
     rounds: int,
     eval_every: int | None = None,
-    chunk: int | str | None = None,
+    chunk: int | Literal["auto"] | None = None,
     devices: list[jax.Device] | None = None,
     folder: str | os.PathLike | None = None,
     progress: bool = True,
@@ -92,6 +92,8 @@ def simulate(
     check_count("rounds", rounds)
     eval_every = max(1, rounds // 10) if eval_every is None else eval_every
     check_count("eval_every", eval_every)
+    if chunk not in (None, "auto"):
+        check_count("chunk", chunk)
     algorithm.mechanism.check_fits(clients.count, rounds)
     folder = None if folder is None else pathlib.Path(folder)
     population = place(clients, devices)
@@ -134,14 +136,13 @@ class _Run:
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, self._fingerprint(key, clients))
             self._restore()
 
-    def compile(self, chunk: int | str | None) -> Callable:
+    def compile(self, chunk: int | Literal["auto"] | None) -> Callable:
         """The program of up to as many rounds as lie between two evaluations."""
         segment = max(np.diff([0, *self.evaluations]))
         if chunk is None:
             chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
         if chunk == "auto":
             chunk = self._measure_chunk()
-        check_count("chunk", chunk)
         return compile_rounds(self.algorithm, self.population, chunk=chunk, segment=int(segment))
 
     def go(self, step: Callable, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:

@@ -1,0 +1,117 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference
+from algorithms_table import MODEL
+
+from jaxfl.data import load
+from jaxfl.local.train import cross_entropy, fit_head, train
+from jaxfl.types import ClientData
+
+KEY = jax.random.key(3)
+DIGITS = load("digits")
+
+
+def client(size, padded):
+    rows = np.zeros(padded, np.int32)
+    rows[:size] = np.arange(100, 100 + size)
+    return ClientData(
+        jnp.asarray(DIGITS.train_inputs), jnp.asarray(DIGITS.train_labels), jnp.asarray(rows), jnp.int32(size)
+    )
+
+
+def fit(data, key=KEY, **options):
+    defaults = {"apply": MODEL.apply, "prepare": MODEL.prepare, "optimizer": optax.sgd(0.1), "batch_size": 4}
+    return train(key, MODEL.init(jax.random.key(0)), data, **defaults | options)
+
+
+def orders(key, epochs, padded, size):
+    """The documented order: each epoch's real examples by the rank of one uniform draw each."""
+    for epoch in range(epochs):
+        place = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (padded,)))[:size]
+        yield 100 + np.argsort(place, kind="stable")
+
+
+def numpy_gradient(params, inputs, labels):
+    """Backpropagation through MODEL by hand: dense 16, ReLU, dense 10, mean cross-entropy."""
+    x = inputs.transpose(0, 3, 1, 2).reshape(len(inputs), -1).astype(np.float64) * 2 / 255 - 1
+    (w1, b1), (w2, b2) = ((params[n]["kernel"], params[n]["bias"]) for n in MODEL.layers)
+    hidden = np.maximum(x @ w1 + b1, 0)
+    logits = hidden @ w2 + b2
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    d = (p - np.eye(10)[labels]) / len(labels)
+    back = (d @ w2.T) * (hidden > 0)
+    gradients = ((x.T @ back, back.sum(0)), (hidden.T @ d, d.sum(0)))
+    return {n: {"kernel": k, "bias": b} for n, (k, b) in zip(MODEL.layers, gradients)}
+
+
+@pytest.mark.parametrize(("size", "padded", "batch"), [(9, 9, 4), (9, 13, 4), (3, 8, 32), (600, 700, 16)])
+def test_equals_numpy_sgd(size, padded, batch):
+    fitted, info = fit(client(size, padded), epochs=2, batch_size=batch)
+    start = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), MODEL.init(jax.random.key(0)))
+    params = start
+    for order in orders(KEY, 2, padded, size):
+        params = reference.fit(params, DIGITS.train_inputs, DIGITS.train_labels, order, batch, 0.1, numpy_gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), fitted, params)
+    assert info["steps"] == 2 * -(-size // batch)
+
+
+def test_padding_changes_nothing():
+    for a, b in zip(jax.tree.leaves(fit(client(9, 9))), jax.tree.leaves(fit(client(9, 40)))):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_take_as_many_passes_as_needed():
+    by_steps, info = fit(client(8, 8), steps=4)
+    by_epochs, _ = fit(client(8, 8), epochs=2)
+    assert info["steps"] == 4
+    jax.tree.map(np.testing.assert_array_equal, by_steps, by_epochs)
+    assert fit(client(8, 8), steps=3)[1]["steps"] == 3
+
+
+def test_empty_client_keeps_its_parameters():
+    fitted, info = fit(client(0, 5), epochs=3)
+    jax.tree.map(np.testing.assert_array_equal, fitted, MODEL.init(jax.random.key(0)))
+    assert info == {"loss": 0.0, "steps": 0.0}
+
+
+def test_masked_coordinates_keep_their_bits_under_weight_decay():
+    start = MODEL.init(jax.random.key(0))
+    mask = jax.tree.map(lambda leaf: jax.random.bernoulli(jax.random.key(1), 0.5, leaf.shape), start)
+    fitted, _ = fit(client(9, 9), mask=mask, optimizer=optax.adamw(0.1, weight_decay=0.5), epochs=2)
+    for m, a, b in zip(*map(jax.tree.leaves, (mask, fitted, start))):
+        np.testing.assert_array_equal(np.where(m, 0, a), np.where(m, 0, b))
+        assert np.any(np.where(m, a, 0) != np.where(m, b, 0))
+
+
+def test_penalty_enters_the_gradient():
+    # A penalty whose gradient is -g at the start turns one step of SGD around.
+    start = MODEL.init(jax.random.key(0))
+    data = client(4, 4)
+    x, labels = MODEL.prepare(data.inputs[data.rows]), data.labels[data.rows]
+    g = jax.grad(lambda p: cross_entropy(MODEL.apply(p, x), labels, jnp.ones(4)))(start)
+    with_penalty, _ = fit(data, penalty=lambda p: -2 * optax.tree.vdot(g, p))
+    jax.tree.map(
+        lambda a, s, g: np.testing.assert_allclose(a, s + 0.1 * g, rtol=1e-4, atol=1e-6), with_penalty, start, g
+    )
+
+
+def test_fit_head_equals_training_the_head_in_place():
+    params = MODEL.init(jax.random.key(0))
+    options = {"optimizer": optax.sgd(0.1), "batch_size": 4, "epochs": 3}
+    cached, _ = fit_head(KEY, MODEL, params, client(9, 12), **options)
+    mask = {
+        name: jax.tree.map(lambda leaf, n=name: jnp.full(leaf.shape, n in MODEL.head), params[name]) for name in params
+    }
+    in_place, _ = fit(client(9, 12), mask=mask, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), cached, in_place)
+
+
+def test_cross_entropy_ignores_padding():
+    logits, labels = jnp.array([[2.0, 0.0], [5.0, 1.0], [9.0, 9.0]]), jnp.array([0, 1, 0])
+    expected = np.mean([np.log(1 + np.exp(-2)), np.log(1 + np.exp(4))])
+    assert cross_entropy(logits, labels, jnp.array([1.0, 1.0, 0.0])) == pytest.approx(expected, rel=1e-5)
+    assert cross_entropy(logits, labels, jnp.zeros(3)) == 0

@@ -1,0 +1,98 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfl.privacy.clip import clip
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson, round_numbers, server_noise
+from jaxfl.privacy.noise import add_gaussian
+
+
+def test_clip_closed_forms():
+    clipped, norm = clip({"a": jnp.array([3.0]), "b": jnp.array([4.0])}, 1.0)
+    assert norm == 5
+    np.testing.assert_allclose([clipped["a"][0], clipped["b"][0]], [0.6, 0.8], rtol=1e-6)
+    zero, norm = clip({"a": jnp.zeros(3)}, 1.0)
+    assert norm == 0
+    np.testing.assert_array_equal(zero["a"], np.zeros(3))
+    np.testing.assert_array_equal(clip(jnp.array([0.3]), 1.0)[0], jnp.array([0.3]))
+    np.testing.assert_array_equal(clip(jnp.array([30.0]), math.inf)[0], [30.0])
+
+
+def test_clip_is_joint_over_tensors():
+    clipped, _ = clip({"a": jnp.array([2.0]), "b": jnp.array([2.0])}, 2.0)
+    np.testing.assert_allclose(clipped["a"], 2 / math.sqrt(2), rtol=1e-6)
+
+
+def test_noise_moments():
+    noisy = add_gaussian(jax.random.key(0), {"a": jnp.zeros(40_000), "b": jnp.ones((100, 400))}, jnp.float32(3.0))
+    for leaf, mean in ((noisy["a"], 0), (noisy["b"], 1)):
+        assert float(leaf.mean()) == pytest.approx(mean, abs=4 * 3 / 200)
+        assert float(leaf.std()) == pytest.approx(3, rel=4 / math.sqrt(80_000))
+    assert abs(np.corrcoef(noisy["a"], noisy["b"].ravel())[0, 1]) < 4 / 200
+
+
+@pytest.mark.parametrize("sampling", [Poisson(0.3), FixedSize(300), Full()])
+def test_samplers_draw_what_they_say(sampling):
+    drawn = np.stack([sampling.sample(jax.random.key(i), 1000) for i in range(20)])
+    sizes = drawn.sum(axis=1)
+    if isinstance(sampling, Poisson):
+        assert sizes.mean() == pytest.approx(300, abs=4 * math.sqrt(1000 * 0.3 * 0.7 / 20))
+        assert sizes.std() == pytest.approx(math.sqrt(210), rel=0.5)
+        coins = drawn.mean(axis=0)  # independent and equally fair for every client
+        assert coins.std() == pytest.approx(math.sqrt(0.21 / 20), rel=0.1)
+        np.testing.assert_array_equal(sampling.sample(jax.random.key(0), 500), drawn[0, :500])
+    else:
+        assert set(sizes) == {sampling.expected(1000)}
+        assert isinstance(sampling, Full) or not np.array_equal(drawn[0], drawn[1])
+
+
+def test_server_tops_up_to_the_target():
+    mechanism = Mechanism(clip=2.0, noise_multiplier=3.0, client_noise=1.0, weights=np.array([1.0, 2.0]))
+    numbers = round_numbers(mechanism, 2, jnp.int32(5))
+    assert server_noise(numbers, jnp.float32(5.0)) == pytest.approx(math.sqrt(36 - 5))
+    assert server_noise(numbers, jnp.float32(40.0)) == 0
+    assert numbers.denominator == 3
+
+
+def test_tables_by_round():
+    mechanism = Mechanism(clip=1.0, noise_multiplier=(1.0, 2.0, 4.0), client_noise=np.array([0.1, 0.2, 0.3]))
+    numbers = [round_numbers(mechanism, 7, jnp.int32(t)) for t in range(3)]
+    assert [float(n.noise_multiplier) for n in numbers] == [1, 2, 4]
+    np.testing.assert_allclose([n.client_noise[0] for n in numbers], [0.1, 0.2, 0.3], rtol=1e-6)
+    assert float(round_numbers(Mechanism(sampling=Poisson(0.5)), 8, jnp.int32(0)).denominator) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"clip": 0.0}, "clip"),
+        ({"clip": -1.0}, "clip"),
+        ({"noise_multiplier": 1.0}, "clip"),
+        ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier"),
+        ({"clip": 1.0, "noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"clip": 1.0, "client_noise": math.inf}, "client_noise"),
+        ({"delta": 0.0}, "delta"),
+        ({"weights": np.array([-1.0])}, "weights"),
+    ],
+)
+def test_wrong_numbers_name_themselves(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        Mechanism(**wrong)
+
+
+@pytest.mark.parametrize(("sampling", "value"), [(Poisson, 0.0), (Poisson, 1.5), (FixedSize, 0)])
+def test_wrong_sampling(sampling, value):
+    with pytest.raises(ValueError, match=repr(value)):
+        sampling(value)
+
+
+def test_tables_must_fit_the_run():
+    with pytest.raises(ValueError, match="size=20"):
+        Mechanism(sampling=FixedSize(20)).check_fits(10, 5)
+    with pytest.raises(ValueError, match="weights"):
+        Mechanism(weights=np.ones(3)).check_fits(10, 5)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        Mechanism(clip=1.0, noise_multiplier=(1.0, 2.0)).check_fits(10, 5)

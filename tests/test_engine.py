@@ -1,0 +1,168 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import CLIP, MODEL, small_clients
+
+from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
+from jaxfl.types import Message
+
+KEY = jax.random.key(5)
+
+
+def start(algorithm, clients, *, devices=2, segment=4, chunk=1):
+    population = place(clients, jax.devices()[:devices])
+    step = compile_rounds(algorithm, population, chunk=chunk, segment=segment)
+    return step, *initialize(KEY, algorithm, population)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def test_compiles_once_for_all_calls():
+    traces = 0
+    base = fedavg(MODEL, mechanism=Mechanism(sampling=Poisson(0.5)))
+
+    def counted(*args):
+        nonlocal traces
+        traces += 1
+        return base.client_update(*args)
+
+    step, server, states = start(base._replace(client_update=counted), small_clients())
+    server, states, _ = step(KEY, 0, 3, server, states)
+    first = traces
+    server, states, _ = step(KEY, 3, 1, server, states)
+    step(KEY, 4, 4, server, states)
+    assert traces == first > 0
+
+
+def test_segments_equal_one_long_call():
+    algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), batch_size=4)
+    step, server, states = start(algorithm, small_clients())
+    once, *_ = step(KEY, 0, 4, server, states)
+    step, server, states = start(algorithm, small_clients())
+    server, states, _ = step(KEY, 0, 1, server, states)
+    server, states, _ = step(KEY, 1, 3, server, states)
+    np.testing.assert_array_equal(flat(once), flat(server))
+
+
+def test_donates_its_state():
+    step, server, states = start(fedavg(MODEL), small_clients())
+    step(KEY, 0, 1, server, states)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(server))
+
+
+def test_empty_rounds_still_add_noise():
+    algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(1e-9))
+    step, server, states = start(algorithm, small_clients())
+    before = flat(server.params)
+    server, _, records = step(KEY, 0, 1, server, states)
+    noise = (flat(server.params) - before) * 1e-9 * 11
+    assert not records.ledger.participants.any()
+    assert noise.std() == pytest.approx(CLIP, rel=4 / np.sqrt(2 * noise.size))
+    assert all(np.isfinite(value).all() for value in records.info.values())
+
+
+def test_empty_rounds_without_noise_change_nothing():
+    step, server, states = start(
+        fedavg(MODEL, mechanism=Mechanism(sampling=Poisson(1e-9), denominator="participants")), small_clients()
+    )
+    before = flat(server.params)
+    server, *_ = step(KEY, 0, 2, server, states)
+    np.testing.assert_array_equal(before, flat(server.params))
+
+
+def poisoned(value):
+    """FedAvg in which the client of 7 examples sends a non-finite update."""
+    base = fedavg(MODEL, batch_size=4, mechanism=Mechanism(denominator="expected"))
+
+    def client_update(key, server, client, data):
+        message, client, info = base.client_update(key, server, client, data)
+        bad = jax.tree.map(lambda leaf: jnp.where(data.size == 7, value, leaf), message.update)
+        return Message(bad), client, info
+
+    return base._replace(client_update=client_update)
+
+
+@pytest.mark.parametrize(("value", "chunk"), [(jnp.nan, 1), (jnp.inf, 4), (3e38, 1)])
+def test_nonfinite_updates_are_dropped_and_counted(value, chunk):
+    clients = small_clients()
+    step, server, states = start(poisoned(value), clients, chunk=chunk)
+    server, _, records = step(KEY, 0, 2, server, states)
+    assert list(records.nonfinite[:2]) == [1, 1]
+    assert np.isfinite(flat(server)).all()
+    absent = clients._replace(train_size=np.where(clients.train_size == 7, 0, clients.train_size))
+    step, other, states = start(fedavg(MODEL, batch_size=4, mechanism=Mechanism()), absent, chunk=chunk)
+    other, *_ = step(KEY, 0, 2, other, states)
+    np.testing.assert_allclose(flat(server.params), flat(other.params), rtol=1e-5, atol=1e-6)
+
+
+def test_temporary_memory_does_not_grow_with_the_cohort():
+    def temporary(count):
+        clients = small_clients((9,) * count)
+        algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), batch_size=4)
+        step, server, states = start(algorithm, clients, devices=1, segment=1)
+        return step.func.lower(*step.args, KEY, 0, 1, server, states).compile().memory_analysis().temp_size_in_bytes
+
+    parameters = 4 * 1210
+    assert temporary(70) - temporary(10) < parameters  # 60 more clients, less than one more update
+
+
+@pytest.mark.parametrize("sampling", [Poisson(0.4), FixedSize(5), Full()])
+def test_the_cohort_is_the_samplers_draw(sampling):
+    algorithm = fedavg(MODEL, mechanism=Mechanism(sampling=sampling))
+    step, server, states = start(algorithm, small_clients())
+    records = step(KEY, 0, 4, server, states)[2]
+    for t in range(4):
+        key = jax.random.fold_in(jax.random.fold_in(KEY, t), 0)
+        np.testing.assert_array_equal(records.ledger.participants[t], sampling.sample(key, 11))
+    np.testing.assert_array_equal(records.info["participants"], records.ledger.participants.sum(1))
+
+
+def test_client_state_moves_only_with_participation():
+    from jaxfl.algorithms import local_only
+
+    step, server, states = start(local_only(MODEL, sampling=FixedSize(4)), small_clients())
+    before = jax.device_get(states)
+    _, after, records = step(KEY, 0, 1, server, states)
+    moved = np.any(
+        [
+            np.any(np.reshape(a != b, (len(a), -1)), axis=1)
+            for a, b in zip(*map(jax.tree.leaves, (before, jax.device_get(after))))
+        ],
+        axis=0,
+    )
+    expected = records.ledger.participants[0] & (small_clients().train_size > 0)
+    np.testing.assert_array_equal(moved[:11], expected)
+
+
+def test_evaluation_equals_a_plain_loop():
+    clients = small_clients()
+    algorithm = fedavg(MODEL, optimizer=optax.sgd(0.1), epochs=3)
+    population = place(clients)
+    server, states = initialize(KEY, algorithm, population)
+    scores = compile_evaluation(algorithm, population)(KEY, server, states)
+    chunked = compile_evaluation(algorithm, population, chunk=4)(KEY, server, states)
+    for i in range(clients.count):
+        rows = clients.test[i, : clients.test_size[i]]
+        logits = MODEL.apply(server.params, MODEL.prepare(jnp.asarray(clients.inputs[rows])))
+        expected = np.mean(np.argmax(logits, axis=1) == clients.labels[rows])
+        assert scores.accuracy[i] == pytest.approx(expected)
+        assert chunked.accuracy[i] == pytest.approx(expected)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, clients.labels[rows]).mean()
+        assert scores.loss[i] == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_summary():
+    accuracy = np.array([0.1, 0.9, np.nan, *[0.5] * 18], np.float32)
+    sizes = np.array([10, 30, 0, *[10] * 18])
+    row = summarize(PerClient(accuracy, accuracy), sizes)
+    assert row["accuracy"] == pytest.approx(0.5)
+    assert row["accuracy_worst10"] == pytest.approx((0.1 + 0.5) / 2)
+    assert row["accuracy_examples"] == pytest.approx((1 + 27 + 90) / 220)
+    assert row["accuracy_std"] == pytest.approx(np.sqrt(2 * 0.16 / 20))

@@ -4,18 +4,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import dp_accounting
 import numpy as np
 from jaxtyping import Float
 
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
 from jaxfl.privacy import accountants
-from jaxfl.privacy.accountants import Rounds, plain_rounds
+from jaxfl.privacy.accountants import Accountant, client_epsilons
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
-from jaxfl.privacy.observers import aggregate_view, upload_view
+from jaxfl.privacy.observers import View, aggregate_view, plain_view, upload_view
 from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload"]
-Accountant = Literal["rdp", "pld"]
 _FULL = Full()
 
 
@@ -45,7 +45,7 @@ def epsilon(
         observer: "aggregate" (noisy sums only) or "upload" (every upload), see `jaxfl.privacy.observers`.
         accountant: "rdp", or "pld" (tighter).
         delta: failure probability; None: the mechanism's.
-        one_round: the worst single round alone, in place of all of them.
+        one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
 
     Guarantee: client-level; zero-out for the aggregate, replace-one for the uploads. Assumes that noise, weights
         and sampling do not depend on private data, and that the clip covers a client's whole update.
@@ -63,13 +63,14 @@ def epsilon(
         return Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None)
     if unbounded := _unbounded(mechanism):
         return Epsilon(math.inf, np.full(clients, math.inf), "none", unbounded)
-    rounds, theorem, reason = (aggregate_view if observer == "aggregate" else upload_view)(ledger, mechanism)
-    values = _evaluate(rounds, accountant, delta, one_round)
+    view = (aggregate_view if observer == "aggregate" else upload_view)(ledger, mechanism)
+    parts = accountants.worst_rounds(view) if one_round else [view]
+    values = np.maximum.reduce([client_epsilons(part, accountant, delta) for part in parts])
     per_client = np.array(np.broadcast_to(values, clients))
     worst = float(per_client.max())
     if math.isinf(worst):
-        return Epsilon(worst, per_client, "none", reason)
-    return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
+        return Epsilon(worst, per_client, "none", view.silent)
+    return Epsilon(worst, per_client, f"{view.theorem}; {accountant.upper()}", None)
 
 
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
@@ -94,20 +95,27 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
     >>> spent(0), round(spent(100), 2)
     (0.0, 4.73)
     """
-    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
-    known = max(len(table) for table in tables)
     if not mechanism.communicates or _unbounded(mechanism):
         return lambda done: math.inf if mechanism.communicates and done else 0.0
-    rounds = aggregate_view(planned_ledger(mechanism, clients, known), mechanism)[0]
-    total = np.cumsum(accountants.divergence_by_round(rounds), axis=0)
+    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
+    known = max(len(table) for table in tables)
+    view = aggregate_view(planned_ledger(mechanism, clients, known), mechanism)
+    multiplier, hidden = view.multiplier.min(axis=1), view.hidden
+    multiplier[hidden] = accountants.round_down(multiplier[hidden])
+    accountant, composed = accountants.rdp_accountant(sampled=bool(hidden.any())), 0
 
     def spent(done: int) -> float:
-        if done == 0:
-            return 0.0
+        nonlocal accountant, composed
         if known > 1 and done > known:
             raise ValueError(f"done={done!r}: the mechanism's schedule has {known} rounds")
-        loss = total[done - 1] if known > 1 else done * total[0]
-        return float(accountants.from_divergence(loss, mechanism.delta))
+        if done < composed:
+            accountant, composed = accountants.rdp_accountant(sampled=bool(hidden.any())), 0
+        rows = np.arange(composed, done) % known
+        plain, sampled = multiplier[rows[~hidden[rows]]], multiplier[rows[hidden[rows]]]
+        total = float(accountants.total_multiplier(plain))
+        accountant.compose(accountants.gaussians(total, sampled, view.rate))
+        composed = done
+        return float(accountant.get_epsilon(mechanism.delta))
 
     return spent
 
@@ -139,15 +147,10 @@ def calibrate(
     check_count("rounds", rounds)
     if shape is not None and (np.shape(shape) != (rounds,) or not np.all(np.asarray(shape) > 0)):
         raise ValueError(f"shape={shape!r}: give {rounds} numbers above 0, one per round")
-    scale, repeats = (np.ones(1), np.array([rounds])) if shape is None else (np.asarray(shape), np.ones(rounds, int))
-
-    def spent(multiplier: float, by: Accountant) -> float:
-        noise = tuple((multiplier * scale).tolist())
-        mechanism = Mechanism(clip=1.0, noise_multiplier=noise, sampling=sampling, delta=delta)
-        view = aggregate_view(planned_ledger(mechanism, clients, len(noise)), mechanism)[0]
-        return float(np.max(_evaluate(view._replace(repeats=repeats), by, delta)))
-
-    return _calibrate(epsilon, delta, accountant, spent, math.sqrt(rounds) / float(np.mean(scale)))
+    scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
+    mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling, delta=delta)
+    view = aggregate_view(planned_ledger(mechanism, clients, len(scale)), mechanism)
+    return _calibrate(view, epsilon, delta, accountant, rounds if shape is None else 1)
 
 
 def calibrate_upload(
@@ -165,63 +168,40 @@ def calibrate_upload(
     74.6
     """
     check_count("participations", participations)
-
-    def spent(noise: float, by: Accountant) -> float:
-        view = plain_rounds(np.full((1, 1), noise / 2), np.array([participations]))
-        return float(np.max(_evaluate(view, by, delta)))
-
-    return _calibrate(epsilon, delta, accountant, spent, math.sqrt(participations))
-
-
-def _calibrate(
-    target: float, delta: float, accountant: Accountant, spent: Callable[[float, Accountant], float], guess: float
-) -> float:
-    """Bracket by doubling, then interpolate or bisect; `enough` always meets the target."""
-    check_positive("epsilon", target)
     check_fraction("delta", delta, one=False)
+    return _calibrate(plain_view(np.full((1, 1), 0.5), "Gaussian"), epsilon, delta, accountant, participations)
+
+
+def _calibrate(view: View, target: float, delta: float, accountant: Accountant, repeats: int) -> float:
+    """Find the factor on the view's noise whose epsilon is at most the target, and by at most 0.1% less."""
+    check_positive("epsilon", target)
     check_choice("accountant", accountant, ("rdp", "pld"))
-    if accountant == "pld":  # a cheap place to start; PLDs are slow far below it
-        guess = _calibrate(target, delta, "rdp", spent, guess)
-    enough = guess
-    while spent(enough, accountant) > target:
-        enough *= 2
-    value, short = spent(enough, accountant), enough / 2
-    while (above := spent(short, accountant)) <= target and short > 1e-6 * guess:
-        value, enough, short = above, short, short / 2
-    attempt = 0
-    while value < target * (1 - 5e-4) and enough > short * (1 + 1e-6):
-        attempt, part = attempt + 1, 0.5
-        if attempt % 3 and value > 0 and math.isfinite(above):  # a straight line in logarithms
-            part = math.log(target * (1 - 2e-4) / value) / math.log(above / value)
-        middle = enough * (short / enough) ** min(max(part, 0.01), 0.99)
-        now = spent(middle, accountant)
-        if now <= target:
-            enough, value = middle, now
+    if accountant == "rdp":  # what a Gaussian would need, as if sampling scaled it
+        total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
+        noise = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
+    else:  # PLDs are slow far below the noise that is needed
+        noise = _calibrate(view, target, delta, "rdp", repeats)
+    low, above, high, below = 0.0, math.inf, math.inf, 0.0  # too little noise and its epsilon; enough, and its
+    aim, attempt = target * (1 - 2e-4), 0
+    while below < target * (1 - 5e-4) and high > low * (1 + 1e-6):
+        value = float(client_epsilons(view.scaled(noise), accountant, delta, repeats).max())
+        if value > target:
+            low, above = noise, value
         else:
-            short, above = middle, now
-    return enough
+            high, below = noise, value
+        attempt += 1
+        if low == 0 or math.isinf(high):  # epsilon falls like a power of the noise
+            noise *= min(max((value / aim) ** 0.8, 0.25), 4.0)
+        else:  # a straight line in logarithms
+            straight = attempt % 4 and below > 0 and math.isfinite(above)
+            part = math.log(aim / below) / math.log(above / below) if straight else 0.5
+            noise = high * (low / high) ** min(max(part, 0.02), 0.98)
+    return high
 
 
 def _unbounded(mechanism: Mechanism) -> str | None:
     """Why no noise could help."""
     return mechanism.broken or ("updates are not clipped" if math.isinf(mechanism.clip) else None)
-
-
-def _evaluate(rounds: Rounds, accountant: Accountant, delta: float, one_round: bool = False) -> np.ndarray:
-    """Epsilon per client; with `one_round`, of the worst row alone."""
-    curve = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
-    if not one_round:
-        return curve(rounds, delta)
-    swapped = None if rounds.swapped is None else rounds.swapped.min(keepdims=True)
-    row = rounds._replace(
-        plain=rounds.plain.min(axis=0, keepdims=True),
-        sampled=rounds.sampled.min(axis=0, keepdims=True),
-        swapped=swapped,
-        repeats=np.ones(1, int),
-    )
-    nothing = np.full((1, 1), math.inf)
-    plain, sampled = row._replace(sampled=nothing), row._replace(plain=nothing, swapped=None)
-    return np.maximum(curve(plain, delta), curve(sampled, delta))
 
 
 def _rows(table: np.ndarray, rounds: int) -> np.ndarray:

@@ -93,7 +93,8 @@ class Mechanism:
         sampling: who takes part.
         weights: public weights `[C]`; None: all 1.
         denominator: "expected" divides by the fixed `E|cohort| * mean(w)`; "participants" by the realised
-            sum of weights, which has no accounted sensitivity under Poisson sampling.
+            sum of weights. A zeroed-out client keeps its coin, so that epsilon stays finite, but the divisor
+            shows the cohort: under Poisson sampling nothing is amplified.
         communicates: False where nothing ever leaves a client (then epsilon is 0).
         delta: failure probability of the statement.
         claim: the epsilon that the paper's own rule would state for these numbers, and how it gets there.
@@ -125,7 +126,7 @@ class Mechanism:
         if np.ndim(self.noise_multiplier) > 1 or np.ndim(self.client_noise) > 2:
             raise ValueError("noise_multiplier takes a number or [T]; client_noise a number, [T] or [T or 1, C]")
         if self.noisy and math.isinf(self.clip):
-            raise ValueError(f"clip={self.clip!r} with noise: noise is a multiple of the clip bound, so give a finite clip")
+            raise ValueError(f"clip={self.clip!r} with noise: noise is in multiples of clip, so give a finite number")
         if self.weights is not None and (np.ndim(self.weights) not in (1, 2) or np.min(self.weights) < 0):
             raise ValueError(f"weights={self.weights!r}: give [C] or [T, C] numbers of at least 0")
 
@@ -136,18 +137,18 @@ class Mechanism:
 
     @property
     def noise_multiplier_table(self) -> Float[np.ndarray, "T"]:
-        """z by round, one entry where it does not change."""
+        """Noise multiplier z by round, one entry where it does not change."""
         return np.atleast_1d(np.asarray(self.noise_multiplier, np.float64))
 
     @property
     def client_noise_table(self) -> Float[np.ndarray, "T C"]:
-        """s by round and client, axes of length 1 where it does not change."""
+        """Client noise s by round and client, axes of length 1 where it does not change."""
         value = np.asarray(self.client_noise, np.float64)
         return value.reshape(-1, 1) if value.ndim < 2 else value
 
     @property
     def weight_table(self) -> Float[np.ndarray, "T C"]:
-        """w by round and client, axes of length 1 where it does not change."""
+        """Weights w by round and client, axes of length 1 where it does not change."""
         return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
 
     def check_fits(self, clients: int, rounds: int) -> None:

@@ -8,11 +8,11 @@ r"""What an observer of a ledger sees: Gaussian mechanisms round by round.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
-from jaxfl.privacy.accountants import Rounds, plain_rounds
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
 from jaxfl.types import Ledger
 
@@ -20,7 +20,40 @@ _ROUNDING = 1e-4
 """Relative: the engine draws and records in single precision."""
 
 
-def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> tuple[Rounds, str, str]:
+class View(NamedTuple):
+    """Gaussian mechanisms by round and client; multipliers are std over the change that one client's absence makes.
+
+    Args:
+        multiplier: by round and client; infinity where the client risks nothing.
+        hidden: rounds whose cohort is hidden: amplified by Poisson sampling at `rate`.
+        rate: probability of taking part.
+        theorem: what the epsilon rests on.
+        silent: why it is infinite where it is.
+        swapped: multipliers under replace-one of rounds that draw `cohort` without replacement, a second valid
+            bound; None: it does not apply.
+        cohort: number of clients, and how many of them `swapped` draws.
+    """
+
+    multiplier: Float[np.ndarray, "T #C"]
+    hidden: Bool[np.ndarray, "T"]
+    rate: float
+    theorem: str
+    silent: str
+    swapped: Float[np.ndarray, "T"] | None = None
+    cohort: tuple[int, int] = (1, 1)
+
+    def scaled(self, factor: float) -> "View":
+        """The view with `factor` times the noise."""
+        swapped = None if self.swapped is None else factor * self.swapped
+        return self._replace(multiplier=factor * self.multiplier, swapped=swapped)
+
+
+def plain_view(multiplier: Float[np.ndarray, "T #C"], theorem: str, silent: str = "no noise on the sum") -> View:
+    """Rounds without amplification."""
+    return View(multiplier, np.zeros(len(multiplier), bool), 1.0, theorem, silent)
+
+
+def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> View:
     r"""What the sums show: multipliers :math:`\sqrt{\max((z \max w)^2, \text{clients' noise})} / w_i`.
 
     Amplification by sampling needs noise that is the same whatever the cohort: where the clients' noise can
@@ -28,42 +61,48 @@ def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> tuple[Rounds, str, s
     """
     noise, weights, floor = _variances(ledger)
     clients, sampling = ledger.participants.shape[1], mechanism.sampling
-    poisson = isinstance(sampling, Poisson) and sampling.rate < 1
-    company = 1 if poisson else sampling.size if isinstance(sampling, FixedSize) else clients
-    variance = np.maximum(floor[:, None], _least(noise, company, clients))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        multiplier = np.where(weights > 0, np.sqrt(variance) / weights, math.inf)
-    steady = _most(noise, clients if poisson else company, clients) <= floor * (1 + _ROUNDING)
-    fair = mechanism.denominator == "expected" or (not poisson and bool(np.all(weights == weights[:, :1])))
-    silent = "no noise on the sum"
-    if poisson:
-        hidden = (steady & (floor > 0) & fair)[:, None]
-        view = plain_rounds(np.where(hidden, math.inf, multiplier))._replace(
-            sampled=np.where(hidden, multiplier, math.inf), rate=float(sampling.rate)
-        )
-        theorem = f"Poisson-sampled Gaussian, rate {sampling.rate:g}, zero-out"
-        if not hidden.all():
-            why = "the denominator shows the cohort" if not fair else "the clients' noise can exceed the floor"
-            rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
-            theorem = f"Gaussian without amplification, zero-out, because {why}{rest}"
-            silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
-        return view, theorem, silent
-    view = plain_rounds(multiplier)
+    if isinstance(sampling, Poisson) and sampling.rate < 1:
+        return _poisson_view(noise, weights, floor, clients, sampling.rate, mechanism.denominator == "expected")
+    company = sampling.size if isinstance(sampling, FixedSize) else clients
+    least = np.maximum(floor[:, None], _least(noise, company, clients))
+    view = plain_view(_multiplier(least, weights), "Gaussian, zero-out")
+    fair = mechanism.denominator == "expected" or bool(np.all(weights == weights[:, :1]))
+    steady = _most(noise, company, clients) <= floor * (1 + _ROUNDING)
     even = noise.max(axis=1) <= noise.min(axis=1) * (1 + _ROUNDING)
-    if isinstance(sampling, FixedSize) and sampling.size < clients and fair and np.all(steady | even):
-        swapped = np.sqrt(variance.min(axis=1)) / (2 * weights.max(axis=1))
+    if company < clients and fair and np.all((steady | even) & (least.min(axis=1) > 0)):
+        swapped = np.sqrt(least.min(axis=1)) / (2 * weights.max(axis=1))
         theorem = "smaller of: Gaussian, zero-out; sampling without replacement, replace-one (RDP only)"
-        return view._replace(swapped=swapped, cohort=(clients, sampling.size)), theorem, silent
-    return view, "Gaussian, zero-out", silent
+        return view._replace(swapped=swapped, cohort=(clients, company), theorem=theorem)
+    return view
 
 
-def upload_view(ledger: Ledger, mechanism: Mechanism) -> tuple[Rounds, str, str]:
+def upload_view(ledger: Ledger, mechanism: Mechanism) -> View:
     """What each upload shows: multiplier s/2 in the rounds that a client took part in."""
     del mechanism
     present = np.asarray(ledger.participants, bool)
     multiplier = np.where(present, np.asarray(ledger.client_noise, np.float64) / 2, math.inf)
     theorem = "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in"
-    return plain_rounds(multiplier), theorem, "the server sees uploads without noise"
+    return plain_view(multiplier, theorem, "the server sees uploads without noise")
+
+
+def _poisson_view(
+    noise: np.ndarray, weights: np.ndarray, floor: np.ndarray, clients: int, rate: float, fair: bool
+) -> View:
+    """Sampled Gaussians where the sum hides the cohort; elsewhere a client counts on the floor and its own noise."""
+    hidden = (_most(noise, clients, clients) <= floor * (1 + _ROUNDING)) & (floor > 0) & fair
+    theorem = f"Poisson-sampled Gaussian, rate {rate:g}, zero-out"
+    silent = "no noise on the sum"
+    if not hidden.all():
+        why = "the clients' noise can exceed the floor" if fair else "the denominator shows the cohort"
+        rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
+        theorem = f"Gaussian without amplification, zero-out, because {why}{rest}"
+        silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
+    return View(_multiplier(np.maximum(floor[:, None], noise), weights), hidden, float(rate), theorem, silent)
+
+
+def _multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(weights > 0, np.sqrt(variance) / weights, math.inf)
 
 
 def _variances(ledger: Ledger) -> tuple[Float[np.ndarray, "T C1"], Float[np.ndarray, "T C2"], Float[np.ndarray, "T"]]:

@@ -81,7 +81,7 @@ def format_statement(statement: dict[str, Any]) -> str:
     Privacy of one client (all of its data, 4 clients), delta 1e-05
       mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, denominator expected, 100 rounds
       honest, against who sees noisy sums and broadcasts only; not who took part:
-        epsilon 4.729 in total, 0.3753 for one round alone (RDP); 4.377 and 0.3407 (PLD)
+        epsilon 4.73 in total, 0.3753 for one round alone (RDP); 4.377 and 0.3407 (PLD)
         zero-out: the client's clipped update is replaced by zero, the number of clients is public
         by: Gaussian, zero-out; RDP
       honest, against who sees every upload, and who took part: sampling amplifies nothing:
@@ -107,9 +107,8 @@ def format_statement(statement: dict[str, Any]) -> str:
 def write_statement(path: str | os.PathLike[str], statement: dict[str, Any]) -> None:
     """Write the statement as JSON; a reader sees the old file or the new one, never half of one."""
     path = pathlib.Path(path)
-    text = json.dumps(statement, indent=2, allow_nan=False) + "\n"
     half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_text(text)
+    half.write_text(json.dumps(statement, indent=2, allow_nan=False) + "\n")
     half.replace(path)
 
 

@@ -1,7 +1,7 @@
 """Models by name: the networks of the papers, and your own Flax module."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -59,7 +59,7 @@ class _Mlp(nn.Module):
 class _Cnn(nn.Module):
     """Convolutions, dense layers with or without ReLU between, a head."""
 
-    convolutions: tuple[dict[str, Any], ...]
+    convolutions: tuple[Mapping[str, Any], ...]
     widths: tuple[int, ...]
     classes: int
     relu: bool = True

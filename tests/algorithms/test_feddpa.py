@@ -1,0 +1,129 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import CLIP, MODEL, small_clients
+
+from jaxfl.algorithms import fedavg, feddpa, local_only
+from jaxfl.algorithms.feddpa import paper_epsilon, paper_noise_multiplier
+from jaxfl.local.fisher import client_fisher, normalize_per_layer
+from jaxfl.local.masks import fisher_mask
+from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.mechanism import FixedSize, Full, Poisson
+from jaxfl.types import ClientData
+
+KEY = jax.random.key(2)
+CIFAR = {"examples": 50_000, "batch_size": 16, "epochs": 2, "rounds": 15, "rate": 1.0}
+
+
+def data():
+    clients = small_clients()
+    return ClientData(
+        jnp.asarray(clients.inputs), jnp.asarray(clients.labels), jnp.asarray(clients.train[0]), jnp.asarray(clients.train_size[0])
+    )
+
+
+def build(**options):
+    defaults = {"sampling": Full(), "noise_multiplier": 0.0, "clip": CLIP, "batch_size": 4}
+    return feddpa(MODEL, **defaults | options)
+
+
+def moved(algorithm):
+    """A server and a client that differ everywhere, and the client's update."""
+    server, _ = algorithm.init(KEY, small_clients())
+    client = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(KEY, leaf.shape), server.params)
+    message, after, info = algorithm.client_update(KEY, server, client, data())
+    return server, client, message, after, info
+
+
+def test_above_one_everything_is_shared_and_it_is_fedavg():
+    algorithm = build(threshold=1.1, lambda2=0.0)
+    server, _, message, _, info = moved(algorithm)
+    plain = fedavg(MODEL, optimizer=optax.adam(1e-3), batch_size=4, epochs=2)
+    expected, *_ = plain.client_update(jax.random.split(KEY)[1], server, (), data())
+    jax.tree.map(np.testing.assert_array_equal, message.update, expected.update)
+    assert info["personal"] == 0
+
+
+def test_at_zero_everything_is_personal_and_it_is_local_training():
+    algorithm = build(threshold=0.0, lambda1=0.0)
+    server, client, message, after, info = moved(algorithm)
+    alone = local_only(MODEL, optimizer=optax.adam(1e-3), batch_size=4, epochs=2)
+    expected = alone.client_update(jax.random.split(KEY)[0], (), client, data())[1]
+    jax.tree.map(np.testing.assert_array_equal, after, expected)
+    jax.tree.map(lambda u, a, s: np.testing.assert_array_equal(u, a - s), message.update, after, server.params)
+    assert info["personal"] == 1
+
+
+@pytest.mark.parametrize("reg", ["active", "code"])
+def test_stages_touch_only_their_own_coordinates(reg):
+    # Two runs that differ in stage B's penalty only agree on the personal part, bit for bit.
+    one, other = build(reg=reg, threshold=0.3, lambda2=0.05), build(reg=reg, threshold=0.3, lambda2=5.0)
+    server, client, _, a, info = moved(one)
+    b = moved(other)[3]
+    personal = fisher_mask(normalize_per_layer(client_fisher(MODEL, client, data(), batch_size=4)), 0.3)
+    assert 0 < info["personal"] < 1
+    for mask, x, y in zip(*map(jax.tree.leaves, (personal, a, b))):
+        np.testing.assert_array_equal(np.where(mask, x, 0), np.where(mask, y, 0))
+    assert any(not np.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, (a, b))))
+    # A frozen optimizer leaves the merge: personal coordinates the client's, shared ones the server's.
+    merged = moved(build(reg=reg, threshold=0.3, optimizer=optax.sgd(0.0)))[3]
+    for mask, m, c, s in zip(*map(jax.tree.leaves, (personal, merged, client, server.params))):
+        np.testing.assert_array_equal(m, np.where(mask, c, s))
+
+
+def test_first_round_has_finite_gradients():
+    # Client and server start equal: both norms are 0 where they are differentiated.
+    algorithm = build()
+    server, states = algorithm.init(KEY, small_clients())
+    message, *_ = algorithm.client_update(KEY, server, jax.tree.map(lambda leaf: leaf[0], states), data())
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(message.update))
+
+
+def test_stage_b_pulls_the_norm_to_the_bound():
+    norms = {}
+    for weight in (0.0, 50.0):
+        algorithm = build(threshold=1.1, lambda2=weight, clip=0.2, epochs=30, optimizer=optax.sgd(0.01))
+        norms[weight] = float(optax.tree.norm(moved(algorithm)[2].update))
+    assert abs(norms[50.0] - 0.2) < 0.3 * abs(norms[0.0] - 0.2)
+
+
+@pytest.mark.parametrize(
+    ("delta", "examples", "sigma"), [(0.1, 50_000, 0.508), (1e-5, 50_000, 0.852), (0.1, 73_257, 0.487)]
+)
+def test_published_noise(delta, examples, sigma):
+    rule = CIFAR | {"examples": examples}
+    found = paper_noise_multiplier(1.0, delta=delta, **rule)
+    assert found == pytest.approx(sigma, rel=0.01)
+    assert paper_epsilon(found, delta=delta, **rule) == pytest.approx(1.0, rel=2e-3)
+
+
+def test_published_noise_is_far_from_the_claim():
+    algorithm = build(fidelity="paper", clients=10, noise_multiplier=0.508, delta=0.1, claim=1.0)
+    ledger = planned_ledger(algorithm.mechanism, 10, 15)
+    assert epsilon(ledger, algorithm.mechanism, accountant="pld").value == pytest.approx(37.9, rel=2e-3)
+    assert algorithm.mechanism.client_noise == pytest.approx(0.508 / math.sqrt(10))
+
+
+def test_paper_noise_is_shared_by_the_participants():
+    mechanism = build(fidelity="paper", clients=11, sampling=FixedSize(4), noise_multiplier=1.0).mechanism
+    assert mechanism.client_noise == 0.5
+    assert mechanism.noise_multiplier == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"fidelity": "paper", "clients": None}, "clients"),
+        ({"threshold": -0.1}, "threshold=-0.1"),
+        ({"clip": math.inf}, "clip=inf"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"sampling": Poisson(0.5), "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+    ],
+)
+def test_wrong_arguments_name_themselves(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        build(**wrong)

@@ -60,7 +60,9 @@ def bare_round(
 def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:
     """Median seconds of the exact Fisher diagonal over those of plain gradients, on the same batches in turn."""
     batches = len(labels) // batch_size
-    x = jax.vmap(model.prepare)(inputs[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:]))
+    x = jax.vmap(model.prepare)(
+        jnp.asarray(inputs)[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:])
+    )
     y = jnp.asarray(labels[: batches * batch_size].reshape(batches, batch_size))
     weights, params = jnp.ones(batch_size), model.init(jax.random.key(0))
 

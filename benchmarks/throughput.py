@@ -118,7 +118,7 @@ def _clients(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> Clients:
 
 
 def _algorithm(name: str, work: Workload, model: Model) -> Algorithm:
-    private = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Full(), "batch_size": work.batch_size}
+    private: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Full(), "batch_size": work.batch_size}
     if name == "feddpa":
         return feddpa(model, **private | {"clip": 0.5})
     return dp_fedavg(model, optimizer=optax.sgd(0.01), steps=work.steps, **private)
@@ -130,7 +130,7 @@ def _compiled(algorithm: Algorithm, population: Population, chunk: int) -> tuple
     state = list(initialize(key, algorithm, population))
     step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
     start = time.perf_counter()
-    program = step.func.lower(*step.args, key, 0, 1, *state).compile()
+    program = step.func.lower(*step.args, key, 0, 1, *state).compile()  # pyrefly: ignore[missing-attribute]
     seconds = time.perf_counter() - start
     done = 0
 

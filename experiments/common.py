@@ -72,10 +72,10 @@ def run_methods(
     """
     clients = {seed: make(seed) for seed in seeds}
     rows = []
-    for name, build in methods.items():
+    for name, builder in methods.items():
         results: list[Result] = []
         for seed in seeds:
-            algorithm = build(clients[seed])._replace(name=name)
+            algorithm = builder(clients[seed])._replace(name=name)
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
             results.append(simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder))

@@ -8,7 +8,6 @@ order of a cohort changes a client's randomness.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +32,7 @@ class Population(NamedTuple):
     """Clients on a device mesh: each device holds its own clients and their examples."""
 
     clients: Clients
-    count: int
+    number: int
     mesh: Mesh
 
 
@@ -74,14 +73,13 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
         devices: which devices to use; all of the default backend where None.
     """
     devices = devices or jax.devices()
-    mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.count))]), ("clients",))
+    mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.number))]), ("clients",))
     sharded = shard(clients, mesh.size)
-    return Population(jax.device_put(sharded, NamedSharding(mesh, P("clients"))), clients.count, mesh)
+    return Population(jax.device_put(sharded, NamedSharding(mesh, P("clients"))), clients.number, mesh)
 
 
 def initialize(key: Key[Array, ""], algorithm: Algorithm, population: Population) -> tuple[Tree, Tree]:
     """Server state, replicated, and client states, on the devices of their clients."""
-
     shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), P("clients")))
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
     return jax.jit(algorithm.init, out_shardings=shardings, compiler_options=quick)(key, population.clients)
@@ -89,8 +87,8 @@ def initialize(key: Key[Array, ""], algorithm: Algorithm, population: Population
 
 def compile_rounds(
     algorithm: Algorithm, population: Population, *, chunk: int, segment: int
-) -> Callable[[Key[Array, ""], Any, Any, Tree, Tree], tuple[Tree, Tree, Records]]:
-    """One program that runs up to `segment` rounds: `(key, start, rounds, server, states) -> (server, states, records)`.
+) -> functools.partial[tuple[Tree, Tree, Records]]:
+    """One program for up to `segment` rounds: `(key, start, rounds, server, states) -> (server, states, records)`.
 
     `start` and `rounds` are dynamic, so one compilation serves a whole run; `server` and `states` are
     donated. Rows of the records beyond `rounds` are zero.
@@ -130,10 +128,10 @@ def _round(
     server: Tree,
     states: Tree,
 ) -> tuple[Tree, Tree, Records]:
-    mechanism, count = algorithm.mechanism, population.count
+    mechanism, count = algorithm.mechanism, population.number
     numbers = round_numbers(mechanism, count, index)
     sampled = mechanism.sampling.sample(jax.random.fold_in(key, _SAMPLE), count)
-    slots = _slots(numbers, sampled, population.clients.count)
+    slots = _slots(numbers, sampled, population.clients.number)
 
     def cohort(slots: _Slots, server: Tree, states: Tree, clients: Clients) -> tuple[_Cohort, Tree]:
         total, states = _cohort(algorithm, chunk, key, slots, server, states, clients)

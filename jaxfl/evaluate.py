@@ -1,7 +1,6 @@
 """Accuracy of every client on its own test split, with the weights that `personalize` returns."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,13 +20,11 @@ _BATCH = 256
 class PerClient(NamedTuple):
     """Test accuracy and mean loss of each client; NaN for a client without test examples."""
 
-    accuracy: Float[Array, "C"]
-    loss: Float[Array, "C"]
+    accuracy: Float[Array | np.ndarray, "*E C"]
+    loss: Float[Array | np.ndarray, "*E C"]
 
 
-def compile_evaluation(
-    algorithm: Algorithm, population: Population, *, chunk: int = 1
-) -> Callable[[Key[Array, ""], Tree, Tree], PerClient]:
+def compile_evaluation(algorithm: Algorithm, population: Population, *, chunk: int = 1) -> functools.partial[PerClient]:
     """One program `(key, server, states) -> PerClient` over all clients, `chunk` vectorised at a time per device."""
 
     def evaluate(clients: Clients, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
@@ -45,8 +42,8 @@ def compile_evaluation(
             in_specs=(by_client, P(), by_client, by_client),
             out_specs=by_client,
             check_vma=False,
-        )(jnp.arange(clients.count), server, states, clients)
-        return jax.tree.map(lambda leaf: leaf[: population.count], scores)
+        )(jnp.arange(clients.number), server, states, clients)
+        return jax.tree.map(lambda leaf: leaf[: population.number], scores)
 
     return functools.partial(jax.jit(evaluate), population.clients)
 

@@ -51,9 +51,8 @@ def write_metrics(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
 
 def write_arrays(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
     """Write named arrays as one .npz, atomically."""
-    with _replacing(path) as temporary:
-        with temporary.open("wb") as file:
-            np.savez_compressed(file, **{name: np.asarray(value) for name, value in arrays.items()})
+    with _replacing(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
 
 
 def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> None:
@@ -115,13 +114,18 @@ def tensorboard_writer(folder: pathlib.Path | None, wanted: bool) -> Iterator[Ca
         yield lambda row: None
         return
     try:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import SummaryWriter  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ValueError("tensorboard=True needs tensorboardX: pip install 'jaxfl[tb]'") from None
     if folder is None:
         raise ValueError("tensorboard=True with folder=None: give the run a folder")
     with SummaryWriter(str(folder)) as writer:
-        yield lambda row: [writer.add_scalar(k, v, row["round"]) for k, v in row.items() if k != "round"]
+
+        def log(row: dict[str, Any]) -> None:
+            for name in row.keys() - {"round"}:
+                writer.add_scalar(name, row[name], row["round"])
+
+        yield log
 
 
 def _plain(value: Any) -> Any:

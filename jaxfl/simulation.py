@@ -94,7 +94,7 @@ def simulate(
     check_count("eval_every", eval_every)
     if chunk not in (None, "auto"):
         check_count("chunk", chunk)
-    algorithm.mechanism.check_fits(clients.count, rounds)
+    algorithm.mechanism.check_fits(clients.number, rounds)
     folder = None if folder is None else pathlib.Path(folder)
     population = place(clients, devices)
     with report.tensorboard_writer(folder, tensorboard) as log:
@@ -127,7 +127,7 @@ class _Run:
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
         self.server, self.states = initialize(init_key, algorithm, population)
         self.evaluate = compile_evaluation(algorithm, population)
-        self.epsilon = running_epsilon(algorithm.mechanism, population.count)
+        self.epsilon = running_epsilon(algorithm.mechanism, population.number)
         self.done, self.saved_at, self.metrics = 0, time.monotonic(), []
         self.recorded = self._empty()
         self.checkpoints = None
@@ -170,13 +170,13 @@ class _Run:
 
     def finish(self) -> Result:
         """Account for the rounds that were done and write the reports."""
-        mechanism, count = self.algorithm.mechanism, self.population.count
+        mechanism, count = self.algorithm.mechanism, self.population.number
         ledger = jax.tree.map(lambda leaf: leaf[: self.done], self.recorded.records.ledger)
         made = sum(r <= self.done for r in self.evaluations)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(count, np.nan), history)
         statement = privacy_statement(ledger, mechanism, count) if self.done else {}
-        if self.folder is not None:
+        if self.checkpoints is not None:
             self.checkpoints.close()
             self._write(history, ledger, statement)
         return Result(self.server, self.states, self.metrics, scores, history, ledger, statement)
@@ -250,12 +250,12 @@ class _Run:
         probe = compile_rounds(self.algorithm, self.population, chunk=1, segment=1)
         shapes = jax.eval_shape(probe, self.key, 0, 1, self.server, self.states)[2]
         records = jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[1:]), leaf.dtype), shapes)
-        blank = np.zeros((len(self.evaluations), self.population.count), np.float32)
+        blank = np.zeros((len(self.evaluations), self.population.number), np.float32)
         return _Recorded(records, PerClient(blank, blank.copy()))
 
     def _measure_chunk(self) -> int:
         """The fastest of a few chunk sizes for one round, by the second of two calls."""
-        own = self.population.clients.count // self.population.mesh.size
+        own = self.population.clients.number // self.population.mesh.size
         sizes = [size for size in (1, 8, 32, 128, 512) if size <= max(own, 1)]
         seconds = {}
         for size in sizes:
@@ -275,7 +275,7 @@ class _Run:
             "key": np.asarray(jax.random.key_data(key)).tolist(),
             "rounds": self.rounds,
             "evaluations": self.evaluations,
-            "clients": self.population.count,
+            "clients": self.population.number,
             "examples": int(np.sum(clients.train_size)),
             "devices": self.population.mesh.size,
             "mechanism": repr(mechanism),

@@ -7,6 +7,7 @@ T rounds, D examples in the store, d parameters.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, Shaped, UInt8
 
@@ -20,6 +21,7 @@ Tree: TypeAlias = Any
 """Any pytree of arrays (client states, server states, infos)."""
 
 Inputs: TypeAlias = UInt8[Array, "D ..."] | Float[Array, "D ..."]
+HostInputs: TypeAlias = UInt8[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."]
 
 
 class Clients(NamedTuple):
@@ -28,15 +30,15 @@ class Clients(NamedTuple):
     Rows beyond a client's size are padding: they point at row 0 and are masked wherever they are read.
     """
 
-    inputs: Inputs
-    labels: Int[Array, "D"]
-    train: Int[Array, "C N"]
-    train_size: Int[Array, "C"]
-    test: Int[Array, "C M"]
-    test_size: Int[Array, "C"]
+    inputs: Inputs | HostInputs
+    labels: Int[Array | np.ndarray, "D"]
+    train: Int[Array | np.ndarray, "C N"]
+    train_size: Int[Array | np.ndarray, "C"]
+    test: Int[Array | np.ndarray, "C M"]
+    test_size: Int[Array | np.ndarray, "C"]
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Number of clients C."""
         return self.train.shape[0]
 
@@ -44,10 +46,10 @@ class Clients(NamedTuple):
 class ClientData(NamedTuple):
     """What one client sees: the store and its own rows; the first `size` rows are real."""
 
-    inputs: Inputs
-    labels: Int[Array, "D"]
-    rows: Int[Array, "N"]
-    size: Int[Array, ""]
+    inputs: Inputs | HostInputs
+    labels: Int[Array | np.ndarray, "D"]
+    rows: Int[Array | np.ndarray, "N"]
+    size: Int[Array | np.ndarray, ""]
 
 
 class Model(NamedTuple):

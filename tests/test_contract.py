@@ -25,7 +25,7 @@ def run(algorithm, clients, *, chunk=1, devices=1, rounds=ROUNDS, key=KEY):
     server, states = initialize(init_key, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=chunk, segment=rounds)
     server, states, records = step(run_key, 0, rounds, server, states)
-    return jax.device_get((server, jax.tree.map(lambda leaf: leaf[: clients.count], states), records))
+    return jax.device_get((server, jax.tree.map(lambda leaf: leaf[: clients.number], states), records))
 
 
 def assert_close(a, b, tolerance=1e-5):
@@ -58,7 +58,7 @@ def test_order_of_clients_changes_nothing():
     # Whole-client batches and full participation leave no randomness that could follow a client's number.
     algorithm = fedavg(MODEL, batch_size=16, epochs=2, mechanism=Mechanism(sampling=Full()))
     clients = small_clients()
-    order = np.random.default_rng(0).permutation(clients.count)
+    order = np.random.default_rng(0).permutation(clients.number)
     permuted = clients._replace(
         train=clients.train[order], train_size=clients.train_size[order], test_size=clients.test_size[order]
     )
@@ -80,8 +80,8 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
         pytest.skip("nothing is sent")
     if mechanism.denominator == "participants":
         pytest.skip("a realised denominator has no accounted sensitivity")
-    absent = clients._replace(train_size=np.where(np.arange(clients.count) == 4, 0, clients.train_size))
-    denominator = mechanism.sampling.expected(clients.count)
+    absent = clients._replace(train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size))
+    denominator = mechanism.sampling.expected(clients.number)
     for seed in range(20):  # until the client takes part
         key = jax.random.key(seed)
         one, _, records = run(algorithm, clients, rounds=1, key=key)
@@ -102,7 +102,7 @@ def test_noise_has_the_stated_std_everywhere(name):
     start, _ = algorithm.init(init_key, clients)
     server, _, records = run(algorithm, clients, rounds=1)
     noise = np.concatenate([v.ravel() for v in jax.tree.leaves(optax.tree.sub(server.params, start.params))])
-    noise = noise * mechanism.sampling.expected(clients.count)
+    noise = noise * mechanism.sampling.expected(clients.number)
     assert np.all(noise != 0)
     client_variance = mechanism.client_noise_table[0, 0] ** 2 * records.ledger.participants[0].sum()
     std = CLIP * np.sqrt(max(client_variance, mechanism.noise_multiplier_table[0] ** 2))
@@ -143,7 +143,7 @@ def _dies_in_round(number):
 def test_ledger_says_what_the_mechanism_planned(name):
     algorithm, clients = ALGORITHMS[name](), small_clients()
     ledger = run(algorithm, clients)[2].ledger
-    planned = planned_ledger(algorithm.mechanism, clients.count, ROUNDS)
+    planned = planned_ledger(algorithm.mechanism, clients.number, ROUNDS)
     np.testing.assert_allclose(ledger.noise_multiplier, planned.noise_multiplier, rtol=1e-6)
     np.testing.assert_allclose(ledger.client_noise, planned.client_noise, rtol=1e-6)
     found = epsilon(ledger, algorithm.mechanism).value
@@ -155,5 +155,5 @@ def test_the_table_covers_every_algorithm():
 
     covered = {ALGORITHMS[name]().name for name in ALGORITHMS}
     assert covered == set(algorithms.__all__)
-    assert len(SIZES) == small_clients().count
+    assert len(SIZES) == small_clients().number
     assert jnp.zeros(1).devices() <= set(jax.devices())

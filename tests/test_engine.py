@@ -107,7 +107,8 @@ def test_temporary_memory_does_not_grow_with_the_cohort():
         clients = small_clients((9,) * count)
         algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), batch_size=4)
         step, server, states = start(algorithm, clients, devices=1, segment=1)
-        return step.func.lower(*step.args, KEY, 0, 1, server, states).compile().memory_analysis().temp_size_in_bytes
+        lowered = step.func.lower(*step.args, KEY, 0, 1, server, states)  # pyrefly: ignore[missing-attribute]
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
     parameters = 4 * 1210
     assert temporary(70) - temporary(10) < parameters  # 60 more clients, less than one more update
@@ -148,7 +149,7 @@ def test_evaluation_equals_a_plain_loop():
     server, states = initialize(KEY, algorithm, population)
     scores = compile_evaluation(algorithm, population)(KEY, server, states)
     chunked = compile_evaluation(algorithm, population, chunk=4)(KEY, server, states)
-    for i in range(clients.count):
+    for i in range(clients.number):
         rows = clients.test[i, : clients.test_size[i]]
         logits = MODEL.apply(server.params, MODEL.prepare(jnp.asarray(clients.inputs[rows])))
         expected = np.mean(np.argmax(logits, axis=1) == clients.labels[rows])

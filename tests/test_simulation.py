@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,8 @@ KEY = jax.random.key(1)
 
 
 def quiet(*args, **options):
-    return simulate(KEY, *args, **{"progress": False, "rounds": 2} | options)
+    defaults: dict[str, Any] = {"progress": False, "rounds": 2}
+    return simulate(KEY, *args, **defaults | options)
 
 
 def test_run_folder_has_everything(tmp_path):
@@ -64,7 +66,9 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
 def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
     base = fedavg(
-        MODEL, optimizer=optax.sgd(0.1), server_optimizer=optax.sgd(lambda step: jnp.where(step < 2, 1.0, jnp.inf))
+        MODEL,
+        optimizer=optax.sgd(0.1),
+        server_optimizer=optax.sgd(lambda step: jnp.where(jnp.less(step, 2), 1.0, jnp.inf)),
     )
     with pytest.raises(FloatingPointError, match=r"round 3.*learning rate"):
         quiet(base, small_clients(), rounds=6, eval_every=1, folder=tmp_path)

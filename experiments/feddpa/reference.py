@@ -5,7 +5,7 @@ python -m experiments.feddpa.reference --dataset cifar10 --scale cpu
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Any, Literal
 
 import optax
 import tyro
@@ -62,7 +62,7 @@ def main(config: Config) -> None:
     data = load("digits" if config.scale == "smoke" else config.dataset)
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
     model = model_for("feddpa_cnn", data)
-    train = {"batch_size": setting.batch_size, "optimizer": optax.adam(setting.learning_rate)}
+    train: dict[str, Any] = {"batch_size": setting.batch_size, "optimizer": optax.adam(setting.learning_rate)}
     whole = train | {"epochs": 2 * setting.epochs}
     sampling, count = Full(), setting.clients
 
@@ -82,14 +82,14 @@ def main(config: Config) -> None:
     )
     z = calibrate(setting.epsilon, clients=count, rounds=setting.rounds, sampling=sampling, delta=setting.delta)
 
-    def dpa(_: Clients, noise: float, claim: float | None = None, **options: str) -> Algorithm:
+    def dpa(_: Clients, noise: float, claim: float | None = None, **options: Any) -> Algorithm:
         private = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta, "claim": claim}
         return feddpa(
             model, noise_multiplier=noise, epochs=setting.epochs, clients=count, **private, **train, **options
         )
 
     def head_tuned(_: Clients, noise: float) -> Algorithm:
-        private = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta}
+        private: dict[str, Any] = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta}
         return dp_fedavg_fb(model, noise_multiplier=noise, head_optimizer=optax.adam(1e-3), **private, **whole)
 
     rows = run_methods(

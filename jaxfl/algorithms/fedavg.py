@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from jaxtyping import Key
@@ -47,13 +48,20 @@ def local_only(
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Tree, Tree]:
         params = model.init(key)
-        return (), jax.tree.map(lambda leaf: jax.numpy.broadcast_to(leaf, (clients.count, *leaf.shape)), params)
+        return (), jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), params)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server
-        options = {"batch_size": batch_size, "epochs": epochs, "steps": steps}
         params, info = train(
-            key, client, data, apply=model.apply, prepare=model.prepare, optimizer=optimizer, **options
+            key,
+            client,
+            data,
+            apply=model.apply,
+            prepare=model.prepare,
+            optimizer=optimizer,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
         )
         return Message(()), params, info
 
@@ -147,7 +155,7 @@ def fedprox(model: Model, *, mu: float = 0.01, **options: Any) -> Algorithm:
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    return fedavg(model, mu=mu, **{"name": "fedprox"} | options)
+    return fedavg(model, mu=mu, name="fedprox", **options)
 
 
 def dp_fedavg(
@@ -181,7 +189,7 @@ def dp_fedavg(
     0.5
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta)
-    return fedavg(model, mechanism=mechanism, **{"name": "dp_fedavg"} | options)
+    return fedavg(model, mechanism=mechanism, name="dp_fedavg", **options)
 
 
 def dp_fedavg_fb(
@@ -216,9 +224,7 @@ def dp_fedavg_fb(
     'dp_fedavg_fb'
     """
     check_local(head_batch_size, head_epochs, None)
-    base = dp_fedavg(
-        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **{"name": "dp_fedavg_fb"} | options
-    )
+    base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
 
     def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
         del client
@@ -227,4 +233,4 @@ def dp_fedavg_fb(
         )
         return params
 
-    return base._replace(personalize=personalize)
+    return base._replace(name="dp_fedavg_fb", personalize=personalize)

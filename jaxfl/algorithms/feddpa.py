@@ -126,7 +126,7 @@ def feddpa(
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
         params = model.init(key)
-        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.count, *leaf.shape)), params)
+        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), params)
         return init_server(params, optax.sgd(1.0)), states
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
@@ -200,7 +200,7 @@ def _penalties(
     reg: str, center: Params, personal: Tree, shared: Tree, lambda1: float, lambda2: float, bound: float
 ) -> tuple[Callable[[Params], Array] | None, Callable[[Params], Array] | None]:
     def by_tensor(params: Params) -> Float[Array, ""]:
-        return sum(safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center)))
+        return jnp.sum(jnp.stack([safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center))]))
 
     def stage_a(params: Params) -> Float[Array, ""]:
         return distance(params, center, personal, lambda1) if reg == "active" else 0.5 * lambda1 * by_tensor(params)

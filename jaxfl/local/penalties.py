@@ -27,7 +27,7 @@ def distance(params: Tree, center: Tree, mask: Tree, weight: float) -> Float[Arr
 
 
 def distance_to_bound(params: Tree, center: Tree, mask: Tree, bound: float, weight: float) -> Float[Array, ""]:
-    r""":math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`: pulls the update's norm to C, from both sides."""
+    r"""Pull the norm to C from both sides: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`."""
     return 0.5 * weight * jnp.abs(safe_norm(_masked_difference(params, center, mask)) - bound)
 
 

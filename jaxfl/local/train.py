@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
@@ -143,7 +144,7 @@ def _blocks(padded: int, batch: int) -> tuple[int, int]:
     return -(-batches // per_block), per_block
 
 
-def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array, ""]) -> Int[Array, "N"]:
+def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]) -> Int[Array, "N"]:
     """Real positions in random order, then the padding; does not depend on how much padding there is."""
     place = jax.random.uniform(key, (padded,))
     return jnp.argsort(jnp.where(jnp.arange(padded) < size, place, 2.0))

@@ -219,7 +219,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
     def init(key: Array) -> Any:
         return module.init(key, prepare(jnp.zeros((1, *shape))))["params"]
 
-    def apply(module: nn.Module, method: str, params: Any, x: Array) -> Array:
+    def apply(module: nn.Module, method: str, params: Any, x: Array) -> Any:
         return module.apply({"params": params}, x, method=method)
 
     layers = _depth_order(init)

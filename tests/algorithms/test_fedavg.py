@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,10 @@ KEY = jax.random.key(11)
 def client_data(index=0):
     clients = small_clients()
     return ClientData(
-        jnp.asarray(clients.inputs), jnp.asarray(clients.labels), jnp.asarray(clients.train[index]), jnp.asarray(clients.train_size[index])
+        jnp.asarray(clients.inputs),
+        jnp.asarray(clients.labels),
+        jnp.asarray(clients.train[index]),
+        jnp.asarray(clients.train_size[index]),
     )
 
 
@@ -34,7 +39,7 @@ def test_fedprox_without_its_term_is_fedavg():
 
 def test_fedprox_adds_mu_times_the_distance_to_the_gradient():
     # With one example and batch 1, two steps: the second gradient has mu (w - w^t) more than FedAvg's.
-    options = {"optimizer": optax.sgd(0.1), "batch_size": 16, "steps": 2}
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "batch_size": 16, "steps": 2}
     plain, prox = fedavg(MODEL, **options), fedprox(MODEL, mu=0.5, **options)
     server, _ = plain.init(KEY, small_clients())
     one, _ = fedavg(MODEL, **options | {"steps": 1}).client_update(KEY, server, (), client_data())[::2]
@@ -62,7 +67,9 @@ def test_head_tuning_moves_only_the_head():
 
 def test_local_only_clients_do_not_see_each_other():
     clients = small_clients()
-    changed = clients._replace(labels=np.where(np.arange(len(clients.labels)) == clients.train[4, 0], 0, clients.labels))
+    changed = clients._replace(
+        labels=np.where(np.arange(len(clients.labels)) == clients.train[4, 0], 0, clients.labels)
+    )
     assert clients.labels[clients.train[4, 0]] != 0
     one, other = run(local_only(MODEL), clients).states, run(local_only(MODEL), changed).states
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
@@ -85,7 +92,13 @@ def test_weights_by_size_are_the_published_average():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "name"), [({"batch_size": 0}, "batch_size=0"), ({"epochs": 0}, "epochs=0"), ({"steps": 0}, "steps=0"), ({"mu": -1.0}, "mu=-1.0")]
+    ("wrong", "name"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"epochs": 0}, "epochs=0"),
+        ({"steps": 0}, "steps=0"),
+        ({"mu": -1.0}, "mu=-1.0"),
+    ],
 )
 def test_wrong_arguments_name_themselves(wrong, name):
     with pytest.raises(ValueError, match=name):

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,21 @@ from jaxfl.privacy.mechanism import FixedSize, Full, Poisson
 from jaxfl.types import ClientData
 
 KEY = jax.random.key(2)
-CIFAR = {"examples": 50_000, "batch_size": 16, "epochs": 2, "rounds": 15, "rate": 1.0}
+CIFAR: dict[str, Any] = {"examples": 50_000, "batch_size": 16, "epochs": 2, "rounds": 15, "rate": 1.0}
 
 
 def data():
     clients = small_clients()
     return ClientData(
-        jnp.asarray(clients.inputs), jnp.asarray(clients.labels), jnp.asarray(clients.train[0]), jnp.asarray(clients.train_size[0])
+        jnp.asarray(clients.inputs),
+        jnp.asarray(clients.labels),
+        jnp.asarray(clients.train[0]),
+        jnp.asarray(clients.train_size[0]),
     )
 
 
 def build(**options):
-    defaults = {"sampling": Full(), "noise_multiplier": 0.0, "clip": CLIP, "batch_size": 4}
+    defaults: dict[str, Any] = {"sampling": Full(), "noise_multiplier": 0.0, "clip": CLIP, "batch_size": 4}
     return feddpa(MODEL, **defaults | options)
 
 

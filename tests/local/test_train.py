@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,12 @@ def client(size, padded):
 
 
 def fit(data, key=KEY, **options):
-    defaults = {"apply": MODEL.apply, "prepare": MODEL.prepare, "optimizer": optax.sgd(0.1), "batch_size": 4}
+    defaults: dict[str, Any] = {
+        "apply": MODEL.apply,
+        "prepare": MODEL.prepare,
+        "optimizer": optax.sgd(0.1),
+        "batch_size": 4,
+    }
     return train(key, MODEL.init(jax.random.key(0)), data, **defaults | options)
 
 

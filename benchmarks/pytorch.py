@@ -1,0 +1,301 @@
+"""The comparison: rounds of private federated learning as an experienced PyTorch user would write them for a CPU.
+
+No data loader, no optimizer objects where a fused update does, gradients taken straight from autograd, data in
+preallocated tensors in PyTorch's own layout. A round is everything: local training of every client, joint clipping,
+accumulation, noise, average, new server weights.
+"""
+
+import multiprocessing.connection
+import multiprocessing.synchronize
+import time
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+Weights = list[Tensor]
+
+
+class LeNet(nn.Module):
+    """Two 5x5 convolutions (6, 16), ReLU, 2x2 max-pool; dense 120, 84, classes."""
+
+    def __init__(self, input_shape: tuple[int, int, int] = (32, 32, 3), classes: int = 10) -> None:
+        super().__init__()
+        side = ((input_shape[0] - 4) // 2 - 4) // 2
+        self.conv1 = nn.Conv2d(input_shape[2], 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.dense1 = nn.Linear(16 * side * side, 120)
+        self.dense2 = nn.Linear(120, 84)
+        self.head = nn.Linear(84, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.dense1(x.flatten(1)))
+        return self.head(F.relu(self.dense2(x)))
+
+
+class Mlp(nn.Module):
+    """Dense 200, 200, classes with ReLU."""
+
+    def __init__(self, input_shape: tuple[int, int, int] = (28, 28, 1), classes: int = 10) -> None:
+        super().__init__()
+        self.dense1 = nn.Linear(int(np.prod(input_shape)), 200)
+        self.dense2 = nn.Linear(200, 200)
+        self.head = nn.Linear(200, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(F.relu(self.dense2(F.relu(self.dense1(x.flatten(1))))))
+
+
+class FedDpaCifar(nn.Module):
+    """FedDPA's network for CIFAR: three 3x3 convolutions (16, 32, 32) with pooling; dense 512, 128, classes."""
+
+    def __init__(self, input_shape: tuple[int, int, int] = (32, 32, 3), classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(input_shape[2], 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.conv3 = nn.Conv2d(32, 32, 3, padding=1)
+        self.dense1 = nn.Linear(32 * (input_shape[0] // 8) * (input_shape[1] // 8), 512)
+        self.dense2 = nn.Linear(512, 128)
+        self.head = nn.Linear(128, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        for layer in (self.conv1, self.conv2, self.conv3):
+            x = F.max_pool2d(F.relu(layer(x)), 2)
+        x = F.relu(self.dense1(x.flatten(1)))
+        return self.head(F.relu(self.dense2(x)))
+
+
+NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar}
+
+
+def tensors(inputs: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Float32 inputs [C, N, H, W, channels] and labels [C, N] as tensors, inputs [C, N, channels, H, W]."""
+    images = torch.from_numpy(np.ascontiguousarray(inputs.transpose(0, 1, 4, 2, 3), dtype=np.float32))
+    return images, torch.from_numpy(np.asarray(labels, dtype=np.int64))
+
+
+def fedavg_round(
+    network: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    batch_size: int,
+    steps: int,
+    lr: float = 0.01,
+    clip: float = 1.0,
+    noise_multiplier: float = 1.0,
+) -> None:
+    """One round of DP-FedAvg over all clients; updates the network in place.
+
+    Args:
+        network: holds the server's weights.
+        inputs: [C, N, channels, H, W], N at least steps * batch_size (else batches start again).
+        labels: [C, N].
+        batch_size: examples per local step.
+        steps: local SGD steps per client.
+        lr: local learning rate.
+        clip: bound on the L2 norm of a client's whole update.
+        noise_multiplier: std of the noise on the sum, as a ratio of `clip`.
+    """
+    local: Weights = list(network.parameters())
+    server = [p.detach().clone() for p in local]
+    total = [torch.zeros_like(p) for p in server]
+    for x, y in zip(inputs, labels):
+        _load(local, server)
+        for i in range(steps):
+            start = i * batch_size % (len(x) - batch_size + 1)
+            loss = F.cross_entropy(network(x[start : start + batch_size]), y[start : start + batch_size])
+            gradients = list(torch.autograd.grad(loss, local))
+            with torch.no_grad():
+                torch._foreach_add_(local, gradients, alpha=-lr)
+        _accumulate(total, local, server, clip)
+    _finish(local, server, total, clip * noise_multiplier, len(inputs))
+
+
+def feddpa_round(
+    network: nn.Module,
+    personal: list[list[Tensor]],
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    batch_size: int = 16,
+    epochs: int = 2,
+    lr: float = 1e-3,
+    threshold: float = 0.4,
+    lambda1: float = 0.1,
+    lambda2: float = 0.05,
+    clip: float = 0.5,
+    noise_multiplier: float = 1.0,
+) -> None:
+    """One round of FedDPA over all clients; updates the network and the personal weights in place.
+
+    Per client: Fisher masks from the old personal weights, stage A on the personal part, stage B on the shared one.
+
+    Args:
+        network: holds the server's weights.
+        personal: per client, all weights of its own model.
+        inputs: [C, N, channels, H, W].
+        labels: [C, N].
+        batch_size: examples per local step.
+        epochs: of each stage.
+        lr: of Adam, fresh in each stage.
+        threshold: normalised Fisher information from which a weight is personal.
+        lambda1: of the distance of the personal part to the server's weights, in stage A.
+        lambda2: of the distance of the shared update's norm to `clip`, in stage B.
+        clip: bound on the L2 norm of a client's whole update.
+        noise_multiplier: std of the noise on the sum, as a ratio of `clip`.
+
+    References:
+        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023.
+    """
+    local: Weights = list(network.parameters())
+    server = [p.detach().clone() for p in local]
+    total = [torch.zeros_like(p) for p in server]
+    for own, x, y in zip(personal, inputs, labels):
+        _load(local, own)
+        masks = [f >= threshold for f in _normalize(fisher_diagonal(network, x, y))]
+        mine = [m.to(p.dtype) for m, p in zip(masks, server)]
+        shared = [1 - m for m in mine]
+        _load(local, [torch.where(m, w, s) for m, w, s in zip(masks, own, server)])
+        for mask, strength, target in ((mine, lambda1, 0.0), (shared, lambda2, clip)):
+            _adam_epochs(network, server, mask, x, y, batch_size, epochs, lr, strength, target)
+        with torch.no_grad():
+            torch._foreach_copy_(own, local)
+        _accumulate(total, local, server, clip)
+    _finish(local, server, total, clip * noise_multiplier, len(inputs))
+
+
+def fisher_diagonal(network: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Mean over examples of (d log p(y|x) / dw)^2, one example at a time, as the published code does."""
+    weights = list(network.parameters())
+    total = [torch.zeros_like(w) for w in weights]
+    for image, label in zip(x, y):
+        log_p = F.log_softmax(network(image[None]), dim=1)[0, label]
+        for sum_, gradient in zip(total, torch.autograd.grad(log_p, weights)):
+            sum_.addcmul_(gradient, gradient)
+    torch._foreach_div_(total, len(x))
+    return total
+
+
+def _adam_epochs(
+    network: nn.Module,
+    server: Weights,
+    mask: Weights,
+    x: Tensor,
+    y: Tensor,
+    batch_size: int,
+    epochs: int,
+    lr: float,
+    strength: float,
+    target: float,
+) -> None:
+    """Epochs of masked Adam on cross-entropy + strength / 2 * | ||mask * (w - server)|| - target |."""
+    local: Weights = list(network.parameters())
+    optimizer = torch.optim.Adam(local, lr=lr)
+    for start in list(range(0, len(x), batch_size)) * epochs:
+        loss = F.cross_entropy(network(x[start : start + batch_size]), y[start : start + batch_size])
+        gradients = list(torch.autograd.grad(loss, local))
+        with torch.no_grad():
+            # The penalty's gradient in closed form: cheaper than building its graph.
+            moved = torch._foreach_mul(torch._foreach_sub(local, server), mask)
+            norm = torch.stack(torch._foreach_norm(moved)).norm()
+            if norm > 0:
+                slope = float(strength / 2 * torch.sign(norm - target) / norm)
+                torch._foreach_add_(gradients, moved, alpha=slope)
+            torch._foreach_mul_(gradients, mask)
+        for weight, gradient in zip(local, gradients):
+            weight.grad = gradient
+        optimizer.step()
+    for weight in local:
+        weight.grad = None
+
+
+def _normalize(fisher: Weights) -> list[Tensor]:
+    """Min-max of each tensor to [0, 1]; a constant one becomes 0."""
+    spans = [(f.min(), f.max()) for f in fisher]
+    return [(f - low) / (high - low) if high > low else torch.zeros_like(f) for f, (low, high) in zip(fisher, spans)]
+
+
+def _load(local: Weights, weights: Weights) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(local, weights)
+
+
+def _accumulate(total: Weights, local: Weights, server: Weights, clip: float) -> None:
+    """Add one client's update, clipped jointly."""
+    with torch.no_grad():
+        update = torch._foreach_sub(local, server)
+        norm = float(torch.stack(torch._foreach_norm(update)).norm())
+        torch._foreach_add_(total, update, alpha=min(1.0, clip / max(norm, 1e-12)))
+
+
+def _finish(local: Weights, server: Weights, total: Weights, std: float, count: int) -> None:
+    """Server weights plus the noisy average."""
+    with torch.no_grad():
+        for weight, old, sum_ in zip(local, server, total):
+            weight.copy_(old + (sum_ + std * torch.randn_like(sum_)) / count)
+
+
+def two_processes(
+    name: str, inputs: np.ndarray, labels: np.ndarray, *, rounds: int = 5, input_shape: tuple[int, int, int], **options
+) -> list[float]:
+    """Seconds of each `fedavg_round` over two processes of one thread, each with half of the clients.
+
+    The average over the two halves is left out, in PyTorch's favour.
+
+    Args:
+        name: of the network.
+        inputs: [C, N, H, W, channels], float32.
+        labels: [C, N].
+        rounds: timed rounds, after one for warming up.
+        input_shape: (H, W, channels) for which the network is made.
+        **options: for `fedavg_round`.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    barrier = context.Barrier(3)
+    half = len(inputs) // 2
+    workers = [
+        context.Process(
+            target=_work, args=(name, input_shape, inputs[part], labels[part], rounds, barrier, options), daemon=True
+        )
+        for part in (slice(half), slice(half, None))
+    ]
+    for worker in workers:
+        worker.start()
+    barrier.wait()
+    seconds = []
+    for _ in range(rounds):
+        barrier.wait()
+        start = time.perf_counter()
+        barrier.wait()
+        seconds.append(time.perf_counter() - start)
+    for worker in workers:
+        worker.join()
+    return seconds
+
+
+def _work(
+    name: str,
+    input_shape: tuple[int, int, int],
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    rounds: int,
+    barrier: multiprocessing.synchronize.Barrier,
+    options: dict,
+) -> None:
+    torch.set_num_threads(1)
+    network = NETWORKS[name](input_shape)
+    data = tensors(inputs, labels)
+    fedavg_round(network, *data, **options)
+    barrier.wait()
+    for _ in range(rounds):
+        barrier.wait()
+        fedavg_round(network, *data, **options)
+        barrier.wait()

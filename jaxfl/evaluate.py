@@ -14,7 +14,8 @@ from jaxtyping import Float, Int, Key
 from jaxfl.engine import Population
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
-_BATCH = 256
+_BATCH = 64
+"""Examples per forward pass; the loop over them follows the client's own size."""
 
 
 class PerClient(NamedTuple):

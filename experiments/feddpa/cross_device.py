@@ -27,12 +27,12 @@ class Setting:
     examples: int | None = None
     alpha: float = 0.5
     rate: float = 0.05
-    rounds: int = 100
+    rounds: int = 50
     clip: float = 0.5
     batch_size: int = 10
     epochs: int = 2
     """Passes per stage of FedDPA; the other methods take as many passes as its two stages."""
-    local_epochs: int = 10
+    local_epochs: int = 8
     """Passes of local-only each time a client takes part; it costs no privacy, so it may train for longer."""
     epsilons: tuple[float, ...] = (2.0, 8.0)
     delta: float = 1e-5
@@ -52,7 +52,7 @@ class Config:
 
     dataset: Literal["cifar10", "fashion_mnist", "mnist", "svhn_cropped", "digits"] = "cifar10"
     scale: Scale = "cpu"
-    """smoke: seconds, on digits; cpu: LeNet, 100 rounds; paper: FedDPA's network, 300; large: 5,000 clients."""
+    """smoke: seconds, on digits; cpu: LeNet, 50 rounds; paper: FedDPA's network, 300; large: 5,000 clients."""
     seeds: tuple[int, ...] = (0, 1, 2)
     out: pathlib.Path = pathlib.Path("runs/feddpa/cross_device")
 

@@ -39,7 +39,7 @@ class Setting:
 
 SCALES: dict[Scale, Setting] = {
     "smoke": Setting(examples=400, rounds=2),
-    "cpu": Setting(examples=3000),
+    "cpu": Setting(examples=1500),
     "paper": Setting(),
     "large": Setting(clients=100),
 }

@@ -13,8 +13,8 @@ from jaxtyping import Float, Int, Key
 from jaxfl._validate import check_count
 from jaxfl.types import ClientData, Model, Params, Tree
 
-_BLOCK_EXAMPLES = 512
-"""Examples gathered and laid out at once: enough to amortise the gather, few enough to stay in cache."""
+_BLOCK_EXAMPLES = 128
+"""Examples gathered and laid out at once: few enough that a small client among large ones does not pay for them."""
 
 
 def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
@@ -118,11 +118,18 @@ def fit_head(
         options: `optimizer`, `batch_size`, `epochs` or `steps`, `penalty` of `train`.
     """
     padded = data.rows.shape[0]
-    batch = min(_BLOCK_EXAMPLES, padded)
-    rows = jnp.pad(data.rows, (0, -padded % batch)).reshape(-1, batch)
-    features = lax.map(lambda r: model.extract(params, model.prepare(data.inputs[r])), rows)
-    features = features.reshape(-1, features.shape[-1])[:padded]
-    own = ClientData(features, data.labels[data.rows], jnp.arange(padded), data.size)
+    batch = min(_BLOCK_EXAMPLES // 2, padded)
+    rows = jnp.pad(data.rows, (0, -padded % batch))
+
+    def block(start: Int[Array, ""]) -> Float[Array, "B F"]:
+        return model.extract(params, model.prepare(data.inputs[lax.dynamic_slice(rows, (start,), (batch,))]))
+
+    def put(i: Int[Array, ""], features: Float[Array, "N F"]) -> Float[Array, "N F"]:
+        return lax.dynamic_update_slice(features, block(i * batch), (i * batch, 0))
+
+    shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
+    features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(rows), shape.shape[1]), shape.dtype))
+    own = ClientData(features, data.labels[rows], jnp.arange(padded), data.size)
     head = {name: params[name] for name in model.head}
     head, info = train(key, head, own, apply=model.classify, prepare=lambda x: x, **options)
     return {**params, **head}, info

@@ -58,14 +58,15 @@ class Model(NamedTuple):
     `apply(params, prepare(inputs))` are logits. `prepare` normalises and lays out a batch; the local
     loop calls it once per block of batches, outside the loop over steps. `squares` has the values of
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
-    per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule.
+    per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule. `extract` and
+    `classify` split `apply` at the head; None where a model cannot be split.
     """
 
     name: str
     init: Callable[[Key[Array, ""]], Params]
     prepare: Callable[[Shaped[Array, "B ..."]], Array]
-    extract: Callable[[Params, Array], Float[Array, "B F"]]
-    classify: Callable[[Params, Float[Array, "B F"]], Float[Array, "B K"]]
+    extract: Callable[[Params, Array], Float[Array, "B F"]] | None
+    classify: Callable[[Params, Float[Array, "B F"]], Float[Array, "B K"]] | None
     apply: Callable[[Params, Array], Float[Array, "B K"]]
     squares: Callable[[Params, Array], Float[Array, "B K"]] | None
     layers: tuple[str, ...]

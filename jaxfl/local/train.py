@@ -108,7 +108,7 @@ def train(
 def fit_head(
     key: Key[Array, ""], model: Model, params: Params, data: ClientData, **options: Any
 ) -> tuple[Params, dict[str, Array]]:
-    """Train the head alone, on features that the frozen extractor computes once.
+    """Train the head alone, on features that the frozen extractor computes once where the model can be split.
 
     Args:
         key: order of the examples.
@@ -117,12 +117,16 @@ def fit_head(
         data: the client's rows.
         options: `optimizer`, `batch_size`, `epochs` or `steps`, `penalty` of `train`.
     """
+    extract, classify = model.extract, model.classify
+    if extract is None or classify is None:
+        mask = {name: jax.tree.map(lambda _, own=name in model.head: own, params[name]) for name in params}
+        return train(key, params, data, apply=model.apply, prepare=model.prepare, mask=mask, **options)
     padded = data.rows.shape[0]
     batch = min(_BLOCK_EXAMPLES // 2, padded)
     rows = jnp.pad(data.rows, (0, -padded % batch))
 
     def block(start: Int[Array, ""]) -> Float[Array, "B F"]:
-        return model.extract(params, model.prepare(data.inputs[lax.dynamic_slice(rows, (start,), (batch,))]))
+        return extract(params, model.prepare(data.inputs[lax.dynamic_slice(rows, (start,), (batch,))]))
 
     def put(i: Int[Array, ""], features: Float[Array, "N F"]) -> Float[Array, "N F"]:
         return lax.dynamic_update_slice(features, block(i * batch), (i * batch, 0))
@@ -131,7 +135,7 @@ def fit_head(
     features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(rows), shape.shape[1]), shape.dtype))
     own = ClientData(features, data.labels[rows], jnp.arange(padded), data.size)
     head = {name: params[name] for name in model.head}
-    head, info = train(key, head, own, apply=model.classify, prepare=lambda x: x, **options)
+    head, info = train(key, head, own, apply=classify, prepare=lambda x: x, **options)
     return {**params, **head}, info
 
 

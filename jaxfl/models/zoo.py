@@ -29,7 +29,7 @@ def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
     return normalize(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
 
 
-def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array, "C H W B"]:
+def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array, "maps H2 W2 B"]:
     """Batch-minor feature maps; with a padding, in 2x2 blocks."""
     x = normalize(inputs).transpose(3, 1, 2, 0)
     return x if padding is None else to_blocks(x, padding)
@@ -222,7 +222,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
     def apply(module: nn.Module, method: str, params: Any, x: Array) -> Any:
         return module.apply({"params": params}, x, method=method)
 
-    layers = _depth_order(init)
+    layers = depth_order(init)
     return Model(
         name=name,
         init=init,
@@ -236,7 +236,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
     )
 
 
-def _depth_order(init: Callable[[Array], Any]) -> tuple[str, ...]:
+def depth_order(init: Callable[[Array], Any]) -> tuple[str, ...]:
     """Names of the top-level parameters as they were made: a dict that went through JAX is sorted."""
     names: list[str] = []
     jax.eval_shape(lambda key: names.extend(init(key)), jax.random.key(0))

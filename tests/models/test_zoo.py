@@ -1,0 +1,143 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, mlp
+from jaxfl.models.layers import Convolution
+
+FAST = {
+    "lenet": lenet(),
+    "lenet28": lenet((28, 28, 1)),
+    "feddpa_cifar10": feddpa_cnn("cifar10"),
+    "feddpa_mnist": feddpa_cnn("mnist"),
+    "feddpa_svhn": feddpa_cnn("svhn_cropped"),
+    "digits_cnn": digits_cnn(),
+    "odd": digits_cnn((9, 7, 2)),
+}
+PLAIN = {
+    "lenet": lenet(form="plain"),
+    "lenet28": lenet((28, 28, 1), form="plain"),
+    "feddpa_cifar10": feddpa_cnn("cifar10", form="plain"),
+    "feddpa_mnist": feddpa_cnn("mnist", form="plain"),
+    "feddpa_svhn": feddpa_cnn("svhn_cropped", form="plain"),
+    "digits_cnn": digits_cnn(form="plain"),
+    "odd": digits_cnn((9, 7, 2), form="plain"),
+}
+SHAPES = {"lenet28": (28, 28, 1), "feddpa_mnist": (28, 28, 1), "digits_cnn": (8, 8, 1), "odd": (9, 7, 2)}
+
+
+def images(name, count=3, seed=0):
+    shape = SHAPES.get(name, (32, 32, 3))
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 256, (count, *shape), np.uint8))
+
+
+def parameters(model):
+    return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+
+
+def test_published_sizes():
+    assert parameters(lenet()) == 62_006
+    assert parameters(lenet((28, 28, 1))) == 44_426
+    assert parameters(mlp()) == 784 * 200 + 200 + 200 * 200 + 200 + 2010
+    convolutions = 3 * 9 * 16 + 16 + 16 * 9 * 32 + 32 + 32 * 9 * 32 + 32
+    assert parameters(feddpa_cnn("cifar10")) == convolutions + 512 * 512 + 512 + 512 * 128 + 128 + 1290
+    assert parameters(feddpa_cnn("svhn_cropped")) == 3 * 9 * 32 + 32 + 32 * 9 * 64 + 64 + 12_544 * 128 + 128 + 1290
+    for name, classes in (("mnist", 10), ("femnist", 62)):
+        expected = 9 * 32 + 32 + 32 * 9 * 64 + 64 + 9216 * 128 + 128 + 129 * classes
+        assert parameters(feddpa_cnn(name)) == expected
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_fast_and_plain_forms_agree_in_values_and_gradients(name):
+    fast, plain, x = FAST[name], PLAIN[name], images(name)
+    params = fast.init(jax.random.key(1))
+    target = jax.random.normal(jax.random.key(2), (3, 10))
+
+    def value(model):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target)))(params)
+
+    (a, da), (b, db) = value(fast), value(plain)
+    assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
+    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "odd"])
+def test_clients_vectorised_equal_a_loop(name):
+    model = FAST[name]
+    params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
+    x = jnp.stack([images(name, seed=s) for s in range(3)])
+
+    def gradient(p, x):
+        return jax.grad(lambda p: jnp.sum(jnp.sin(model.apply(p, model.prepare(x)))))(p)
+
+    together = jax.vmap(gradient)(params, x)
+    for i in range(3):
+        alone = gradient(jax.tree.map(lambda leaf, i=i: leaf[i], params), x[i])
+        jax.tree.map(lambda t, a, i=i: np.testing.assert_allclose(t[i], a, rtol=1e-4, atol=1e-5), together, alone)
+
+
+@pytest.mark.parametrize("model", [mlp((8, 8, 1)), digits_cnn()], ids=["mlp", "digits_cnn"])
+def test_extract_and_classify_compose_to_apply(model):
+    params, x = model.init(jax.random.key(0)), model.prepare(images("digits_cnn"))
+    head = {name: params[name] for name in model.head}
+    np.testing.assert_allclose(model.classify(head, model.extract(params, x)), model.apply(params, x), rtol=1e-6)
+
+
+def test_flatten_order_is_channels_height_width():
+    model, x = mlp((2, 3, 2), 4, hidden=()), jnp.arange(12.0).reshape(1, 2, 3, 2)
+    np.testing.assert_array_equal(model.prepare(x)[0], np.arange(12).reshape(2, 3, 2).transpose(2, 0, 1).ravel())
+
+
+def test_convolution_against_numpy():
+    rng = np.random.default_rng(0)
+    x, kernel, bias = rng.normal(size=(2, 7, 6, 3)), rng.normal(size=(3, 3, 2, 4)), rng.normal(size=4)
+    params = {"params": {"kernel": jnp.float32(kernel), "bias": jnp.float32(bias)}}
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    expected = np.zeros((4, 7, 6, 3))
+    for i, j in np.ndindex(7, 6):
+        window = padded[:, i : i + 3, j : j + 3]
+        expected[:, i, j] = np.einsum("chwn,hwcf->fn", window, kernel) + bias[:, None]
+    expected = np.maximum(expected, 0)
+    for pool in (False, True):
+        for form in ("fast", "plain"):
+            found = Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x))
+            pooled = expected[:, :6].reshape(4, 3, 2, 3, 2, 3).max((2, 4)) if pool else expected
+            np.testing.assert_allclose(found, pooled, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_maximum_of_a_tie_takes_the_gradient():
+    layer = Convolution(1, 1)
+    params = {"params": {"kernel": jnp.ones((1, 1, 1, 1)), "bias": jnp.zeros(1)}}
+    gradient = jax.grad(lambda x: layer.apply(params, x).sum())(jnp.ones((1, 4, 4, 1)))
+    expected = np.zeros((4, 4))
+    expected[::2, ::2] = 1
+    np.testing.assert_array_equal(gradient[0, :, :, 0], expected)
+    reference = jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum())(
+        jnp.ones((1, 4, 4, 1))
+    )
+    np.testing.assert_array_equal(gradient, reference)
+
+
+def test_plain_form_has_forward_mode():
+    model, x = PLAIN["digits_cnn"], images("digits_cnn")
+    params = model.init(jax.random.key(0))
+    tangent = jax.tree.map(jnp.ones_like, params)
+    _, slope = jax.jvp(lambda p: model.apply(p, model.prepare(x)).sum(), (params,), (tangent,))
+    gradient = jax.grad(lambda p: model.apply(p, model.prepare(x)).sum())(params)
+    assert float(slope) == pytest.approx(float(sum(leaf.sum() for leaf in jax.tree.leaves(gradient))), rel=1e-3)
+
+
+def test_build_by_name():
+    assert build("lenet", (28, 28, 1), 10).layers == lenet((28, 28, 1)).layers
+    with pytest.raises(ValueError, match="'resnet'"):
+        build("resnet", (32, 32, 3), 10)
+    with pytest.raises(ValueError, match="input_shape"):
+        build("feddpa_cnn", (8, 8, 1), 10)
+
+
+@pytest.mark.parametrize("wrong", [{"input_shape": (28, 28, 0)}, {"classes": 0}, {"hidden": (0,)}])
+def test_wrong_arguments_name_themselves(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        mlp(**wrong)

@@ -39,7 +39,7 @@ class Setting:
 
 SCALES: dict[Scale, Setting] = {
     "smoke": Setting(examples=400, rounds=2),
-    "cpu": Setting(examples=1500),
+    "cpu": Setting(examples=500),
     "paper": Setting(),
     "large": Setting(clients=100),
 }
@@ -98,7 +98,6 @@ def main(config: Config) -> None:
             "FedAvg, no privacy": lambda _: fedavg(model, mechanism=Mechanism(sampling=sampling), **whole),
             "DP-FedAvg-fb, published noise": lambda c: head_tuned(c, sigma),
             "FedDPA, published noise": lambda c: dpa(c, sigma, setting.epsilon, fidelity="paper"),
-            "FedDPA, published noise, reg=code": lambda c: dpa(c, sigma, setting.epsilon, fidelity="paper", reg="code"),
             "DP-FedAvg-fb, honest noise": lambda c: head_tuned(c, z),
             "FedDPA, honest noise": lambda c: dpa(c, z),
         },
@@ -107,7 +106,7 @@ def main(config: Config) -> None:
         seeds=seeds,
         out=config.out / data.name,
         config=dataclasses.asdict(setting) | {"scale": config.scale, "dataset": data.name},
-        eval_every=max(1, setting.rounds // 5),
+        eval_every=max(1, setting.rounds // 3),
     )
     show(f"{data.name}, {config.scale}: {count} clients, {setting.rounds} rounds", rows, config.out / data.name)
 

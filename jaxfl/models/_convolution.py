@@ -48,22 +48,20 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
 def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:
     y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
     # The first layer's input is not differentiated: then there is no input gradient to compute.
-    source = x.value if options.squares else patches
-    return y, (source, kernel.value, weights if x.perturbed else None, route, jnp.zeros((0, *patches.shape[1:3])))
+    return y, (patches, kernel.value, weights if x.perturbed else None, route)
 
 
 def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, Array, Array]:
-    source, kernel, weights, route, like = residuals
+    patches, kernel, weights, route = residuals
     if options.pool:
         d_bias = jnp.where(route < _NOBODY, dy, 0)
-        dy = _unpool(route, dy, options.blocks, like.shape[1:])
+        dy = _unpool(route, dy, options.blocks, patches.shape[1:3])
     else:
         d_bias = dy = jnp.where(route, dy, 0) if options.relu else dy
     d_x = None if weights is None else _input_gradient(weights, dy, options.padding)
     if options.squares:
-        d_bias = dy.sum((1, 2)).reshape(-1, kernel.shape[-1], dy.shape[-1]).sum(0)
-        return d_x, _kernel_squares(source, dy, kernel.shape, options), (d_bias ** 2).sum(1)
-    d_kernel = source.reshape(len(source), -1) @ dy.reshape(len(dy), -1).T
+        return d_x, _kernel_squares(patches, dy, kernel.shape, options.blocks), (d_bias.sum((1, 2)) ** 2).sum(1)
+    d_kernel = patches.reshape(len(patches), -1) @ dy.reshape(len(dy), -1).T
     d_kernel = _from_block_kernel(d_kernel, kernel.shape) if options.blocks else d_kernel.reshape(kernel.shape)
     return d_x, d_kernel, d_bias.sum((1, 2, 3))
 
@@ -71,31 +69,19 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
 convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], options: Options) -> Array:
-    size = (shape[0] + 1) // 2 if options.blocks else shape[0]
-    pad = options.padding
-    wide, high, n = x.shape[2] + 2 * pad, dy.shape[1], x.shape[3]
-    length = -(-high * wide // 16) * 16
-    x = _tr(jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0))))
-    end = (size - 1) * (wide + 1) + length
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, max(0,end - x.shape[2]))))
-    f=len(dy)
-    dy = _eye(dy).reshape(n, f, high, -1)
-    dy = jnp.pad(dy, ((0, 0), (0, 0), (0, 0), (0, size - 1))).reshape(n, f, -1)
-    dy = jnp.pad(dy, ((0,0),(0,0),(0,length-high*wide)))
-    columns = jnp.concatenate([x[:, :, j : (size-1)*wide+length + j] for j in range(size)], 1)
-    patches = jnp.concatenate([columns[:, :, i * wide : i * wide + length] for i in range(size)], 1)
-    gradients = jnp.einsum("nkm,nfm->nkf", patches, dy)
-    if options.blocks:
+def _kernel_squares(patches: Array, dy: Array, shape: tuple[int, ...], blocks: bool) -> Array:
+    """sum_n (P_n dy_n^T)^2: each example's gradient, squared and summed."""
+    gradients = jnp.einsum("nkm,nfm->nkf", _batch_first(patches), _batch_first(dy))
+    if blocks:
         gradients = jax.vmap(functools.partial(_from_block_kernel, shape=shape))(gradients)
     return (gradients * gradients).sum(0).reshape(shape)
 
 
-def _eye(x: Array) -> Array:
+def _batch_first(x: Array) -> Array:
+    """(k, h, w, n) -> (n, k, h w), by a product with the identity: XLA's transposition misses the cache every time."""
     k, h, w, n = x.shape
-    x = lax.dot_general(jnp.eye(n), x.reshape(-1, n), (((1,), (1,)), ((), ())))
+    x = lax.dot_general(jnp.eye(n), x.reshape(-1, n), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     return x.reshape(n, k, h * w)
-def _tr(x): return x.reshape(len(x),-1,x.shape[-1]).transpose(2,0,1)
 
 
 def _input_gradient(weights: Array, dy: Array, padding: int) -> Array:

@@ -58,7 +58,7 @@ def bare_round(
 
 
 def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:
-    """Median seconds of the exact Fisher diagonal over those of plain gradients, on the same batches in turn."""
+    """Median processor seconds of the exact Fisher diagonal over those of plain gradients, on the same batches in turn."""
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(
         jnp.asarray(inputs)[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:])
@@ -82,8 +82,8 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(3 * repeats + 1):
         for name, program in programs.items():
-            start = time.perf_counter()
+            start = time.process_time()
             jax.block_until_ready(program(params, x, y))
             if repeat:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(time.process_time() - start)
     return float(np.median(seconds["fisher"]) / np.median(seconds["gradient"]))

@@ -48,20 +48,22 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
 def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:
     y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
     # The first layer's input is not differentiated: then there is no input gradient to compute.
-    return y, (patches, kernel.value, weights if x.perturbed else None, route)
+    source = x.value if options.squares else patches
+    return y, (source, kernel.value, weights if x.perturbed else None, route)
 
 
 def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, Array, Array]:
-    patches, kernel, weights, route = residuals
+    source, kernel, weights, route = residuals
     if options.pool:
         d_bias = jnp.where(route < _NOBODY, dy, 0)
-        dy = _unpool(route, dy, options.blocks, patches.shape[1:3])
+        lost = _size(kernel, options) - 1 - 2 * options.padding if options.squares else 0
+        dy = _unpool(route, dy, options.blocks, (source.shape[1] - lost, source.shape[2] - lost))
     else:
         d_bias = dy = jnp.where(route, dy, 0) if options.relu else dy
     d_x = None if weights is None else _input_gradient(weights, dy, options.padding)
     if options.squares:
-        return d_x, _kernel_squares(patches, dy, kernel.shape, options.blocks), (d_bias.sum((1, 2)) ** 2).sum(1)
-    d_kernel = patches.reshape(len(patches), -1) @ dy.reshape(len(dy), -1).T
+        return d_x, _kernel_squares(source, dy, kernel, options), (d_bias.sum((1, 2)) ** 2).sum(1)
+    d_kernel = source.reshape(len(source), -1) @ dy.reshape(len(dy), -1).T
     d_kernel = _from_block_kernel(d_kernel, kernel.shape) if options.blocks else d_kernel.reshape(kernel.shape)
     return d_x, d_kernel, d_bias.sum((1, 2, 3))
 
@@ -69,12 +71,31 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
 convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _kernel_squares(patches: Array, dy: Array, shape: tuple[int, ...], blocks: bool) -> Array:
-    """sum_n (P_n dy_n^T)^2: each example's gradient, squared and summed."""
-    gradients = jnp.einsum("nkm,nfm->nkf", _batch_first(patches), _batch_first(dy))
-    if blocks:
-        gradients = jax.vmap(functools.partial(_from_block_kernel, shape=shape))(gradients)
-    return (gradients * gradients).sum(0).reshape(shape)
+def _size(kernel: Array, options: Options) -> int:
+    """Side of the kernel as used: in blocks of two pixels, or in pixels."""
+    return (len(kernel) + 1) // 2 if options.blocks else len(kernel)
+
+
+def _kernel_squares(x: Array, dy: Array, kernel: Array, options: Options) -> Array:
+    """sum_n (P_n dy_n^T)^2: each example's gradient, squared and summed.
+
+    The products need the batch first. Moving it there is slow, so it is done to x and not to the patches; these are
+    then shifts of whole images (h w), where dy is 0 in the columns that a shift carries into the next row.
+    """
+    size, pad = _size(kernel, options), options.padding
+    x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    n, high, wide = dy.shape[3], dy.shape[1], x.shape[2]
+    length = -(-high * wide // 16) * 16  # whole vectors
+    span = (size - 1) * wide + length
+    x = jnp.pad(_batch_first(x), ((0, 0), (0, 0), (0, max(0, span + size - 1 - x.shape[1] * wide))))
+    dy = jnp.pad(_batch_first(dy).reshape(n, len(dy), high, -1), ((0, 0), (0, 0), (0, 0), (0, size - 1)))
+    dy = jnp.pad(dy.reshape(n, dy.shape[1], -1), ((0, 0), (0, 0), (0, length - high * wide)))
+    columns = jnp.concatenate([x[:, :, j : span + j] for j in range(size)], 1)
+    patches = jnp.concatenate([columns[:, :, i * wide : i * wide + length] for i in range(size)], 1)
+    gradients = jnp.einsum("nkm,nfm->nkf", patches, dy)
+    if options.blocks:
+        gradients = jax.vmap(functools.partial(_from_block_kernel, shape=kernel.shape))(gradients)
+    return (gradients * gradients).sum(0).reshape(kernel.shape)
 
 
 def _batch_first(x: Array) -> Array:

@@ -1,0 +1,90 @@
+"""Layers alone: values against NumPy, and squared per-example gradients against a loop over examples."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfl.models.layers import Convolution, Dense, GroupNorm, to_blocks
+
+
+def _per_example_squares(layer, params, x, batch_axis):
+    """sum_n (d f_n / d w)^2 by one gradient per example, of a loss in which each example has its own weight."""
+
+    def loss(p, example, n):
+        y = layer.apply({"params": p}, jnp.expand_dims(example, batch_axis))
+        return jnp.sum(jnp.sin(y) * (n + 1.0))
+
+    count = x.shape[batch_axis]
+    gradients = [jax.grad(loss)(params, jnp.take(x, n, batch_axis), n) for n in range(count)]
+    return jax.tree.map(lambda *g: sum(a * a for a in g), *gradients)
+
+
+def _squares(layer, params, x, batch_axis):
+    weights = jnp.arange(1.0, x.shape[batch_axis] + 1)
+    shape = [1] * x.ndim
+    shape[batch_axis] = -1
+
+    def loss(p):
+        y = layer.clone(squares=True).apply({"params": p}, x)
+        return jnp.sum(jnp.sin(y) * weights.reshape(shape))
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (Convolution(4, 3), (2, 9, 8, 5)),
+        (Convolution(4, 3, padding=1), (2, 7, 6, 5)),
+        (Convolution(4, 5, padding=1, pool=False), (3, 6, 7, 4)),
+        (Convolution(4, 3, relu=False), (2, 6, 6, 5)),
+        (Convolution(3, 5, blocks=True), (8, 6, 5, 3)),
+        (GroupNorm(2), (4, 3, 5, 6)),
+        (Dense(3), (6, 4)),
+    ],
+    ids=str,
+)
+def test_squares_equal_a_loop_over_examples(layer, shape):
+    batch_axis = 0 if len(shape) == 2 else 3
+    x = jax.random.normal(jax.random.key(0), shape)
+    params = layer.init(jax.random.key(1), x)["params"]
+    got, expected = _squares(layer, params, x, batch_axis), _per_example_squares(layer, params, x, batch_axis)
+    for name in params:
+        np.testing.assert_allclose(got[name], expected[name], rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "padding", "pool"), [(3, 0, True), (3, 1, True), (5, 2, False), (3, 0, False)])
+def test_gradients_equal_the_plain_form(size, padding, pool):
+    x = jax.random.normal(jax.random.key(0), (3, 9, 8, 4))
+    fast = Convolution(5, size, padding=padding, pool=pool)
+    params = fast.init(jax.random.key(1), x)["params"]
+
+    def both(layer):
+        return jax.value_and_grad(lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x))), (0, 1))(params, x)
+
+    for a, b in zip(jax.tree.leaves(both(fast)), jax.tree.leaves(both(fast.clone(form="plain"))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_equal_pixels():
+    x = jax.random.normal(jax.random.key(0), (3, 12, 10, 4))
+    pixels = Convolution(6, 5, padding=2)
+    params = pixels.init(jax.random.key(1), x)["params"]
+
+    def both(layer, x):
+        return jax.value_and_grad(lambda p: jnp.sum(jnp.sin(layer.apply({"params": p}, x))))(params)
+
+    got, expected = both(Convolution(6, 5, blocks=True), to_blocks(x, padding=2)), both(pixels, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_group_norm_against_numpy():
+    x = np.random.default_rng(0).normal(2.0, 3.0, (6, 4, 5, 3)).astype(np.float32)
+    scale, bias = np.arange(1, 7, dtype=np.float32), np.linspace(-1, 1, 6, dtype=np.float32)
+    groups = x.reshape(3, 2, 4, 5, 3)
+    mean, var = groups.mean((1, 2, 3), keepdims=True), groups.var((1, 2, 3), keepdims=True)
+    expected = ((groups - mean) / np.sqrt(var + 1e-5)).reshape(x.shape) * scale[:, None, None, None]
+    got = GroupNorm(3).apply({"params": {"scale": scale, "bias": bias}}, jnp.asarray(x))
+    np.testing.assert_allclose(got, expected + bias[:, None, None, None], rtol=1e-4, atol=1e-4)

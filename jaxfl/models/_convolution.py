@@ -35,14 +35,12 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
     weights = _to_block_kernel(kernel) if options.blocks else kernel
     patches = _patches(x, weights.shape[0], options.padding)
     y = lax.dot_general(weights.reshape(-1, weights.shape[-1]), patches, (((0,), (0,)), ((), ())))
-    if options.pool:
-        y, winner = _pool(y, options.blocks)
+    y, route = _pool(y, options.blocks) if options.pool else (y, y)
     y = y + bias[:, None, None, None]
-    if options.relu:
-        y = jax.nn.relu(y)
-    if not options.pool:
-        return y, patches, weights, y > 0
-    return y, patches, weights, jnp.where(y > 0, winner, _NOBODY) if options.relu else winner
+    if not options.relu:
+        return y, patches, weights, route
+    y = jax.nn.relu(y)
+    return y, patches, weights, jnp.where(y > 0, route, _NOBODY) if options.pool else y > 0
 
 
 def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:

@@ -87,4 +87,4 @@ def test_group_norm_against_numpy():
     mean, var = groups.mean((1, 2, 3), keepdims=True), groups.var((1, 2, 3), keepdims=True)
     expected = ((groups - mean) / np.sqrt(var + 1e-5)).reshape(x.shape) * scale[:, None, None, None]
     got = GroupNorm(3).apply({"params": {"scale": scale, "bias": bias}}, jnp.asarray(x))
-    np.testing.assert_allclose(got, expected + bias[:, None, None, None], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(got), expected + bias[:, None, None, None], rtol=1e-4, atol=1e-4)

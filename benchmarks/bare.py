@@ -58,7 +58,7 @@ def bare_round(
 
 
 def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:
-    """Median processor seconds of the exact Fisher diagonal over those of plain gradients, on the same batches in turn."""
+    """Median processor time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(
         jnp.asarray(inputs)[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:])

@@ -114,7 +114,7 @@ def tensorboard_writer(folder: pathlib.Path | None, wanted: bool) -> Iterator[Ca
         yield lambda row: None
         return
     try:
-        from tensorboardX import SummaryWriter  # pyrefly: ignore[missing-import]
+        from tensorboardX import SummaryWriter
     except ImportError:
         raise ValueError("tensorboard=True needs tensorboardX: pip install 'jaxfl[tb]'") from None
     if folder is None:

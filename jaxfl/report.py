@@ -37,10 +37,10 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
     return folder
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
-    """Write JSON atomically."""
+def write_json(path: pathlib.Path, value: Any, *, allow_nan: bool = True) -> None:
+    """Write JSON atomically: a reader sees the old file or the new one, never half of one."""
     with _replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2) + "\n")
+        temporary.write_text(json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
 
 
 def write_metrics(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from jaxfl.checkpoint import Checkpoints
 from jaxfl.engine import Population, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import PerClient, compile_evaluation, summarize
 from jaxfl.privacy.accounting import running_epsilon
-from jaxfl.privacy.statement import privacy_statement, write_statement
+from jaxfl.privacy.statement import privacy_statement
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -243,7 +243,7 @@ class _Run:
             report.write_arrays(self.folder / report.PER_CLIENT, history._asdict() | arrays)
             report.draw_curves(self.folder / report.CURVES, self.algorithm.name, self.metrics)
         if statement:
-            write_statement(self.folder / report.PRIVACY, statement)
+            report.write_json(self.folder / report.PRIVACY, statement, allow_nan=False)
 
     def _empty(self) -> _Recorded:
         """Zeros for what the whole run will record."""

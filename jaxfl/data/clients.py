@@ -54,7 +54,7 @@ def make_clients(
     inputs = np.concatenate([dataset.train_inputs, dataset.test_inputs])
     labels = np.concatenate([dataset.train_labels, dataset.test_labels])
     test = np.where(_real(test, test_size), test + np.int32(offset), np.int32(0))
-    return _clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
+    return Clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
 
 
 def shard(clients: Clients, shards: int) -> Clients:
@@ -103,7 +103,7 @@ def shard(clients: Clients, shards: int) -> Clients:
         )
         for name, rows in (("train", train), ("test", test))
     }
-    return _clients(
+    return Clients(
         inputs=store.reshape(-1, *inputs.shape[1:]),
         labels=names.reshape(-1),
         train=local["train"].astype(np.int32),
@@ -127,11 +127,6 @@ def describe(clients: Clients) -> dict[str, int | float]:
         facts |= {f"{split}_min": int(size.min()), f"{split}_median": float(np.median(size))}
         facts |= {f"{split}_max": int(size.max())}
     return facts | {"bytes": sum(int(array.nbytes) for array in clients)}
-
-
-def _clients(**arrays: Any) -> Clients:
-    """Clients of host arrays; the engine moves them to devices."""
-    return Clients(**arrays)
 
 
 def _real(rows: np.ndarray, size: np.ndarray) -> Bool[np.ndarray, "C N"]:

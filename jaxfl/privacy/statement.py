@@ -1,9 +1,6 @@
 """The privacy statement of a run: what is guaranteed to whom, what a paper claims, and what nothing covers."""
 
-import json
 import math
-import os
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -102,14 +99,6 @@ def format_statement(statement: dict[str, Any]) -> str:
         lines.append(f"  {claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
     lines += [f"  warning: {warning}" for warning in statement["warnings"]]
     return "\n".join([*lines, f"  no epsilon covers: {'; '.join(statement['not_covered'])}"])
-
-
-def write_statement(path: str | os.PathLike[str], statement: dict[str, Any]) -> None:
-    """Write the statement as JSON; a reader sees the old file or the new one, never half of one."""
-    path = pathlib.Path(path)
-    half = path.with_name(f".{path.name}.{os.getpid()}")
-    half.write_text(json.dumps(statement, indent=2, allow_nan=False) + "\n")
-    half.replace(path)
 
 
 def _observer(ledger: Ledger, mechanism: Mechanism, observer: Observer) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import pytest
 
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
-from jaxfl.privacy.statement import format_statement, privacy_statement, write_statement
+from jaxfl.privacy.statement import format_statement, privacy_statement
+from jaxfl.report import write_json
 
 
 def state(m: Mechanism, clients: int = 20, rounds: int = 100) -> dict:
@@ -91,7 +92,7 @@ def test_write(tmp_path):
     statement = state(Mechanism(clip=1.0, noise_multiplier=9.0))
     path = tmp_path / "privacy.json"
     path.write_text("old")
-    write_statement(path, statement)
+    write_json(path, statement, allow_nan=False)
     assert json.loads(path.read_text()) == statement
     assert [file.name for file in tmp_path.iterdir()] == ["privacy.json"]
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import Result, simulate
-from jaxfl.data import Dataset
+from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.models import build, digits_cnn
 from jaxfl.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
@@ -41,12 +41,15 @@ def model_for(name: str, dataset: Dataset) -> Model:
     return build(name, dataset.train_inputs.shape[1:], dataset.classes)
 
 
-def subset(dataset: Dataset, examples: int | None, seed: int) -> Dataset:
-    """A random part of the training examples (None: all); the test examples stay."""
-    if examples is None or examples >= len(dataset.train_labels):
-        return dataset
-    rows = np.random.default_rng(seed).permutation(len(dataset.train_labels))[:examples]
-    return dataset._replace(train_inputs=dataset.train_inputs[rows], train_labels=dataset.train_labels[rows])
+def dirichlet_clients(
+    dataset: Dataset, clients: int, alpha: float, *, seed: int, minimum: int, examples: int | None = None
+) -> Clients:
+    """Dirichlet clients over a random part of the training examples (None: all), with matching test splits."""
+    if examples is not None and examples < len(dataset.train_labels):
+        rows = np.random.default_rng(seed).permutation(len(dataset.train_labels))[:examples]
+        dataset = dataset._replace(train_inputs=dataset.train_inputs[rows], train_labels=dataset.train_labels[rows])
+    lists = dirichlet(dataset.train_labels, clients, alpha, seed=seed, minimum=minimum)
+    return make_clients(dataset, lists, matching(lists, dataset.train_labels, dataset.test_labels, seed=seed))
 
 
 def run_methods(

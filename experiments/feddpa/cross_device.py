@@ -10,10 +10,10 @@ from typing import Any, Literal
 import optax
 import tyro
 
-from experiments.common import Method, Scale, model_for, run_methods, show, subset
+from experiments.common import Method, Scale, dirichlet_clients, model_for, run_methods, show
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
-from jaxfl.data import dirichlet, load, make_clients, matching
+from jaxfl.data import load
 from jaxfl.privacy import Mechanism, Poisson, calibrate
 from jaxfl.types import Algorithm, Clients
 
@@ -24,7 +24,6 @@ class Setting:
 
     model: str = "lenet"
     clients: int = 1000
-    examples: int | None = None
     alpha: float = 0.5
     rate: float = 0.05
     rounds: int = 60
@@ -67,9 +66,7 @@ def main(config: Config) -> None:
     sgd: dict[str, Any] = whole | {"optimizer": optax.sgd(0.02, momentum=0.9)}
 
     def make(seed: int) -> Clients:
-        part = subset(data, setting.examples, seed)
-        lists = dirichlet(part.train_labels, setting.clients, setting.alpha, seed=seed, minimum=5)
-        return make_clients(part, lists, matching(lists, part.train_labels, part.test_labels, seed=seed))
+        return dirichlet_clients(data, setting.clients, setting.alpha, seed=seed, minimum=5)
 
     def private(epsilon: float) -> dict:
         z = calibrate(epsilon, clients=setting.clients, rounds=setting.rounds, sampling=sampling, delta=setting.delta)

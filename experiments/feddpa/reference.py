@@ -10,10 +10,10 @@ from typing import Any, Literal
 import optax
 import tyro
 
-from experiments.common import Scale, model_for, run_methods, show, subset
+from experiments.common import Scale, dirichlet_clients, model_for, run_methods, show
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
-from jaxfl.data import dirichlet, load, make_clients, matching
+from jaxfl.data import load
 from jaxfl.privacy import Full, Mechanism, calibrate
 from jaxfl.types import Algorithm, Clients
 
@@ -67,9 +67,7 @@ def main(config: Config) -> None:
     sampling, count = Full(), setting.clients
 
     def make(seed: int) -> Clients:
-        part = subset(data, setting.examples, seed)
-        lists = dirichlet(part.train_labels, count, setting.alpha, seed=seed, minimum=1)
-        return make_clients(part, lists, matching(lists, part.train_labels, part.test_labels, seed=seed))
+        return dirichlet_clients(data, count, setting.alpha, seed=seed, minimum=1, examples=setting.examples)
 
     sigma = paper_noise_multiplier(
         setting.epsilon,

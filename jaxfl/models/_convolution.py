@@ -1,16 +1,29 @@
 """Convolution, bias, ReLU and 2x2 max-pool as one function with its own rule of differentiation.
 
-Activations are batch-minor: (channels, H, W, batch). Every pass is one matrix product over stacked patches; the
-rest is arranged so that XLA's CPU loops run once over long contiguous rows:
+Activations are batch-minor: (channels, H, W, batch). A pass is one batch of matrix products, for the points p of a
+filter, with patches P (k c, tiles w n), weights U (k c, f) and products M (f, tiles w n):
 
-    y = W^T P,   dW = P dy^T,   dP = W dy,   with P (k k c, h w n), W (k k c, f), y (f, h w n).
+    M_p = U_p^T P_p,   dU_p = P_p dM_p^T,   dP_p = U_p dM_p.
+
+The patches hold the columns of the kernel. Its rows go by minimal filtering: m rows y of outputs, a tile, come from
+m + k - 1 products, the points, instead of m k,
+
+    y = A^T [(G u) * (B x)],   x of m + k - 1 rows, u the k taps,
+
+which about halves both operations and patches. Where it does not pay, the patches hold the rows too, for one point.
+The rest is arranged so that XLA's CPU loops run once over long contiguous rows.
+
+References:
+    Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016.
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 
@@ -20,7 +33,7 @@ class Options(NamedTuple):
     padding: int
     relu: bool
     pool: bool
-    blocks: bool
+    pairs: bool
     squares: bool
 
 
@@ -31,11 +44,13 @@ def convolve(x: Array, kernel: Array, bias: Array, options: Options) -> Array:
 
 
 def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Array, Array, Array, Array]:
-    """Output, patches, kernel as used, and where the output's gradient goes."""
-    weights = _to_block_kernel(kernel) if options.blocks else kernel
-    patches = _patches(x, weights.shape[0], options.padding)
-    y = lax.dot_general(weights.reshape(-1, weights.shape[-1]), patches, (((0,), (0,)), ((), ())))
-    y, route = _pool(y, options.blocks) if options.pool else (y, y)
+    """Output, patches, kernel by points, and where the output's gradient goes."""
+    plan = _plan(x, kernel, options)
+    weights = _to_points(_to_pairs(kernel) if options.pairs else kernel, plan)
+    patches = _patches(x, plan, options.padding)
+    products = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))))
+    y = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
+    y, route = _pool(y, options.pairs) if options.pool else (y, y)
     y = y + bias[:, None, None, None]
     if not options.relu:
         return y, patches, weights, route
@@ -46,114 +61,215 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
 def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:
     y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
     # The first layer's input is not differentiated: then there is no input gradient to compute.
-    source = x.value if options.squares else patches
-    return y, (source, kernel.value, weights if x.perturbed else None, route)
+    return y, (x.value, kernel.value, patches, weights if x.perturbed else None, route)
 
 
 def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, Array, Array]:
-    source, kernel, weights, route = residuals
+    x, kernel, patches, weights, route = residuals
+    plan = _plan(x, kernel, options)
     if options.pool:
         d_bias = jnp.where(route < _NOBODY, dy, 0)
-        lost = _size(kernel, options) - 1 - 2 * options.padding if options.squares else 0
-        dy = _unpool(route, dy, options.blocks, (source.shape[1] - lost, source.shape[2] - lost))
+        dy = _unpool(route, dy, options.pairs, (plan.high, plan.wide))
     else:
         d_bias = dy = jnp.where(route, dy, 0) if options.relu else dy
-    d_x = None if weights is None else _input_gradient(weights, dy, options.padding)
+    dy = jnp.pad(dy, ((0, 0), (0, plan.tiles * plan.rows - plan.high), (0, 0), (0, 0)))
+    d_products = jnp.stack(_from_rows(dy, plan, 1)).reshape(len(patches), len(dy), -1)
+    d_x = None
+    if weights is not None:
+        d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))))
+        d_x = _from_patches(d_patches, x.shape, plan, options.padding)
     if options.squares:
-        return d_x, _kernel_squares(source, dy, kernel, options), (d_bias.sum((1, 2)) ** 2).sum(1)
-    d_kernel = source.reshape(len(source), -1) @ dy.reshape(len(dy), -1).T
-    d_kernel = _from_block_kernel(d_kernel, kernel.shape) if options.blocks else d_kernel.reshape(kernel.shape)
-    return d_x, d_kernel, d_bias.sum((1, 2, 3))
+        return d_x, _kernel_squares(x, dy, kernel, plan, options), (d_bias.sum((1, 2)) ** 2).sum(1)
+    d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))))
+    return d_x, _from_points(d_kernel, kernel.shape, plan, options.pairs), d_bias.sum((1, 2, 3))
 
 
 convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _size(kernel: Array, options: Options) -> int:
-    """Side of the kernel as used: in blocks of two pixels, or in pixels."""
-    return (len(kernel) + 1) // 2 if options.blocks else len(kernel)
+class _Filter(NamedTuple):
+    """A (q, m), G (r, k) and B (r, r), with r = m + k - 1 rows of inputs and q = r points, or one."""
+
+    outputs: np.ndarray
+    taps: np.ndarray
+    inputs: np.ndarray
 
 
-def _kernel_squares(x: Array, dy: Array, kernel: Array, options: Options) -> Array:
-    """sum_n (P_n dy_n^T)^2: each example's gradient, squared and summed.
+class _Plan(NamedTuple):
+    """Sizes of one convolution: maps (h, w), tiles of m rows, columns of the kernel (pairs where these are used)."""
 
-    The products need the batch first. Moving it there is slow, so it is done to x and not to the patches; these are
-    then shifts of whole images (h w), where dy is 0 in the columns that a shift carries into the next row.
+    high: int
+    wide: int
+    tiles: int
+    rows: int
+    columns: int
+    filter: _Filter
+
+
+def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
+    size, _, channels, _ = kernel.shape
+    columns = (size + 1) // 2 if options.pairs else size
+    high, wide = (x.shape[1 + axis] + 2 * options.padding - k + 1 for axis, k in enumerate((size, columns)))
+    # With few channels or taps the transforms cost more than the products they save. Larger tiles save more, and lose
+    # more digits: 5 rows of a 5x5 kernel are off by some 5e-6 of the largest value.
+    rows = 1
+    if size == 5 or (size == 3 and channels >= 8):
+        rows = 5 if high % 5 == 0 and high % 4 else 4
+    return _Plan(high, wide, -(-high // rows), rows, columns, _filter(rows, size))
+
+
+@functools.cache
+def _filter(rows: int, size: int) -> _Filter:
+    """Minimal filtering, the transpose of Toom's and Cook's product of polynomials by their values at q points.
+
+    The last point is infinity. A single row: all taps are one product.
     """
-    size, pad = _size(kernel, options), options.padding
-    x = jnp.pad(x, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
-    n, high, wide = dy.shape[3], dy.shape[1], x.shape[2]
-    length = -(-high * wide // 16) * 16  # whole vectors
-    span = (size - 1) * wide + length
-    x = jnp.pad(_batch_first(x), ((0, 0), (0, 0), (0, max(0, span + size - 1 - x.shape[1] * wide))))
-    dy = jnp.pad(_batch_first(dy).reshape(n, len(dy), high, -1), ((0, 0), (0, 0), (0, 0), (0, size - 1)))
-    dy = jnp.pad(dy.reshape(n, dy.shape[1], -1), ((0, 0), (0, 0), (0, length - high * wide)))
-    columns = jnp.concatenate([x[:, :, j : span + j] for j in range(size)], 1)
-    patches = jnp.concatenate([columns[:, :, i * wide : i * wide + length] for i in range(size)], 1)
-    gradients = jnp.einsum("nkm,nfm->nkf", patches, dy)
-    if options.blocks:
-        gradients = jax.vmap(functools.partial(_from_block_kernel, shape=kernel.shape))(gradients)
-    return (gradients * gradients).sum(0).reshape(kernel.shape)
+    if rows == 1:
+        return _Filter(np.ones((1, 1)), np.eye(size), np.eye(size))
+    points = np.array([0, 1, -1, 0.5, -0.5, 2, -2, 4])[: rows + size - 2]
+    others = [np.delete(points, p) for p in range(len(points))]
+    slopes = np.array([np.prod(point - rest) for point, rest in zip(points, others, strict=True)])
+    outputs = np.vander(points, rows, increasing=True)
+    taps = np.vander(points, size, increasing=True) / slopes[:, None]
+    inputs = np.array([np.append(np.poly(rest)[::-1], 0) for rest in others])
+    infinity = (np.eye(1, rows, rows - 1), np.eye(1, size, size - 1), np.poly(points)[None, ::-1])
+    outputs, taps, inputs = (np.vstack(pair) for pair in zip((outputs, taps, inputs), infinity, strict=True))
+    # Factors of alike size, by powers of two: nothing is rounded.
+    scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
+    return _Filter(outputs, taps / scale, inputs * scale)
+
+
+def _combine(coefficients: np.ndarray, terms: Iterable[Array]) -> Array:
+    """sum_i c_i t_i, without the terms of coefficient 0."""
+    weighted = zip(coefficients, terms, strict=True)
+    return functools.reduce(jnp.add, [t if c == 1 else t * float(c) for c, t in weighted if c])
+
+
+def _to_points(kernel: Array, plan: _Plan) -> Array:
+    """G u: (k, columns, c, f) -> (q, columns c, f)."""
+    by_points = jnp.stack([_combine(g, kernel) for g in plan.filter.taps])
+    return by_points.reshape(len(plan.filter.outputs), -1, kernel.shape[-1])
+
+
+def _from_points(d: Array, shape: tuple[int, ...], plan: _Plan, pairs: bool) -> Array:
+    """Transpose of `_to_points` and, where used, `_to_pairs`."""
+    size, _, c, f = shape
+    d = d.reshape(len(plan.filter.taps), plan.columns, -1, 2 * f if pairs else f)
+    d = jnp.stack([_combine(g, d) for g in plan.filter.taps.T])
+    if not pairs:
+        return d
+    d = d.reshape(size, size + 1, c, 2, f)
+    return d[:, :-1, :, 0] + d[:, 1:, :, 1]
+
+
+def _to_pairs(kernel: Array) -> Array:
+    """(k, k, c, f) -> (k, (k + 1) / 2, 2c, 2f): two neighbouring outputs of a row from pairs of inputs."""
+    size, _, c, f = kernel.shape
+    places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
+    return jnp.stack(places, 3).reshape(size, (size + 1) // 2, 2 * c, 2 * f)
+
+
+def _padded(x: Array, plan: _Plan, padding: int) -> Array:
+    """Zeros around x, and below it up to whole tiles."""
+    high = -(-((plan.tiles - 1) * plan.rows + len(plan.filter.inputs)) // plan.rows) * plan.rows
+    config = ((0, 0, 0), (padding, high - x.shape[1] - padding, 0), (padding, padding, 0), (0, 0, 0))
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+def _to_tiles(x: Array, plan: _Plan, axis: int) -> list[Array]:
+    """B x: padded rows at an axis -> for each point (or row of the kernel) one row of every tile."""
+    x = x.reshape(*x.shape[:axis], -1, plan.rows, *x.shape[axis + 1 :])
+    rows = []
+    for i in range(len(plan.filter.inputs)):
+        tile, place = divmod(i, plan.rows)
+        own = lax.slice_in_dim(x, tile, tile + plan.tiles, axis=axis)
+        rows.append(lax.index_in_dim(own, place, axis + 1, keepdims=False))
+    return [_combine(b, rows) for b in plan.filter.inputs]
+
+
+def _patches(x: Array, plan: _Plan, padding: int) -> Array:
+    """(c, H, W, n) -> (q, columns c, tiles w n)."""
+    n = x.shape[3]
+    x = _padded(x, plan, padding)
+    x = jnp.stack(_to_tiles(x.reshape(*x.shape[:2], -1), plan, 1))
+    # A spare column in front: what made x would be fused into every slice, but not through a pad.
+    x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, 0, 0), (n, 0, 0)))
+    patches = [x[..., (1 + j) * n : (1 + j + plan.wide) * n] for j in range(plan.columns)]
+    return jnp.concatenate(patches, 1).reshape(len(plan.filter.outputs), -1, plan.tiles * plan.wide * n)
+
+
+def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: int) -> Array:
+    """Transpose of `_patches`."""
+    c, h, w, n = x_shape
+    reach = len(plan.filter.inputs)
+    zero = jnp.zeros((), d.dtype)
+    d = d.reshape(reach, plan.columns, c, plan.tiles, -1)
+    before = [(j - padding) * n for j in range(plan.columns)]
+    ends = [((0, 0, 0), (0, 0, 0), (0, 0, 0), (b, (w - plan.wide) * n - b, 0)) for b in before]
+    d = functools.reduce(jnp.add, [lax.pad(d[:, j], zero, ends[j]) for j in range(plan.columns)])
+    x = jnp.zeros((c, plan.tiles + (reach - 1) // plan.rows, plan.rows, w * n), d.dtype)
+    for i, b in enumerate(plan.filter.inputs.T):
+        tile, place = divmod(i, plan.rows)
+        row = _combine(b, d)
+        if tile:  # the tile before has written there
+            row = row + x[:, tile : tile + plan.tiles, place]
+        x = lax.dynamic_update_slice(x, row[:, :, None], (0, tile, place, 0))
+    return x.reshape(c, -1, w, n)[:, padding : padding + h]
+
+
+def _to_rows(products: Array, plan: _Plan) -> Array:
+    """A^T M: (q, f, tiles, w, n) -> (f, h, w, n)."""
+    y = jnp.stack([_combine(a, products) for a in plan.filter.outputs.T], 2)
+    return y.reshape(len(y), -1, *y.shape[3:])[:, : plan.high]
+
+
+def _from_rows(dy: Array, plan: _Plan, axis: int) -> list[Array]:
+    """Transpose of `_to_rows`, for each point; rows of whole tiles are at an axis."""
+    dy = dy.reshape(*dy.shape[:axis], plan.tiles, plan.rows, *dy.shape[axis + 1 :])
+    rows = [lax.index_in_dim(dy, i, axis + 1, keepdims=False) for i in range(plan.rows)]
+    return [_combine(a, rows) for a in plan.filter.outputs]
+
+
+def _kernel_squares(x: Array, dy: Array, kernel: Array, plan: _Plan, options: Options) -> Array:
+    """sum_n (P_n dM_n^T)^2: each example's gradient, squared and summed.
+
+    The products need the batch first. Moving it there is slow, so it is done to x and dy, and not to the patches; these
+    are then shifts of whole images (tiles w), where dM is 0 in the columns that a shift carries into the next tile.
+    """
+    n, points = x.shape[3], len(plan.filter.outputs)
+    dy = _batch_first(jnp.pad(dy, ((0, 0), (0, 0), (0, plan.columns - 1), (0, 0))))
+    length = plan.tiles * dy.shape[3]
+    products = jnp.stack(_from_rows(dy, plan, 2), 1).reshape(n, points, -1, length)
+    # One tile more, of which the shifts reach the first columns.
+    more = plan._replace(tiles=plan.tiles + 1)
+    x = _batch_first(_padded(x, more, options.padding))
+    x = jnp.stack(_to_tiles(x, more, 2), 1).reshape(n, len(plan.filter.inputs), x.shape[1], -1)
+    patches = jnp.concatenate([x[..., j : j + length] for j in range(plan.columns)], 2)
+    gradients = jnp.einsum("nqkl,nqfl->nqkf", patches.reshape(n, points, -1, length), products)
+    undo = functools.partial(_from_points, shape=kernel.shape, plan=plan, pairs=options.pairs)
+    return (jax.vmap(undo)(gradients) ** 2).sum(0)
 
 
 def _batch_first(x: Array) -> Array:
-    """(k, h, w, n) -> (n, k, h w), by a product with the identity: XLA's transposition misses the cache every time."""
+    """(k, h, w, n) -> (n, k, h, w), by a product with the identity: XLA's transposition misses the cache every time."""
     k, h, w, n = x.shape
     x = lax.dot_general(jnp.eye(n), x.reshape(-1, n), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-    return x.reshape(n, k, h * w)
-
-
-def _input_gradient(weights: Array, dy: Array, padding: int) -> Array:
-    size, _, channels, features = weights.shape
-    d_patches = weights.reshape(-1, features) @ dy.reshape(features, -1)
-    return _from_patches(d_patches.reshape(size, size, channels, *dy.shape[1:]), padding)
-
-
-def _patches(x: Array, size: int, padding: int) -> Array:
-    """(c, h, w, n) -> (size size c, h', w', n), kernel rows before columns, h' = h + 2 padding - size + 1.
-
-    In two stages of few slices each, since XLA fuses a stack of few slices into one pass and a stack of many into
-    two; and over flat rows (w n), since its loops are fast over long runs.
-    """
-    c, h, w, n = x.shape
-    high, wide = h + 2 * padding - size + 1, w + 2 * padding - size + 1
-    # Without padding a spare column in front: what made x would be fused into every slice, but not through a pad.
-    front = max(padding, 1)
-    config = ((0, 0, 0), (padding, padding, 0), (front, padding, 0), (0, 0, 0))
-    x = lax.pad(x, jnp.zeros((), x.dtype), config).reshape(c, h + 2 * padding, -1)
-    starts = [(front - padding + j) * n for j in range(size)]
-    columns = jnp.concatenate([x[:, :, start : start + wide * n] for start in starts])
-    return jnp.concatenate([columns[:, i : i + high] for i in range(size)]).reshape(-1, high, wide, n)
-
-
-def _from_patches(d: Array, padding: int) -> Array:
-    """Transpose of `_patches`: for each kernel row one pass, which sums its columns and adds in place."""
-    size, _, c, h, w, n = d.shape
-    high, wide = h + size - 1 - 2 * padding, w + size - 1 - 2 * padding
-    d = d.reshape(size, size, c, h, w * n)
-    zero = jnp.zeros((), d.dtype)
-    x = jnp.zeros((c, high, wide * n), d.dtype)
-    for i in range(size):
-        # Output row r took input row r + i - padding; the rows outside were padding.
-        first, last = max(0, padding - i), min(h, high + padding - i)
-        columns = [
-            lax.pad(d[i, j, :, first:last], zero, ((0, 0, 0), (0, 0, 0), (before * n, (wide - w - before) * n, 0)))
-            for j, before in enumerate(range(-padding, size - padding))
-        ]
-        start = first + i - padding
-        x = lax.dynamic_update_slice(x, x[:, start : start + last - first] + sum(columns), (0, start, 0))
-    return x.reshape(c, high, wide, n)
+    return x.reshape(n, k, h, w)
 
 
 _NOBODY = 4
 
 
-def _pool(y: Array, blocks: bool) -> tuple[Array, Array]:
-    """Maximum of each 2x2 window, and the place (0 to 3, in reading order) of its first maximum in one byte."""
-    if blocks:
-        a, b, c, d = y.reshape(4, -1, *y.shape[1:])
+def _pool(y: Array, pairs: bool) -> tuple[Array, Array]:
+    """Maximum of each 2x2 window, and the place (0 to 3, in reading order) of its first maximum in one byte.
+
+    With pairs the first half of the channels are the left columns, the second the right ones.
+    """
+    f, h, w, n = y.shape
+    if pairs:
+        y = y[:, : h // 2 * 2].reshape(2, f // 2, h // 2, 2, w, n)
+        a, b, c, d = y[0, :, :, 0], y[1, :, :, 0], y[0, :, :, 1], y[1, :, :, 1]
     else:
-        f, h, w, n = y.shape
         y = y[:, : h // 2 * 2, : w // 2 * 2].reshape(f, h // 2, 2, w // 2, 2, n)
         a, b, c, d = y[:, :, 0, :, 0], y[:, :, 0, :, 1], y[:, :, 1, :, 0], y[:, :, 1, :, 1]
     above, below = jnp.maximum(a, b), jnp.maximum(c, d)
@@ -161,32 +277,13 @@ def _pool(y: Array, blocks: bool) -> tuple[Array, Array]:
     return jnp.maximum(above, below), winner.astype(jnp.int8)
 
 
-def _unpool(winner: Array, g: Array, blocks: bool, shape: tuple[int, ...]) -> Array:
+def _unpool(winner: Array, g: Array, pairs: bool, shape: tuple[int, int]) -> Array:
     """Transpose of `_pool`, to maps of a shape (h, w)."""
     a, b, c, d = (jnp.where(winner == place, g, 0) for place in range(4))
-    if blocks:
-        return jnp.concatenate((a, b, c, d))
     f, h, w, n = g.shape
-    y = jnp.stack([jnp.stack([a, b], 3), jnp.stack([c, d], 3)], 2).reshape(f, 2 * h, 2 * w, n)
-    spare = (shape[0] - 2 * h, shape[1] - 2 * w)
+    if pairs:
+        y = jnp.stack([jnp.stack([a, c], 2), jnp.stack([b, d], 2)]).reshape(2 * f, 2 * h, w, n)
+    else:
+        y = jnp.stack([jnp.stack([a, b], 3), jnp.stack([c, d], 3)], 2).reshape(f, 2 * h, 2 * w, n)
+    spare = (shape[0] - y.shape[1], shape[1] - y.shape[2])
     return jnp.pad(y, ((0, 0), (0, spare[0]), (0, spare[1]), (0, 0))) if any(spare) else y
-
-
-def _to_block_kernel(kernel: Array) -> Array:
-    """(k, k, c, f) -> (b, b, 4c, 4f), b = (k + 1) / 2: a 2x2 block of outputs from blocks of inputs.
-
-    The kernel stands at each of the four outputs' places in a window of k + 1 pixels.
-    """
-    size, _, c, f = kernel.shape
-    b = (size + 1) // 2
-    places = [jnp.pad(kernel, ((i, 1 - i), (j, 1 - j), (0, 0), (0, 0))) for i in range(2) for j in range(2)]
-    window = jnp.stack(places, 3).reshape(b, 2, b, 2, c, 4 * f)
-    return window.transpose(0, 2, 1, 3, 4, 5).reshape(b, b, 4 * c, 4 * f)
-
-
-def _from_block_kernel(d: Array, shape: tuple[int, ...]) -> Array:
-    """Transpose of `_to_block_kernel`."""
-    size, _, c, f = shape
-    b = (size + 1) // 2
-    d = d.reshape(b, b, 2, 2, c, 4, f).transpose(0, 2, 1, 3, 4, 5, 6).reshape(size + 1, size + 1, c, 4, f)
-    return d[:-1, :-1, :, 0] + d[:-1, 1:, :, 1] + d[1:, :-1, :, 2] + d[1:, 1:, :, 3]

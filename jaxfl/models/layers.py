@@ -45,7 +45,7 @@ class Convolution(nn.Module):
         padding: zeros on each side.
         relu: whether to apply ReLU.
         pool: whether to pool; a last odd row or column is dropped.
-        blocks: the input went through `to_blocks` (fast form; an odd kernel, no further padding, pooling).
+        pairs: the input went through `to_pairs` (fast form; an odd kernel, no further padding, pooling).
         form: "fast" or "plain", see the module's docstring.
         squares: see the module's docstring.
     """
@@ -55,20 +55,20 @@ class Convolution(nn.Module):
     padding: int = 0
     relu: bool = True
     pool: bool = True
-    blocks: bool = False
+    pairs: bool = False
     form: Form = "fast"
     squares: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "channels H W B"]) -> Float[Array, "features H2 W2 B"]:
         """Feature maps."""
-        channels = x.shape[0] // 4 if self.blocks else x.shape[0]
+        channels = x.shape[0] // 2 if self.pairs else x.shape[0]
         shape = (self.size, self.size, channels, self.features)
         kernel = self.param("kernel", _kernel_init, shape)
         bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
         if self.form == "plain" and not self.squares:
             return _plain(x, kernel, bias, self.padding, self.relu, self.pool)
-        return convolve(x, kernel, bias, Options(self.padding, self.relu, self.pool, self.blocks, self.squares))
+        return convolve(x, kernel, bias, Options(self.padding, self.relu, self.pool, self.pairs, self.squares))
 
 
 def _plain(x: Array, kernel: Array, bias: Array, padding: int, relu: bool, pool: bool) -> Array:
@@ -79,15 +79,15 @@ def _plain(x: Array, kernel: Array, bias: Array, padding: int, relu: bool, pool:
     return lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") if pool else y
 
 
-def to_blocks(x: Float[Array, "channels H W B"], padding: int = 0) -> Float[Array, "channels4 H2 W2 B"]:
-    """Pad, then turn each 2x2 block of pixels into channels in the order (row, column, channel).
+def to_pairs(x: Float[Array, "channels H W B"], padding: int = 0) -> Float[Array, "channels2 H2 W2 B"]:
+    """Pad, then turn each pair of neighbouring columns into channels in the order (column, channel).
 
-    For a first layer with few channels and a wide kernel, which then computes the four outputs of a pooling window
-    at once: a quarter of the patches' columns and pooling over channels, for (k + 1)^2 / k^2 times the products.
+    For a first layer with few channels and a wide kernel, which then computes both outputs of a row of a pooling
+    window at once: matrix products with twice the outputs and fewer patches, for (k + 1) / k times the operations.
     """
     x = jnp.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
     c, h, w, n = x.shape
-    return x.reshape(c, h // 2, 2, w // 2, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h // 2, w // 2, n)
+    return x.reshape(c, h, w // 2, 2, n).transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
 
 
 class Dense(nn.Module):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfl.models.layers import Convolution, Dense, GroupNorm, to_blocks
+from jaxfl.models.layers import Convolution, Dense, GroupNorm, to_pairs
 
 
 def _per_example_squares(layer, params, x, batch_axis):
@@ -16,7 +16,8 @@ def _per_example_squares(layer, params, x, batch_axis):
         return jnp.sum(jnp.sin(y) * (n + 1.0))
 
     count = x.shape[batch_axis]
-    gradients = [jax.grad(loss)(params, jnp.take(x, n, batch_axis), n) for n in range(count)]
+    gradient = jax.jit(jax.grad(loss))
+    gradients = [gradient(params, jnp.take(x, n, batch_axis), n) for n in range(count)]
     return jax.tree.map(lambda *g: sum(a * a for a in g), *gradients)
 
 
@@ -29,7 +30,7 @@ def _squares(layer, params, x, batch_axis):
         y = layer.clone(squares=True).apply({"params": p}, x)
         return jnp.sum(jnp.sin(y) * weights.reshape(shape))
 
-    return jax.grad(loss)(params)
+    return jax.jit(jax.grad(loss))(params)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,9 @@ def _squares(layer, params, x, batch_axis):
         (Convolution(4, 3, padding=1), (2, 7, 6, 5)),
         (Convolution(4, 5, padding=1, pool=False), (3, 6, 7, 4)),
         (Convolution(4, 3, relu=False), (2, 6, 6, 5)),
-        (Convolution(3, 5, blocks=True), (8, 6, 5, 3)),
+        (Convolution(3, 5, pairs=True), (4, 11, 6, 3)),
+        (Convolution(2, 3), (8, 9, 6, 3)),
+        (Convolution(2, 5), (2, 14, 9, 3)),
         (GroupNorm(2), (4, 3, 5, 6)),
         (Dense(3), (6, 4)),
     ],
@@ -54,30 +57,39 @@ def test_squares_equal_a_loop_over_examples(layer, shape):
         np.testing.assert_allclose(got[name], expected[name], rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("size", "padding", "pool"), [(3, 0, True), (3, 1, True), (5, 2, False), (3, 0, False)])
-def test_gradients_equal_the_plain_form(size, padding, pool):
-    x = jax.random.normal(jax.random.key(0), (3, 9, 8, 4))
+def _assert_close(found, expected):
+    """Minimal filtering rounds relative to the largest value."""
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+
+
+@pytest.mark.parametrize("channels", [3, 8])
+@pytest.mark.parametrize("high", [9, 14])
+@pytest.mark.parametrize(
+    ("size", "padding", "pool"), [(3, 0, True), (3, 1, True), (5, 2, False), (3, 0, False), (5, 0, True), (1, 0, True)]
+)
+def test_gradients_equal_the_plain_form(size, padding, pool, high, channels):
+    """With whole and broken tiles of 4 rows, tiles of 5, and one product of all taps."""
+    x = jax.random.normal(jax.random.key(0), (channels, high, 8, 4))
     fast = Convolution(5, size, padding=padding, pool=pool)
     params = fast.init(jax.random.key(1), x)["params"]
 
     def both(layer):
-        return jax.value_and_grad(lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x))), (0, 1))(params, x)
+        value = lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(value, (0, 1)))(params, x)
 
-    for a, b in zip(jax.tree.leaves(both(fast)), jax.tree.leaves(both(fast.clone(form="plain"))), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    jax.tree.map(_assert_close, both(fast), both(fast.clone(form="plain")))
 
 
-def test_blocks_equal_pixels():
+def test_pairs_equal_pixels():
     x = jax.random.normal(jax.random.key(0), (3, 12, 10, 4))
     pixels = Convolution(6, 5, padding=2)
     params = pixels.init(jax.random.key(1), x)["params"]
 
     def both(layer, x):
-        return jax.value_and_grad(lambda p: jnp.sum(jnp.sin(layer.apply({"params": p}, x))))(params)
+        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))))(params)
 
-    got, expected = both(Convolution(6, 5, blocks=True), to_blocks(x, padding=2)), both(pixels, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    got, expected = both(Convolution(6, 5, pairs=True), to_pairs(x, padding=2)), both(pixels, x)
+    jax.tree.map(_assert_close, got, expected)
 
 
 def test_group_norm_against_numpy():

@@ -69,10 +69,11 @@ def test_clients_vectorised_equal_a_loop(name):
     params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
     x = jnp.stack([images(name, seed=s) for s in range(3)])
 
+    @jax.jit
     def gradient(p, x):
         return jax.grad(lambda p: jnp.sum(jnp.sin(model.apply(p, model.prepare(x)))))(p)
 
-    together = jax.vmap(gradient)(params, x)
+    together = jax.jit(jax.vmap(gradient))(params, x)
     for i in range(3):
         alone = gradient(jax.tree.map(lambda leaf, i=i: leaf[i], params), x[i])
         jax.tree.map(lambda t, a, i=i: np.testing.assert_allclose(t[i], a, rtol=1e-4, atol=1e-5), together, alone)

@@ -218,6 +218,10 @@ def _participant(
     data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
     client_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT), ids)
     message, new, info = algorithm.client_update(client_key, server, old, data)
+    if message.mask is not None and mechanism.broken is None:
+        raise ValueError(
+            "message.mask is private, so the noise on it has no finite epsilon: say why in mechanism.broken"
+        )
 
     update, norm = clip(message.update, mechanism.clip)
     finite = jnp.isfinite(norm) & _all_finite(new)
@@ -226,6 +230,8 @@ def _participant(
     if np.any(mechanism.client_noise_table):  # also on a dropped update: the accountant counts this noise
         noise_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT_NOISE), ids)
         update = add_gaussian(noise_key, update, slots.noise[slot] * mechanism.clip)
+    if message.mask is not None:
+        update = jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), message.mask, update)
 
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
     share = _Cohort(

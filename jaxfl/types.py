@@ -76,7 +76,8 @@ class Model(NamedTuple):
 class Message(NamedTuple):
     """The raw update of one client: not clipped, not noised.
 
-    `mask` is the support the update lives on (None: everywhere).
+    `mask` is a private support that cuts the client's noise too (None: noise everywhere). It voids every epsilon:
+    only a `Mechanism` that says so (`broken`) may come with it.
     """
 
     update: Tree

@@ -2,11 +2,22 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import optax
 
-from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
+from jaxfl.algorithms import (
+    centaur,
+    dp_fedavg,
+    dp_fedavg_fb,
+    dp_pfeddsu,
+    fedavg,
+    feddpa,
+    fedprox,
+    fedrep,
+    local_only,
+)
 from jaxfl.data import load, make_clients
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
@@ -61,7 +72,44 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         batch_size=4,
         epochs=1,
     ),
+    "fedrep": lambda z=1.0, sgd=0.1, **o: fedrep(
+        MODEL, optimizer=optax.sgd(sgd), batch_size=4, head_epochs=2, mechanism=Mechanism(clip=CLIP)
+    ),
+    "centaur": lambda z=1.0, sgd=0.1, **o: centaur(
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=z,
+        sampling=Poisson(0.6),
+        optimizer=optax.sgd(sgd, momentum=0.9),
+        batch_size=4,
+        head_epochs=2,
+    ),
+    "dp_pfeddsu": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(MODEL, noise_multiplier=z, **sparse(sgd)),
+    "dp_pfeddsu_random": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(
+        MODEL, noise_multiplier=z, mask_source="public_random", backward_density=0.5, penalty="hinge", **sparse(sgd)
+    ),
+    "dp_pfeddsu_paper": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(
+        MODEL,
+        noise_multiplier=z,
+        fidelity="paper",
+        clients=len(SIZES),
+        outside="dense",
+        **sparse(sgd) | {"sampling": FixedSize(6)},
+    ),
 }
+
+
+def sparse(sgd: float) -> dict[str, Any]:
+    """DP-pFedDSU's options."""
+    return {
+        "sampling": Poisson(0.6),
+        "clip": CLIP,
+        "density": 0.2,
+        "optimizer": optax.sgd(sgd),
+        "batch_size": 4,
+        "epochs": 1,
+        "head_epochs": 2,
+    }
 
 
 def small_clients(sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift: int = 0) -> Clients:

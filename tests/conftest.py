@@ -1,4 +1,5 @@
 import os
+import pathlib
 
 # Small models run once: compiling them well would take most of the suite's time.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
@@ -9,6 +10,10 @@ import pytest
 # As the library does by default on a CPU: one device per core, here two whatever the machine has.
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests compile the same programs: once for all workers, and not again in the next run.
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,8 @@ def run(key, algorithm, clients, rounds):
             if noise[i] > 0:
                 drawn = gaussian(jax.random.fold_in(client_noise_key, i), message.update)
                 update = jax.tree.map(lambda u, n, s=noise[i]: u + n * s * mechanism.clip, update, drawn)
+            if message.mask is not None:
+                update = jax.tree.map(lambda u, m: u * m, update, message.mask)
             update = jax.tree.map(lambda u, w=weights[i]: w * u, update)
             total = update if total is None else jax.tree.map(np.add, total, update)
             variance += (weights[i] * noise[i]) ** 2

@@ -16,7 +16,7 @@ from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import distance, distance_to_bound, safe_norm
 from jaxfl.local.train import check_local, train
 from jaxfl.privacy.accounting import calibrate, running_epsilon
-from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling
+from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
 from jaxfl.server import Server, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
 
@@ -226,9 +226,5 @@ def _mechanism(
     claimed = None if claim is None else (claim, rule)
     if fidelity == "sound":
         return Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta, claim=claimed)
-    if clients is None:
-        raise ValueError(
-            "clients=None: fidelity='paper' divides each client's noise by |M_t|, so give the number of clients"
-        )
-    share = noise_multiplier / math.sqrt(sampling.expected(clients))
+    share = noise_share(noise_multiplier, sampling, clients)
     return Mechanism(clip=clip, client_noise=share, sampling=sampling, delta=delta, claim=claimed)

@@ -26,9 +26,12 @@ def distance(params: Tree, center: Tree, mask: Tree, weight: float) -> Float[Arr
     return 0.5 * weight * safe_norm(_masked_difference(params, center, mask))
 
 
-def distance_to_bound(params: Tree, center: Tree, mask: Tree, bound: float, weight: float) -> Float[Array, ""]:
-    r"""Pull the norm to C from both sides: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`."""
-    return 0.5 * weight * jnp.abs(safe_norm(_masked_difference(params, center, mask)) - bound)
+def distance_to_bound(
+    params: Tree, center: Tree, mask: Tree, bound: float, weight: float, hinge: bool = False
+) -> Float[Array, ""]:
+    r"""Norm to C: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`; a hinge only from above."""
+    excess = safe_norm(_masked_difference(params, center, mask)) - bound
+    return 0.5 * weight * (jnp.maximum(excess, 0.0) if hinge else jnp.abs(excess))
 
 
 def _masked_difference(params: Tree, center: Tree, mask: Tree) -> Tree:

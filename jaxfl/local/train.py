@@ -34,7 +34,7 @@ def train(
     batch_size: int,
     epochs: int = 1,
     steps: int | None = None,
-    mask: Tree = None,
+    mask: Tree | Callable[[Params], Tree] = None,
     penalty: Callable[[Params], Float[Array, ""]] | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     r"""Minimise cross-entropy plus a penalty on one client's examples by minibatch steps.
@@ -52,7 +52,8 @@ def train(
         batch_size: B.
         epochs: passes over the client's examples, unless `steps` is given.
         steps: number of steps, however many passes they take.
-        mask: trainable coordinates (bool, shaped like params); others keep their bits.
+        mask: trainable coordinates (bool, shaped like params), or how they follow from the parameters at every step;
+            others keep their bits.
         penalty: added to the mean loss of every batch.
 
     Returns:
@@ -72,11 +73,12 @@ def train(
             return loss if penalty is None else loss + penalty(params)
 
         loss, gradient = jax.value_and_grad(objective)(params)
-        if mask is not None:
-            gradient = _inside(mask, gradient)
+        trainable = mask(params) if callable(mask) else mask
+        if trainable is not None:
+            gradient = _inside(trainable, gradient)
         updates, state = optimizer.update(gradient, state, params)
-        if mask is not None:
-            updates = _inside(mask, updates)  # weight decay and momentum would move masked coordinates too
+        if trainable is not None:
+            updates = _inside(trainable, updates)  # weight decay and momentum would move masked coordinates too
         return optax.apply_updates(params, updates), state, total_loss + loss
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:

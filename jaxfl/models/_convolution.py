@@ -81,7 +81,7 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
     if options.squares:
         return d_x, _kernel_squares(x, dy, kernel, plan, options), (d_bias.sum((1, 2)) ** 2).sum(1)
     d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))))
-    return d_x, _from_points(d_kernel, kernel.shape, plan, options.pairs), d_bias.sum((1, 2, 3))
+    return d_x, jnp.stack(_from_points(d_kernel, kernel.shape, plan, options.pairs)), d_bias.sum((1, 2, 3))
 
 
 convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -151,15 +151,16 @@ def _to_points(kernel: Array, plan: _Plan) -> Array:
     return by_points.reshape(len(plan.filter.outputs), -1, kernel.shape[-1])
 
 
-def _from_points(d: Array, shape: tuple[int, ...], plan: _Plan, pairs: bool) -> Array:
-    """Transpose of `_to_points` and, where used, `_to_pairs`."""
+def _from_points(d: Array, shape: tuple[int, ...], plan: _Plan, pairs: bool) -> list[Array]:
+    """Transpose of `_to_points` and, where used, `_to_pairs`: (..., q, columns c, f) -> the kernel's k rows."""
     size, _, c, f = shape
-    d = d.reshape(len(plan.filter.taps), plan.columns, -1, 2 * f if pairs else f)
-    d = jnp.stack([_combine(g, d) for g in plan.filter.taps.T])
+    lead = d.shape[:-3]
+    d = d.reshape(*lead, len(plan.filter.taps), -1, d.shape[-1])
+    rows = [_combine(g, [d[..., p, :, :] for p in range(len(g))]) for g in plan.filter.taps.T]
     if not pairs:
-        return d
-    d = d.reshape(size, size + 1, c, 2, f)
-    return d[:, :-1, :, 0] + d[:, 1:, :, 1]
+        return [row.reshape(*lead, size, c, f) for row in rows]
+    rows = [row.reshape(*lead, size + 1, c, 2, f) for row in rows]
+    return [row[..., :-1, :, 0, :] + row[..., 1:, :, 1, :] for row in rows]
 
 
 def _to_pairs(kernel: Array) -> Array:
@@ -246,8 +247,8 @@ def _kernel_squares(x: Array, dy: Array, kernel: Array, plan: _Plan, options: Op
     x = jnp.stack(_to_tiles(x, more, 2), 1).reshape(n, len(plan.filter.inputs), x.shape[1], -1)
     patches = jnp.concatenate([x[..., j : j + length] for j in range(plan.columns)], 2)
     gradients = jnp.einsum("nqkl,nqfl->nqkf", patches.reshape(n, points, -1, length), products)
-    undo = functools.partial(_from_points, shape=kernel.shape, plan=plan, pairs=options.pairs)
-    return (jax.vmap(undo)(gradients) ** 2).sum(0)
+    rows = _from_points(gradients, kernel.shape, plan, options.pairs)
+    return jnp.stack([(row * row).sum(0) for row in rows])
 
 
 def _batch_first(x: Array) -> Array:

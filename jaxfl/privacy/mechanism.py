@@ -163,6 +163,13 @@ class Mechanism:
             raise ValueError(f"weights={self.weights!r}: every round needs a client with a weight above 0")
 
 
+def noise_share(noise_multiplier: float, sampling: Sampling, clients: int | None) -> float:
+    r"""Std over C that each client adds, so that an expected cohort's sum has z: :math:`z / \sqrt{qN}`."""
+    if clients is None:
+        raise ValueError("clients=None: here each client adds its share of the noise, so give the number of clients")
+    return noise_multiplier / math.sqrt(sampling.expected(clients))
+
+
 class RoundNoise(NamedTuple):
     """The mechanism's numbers for one round, as the engine uses them."""
 

@@ -1,0 +1,99 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import CLIP, MODEL, small_clients
+
+from jaxfl.algorithms import centaur, fedrep
+from jaxfl.local.train import fit_head, train
+from jaxfl.models import mlp
+from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
+from jaxfl.simulation import simulate
+from jaxfl.types import ClientData
+
+KEY = jax.random.key(5)
+OPTIONS: dict[str, Any] = {
+    "optimizer": optax.sgd(0.2),
+    "head_optimizer": optax.sgd(0.3),
+    "batch_size": 4,
+    "head_epochs": 2,
+}
+
+
+def client_data(index=0):
+    clients = small_clients()
+    arrays = clients.inputs, clients.labels, clients.train[index], clients.train_size[index]
+    return ClientData(*map(jnp.asarray, arrays))
+
+
+def start(algorithm):
+    server, heads = algorithm.init(KEY, small_clients())
+    return server, jax.tree.map(lambda leaf: leaf[0], heads)
+
+
+def test_one_round_of_a_client_is_head_then_extractor():
+    algorithm = fedrep(MODEL, epochs=2, **OPTIONS)
+    server, head = start(algorithm)
+    message, fitted, _ = algorithm.client_update(KEY, server, head, client_data())
+    first, second = jax.random.split(KEY)
+    data = client_data()
+    params, _ = fit_head(
+        first, MODEL, {**server.params, **head}, data, optimizer=optax.sgd(0.3), batch_size=4, epochs=2
+    )
+    jax.tree.map(np.testing.assert_array_equal, fitted, {"head": params["head"]})
+    # The same extractor steps, by a mask over all parameters.
+    mask = {name: jax.tree.map(lambda _, own=name != "head": own, params[name]) for name in params}
+    whole, _ = train(
+        second,
+        params,
+        data,
+        apply=MODEL.apply,
+        prepare=MODEL.prepare,
+        optimizer=optax.sgd(0.2),
+        batch_size=4,
+        epochs=2,
+        mask=mask,
+    )
+    expected = {"dense_0": optax.tree.sub(whole["dense_0"], server.params["dense_0"])}
+    assert set(message.update) == {"dense_0"}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), message.update, expected)
+
+
+def test_evaluation_refits_the_head_of_every_client_and_keeps_nothing():
+    algorithm = fedrep(MODEL, **OPTIONS)
+    server, head = start(algorithm)
+    params = algorithm.personalize(KEY, server, head, client_data())
+    jax.tree.map(np.testing.assert_array_equal, {"dense_0": params["dense_0"]}, server.params)
+    assert not np.array_equal(params["head"]["kernel"], head["head"]["kernel"])
+    idle = fedrep(MODEL, mechanism=Mechanism(sampling=Poisson(1e-9)), **OPTIONS)
+    result = simulate(KEY, idle, small_clients(), rounds=2, progress=False)
+    kept = jax.tree.map(lambda leaf: leaf[0], result.states)
+    jax.tree.map(np.testing.assert_array_equal, kept, start_heads(idle, result))
+
+
+def start_heads(algorithm, result):
+    """The heads as they were before the first round."""
+    init_key = jax.random.split(KEY, 3)[0]
+    return jax.tree.map(lambda leaf: leaf[0], algorithm.init(init_key, small_clients())[1])
+
+
+def test_centaur_without_privacy_is_fedrep():
+    private = centaur(MODEL, clip=float("inf"), noise_multiplier=0.0, sampling=Full(), **OPTIONS)
+    plain = fedrep(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **OPTIONS)
+    a, b = (simulate(KEY, one, small_clients(), rounds=2, progress=False) for one in (private, plain))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a.server, b.server)
+
+
+def test_centaurs_statement_is_the_gaussians():
+    algorithm = centaur(MODEL, clip=CLIP, noise_multiplier=40.5, sampling=Full(), **OPTIONS)
+    statement = simulate(KEY, algorithm, small_clients(), rounds=2, progress=False).statement
+    assert statement["honest"]["upload"]["rdp"]["total"] == "inf"
+    assert 0 < statement["honest"]["aggregate"]["pld"]["total"] < 0.2
+
+
+def test_a_model_that_is_all_head_is_refused():
+    with pytest.raises(ValueError, match="nothing would be shared"):
+        fedrep(mlp((8, 8, 1), 10, hidden=()))

@@ -1,0 +1,62 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxfl.local.masks import random_masks, top_k_mask, top_k_masks
+
+
+def by_sorting(values, count):
+    """The definition: a stable sort by falling magnitude."""
+    mask = np.zeros(values.size, bool)
+    mask[np.argsort(-np.abs(values.ravel()), kind="stable")[:count]] = True
+    return mask.reshape(values.shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -3e38, 1e-45, 7.25]), min_size=12, max_size=12),
+    st.integers(1, 12),
+)
+def test_top_k_is_the_head_of_a_stable_sort(values, count):
+    values = np.array(values, np.float32).reshape(3, 4)
+    np.testing.assert_array_equal(top_k_mask(jnp.asarray(values), count), by_sorting(values, count))
+
+
+def test_top_k_of_many_values_and_of_clients_together():
+    values = np.random.default_rng(0).normal(size=(3, 50, 41)).astype(np.float32)
+    found = jax.vmap(lambda v: top_k_mask(v, 103))(jnp.asarray(values))
+    np.testing.assert_array_equal(found, np.stack([by_sorting(v, 103) for v in values]))
+
+
+def test_equal_values_keep_the_first():
+    np.testing.assert_array_equal(top_k_mask(jnp.ones(5), 2), [True, True, False, False, False])
+
+
+PARAMS = {
+    "first": {"kernel": jnp.arange(10.0).reshape(5, 2), "bias": jnp.zeros(2)},
+    "last": {"kernel": -jnp.arange(20.0).reshape(2, 10), "bias": jnp.zeros(10)},
+}
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05, 0.7, 1.0])
+def test_only_kernels_of_named_layers_are_sparse(density):
+    for masks in (
+        top_k_masks(PARAMS, ["last"], density),
+        random_masks(jax.random.key(0), PARAMS, ["last"], density),
+    ):
+        kept = jax.tree.map(lambda mask: int(mask.sum()), masks)
+        assert kept["first"] == {"kernel": 10, "bias": 2}
+        assert kept["last"] == {"kernel": max(1, round(math.ceil(20 * density))), "bias": 10}
+
+
+def test_random_masks_follow_the_key_and_grow_with_the_density():
+    one, same, other = (random_masks(jax.random.key(k), PARAMS, ["first", "last"], 0.3) for k in (0, 0, 1))
+    wider = random_masks(jax.random.key(0), PARAMS, ["first", "last"], 0.6)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, same))
+    assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a <= b).all()), one, wider))

@@ -1,5 +1,6 @@
 """DP-pFedDSU: a shared extractor with sparse private updates, and heads that never leave their clients."""
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -133,6 +134,10 @@ def dp_pfeddsu(
     check_count("sparse_layers", sparse_layers, least=0)
     check_positive("weight", weight, zero=True)
     check_positive("server_learning_rate", server_learning_rate)
+    if weight and math.isinf(clip):
+        raise ValueError(
+            f"clip={clip!r} with weight={weight!r}: the penalty pulls the norm to C, so give a finite clip"
+        )
     check_extractor(model)
     private = mask_source == "local_step"
     server_optimizer = optax.sgd(server_learning_rate)
@@ -142,7 +147,7 @@ def dp_pfeddsu(
         kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
         layers = kernels[max(0, len(kernels) - sparse_layers) :]
         if mask_source == "public_random":
-            key = jax.random.wrap_key_data(public)
+            key = _split(public)[0]
             return tuple(random_masks(key, params, layers, share) for share in (density, wider))
         return tuple(top_k_masks(lax.stop_gradient(params), layers, share) for share in (density, wider))
 
@@ -188,7 +193,7 @@ def dp_pfeddsu(
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Params]:
         extractor, heads = init_parts(key, model, clients)
-        public = jax.random.key_data(jax.random.fold_in(key, 1))
+        public = jax.random.bits(jax.random.fold_in(key, 1), (2,), jnp.uint32)
         return SparseServer(*init_server(extractor, server_optimizer), *masks(extractor, public), public), heads
 
     def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:
@@ -196,7 +201,7 @@ def dp_pfeddsu(
         if not private:  # the noise off a public support is dropped
             aggregate = _keep(server.support, aggregate)
         params, state = server_step(server_optimizer, Server(server.params, server.optimizer), aggregate)
-        public = jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(server.public), 1))
+        public = jax.random.key_data(_split(server.public)[1])
         return SparseServer(params, state, *masks(params, public), public)
 
     claimed = None if claim is None else (claim, "as if the noise were on all weights, whoever's mask they are on")
@@ -214,6 +219,11 @@ def dp_pfeddsu(
         personalize=fit,
         mechanism=Mechanism(clip=clip, sampling=sampling, delta=delta, claim=claimed, broken=broken, **noise),
     )
+
+
+def _split(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
+    """This round's key, and the next round's."""
+    return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))
 
 
 def _keep(mask: Tree, tree: Tree) -> Tree:

@@ -58,6 +58,13 @@ def test_dense_without_penalty_noise_and_clip_is_fedrep():
 HEAD = optax.sgd(0.1)
 
 
+def test_random_masks_change_from_round_to_round():
+    algorithm = dp_pfeddsu(MODEL, mask_source="public_random", density=0.1, **PRIVATE, **LOCAL)
+    masks = [np.asarray(run(algorithm, rounds).server.mask["dense_1"]["kernel"]) for rounds in (1, 2)]
+    assert masks[0].sum() == masks[1].sum() == 14
+    assert (masks[0] != masks[1]).any()
+
+
 @pytest.mark.parametrize("source", ["broadcast", "public_random"])
 def test_off_the_public_mask_nothing_moves(source):
     algorithm = dp_pfeddsu(MODEL, mask_source=source, density=0.1, sparse_layers=1, **PRIVATE, **LOCAL)
@@ -145,6 +152,7 @@ def test_wrong_arguments_name_themselves():
         "sparse_layers": {"sparse_layers": -1},
         "weight": {"weight": -1.0},
         "clients": {"fidelity": "paper"},
+        "clip": {"clip": float("inf")},
     }
     for name, wrong in wrongs.items():
         with pytest.raises(ValueError, match=name):

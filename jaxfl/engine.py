@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.data.clients import shard
+from jaxfl.local.masks import keep
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanism import RoundNoise, round_numbers, server_noise
 from jaxfl.privacy.noise import add_gaussian
@@ -231,7 +232,7 @@ def _participant(
         noise_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT_NOISE), ids)
         update = add_gaussian(noise_key, update, slots.noise[slot] * mechanism.clip)
     if message.mask is not None:
-        update = jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), message.mask, update)
+        update = keep(message.mask, update)
 
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
     share = _Cohort(

@@ -1,10 +1,12 @@
-"""The server's model and its optimizer step."""
+"""Where the server and its clients start, and the server's optimizer step."""
 
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from jaxfl.types import Params, Tree
+from jaxfl.types import Clients, Params, Tree
 
 
 class Server(NamedTuple):
@@ -17,6 +19,11 @@ class Server(NamedTuple):
 def init_server(params: Params, optimizer: optax.GradientTransformation) -> Server:
     """Start from `params` with a fresh optimizer state."""
     return Server(params, optimizer.init(params))
+
+
+def init_clients(params: Params, clients: Clients) -> Params:
+    """Client states [C, ...] that all start from `params`."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), params)
 
 
 def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:

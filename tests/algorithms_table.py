@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -21,7 +22,7 @@ from jaxfl.algorithms import (
 from jaxfl.data import load, make_clients
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
-from jaxfl.types import Algorithm, Clients
+from jaxfl.types import Algorithm, ClientData, Clients
 
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
 CLIP = 0.3
@@ -110,6 +111,17 @@ def sparse(sgd: float) -> dict[str, Any]:
         "epochs": 1,
         "head_epochs": 2,
     }
+
+
+def client_data(index: int = 0) -> ClientData:
+    """One of the small clients, as its update sees it."""
+    clients = small_clients()
+    return ClientData(
+        jnp.asarray(clients.inputs),
+        jnp.asarray(clients.labels),
+        jnp.asarray(clients.train[index]),
+        jnp.asarray(clients.train_size[index]),
+    )
 
 
 def small_clients(sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift: int = 0) -> Clients:

@@ -1,5 +1,6 @@
 """DP-pFedDSU: a shared extractor with sparse private updates, and heads that never leave their clients."""
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from jaxtyping import Key, UInt32
 
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
 from jaxfl.algorithms.fedrep import check_extractor, init_parts, split_head
-from jaxfl.local.masks import random_masks, top_k_masks
+from jaxfl.local.masks import keep, random_masks, top_k_masks
 from jaxfl.local.penalties import distance_to_bound
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
@@ -147,17 +148,21 @@ def dp_pfeddsu(
         kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
         layers = kernels[max(0, len(kernels) - sparse_layers) :]
         if mask_source == "public_random":
-            key = _split(public)[0]
-            return tuple(random_masks(key, params, layers, share) for share in (density, wider))
-        return tuple(top_k_masks(lax.stop_gradient(params), layers, share) for share in (density, wider))
+            select = functools.partial(random_masks, _split(public)[0], params, layers)
+        else:
+            select = functools.partial(top_k_masks, lax.stop_gradient(params), layers)
+        mask = select(density)
+        return mask, mask if wider == density else select(wider)
 
     def view(server: SparseServer) -> Params:
         """The extractor as the clients see it while it is frozen."""
-        return _keep(server.mask, server.params) if outside == "masked" else server.params
+        return keep(server.mask, server.params) if outside == "masked" else server.params
 
     def fit(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> Params:
-        options: dict[str, Any] = {"optimizer": head_optimizer, "batch_size": batch_size, "epochs": head_epochs}
-        return fit_head(key, model, {**view(server), **client}, data, **options)[0]
+        params = {**view(server), **client}
+        return fit_head(key, model, params, data, optimizer=head_optimizer, batch_size=batch_size, epochs=head_epochs)[
+            0
+        ]
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
@@ -168,7 +173,7 @@ def dp_pfeddsu(
 
         def apply(params: Params, x: Array) -> Array:
             # The value of theta * M, and the gradient of all weights, of which the loop keeps the support's.
-            kept = _keep(now(params)[0], params)
+            kept = keep(now(params)[0], params)
             through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
             return model.apply({**through, **head}, x)
 
@@ -188,7 +193,7 @@ def dp_pfeddsu(
             penalty=adaptive_norm if weight else None,
         )
         support = now(extractor)[1]
-        update = _keep(support, optax.tree.sub(extractor, server.params))
+        update = keep(support, optax.tree.sub(extractor, server.params))
         return Message(update, support if private and fidelity == "paper" else None), head, info
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Params]:
@@ -199,7 +204,7 @@ def dp_pfeddsu(
     def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:
         del info
         if not private:  # the noise off a public support is dropped
-            aggregate = _keep(server.support, aggregate)
+            aggregate = keep(server.support, aggregate)
         params, state = server_step(server_optimizer, Server(server.params, server.optimizer), aggregate)
         public = jax.random.key_data(_split(server.public)[1])
         return SparseServer(params, state, *masks(params, public), public)
@@ -224,7 +229,3 @@ def dp_pfeddsu(
 def _split(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
     """This round's key, and the next round's."""
     return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))
-
-
-def _keep(mask: Tree, tree: Tree) -> Tree:
-    return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)

@@ -7,8 +7,6 @@ that is fine-tuned before evaluation.
 import math
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 from jaxtyping import Key
@@ -17,7 +15,7 @@ from jaxfl._validate import check_positive
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
-from jaxfl.server import Server, init_server, server_step
+from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
 
 
@@ -47,8 +45,7 @@ def local_only(
     check_local(batch_size, epochs, steps)
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Tree, Tree]:
-        params = model.init(key)
-        return (), jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), params)
+        return (), init_clients(model.init(key), clients)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server

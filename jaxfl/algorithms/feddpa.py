@@ -17,7 +17,7 @@ from jaxfl.local.penalties import distance, distance_to_bound, safe_norm
 from jaxfl.local.train import check_local, train
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
-from jaxfl.server import Server, init_server, server_step
+from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
 
 
@@ -126,8 +126,7 @@ def feddpa(
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
         params = model.init(key)
-        states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), params)
-        return init_server(params, optax.sgd(1.0)), states
+        return init_server(params, optax.sgd(1.0)), init_clients(params, clients)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         params, info = local_update(key, server, client, data)

@@ -3,14 +3,13 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 from jaxtyping import Key
 
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling
-from jaxfl.server import Server, init_server, server_step
+from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
 
 
@@ -60,8 +59,9 @@ def fedrep(
 
     def fit(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
         params = {**server.params, **client}
-        options: dict[str, Any] = {"optimizer": head_optimizer, "batch_size": batch_size, "epochs": head_epochs}
-        return fit_head(key, model, params, data, **options)[0]
+        return fit_head(key, model, params, data, optimizer=head_optimizer, batch_size=batch_size, epochs=head_epochs)[
+            0
+        ]
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
@@ -158,7 +158,7 @@ def split_head(model: Model, params: Params) -> tuple[Params, Params]:
 def init_parts(key: Key[Array, ""], model: Model, clients: Clients) -> tuple[Params, Params]:
     """One extractor, and the same head for every client."""
     extractor, head = split_head(model, model.init(key))
-    return extractor, jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), head)
+    return extractor, init_clients(head, clients)
 
 
 def check_extractor(model: Model) -> None:

@@ -25,6 +25,11 @@ def merge(mask: Tree, inside: Tree, outside: Tree) -> Tree:
     return jax.tree.map(jnp.where, mask, inside, outside)
 
 
+def keep(mask: Tree, tree: Tree) -> Tree:
+    r""":math:`M \odot a`, and exactly 0 outside whatever stands there."""
+    return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
+
+
 def top_k_mask(values: Float[Array, "*S"], count: int) -> Bool[Array, "*S"]:
     """Exactly `count` entries of largest magnitude; ties go to the lower index. For up to 2^24 values.
 

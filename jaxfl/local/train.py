@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from jaxfl._validate import check_count
+from jaxfl.local.masks import keep
 from jaxfl.types import ClientData, Model, Params, Tree
 
 _BLOCK_EXAMPLES = 128
@@ -75,10 +76,10 @@ def train(
         loss, gradient = jax.value_and_grad(objective)(params)
         trainable = mask(params) if callable(mask) else mask
         if trainable is not None:
-            gradient = _inside(trainable, gradient)
+            gradient = keep(trainable, gradient)
         updates, state = optimizer.update(gradient, state, params)
         if trainable is not None:
-            updates = _inside(trainable, updates)  # weight decay and momentum would move masked coordinates too
+            updates = keep(trainable, updates)  # weight decay and momentum would move masked coordinates too
         return optax.apply_updates(params, updates), state, total_loss + loss
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
@@ -161,7 +162,3 @@ def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]
     """Real positions in random order, then the padding; does not depend on how much padding there is."""
     place = jax.random.uniform(key, (padded,))
     return jnp.argsort(jnp.where(jnp.arange(padded) < size, place, 2.0))
-
-
-def _inside(mask: Tree, tree: Tree) -> Tree:
-    return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)

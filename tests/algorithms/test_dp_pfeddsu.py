@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, SIZES, small_clients
+from algorithms_table import CLIP, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import centaur, dp_pfeddsu, fedrep
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import Full, Mechanism
 from jaxfl.simulation import simulate
-from jaxfl.types import ClientData
 
 KEY = jax.random.key(3)
 MODEL = mlp((8, 8, 1), 10, hidden=(12, 11))
@@ -27,10 +26,9 @@ def run(algorithm, rounds=2):
 
 def update_of(algorithm, index=0):
     clients = small_clients()
-    arrays = clients.inputs, clients.labels, clients.train[index], clients.train_size[index]
     server, heads = algorithm.init(KEY, clients)
     head = jax.tree.map(lambda leaf: leaf[index], heads)
-    message = algorithm.client_update(KEY, server, head, ClientData(*map(jnp.asarray, arrays)))[0]
+    message = algorithm.client_update(KEY, server, head, client_data(index))[0]
     return server, message
 
 
@@ -133,14 +131,11 @@ def test_the_first_forward_pass_is_on_masked_weights():
     algorithm = dp_pfeddsu(MODEL, density=0.1, **PRIVATE, **LOCAL)
     clients = small_clients()
     server, heads = algorithm.init(KEY, clients)
-    arrays = clients.inputs, clients.labels, clients.train[0], clients.train_size[0]
-    params = algorithm.personalize(
-        KEY, server, jax.tree.map(lambda a: a[0], heads), ClientData(*map(jnp.asarray, arrays))
-    )
+    params = algorithm.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), client_data())
     kept = jax.tree.map(lambda m, p: jnp.where(m, p, 0), server.mask, server.params)
     assert_same({name: params[name] for name in server.params}, kept)
     dense = dp_pfeddsu(MODEL, density=0.1, outside="dense", **PRIVATE, **LOCAL)
-    params = dense.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), ClientData(*map(jnp.asarray, arrays)))
+    params = dense.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), client_data())
     assert_same({name: params[name] for name in server.params}, server.params)
 
 

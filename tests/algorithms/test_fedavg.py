@@ -1,28 +1,16 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, SIZES, small_clients
+from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, fedprox, local_only
 from jaxfl.privacy.mechanism import Mechanism, Poisson
 from jaxfl.simulation import simulate
-from jaxfl.types import ClientData
 
 KEY = jax.random.key(11)
-
-
-def client_data(index=0):
-    clients = small_clients()
-    return ClientData(
-        jnp.asarray(clients.inputs),
-        jnp.asarray(clients.labels),
-        jnp.asarray(clients.train[index]),
-        jnp.asarray(clients.train_size[index]),
-    )
 
 
 def run(algorithm, clients=None, rounds=3):

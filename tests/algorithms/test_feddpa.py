@@ -2,11 +2,10 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, small_clients
+from algorithms_table import CLIP, MODEL, client_data, small_clients
 
 from jaxfl.algorithms import fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon, paper_noise_multiplier
@@ -14,20 +13,9 @@ from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanism import FixedSize, Full, Poisson
-from jaxfl.types import ClientData
 
 KEY = jax.random.key(2)
 CIFAR: dict[str, Any] = {"examples": 50_000, "batch_size": 16, "epochs": 2, "rounds": 15, "rate": 1.0}
-
-
-def data():
-    clients = small_clients()
-    return ClientData(
-        jnp.asarray(clients.inputs),
-        jnp.asarray(clients.labels),
-        jnp.asarray(clients.train[0]),
-        jnp.asarray(clients.train_size[0]),
-    )
 
 
 def build(**options):
@@ -39,7 +27,7 @@ def moved(algorithm):
     """A server and a client that differ everywhere, and the client's update."""
     server, _ = algorithm.init(KEY, small_clients())
     client = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(KEY, leaf.shape), server.params)
-    message, after, info = algorithm.client_update(KEY, server, client, data())
+    message, after, info = algorithm.client_update(KEY, server, client, client_data())
     return server, client, message, after, info
 
 
@@ -47,7 +35,7 @@ def test_above_one_everything_is_shared_and_it_is_fedavg():
     algorithm = build(threshold=1.1, lambda2=0.0)
     server, _, message, _, info = moved(algorithm)
     plain = fedavg(MODEL, optimizer=optax.adam(1e-3), batch_size=4, epochs=2)
-    expected, *_ = plain.client_update(jax.random.split(KEY)[1], server, (), data())
+    expected, *_ = plain.client_update(jax.random.split(KEY)[1], server, (), client_data())
     jax.tree.map(np.testing.assert_array_equal, message.update, expected.update)
     assert info["personal"] == 0
 
@@ -56,7 +44,7 @@ def test_at_zero_everything_is_personal_and_it_is_local_training():
     algorithm = build(threshold=0.0, lambda1=0.0)
     server, client, message, after, info = moved(algorithm)
     alone = local_only(MODEL, optimizer=optax.adam(1e-3), batch_size=4, epochs=2)
-    expected = alone.client_update(jax.random.split(KEY)[0], (), client, data())[1]
+    expected = alone.client_update(jax.random.split(KEY)[0], (), client, client_data())[1]
     jax.tree.map(np.testing.assert_array_equal, after, expected)
     jax.tree.map(lambda u, a, s: np.testing.assert_array_equal(u, a - s), message.update, after, server.params)
     assert info["personal"] == 1
@@ -68,7 +56,7 @@ def test_stages_touch_only_their_own_coordinates(reg):
     one, other = build(reg=reg, threshold=0.3, lambda2=0.05), build(reg=reg, threshold=0.3, lambda2=5.0)
     server, client, _, a, info = moved(one)
     b = moved(other)[3]
-    personal = fisher_mask(normalize_per_layer(client_fisher(MODEL, client, data(), batch_size=4)), 0.3)
+    personal = fisher_mask(normalize_per_layer(client_fisher(MODEL, client, client_data(), batch_size=4)), 0.3)
     assert 0 < info["personal"] < 1
     for mask, x, y in zip(*map(jax.tree.leaves, (personal, a, b))):
         np.testing.assert_array_equal(np.where(mask, x, 0), np.where(mask, y, 0))
@@ -83,7 +71,7 @@ def test_first_round_has_finite_gradients():
     # Client and server start equal: both norms are 0 where they are differentiated.
     algorithm = build()
     server, states = algorithm.init(KEY, small_clients())
-    message, *_ = algorithm.client_update(KEY, server, jax.tree.map(lambda leaf: leaf[0], states), data())
+    message, *_ = algorithm.client_update(KEY, server, jax.tree.map(lambda leaf: leaf[0], states), client_data())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(message.update))
 
 

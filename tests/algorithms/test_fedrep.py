@@ -1,18 +1,16 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, small_clients
+from algorithms_table import CLIP, MODEL, client_data, small_clients
 
 from jaxfl.algorithms import centaur, fedrep
 from jaxfl.local.train import fit_head, train
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
 from jaxfl.simulation import simulate
-from jaxfl.types import ClientData
 
 KEY = jax.random.key(5)
 OPTIONS: dict[str, Any] = {
@@ -21,12 +19,6 @@ OPTIONS: dict[str, Any] = {
     "batch_size": 4,
     "head_epochs": 2,
 }
-
-
-def client_data(index=0):
-    clients = small_clients()
-    arrays = clients.inputs, clients.labels, clients.train[index], clients.train_size[index]
-    return ClientData(*map(jnp.asarray, arrays))
 
 
 def start(algorithm):

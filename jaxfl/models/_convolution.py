@@ -46,7 +46,7 @@ def convolve(x: Array, kernel: Array, bias: Array, options: Options) -> Array:
 def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Array, Array, Array, Array]:
     """Output, patches, kernel by points, and where the output's gradient goes."""
     plan = _plan(x, kernel, options)
-    weights = _to_points(_to_pairs(kernel) if options.pairs else kernel, plan)
+    weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)
     patches = _patches(x, plan, options.padding)
     products = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))))
     y = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
@@ -67,21 +67,28 @@ def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Arr
 def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, Array, Array]:
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
+    pooled = dy
     if options.pool:
         d_bias = jnp.where(route < _NOBODY, dy, 0)
         dy = _unpool(route, dy, options.pairs, (plan.high, plan.wide))
     else:
         d_bias = dy = jnp.where(route, dy, 0) if options.relu else dy
-    dy = jnp.pad(dy, ((0, 0), (0, plan.tiles * plan.rows - plan.high), (0, 0), (0, 0)))
-    d_products = jnp.stack(_from_rows(dy, plan, 1)).reshape(len(patches), len(dy), -1)
+    d_products = _from_rows(dy, plan)
     d_x = None
     if weights is not None:
         d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))))
         d_x = _from_patches(d_patches, x.shape, plan, options.padding)
     if options.squares:
-        return d_x, _kernel_squares(x, dy, kernel, plan, options), (d_bias.sum((1, 2)) ** 2).sum(1)
+        padded, odd = _padded(x, plan, options.padding), kernel.shape[0] % 2
+        if d_x is None and options.pool and odd:
+            squares = _pooled_squares(padded, route, pooled, kernel.shape, options.pairs)
+        else:
+            squares = _kernel_squares(padded, _batch_first(dy), kernel.shape, options.pairs)
+        return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
     d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))))
-    return d_x, jnp.stack(_from_points(d_kernel, kernel.shape, plan, options.pairs)), d_bias.sum((1, 2, 3))
+    d_kernel = _from_points(d_kernel, plan)
+    d_kernel = _unpair_kernel(d_kernel, kernel.shape) if options.pairs else d_kernel.reshape(kernel.shape)
+    return d_x, d_kernel, d_bias.sum((1, 2, 3))
 
 
 convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -151,23 +158,35 @@ def _to_points(kernel: Array, plan: _Plan) -> Array:
     return by_points.reshape(len(plan.filter.outputs), -1, kernel.shape[-1])
 
 
-def _from_points(d: Array, shape: tuple[int, ...], plan: _Plan, pairs: bool) -> list[Array]:
-    """Transpose of `_to_points` and, where used, `_to_pairs`: (..., q, columns c, f) -> the kernel's k rows."""
-    size, _, c, f = shape
-    lead = d.shape[:-3]
-    d = d.reshape(*lead, len(plan.filter.taps), -1, d.shape[-1])
-    rows = [_combine(g, [d[..., p, :, :] for p in range(len(g))]) for g in plan.filter.taps.T]
-    if not pairs:
-        return [row.reshape(*lead, size, c, f) for row in rows]
-    rows = [row.reshape(*lead, size + 1, c, 2, f) for row in rows]
-    return [row[..., :-1, :, 0, :] + row[..., 1:, :, 1, :] for row in rows]
+def _from_points(d: Array, plan: _Plan) -> Array:
+    """Transpose of `_to_points`: (q, columns c, f) -> (k, columns c, f)."""
+    if plan.rows == 1:
+        return d.reshape(len(plan.filter.taps), -1, d.shape[-1])
+    return jnp.stack([_combine(g, d) for g in plan.filter.taps.T])
 
 
-def _to_pairs(kernel: Array) -> Array:
+def _pair_kernel(kernel: Array) -> Array:
     """(k, k, c, f) -> (k, (k + 1) / 2, 2c, 2f): two neighbouring outputs of a row from pairs of inputs."""
     size, _, c, f = kernel.shape
     places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
     return jnp.stack(places, 3).reshape(size, (size + 1) // 2, 2 * c, 2 * f)
+
+
+def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
+    """Transpose of `_pair_kernel`: (..., k, (k + 1) c, 2f) -> (..., k, k, c, f)."""
+    size, _, c, f = shape
+    d = d.reshape(*d.shape[:-2], size + 1, c, 2, f)
+    return d[..., :-1, :, 0, :] + d[..., 1:, :, 1, :]
+
+
+def to_pairs(x: Array) -> Array:
+    """Turn each pair of neighbouring columns into channels in the order (column, channel).
+
+    For a first layer with few channels and a wide kernel, which then computes both outputs of a row of a pooling
+    window at once: matrix products with twice the outputs and fewer patches, for (k + 1) / k times the operations.
+    """
+    c, h, w, n = x.shape
+    return x.reshape(c, h, w // 2, 2, n).transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
 
 
 def _padded(x: Array, plan: _Plan, padding: int) -> Array:
@@ -177,14 +196,13 @@ def _padded(x: Array, plan: _Plan, padding: int) -> Array:
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
-def _to_tiles(x: Array, plan: _Plan, axis: int) -> list[Array]:
-    """B x: padded rows at an axis -> for each point (or row of the kernel) one row of every tile."""
-    x = x.reshape(*x.shape[:axis], -1, plan.rows, *x.shape[axis + 1 :])
+def _to_tiles(x: Array, plan: _Plan) -> list[Array]:
+    """B x: padded (c, H, w n) -> for each point (or row of the kernel) one row of every tile, (c, tiles, w n)."""
+    x = x.reshape(len(x), -1, plan.rows, x.shape[2])
     rows = []
     for i in range(len(plan.filter.inputs)):
         tile, place = divmod(i, plan.rows)
-        own = lax.slice_in_dim(x, tile, tile + plan.tiles, axis=axis)
-        rows.append(lax.index_in_dim(own, place, axis + 1, keepdims=False))
+        rows.append(x[:, tile : tile + plan.tiles, place])
     return [_combine(b, rows) for b in plan.filter.inputs]
 
 
@@ -192,7 +210,7 @@ def _patches(x: Array, plan: _Plan, padding: int) -> Array:
     """(c, H, W, n) -> (q, columns c, tiles w n)."""
     n = x.shape[3]
     x = _padded(x, plan, padding)
-    x = jnp.stack(_to_tiles(x.reshape(*x.shape[:2], -1), plan, 1))
+    x = jnp.stack(_to_tiles(x.reshape(*x.shape[:2], -1), plan))
     # A spare column in front: what made x would be fused into every slice, but not through a pad.
     x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, 0, 0), (n, 0, 0)))
     patches = [x[..., (1 + j) * n : (1 + j + plan.wide) * n] for j in range(plan.columns)]
@@ -224,31 +242,42 @@ def _to_rows(products: Array, plan: _Plan) -> Array:
     return y.reshape(len(y), -1, *y.shape[3:])[:, : plan.high]
 
 
-def _from_rows(dy: Array, plan: _Plan, axis: int) -> list[Array]:
-    """Transpose of `_to_rows`, for each point; rows of whole tiles are at an axis."""
-    dy = dy.reshape(*dy.shape[:axis], plan.tiles, plan.rows, *dy.shape[axis + 1 :])
-    rows = [lax.index_in_dim(dy, i, axis + 1, keepdims=False) for i in range(plan.rows)]
-    return [_combine(a, rows) for a in plan.filter.outputs]
+def _from_rows(dy: Array, plan: _Plan) -> Array:
+    """Transpose of `_to_rows`: (f, h, w, n) -> (q, f, tiles w n)."""
+    dy = jnp.pad(dy, ((0, 0), (0, plan.tiles * plan.rows - plan.high), (0, 0), (0, 0)))
+    dy = dy.reshape(len(dy), plan.tiles, plan.rows, *dy.shape[2:])
+    points = [_combine(a, [dy[:, :, i] for i in range(plan.rows)]) for a in plan.filter.outputs]
+    return jnp.stack(points).reshape(len(points), len(dy), -1)
 
 
-def _kernel_squares(x: Array, dy: Array, kernel: Array, plan: _Plan, options: Options) -> Array:
-    """sum_n (P_n dM_n^T)^2: each example's gradient, squared and summed.
+def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) -> Array:
+    """sum_n (P_n dY_n^T)^2 of padded x and of dy (n, f, h, w): each example's gradient, squared and summed.
 
-    The products need the batch first. Moving it there is slow, so it is done to x and dy, and not to the patches; these
-    are then shifts of whole images (tiles w), where dM is 0 in the columns that a shift carries into the next tile.
+    The products need the batch first. Moving it there is slow, so it is done to x and dy, and not to the patches.
+    These hold rows and columns of the kernel: the transforms for points would take longer than such small products.
     """
-    n, points = x.shape[3], len(plan.filter.outputs)
-    dy = _batch_first(jnp.pad(dy, ((0, 0), (0, 0), (0, plan.columns - 1), (0, 0))))
-    length = plan.tiles * dy.shape[3]
-    products = jnp.stack(_from_rows(dy, plan, 2), 1).reshape(n, points, -1, length)
-    # One tile more, of which the shifts reach the first columns.
-    more = plan._replace(tiles=plan.tiles + 1)
-    x = _batch_first(_padded(x, more, options.padding))
-    x = jnp.stack(_to_tiles(x, more, 2), 1).reshape(n, len(plan.filter.inputs), x.shape[1], -1)
-    patches = jnp.concatenate([x[..., j : j + length] for j in range(plan.columns)], 2)
-    gradients = jnp.einsum("nqkl,nqfl->nqkf", patches.reshape(n, points, -1, length), products)
-    rows = _from_points(gradients, kernel.shape, plan, options.pairs)
-    return jnp.stack([(row * row).sum(0) for row in rows])
+    x = _batch_first(x)
+    n, f, high, wide = dy.shape
+    columns = (shape[1] + 1) // 2 if pairs else shape[1]
+    x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
+    x = x.reshape(n, x.shape[1], -1)  # copying rows of a map is then one long copy
+    patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
+    gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1)).reshape(n, shape[0], -1, f)
+    gradients = _unpair_kernel(gradients, shape) if pairs else gradients
+    return (gradients * gradients).sum(0).reshape(shape)
+
+
+def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pairs: bool) -> Array:
+    """`_kernel_squares` from the gradient of the pooled maps: a quarter of the numbers to move.
+
+    The places of a window become channels and rows: that takes pairs of columns.
+    """
+    x = x if pairs else to_pairs(x[:, :, : x.shape[2] // 2 * 2])
+    route, g = _batch_first(route.astype(g.dtype)), _batch_first(g)
+    a, b, c, d = (jnp.where(route == place, g, 0) for place in range(4))
+    dy = jnp.stack([jnp.stack([a, c], 3), jnp.stack([b, d], 3)], 1)
+    dy = dy.reshape(len(g), 2 * g.shape[1], 2 * g.shape[2], g.shape[3])
+    return _kernel_squares(x, dy, shape, True)
 
 
 def _batch_first(x: Array) -> Array:

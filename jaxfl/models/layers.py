@@ -45,7 +45,7 @@ class Convolution(nn.Module):
         padding: zeros on each side.
         relu: whether to apply ReLU.
         pool: whether to pool; a last odd row or column is dropped.
-        pairs: the input went through `to_pairs` (fast form; an odd kernel, no further padding, pooling).
+        pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
         form: "fast" or "plain", see the module's docstring.
         squares: see the module's docstring.
     """
@@ -77,17 +77,6 @@ def _plain(x: Array, kernel: Array, bias: Array, padding: int, relu: bool, pool:
     y = y + bias[:, None, None, None]
     y = nn.relu(y) if relu else y
     return lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") if pool else y
-
-
-def to_pairs(x: Float[Array, "channels H W B"], padding: int = 0) -> Float[Array, "channels2 H2 W2 B"]:
-    """Pad, then turn each pair of neighbouring columns into channels in the order (column, channel).
-
-    For a first layer with few channels and a wide kernel, which then computes both outputs of a row of a pooling
-    window at once: matrix products with twice the outputs and fewer patches, for (k + 1) / k times the operations.
-    """
-    x = jnp.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-    c, h, w, n = x.shape
-    return x.reshape(c, h, w // 2, 2, n).transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
 
 
 class Dense(nn.Module):

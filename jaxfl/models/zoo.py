@@ -11,7 +11,8 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from jaxfl._validate import check_choice, check_count
-from jaxfl.models.layers import Convolution, Dense, Form, to_pairs
+from jaxfl.models._convolution import to_pairs
+from jaxfl.models.layers import Convolution, Dense, Form
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]
@@ -32,7 +33,9 @@ def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
 def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array, "maps H2 W2 B"]:
     """Batch-minor feature maps; with a padding, in pairs of columns."""
     x = normalize(inputs).transpose(3, 1, 2, 0)
-    return x if padding is None else to_pairs(x, padding)
+    if padding is None:
+        return x
+    return to_pairs(jnp.pad(x, ((0, 0), (padding, padding), (padding, padding), (0, 0))))
 
 
 class _Mlp(nn.Module):

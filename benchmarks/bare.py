@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfl.engine import Population
+from jaxfl.engine import Population, compiler_options
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
 from jaxfl.types import Model, Params
@@ -53,7 +53,8 @@ def bare_round(
         return lax.psum(total, "clients")
 
     specs = (P(), P("clients"), P("clients"))
-    program = jax.jit(jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+    sharded = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    program = jax.jit(sharded, compiler_options=compiler_options(mesh))
     return lambda: jax.block_until_ready(program(params, x, y))
 
 

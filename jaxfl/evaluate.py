@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from jaxfl.engine import Population
+from jaxfl.engine import Population, compiler_options
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
 _BATCH = 64
@@ -46,7 +46,7 @@ def compile_evaluation(algorithm: Algorithm, population: Population, *, chunk: i
         )(jnp.arange(clients.number), server, states, clients)
         return jax.tree.map(lambda leaf: leaf[: population.number], scores)
 
-    return functools.partial(jax.jit(evaluate), population.clients)
+    return functools.partial(jax.jit(evaluate, compiler_options=compiler_options(population.mesh)), population.clients)
 
 
 def _client(

@@ -248,7 +248,7 @@ class _Run:
     def _empty(self) -> _Recorded:
         """Zeros for what the whole run will record."""
         probe = compile_rounds(self.algorithm, self.population, chunk=1, segment=1)
-        shapes = jax.eval_shape(probe, self.key, 0, 1, self.server, self.states)[2]
+        shapes = probe.func.eval_shape(*probe.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
         records = jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[1:]), leaf.dtype), shapes)
         blank = np.zeros((len(self.evaluations), self.population.number), np.float32)
         return _Recorded(records, PerClient(blank, blank.copy()))

@@ -99,7 +99,7 @@ def feddpa(
         raise ValueError(f"clip={clip!r} with lambda2={lambda2!r}: stage B pulls the norm to C, so give a finite clip")
 
     def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
-        fisher = normalize_per_layer(client_fisher(model, old, data, batch_size=batch_size))
+        fisher = normalize_per_layer(client_fisher(model, old, data))
         personal = fisher_mask(fisher, threshold)
         shared = jax.tree.map(jnp.logical_not, personal)
         first, second = jax.random.split(key)

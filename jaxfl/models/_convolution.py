@@ -226,14 +226,16 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: int)
     before = [(j - padding) * n for j in range(plan.columns)]
     ends = [((0, 0, 0), (0, 0, 0), (0, 0, 0), (b, (w - plan.wide) * n - b, 0)) for b in before]
     d = functools.reduce(jnp.add, [lax.pad(d[:, j], zero, ends[j]) for j in range(plan.columns)])
-    x = jnp.zeros((c, plan.tiles + (reach - 1) // plan.rows, plan.rows, w * n), d.dtype)
-    for i, b in enumerate(plan.filter.inputs.T):
-        tile, place = divmod(i, plan.rows)
-        row = _combine(b, d)
-        if tile:  # the tile before has written there
-            row = row + x[:, tile : tile + plan.tiles, place]
-        x = lax.dynamic_update_slice(x, row[:, :, None], (0, tile, place, 0))
-    return x.reshape(c, -1, w, n)[:, padding : padding + h]
+    # A row of x lies in its own tile, and at the end of those before.
+    over = (reach - 1) // plan.rows
+    d = jnp.pad(d, ((0, 0), (0, 0), (over, over), (0, 0)))
+    rows = []
+    for place in range(plan.rows):
+        reached = range(place, reach, plan.rows)
+        tiles = [d[:, :, over - t : 2 * over - t + plan.tiles] for t in range(len(reached))]
+        terms = [_combine(plan.filter.inputs[:, i], own) for i, own in zip(reached, tiles, strict=True)]
+        rows.append(functools.reduce(jnp.add, terms))
+    return jnp.stack(rows, 2).reshape(c, -1, w, n)[:, padding : padding + h]
 
 
 def _to_rows(products: Array, plan: _Plan) -> Array:

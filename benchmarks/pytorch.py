@@ -72,7 +72,31 @@ class FedDpaCifar(nn.Module):
         return self.head(F.relu(self.dense2(x)))
 
 
-NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar}
+class ResNet20(nn.Module):
+    """3x3 convolution; 3 stages of 3 residual blocks with 16, 32, 64 channels and GroupNorm; mean; classes."""
+
+    def __init__(self, input_shape: tuple[int, int, int] = (32, 32, 3), classes: int = 10) -> None:
+        super().__init__()
+        sizes = [(input_shape[2], 16, 1)]
+        for before, width in ((16, 16), (16, 32), (32, 64)):
+            sizes += [(before, width, width // before)] + [(width, width, 1)] * 5
+        self.conv = nn.ModuleList(nn.Conv2d(c, f, 3, stride, padding=1, bias=False) for c, f, stride in sizes)
+        self.norm = nn.ModuleList(nn.GroupNorm(2, f) for _, f, _ in sizes)
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        x = F.relu(self.norm[0](self.conv[0](x)))
+        for i in range(1, len(self.conv), 2):
+            y = F.relu(self.norm[i](self.conv[i](x)))
+            y = self.norm[i + 1](self.conv[i + 1](y))
+            if y.shape != x.shape:
+                x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, y.shape[1] - x.shape[1]))
+            x = F.relu(y + x)
+        return self.head(x.mean((2, 3)))
+
+
+NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar, "resnet20": ResNet20}
 
 
 def tensors(inputs: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:

@@ -43,6 +43,7 @@ WORKLOADS = {
     "lenet": Workload("lenet", (32, 32, 3), clients=50, examples=320, batch_size=32, steps=10),
     "mlp": Workload("mlp", (28, 28, 1), clients=200, examples=320, batch_size=32, steps=10),
     "feddpa_cnn": Workload("feddpa_cnn", (32, 32, 3), clients=10, examples=128, batch_size=16, steps=32),
+    "resnet20": Workload("resnet20", (32, 32, 3), clients=4, examples=96, batch_size=32, steps=3),
     "feddpa": Workload("feddpa_cnn", (32, 32, 3), clients=10, examples=128, batch_size=16, steps=32),
 }
 
@@ -51,7 +52,7 @@ WORKLOADS = {
 class Config:
     """What to time."""
 
-    workload: Literal["lenet", "mlp", "feddpa_cnn", "feddpa"] = "lenet"
+    workload: Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa"] = "lenet"
     clients: int | None = None
     """Number of clients (default: the workload's)."""
     chunk: int = 1

@@ -45,6 +45,8 @@ class Convolution(nn.Module):
         padding: zeros on each side.
         relu: whether to apply ReLU.
         pool: whether to pool; a last odd row or column is dropped.
+        stride: 1, or 2 without pooling.
+        bias: whether to add one.
         pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
         form: "fast" or "plain", see the module's docstring.
         squares: see the module's docstring.
@@ -55,6 +57,8 @@ class Convolution(nn.Module):
     padding: int = 0
     relu: bool = True
     pool: bool = True
+    stride: Literal[1, 2] = 1
+    bias: bool = True
     pairs: bool = False
     form: Form = "fast"
     squares: bool = False
@@ -62,18 +66,36 @@ class Convolution(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "channels H W B"]) -> Float[Array, "features H2 W2 B"]:
         """Feature maps."""
-        channels = x.shape[0] // 2 if self.pairs else x.shape[0]
+        channels, padding = x.shape[0] // 2 if self.pairs else x.shape[0], self.padding
         shape = (self.size, self.size, channels, self.features)
-        kernel = self.param("kernel", _kernel_init, shape)
-        bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
+        kernel, bias = self.param("kernel", _kernel_init, shape), jnp.zeros(self.features)
+        if self.bias:
+            bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
         if self.form == "plain" and not self.squares:
-            return _plain(x, kernel, bias, self.padding, self.relu, self.pool)
-        return convolve(x, kernel, bias, Options(self.padding, self.relu, self.pool, self.pairs, self.squares))
+            return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)
+        if self.stride == 2:
+            x, kernel, padding = *_to_blocks(x, kernel, padding), 0
+        return convolve(x, kernel, bias, Options(padding, self.relu, self.pool, self.pairs, self.squares))
 
 
-def _plain(x: Array, kernel: Array, bias: Array, padding: int, relu: bool, pool: bool) -> Array:
+def _to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
+    """A convolution of stride 2 as one of stride 1: blocks of 2x2 pixels become channels, and so does the kernel."""
+    (c, high, wide, n), (size, _, _, f) = x.shape, kernel.shape
+    half = -(-size // 2)
+    h, w = ((side + 2 * padding - size) // 2 + half for side in (high, wide))
+    zero = jnp.zeros((), x.dtype)
+    x = lax.pad(
+        x, zero, ((0, 0, 0), (padding, 2 * h - high - padding, 0), (padding, 2 * w - wide - padding, 0), (0, 0, 0))
+    )
+    x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h, w, n)
+    kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
+    kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5).reshape(half, half, 4 * c, f)
+    return x, kernel
+
+
+def _plain(x: Array, kernel: Array, bias: Array, padding: int, stride: int, relu: bool, pool: bool) -> Array:
     pads = ((padding, padding), (padding, padding))
-    y = lax.conv_general_dilated(x, kernel, (1, 1), pads, dimension_numbers=("CHWN", "HWIO", "CHWN"))
+    y = lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("CHWN", "HWIO", "CHWN"))
     y = y + bias[:, None, None, None]
     y = nn.relu(y) if relu else y
     return lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") if pool else y

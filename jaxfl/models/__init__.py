@@ -1,6 +1,6 @@
 """Networks as pure functions."""
 
 from jaxfl.models.wrap import from_flax
-from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, mlp
+from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, mlp, resnet20
 
-__all__ = ["build", "digits_cnn", "feddpa_cnn", "from_flax", "lenet", "mlp"]
+__all__ = ["build", "digits_cnn", "feddpa_cnn", "from_flax", "lenet", "mlp", "resnet20"]

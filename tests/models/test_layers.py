@@ -50,6 +50,7 @@ def _squares(layer, params, x, batch_axis, first):
         (Convolution(3, 5, pairs=True), (4, 11, 6, 3)),
         (Convolution(2, 3), (8, 9, 6, 3)),
         (Convolution(2, 5), (2, 14, 9, 3)),
+        (Convolution(4, 3, padding=1, stride=2, pool=False, bias=False), (8, 7, 6, 3)),
         (GroupNorm(2), (4, 3, 5, 6)),
         (Dense(3), (6, 4)),
     ],
@@ -62,6 +63,16 @@ def test_squares_equal_a_loop_over_examples(layer, shape, first):
     params = layer.init(jax.random.key(1), x)["params"]
     got = _squares(layer, params, x, batch_axis, first)
     jax.tree.map(_assert_close, got, _per_example_squares(layer, params, x, batch_axis))
+
+
+def _assert_forms_agree(fast, x):
+    params = fast.init(jax.random.key(1), x)["params"]
+
+    def both(layer):
+        value = lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))  # noqa: E731
+        return jax.jit(jax.value_and_grad(value, (0, 1)))(params, x)
+
+    jax.tree.map(_assert_close, both(fast), both(fast.clone(form="plain")))
 
 
 @pytest.mark.parametrize(
@@ -80,13 +91,16 @@ def test_squares_equal_a_loop_over_examples(layer, shape, first):
 def test_gradients_equal_the_plain_form(size, padding, pool, channels, high):
     x = jax.random.normal(jax.random.key(0), (channels, high, 8, 4))
     fast = Convolution(5, size, padding=padding, pool=pool)
-    params = fast.init(jax.random.key(1), x)["params"]
+    _assert_forms_agree(fast, x)
 
-    def both(layer):
-        value = lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))  # noqa: E731
-        return jax.jit(jax.value_and_grad(value, (0, 1)))(params, x)
 
-    jax.tree.map(_assert_close, both(fast), both(fast.clone(form="plain")))
+@pytest.mark.parametrize(
+    ("size", "padding", "high", "wide"), [(3, 1, 8, 8), (3, 1, 7, 6), (3, 0, 9, 8), (5, 2, 8, 7), (2, 0, 6, 7)]
+)
+def test_stride_2_equals_the_plain_form(size, padding, high, wide):
+    x = jax.random.normal(jax.random.key(0), (3, high, wide, 4))
+    fast = Convolution(5, size, padding=padding, stride=2, pool=False, bias=False)
+    _assert_forms_agree(fast, x)
 
 
 def test_pairs_equal_pixels():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, mlp
+from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, mlp, resnet20
 from jaxfl.models.layers import Convolution
 
 MODELS = {
@@ -15,8 +15,9 @@ MODELS = {
     "feddpa_mnist": functools.partial(feddpa_cnn, "mnist"),
     "digits_cnn": digits_cnn,
     "odd": functools.partial(digits_cnn, (9, 7, 2)),
+    "resnet20": functools.partial(resnet20, (9, 7, 2)),
 }
-SHAPES = {"feddpa_mnist": (28, 28, 1), "digits_cnn": (8, 8, 1), "odd": (9, 7, 2)}
+SHAPES = {"feddpa_mnist": (28, 28, 1), "digits_cnn": (8, 8, 1), "odd": (9, 7, 2), "resnet20": (9, 7, 2)}
 
 
 def images(name, count=3, seed=0):
@@ -34,6 +35,7 @@ def test_published_sizes():
     assert parameters(mlp()) == 784 * 200 + 200 + 200 * 200 + 200 + 2010
     convolutions = 3 * 9 * 16 + 16 + 16 * 9 * 32 + 32 + 32 * 9 * 32 + 32
     assert parameters(feddpa_cnn("cifar10")) == convolutions + 512 * 512 + 512 + 512 * 128 + 128 + 1290
+    assert parameters(resnet20()) == 269_072 + 650
     assert parameters(feddpa_cnn("svhn_cropped")) == 3 * 9 * 32 + 32 + 32 * 9 * 64 + 64 + 12_544 * 128 + 128 + 1290
     for name, classes in (("mnist", 10), ("femnist", 62)):
         expected = 9 * 32 + 32 + 32 * 9 * 64 + 64 + 9216 * 128 + 128 + 129 * classes

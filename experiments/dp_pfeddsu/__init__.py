@@ -1,0 +1,1 @@
+"""DP-pFedDSU: its tables and figure, with honest noise, and a thousand clients."""

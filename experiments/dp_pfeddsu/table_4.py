@@ -1,0 +1,14 @@
+"""Table IV: neither component (CENTAUR), reparameterised training alone (weight = 0), and the adaptive norm with it.
+
+python -m experiments.dp_pfeddsu.table_4 --dataset cifar10 --scale cpu
+"""
+
+from experiments.dp_pfeddsu.setting import Entry, run
+
+if __name__ == "__main__":
+    run(
+        "table_4",
+        __doc__,
+        {"cifar10": (10, 5), "emnist": (10,)},
+        lambda _: [Entry("CENTAUR"), Entry("DP-pFedDSU", options={"weight": 0.0}), Entry("DP-pFedDSU")],
+    )

@@ -9,17 +9,23 @@ import numpy as np
 import optax
 
 from jaxfl.algorithms import (
+    blur_lus,
     centaur,
     dp_fedavg,
     dp_fedavg_fb,
+    dp_fedsam,
     dp_pfeddsu,
+    fed_smp,
     fedavg,
     feddpa,
     fedprox,
     fedrep,
     local_only,
+    pmtl,
+    ppsgd,
 )
 from jaxfl.data import load, make_clients
+from jaxfl.local.train import squared_error
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
 from jaxfl.types import Algorithm, ClientData, Clients
@@ -97,7 +103,37 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         outside="dense",
         **sparse(sgd) | {"sampling": FixedSize(6)},
     ),
+    "ppsgd": lambda z=1.0, sgd=0.1, **o: ppsgd(
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=z,
+        sampling=Poisson(0.6),
+        batch_size=4,
+        server_learning_rate=1.0,
+        loss=lambda *batch: 10 * sgd * squared_error(*batch),  # it sends gradients, which no local rate scales
+    ),
+    "ppsgd_centaur": lambda z=1.0, sgd=0.1, **o: ppsgd(
+        MODEL, variant="centaur", evaluation_epochs=2, **private(z, sgd)
+    ),
+    "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, weight=0.5, start="broadcast", **private(z, sgd)),
+    "pmtl_own": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, weight=0.5, **private(z, sgd)),
+    "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, finetune=2, head_batch_size=4, **private(z, sgd)),
+    "dp_fedsam": lambda z=1.0, sgd=0.1, **o: dp_fedsam(MODEL, radius=0.1, **private(z, sgd)),
+    "fed_smp": lambda z=1.0, sgd=0.1, **o: fed_smp(MODEL, density=0.2, **private(z, sgd)),
+    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(MODEL, density=0.5, **private(z, sgd)),
 }
+
+
+def private(z: float, sgd: float) -> dict[str, Any]:
+    """Options of most private methods."""
+    return {
+        "clip": CLIP,
+        "noise_multiplier": z,
+        "sampling": Poisson(0.6),
+        "optimizer": optax.sgd(sgd),
+        "batch_size": 4,
+        "epochs": 2,
+    }
 
 
 def sparse(sgd: float) -> dict[str, Any]:

@@ -1,10 +1,16 @@
 """Recipes: one small file per paper or family."""
 
+from jaxfl.algorithms.blur_lus import blur_lus
+from jaxfl.algorithms.dp_fedsam import dp_fedsam
 from jaxfl.algorithms.dp_pfeddsu import dp_pfeddsu
+from jaxfl.algorithms.fed_smp import fed_smp
 from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb, fedavg, fedprox, local_only
 from jaxfl.algorithms.feddpa import feddpa
 from jaxfl.algorithms.fedrep import centaur, fedrep
+from jaxfl.algorithms.pmtl import pmtl
+from jaxfl.algorithms.ppsgd import ppsgd
 
 __all__ = [
-    "centaur", "dp_fedavg", "dp_fedavg_fb", "dp_pfeddsu", "fedavg", "feddpa", "fedprox", "fedrep", "local_only",
+    "blur_lus", "centaur", "dp_fedavg", "dp_fedavg_fb", "dp_fedsam", "dp_pfeddsu", "fed_smp", "fedavg", "feddpa",
+    "fedprox", "fedrep", "local_only", "pmtl", "ppsgd",
 ]  # fmt: skip

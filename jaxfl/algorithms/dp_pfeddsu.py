@@ -2,10 +2,9 @@
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
@@ -16,25 +15,13 @@ from jaxfl.local.masks import keep, random_masks, top_k_masks
 from jaxfl.local.penalties import distance_to_bound
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
-from jaxfl.server import Server, init_server, server_step
+from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
 
 _BROKEN = (
     "noise only on the support of each client's mask, which follows its private weights: neighbouring data may give "
     "another support, which the zeros show (delta = 1)"
 )
-
-
-class SparseServer(NamedTuple):
-    """A server, the masks that it broadcasts, and the data of the public key of random ones."""
-
-    params: Params
-    optimizer: Tree
-    mask: Tree
-    """What the forward pass keeps."""
-    support: Tree
-    """What moves and is sent."""
-    public: UInt32[Array, "2"]
 
 
 def dp_pfeddsu(
@@ -148,7 +135,7 @@ def dp_pfeddsu(
         kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
         layers = kernels[max(0, len(kernels) - sparse_layers) :]
         if mask_source == "public_random":
-            select = functools.partial(random_masks, _split(public)[0], params, layers)
+            select = functools.partial(random_masks, public_key(public), params, layers)
         else:
             select = functools.partial(top_k_masks, lax.stop_gradient(params), layers)
         mask = select(density)
@@ -198,16 +185,13 @@ def dp_pfeddsu(
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Params]:
         extractor, heads = init_parts(key, model, clients)
-        public = jax.random.bits(jax.random.fold_in(key, 1), (2,), jnp.uint32)
-        return SparseServer(*init_server(extractor, server_optimizer), *masks(extractor, public), public), heads
+        return init_sparse(key, extractor, server_optimizer, masks), heads
 
     def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:
         del info
         if not private:  # the noise off a public support is dropped
             aggregate = keep(server.support, aggregate)
-        params, state = server_step(server_optimizer, Server(server.params, server.optimizer), aggregate)
-        public = jax.random.key_data(_split(server.public)[1])
-        return SparseServer(params, state, *masks(params, public), public)
+        return sparse_step(server_optimizer, server, aggregate, masks)
 
     claimed = None if claim is None else (claim, "as if the noise were on all weights, whoever's mask they are on")
     if fidelity == "paper":
@@ -224,8 +208,3 @@ def dp_pfeddsu(
         personalize=fit,
         mechanism=Mechanism(clip=clip, sampling=sampling, delta=delta, claim=claimed, broken=broken, **noise),
     )
-
-
-def _split(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
-    """This round's key, and the next round's."""
-    return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))

@@ -1,15 +1,17 @@
 """The FedAvg family: local-only, FedAvg, FedProx, DP-FedAvg and DP-FedAvg-fb.
 
-One recipe with four options: communicate or not, a proximal term, a clip bound with noise, and a head
+One recipe with four options: communicate or not, a penalty (a proximal term), a clip bound with noise, and a head
 that is fine-tuned before evaluation.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import optax
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Float, Key
 
 from jaxfl._validate import check_positive
 from jaxfl.local.penalties import proximal
@@ -80,7 +82,8 @@ def fedavg(
     batch_size: int = 32,
     epochs: int = 1,
     steps: int | None = None,
-    mu: float = 0.0,
+    penalty: Callable[[Params, Params], Float[Array, ""]] | None = None,
+    sam_radius: float = 0.0,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     mechanism: Mechanism = Mechanism(denominator="participants"),
     name: str = "fedavg",
@@ -93,7 +96,8 @@ def fedavg(
         batch_size: B.
         epochs: local passes per round, unless `steps` is given.
         steps: local steps per round.
-        mu: weight of the proximal term :math:`\frac{\mu}{2} \|w - w^t\|^2`.
+        penalty: of a client's parameters and the broadcast ones, added to the loss.
+        sam_radius: rho of sharpness-aware local steps (see `jaxfl.local.train.ascend`); 0: plain ones.
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
         name: how reports call the method.
@@ -106,7 +110,7 @@ def fedavg(
     'fedavg'
     """
     check_local(batch_size, epochs, steps)
-    check_positive("mu", mu, zero=True)
+    check_positive("sam_radius", sam_radius, zero=True)
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Tree]:
         del clients
@@ -123,7 +127,8 @@ def fedavg(
             batch_size=batch_size,
             epochs=epochs,
             steps=steps,
-            penalty=(lambda params: proximal(params, server.params, mu)) if mu else None,
+            penalty=(lambda params: penalty(params, server.params)) if penalty else None,
+            sam_radius=sam_radius,
         )
         return Message(optax.tree.sub(params, server.params)), client, info
 
@@ -152,7 +157,8 @@ def fedprox(model: Model, *, mu: float = 0.01, **options: Any) -> Algorithm:
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    return fedavg(model, mu=mu, name="fedprox", **options)
+    check_positive("mu", mu, zero=True)
+    return fedavg(model, penalty=functools.partial(proximal, mu=mu) if mu else None, name="fedprox", **options)
 
 
 def dp_fedavg(

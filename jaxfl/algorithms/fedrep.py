@@ -1,16 +1,29 @@
 """A shared extractor, and heads that never leave their clients: FedRep, and CENTAUR (DP-FedRep)."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax import Array
 from jaxtyping import Key
 
+from jaxfl._validate import check_count
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
+
+
+class Parts(NamedTuple):
+    """How parameters are made of a part that all clients share and one that each client keeps."""
+
+    cut: Callable[[Params], tuple[Params, Params]]
+    """Initial parameters -> shared, personal."""
+    join: Callable[[Params, Params], Params]
+    """Shared, personal -> parameters."""
+    own: Callable[[Params, Params], Params]
+    """Shared, parameters with another head -> personal."""
 
 
 def fedrep(
@@ -21,6 +34,8 @@ def fedrep(
     epochs: int = 1,
     head_optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
     head_epochs: int = 10,
+    evaluation_epochs: int | None = None,
+    parts: Parts | None = None,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     mechanism: Mechanism = Mechanism(denominator="participants"),
     name: str = "fedrep",
@@ -36,12 +51,14 @@ def fedrep(
     it took part or not, fits its head to the current extractor once more; nothing of that is kept.
 
     Args:
-        model: the network; `model.head` stays with the clients.
+        model: the network; `model.head` stays with the clients, an empty one shares everything.
         optimizer: of the extractor, fresh in every round.
         batch_size: B, of both stages.
         epochs: passes over the client's examples for the extractor.
         head_optimizer: of the head, fresh in every round.
-        head_epochs: passes for the head, on features that are computed once.
+        head_epochs: passes for the head, on features that are computed once; 0: the head stays as it is.
+        evaluation_epochs: passes for the head before evaluation (default: `head_epochs`).
+        parts: what is shared and what is kept (default: the extractor and the head).
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
         name: how reports call the method.
@@ -54,33 +71,41 @@ def fedrep(
     'fedrep'
     """
     check_local(batch_size, epochs, None)
-    check_local(batch_size, head_epochs, None)
-    check_extractor(model)
+    evaluation_epochs = head_epochs if evaluation_epochs is None else evaluation_epochs
+    for name_, passes in {"head_epochs": head_epochs, "evaluation_epochs": evaluation_epochs}.items():
+        check_count(name_, passes, least=0)
+        if passes and not model.head:
+            raise ValueError(f"{name_}={passes!r}: model={model.name!r} has no head to fit, so give 0")
+    if parts is None:
+        check_extractor(model)
+        parts = private_head(model)
 
-    def fit(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
-        params = {**server.params, **client}
-        return fit_head(key, model, params, data, optimizer=head_optimizer, batch_size=batch_size, epochs=head_epochs)[
-            0
-        ]
+    def fit(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData, epochs: int = evaluation_epochs
+    ) -> Params:
+        params = parts.join(server.params, client)
+        if not epochs:
+            return params
+        return fit_head(key, model, params, data, optimizer=head_optimizer, batch_size=batch_size, epochs=epochs)[0]
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
-        _, head = split_head(model, fit(first, server, client, data))
-        extractor, info = train(
+        personal = parts.own(server.params, fit(first, server, client, data, head_epochs))
+        shared, info = train(
             second,
             server.params,
             data,
-            apply=lambda extractor, x: model.apply({**extractor, **head}, x),
+            apply=lambda shared, x: model.apply(parts.join(shared, personal), x),
             prepare=model.prepare,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,
         )
-        return Message(optax.tree.sub(extractor, server.params)), head, info
+        return Message(optax.tree.sub(shared, server.params)), personal, info
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
-        extractor, heads = init_parts(key, model, clients)
-        return init_server(extractor, server_optimizer), heads
+        shared, personal = parts.cut(model.init(key))
+        return init_server(shared, server_optimizer), init_clients(personal, clients)
 
     return Algorithm(
         name=name,
@@ -152,6 +177,15 @@ def split_head(model: Model, params: Params) -> tuple[Params, Params]:
     return (
         {name: params[name] for name in params if name not in model.head},
         {name: params[name] for name in model.head},
+    )
+
+
+def private_head(model: Model) -> Parts:
+    """The extractor is shared, the head stays."""
+    return Parts(
+        cut=lambda params: split_head(model, params),
+        join=lambda shared, personal: {**shared, **personal},
+        own=lambda shared, params: split_head(model, params)[1],
     )
 
 

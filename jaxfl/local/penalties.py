@@ -34,5 +34,11 @@ def distance_to_bound(
     return 0.5 * weight * (jnp.maximum(excess, 0.0) if hinge else jnp.abs(excess))
 
 
+def excess(params: Tree, center: Tree, bound: float, weight: float) -> Float[Array, ""]:
+    r""":math:`\frac{\lambda}{2} \max(0, \|w - w^t\|^2 - C^2)` (BLUR, Cheng et al. 2022)."""
+    square = jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
+    return 0.5 * weight * jnp.maximum(square - bound**2, 0.0)
+
+
 def _masked_difference(params: Tree, center: Tree, mask: Tree) -> Tree:
     return jax.tree.map(lambda p, c, m: jnp.where(m, p - c, 0.0), params, center, mask)

@@ -24,6 +24,24 @@ def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights:
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
+def squared_error(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
+    """Mean squared error to the targets 0.9 (the label) and -0.1 (others), over examples of weight 1 and classes."""
+    losses = jnp.mean((logits - (jax.nn.one_hot(labels, logits.shape[-1]) - 0.1)) ** 2, axis=-1)
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def ascend(params: Params, gradient: Tree, radius: float) -> Params:
+    r"""Where SAM takes its gradient: :math:`w + \rho \, g / \|g\|_2`, one norm over the whole tree; w where g = 0.
+
+    References: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021, eq. 2.
+
+    >>> ascend({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([3.0, 4.0])}, 0.5)
+    {'w': Array([3.3, 4.4], dtype=float32)}
+    """
+    norm = jnp.maximum(jnp.asarray(optax.tree.norm(gradient)), jnp.finfo(jnp.float32).tiny)
+    return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)
+
+
 def train(
     key: Key[Array, ""],
     params: Params,
@@ -37,8 +55,10 @@ def train(
     steps: int | None = None,
     mask: Tree | Callable[[Params], Tree] = None,
     penalty: Callable[[Params], Float[Array, ""]] | None = None,
+    loss: Callable[[Array, Array, Array], Float[Array, ""]] = cross_entropy,
+    sam_radius: float = 0.0,
 ) -> tuple[Params, dict[str, Array]]:
-    r"""Minimise cross-entropy plus a penalty on one client's examples by minibatch steps.
+    r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
     Every epoch visits the client's examples once, in a fresh random order, in batches of `batch_size`
     whose last one may be smaller; the number of steps follows the client's own size.
@@ -56,6 +76,8 @@ def train(
         mask: trainable coordinates (bool, shaped like params), or how they follow from the parameters at every step;
             others keep their bits.
         penalty: added to the mean loss of every batch.
+        loss: of logits, labels and weights of a batch, 0 for padding: a mean over the others.
+        sam_radius: rho of sharpness-aware steps, whose gradient is taken at `ascend` of the parameters; 0: plain steps.
 
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
@@ -70,17 +92,20 @@ def train(
         params, state, total_loss = carry
 
         def objective(params: Params) -> Float[Array, ""]:
-            loss = cross_entropy(apply(params, x), labels, weights)
-            return loss if penalty is None else loss + penalty(params)
+            value = loss(apply(params, x), labels, weights)
+            return value if penalty is None else value + penalty(params)
 
-        loss, gradient = jax.value_and_grad(objective)(params)
         trainable = mask(params) if callable(mask) else mask
-        if trainable is not None:
-            gradient = keep(trainable, gradient)
-        updates, state = optimizer.update(gradient, state, params)
-        if trainable is not None:
-            updates = keep(trainable, updates)  # weight decay and momentum would move masked coordinates too
-        return optax.apply_updates(params, updates), state, total_loss + loss
+
+        def select(tree: Tree) -> Tree:
+            return tree if trainable is None else keep(trainable, tree)
+
+        value, gradient = jax.value_and_grad(objective)(params)
+        if sam_radius:
+            gradient = jax.grad(objective)(ascend(params, select(gradient), sam_radius))
+        updates, state = optimizer.update(select(gradient), state, params)
+        updates = select(updates)  # weight decay and momentum would move masked coordinates too
+        return optax.apply_updates(params, updates), state, total_loss + value
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         order = _shuffle(jax.random.fold_in(key, index), padded, data.size)

@@ -85,9 +85,14 @@ def test_weights_by_size_are_the_published_average():
         ({"batch_size": 0}, "batch_size=0"),
         ({"epochs": 0}, "epochs=0"),
         ({"steps": 0}, "steps=0"),
-        ({"mu": -1.0}, "mu=-1.0"),
+        ({"sam_radius": -1.0}, "sam_radius=-1.0"),
     ],
 )
 def test_wrong_arguments_name_themselves(wrong, name):
     with pytest.raises(ValueError, match=name):
         fedavg(MODEL, **wrong)
+
+
+def test_a_negative_proximal_weight_is_refused():
+    with pytest.raises(ValueError, match=r"mu=-1\.0"):
+        fedprox(MODEL, mu=-1.0)

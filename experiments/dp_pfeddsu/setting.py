@@ -13,7 +13,7 @@ import optax
 import tyro
 
 from experiments.common import HEADER, Row, Scale, cells, model_for, percent, run_methods, show
-from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only
+from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.privacy import Full, calibrate
@@ -45,6 +45,8 @@ class Setting:
     sparse_layers: int = 4
     layer_sweep: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
     weight: float = 0.2
+    mean_weight: float = 2.0
+    """Of PMTL-FT's penalty: lambda = 1 in CENTAUR's experiments, where it is not halved."""
     delta: float = 1e-5
 
 
@@ -106,7 +108,7 @@ class Shown(NamedTuple):
 
 
 LOCAL = Entry("local-only", None)
-SOUND = ("DP-FedAvg-fb", "CENTAUR", "DP-pFedDSU")
+SOUND = ("DP-FedAvg-fb", "PPSGD", "PMTL-FT", "CENTAUR", "DP-pFedDSU")
 METHODS = (*SOUND, "DP-pFedDSU as printed")
 """All that add noise."""
 
@@ -120,12 +122,16 @@ def algorithm(entry: Entry, model: Model, setting: Setting) -> Algorithm:
     decayed = optax.chain(optax.add_decayed_weights(setting.weight_decay), sgd)
     private = {"clip": setting.clip, "noise_multiplier": z, "sampling": Full(), "delta": setting.delta}
     local = {"optimizer": decayed, "batch_size": setting.batch_size}
-    shared = {"epochs": setting.epochs, "head_optimizer": sgd, "head_epochs": setting.head_epochs} | local | private
+    added = {"epochs": setting.epochs} | local | private
+    tuned = {"head_optimizer": sgd, "head_batch_size": setting.batch_size} | added
+    shared = {"head_optimizer": sgd, "head_epochs": setting.head_epochs} | added
     sparse = {"density": setting.density, "sparse_layers": setting.sparse_layers, "weight": setting.weight} | shared
     printed = {"fidelity": "paper", "clients": setting.clients, "claim": entry.epsilon} | sparse
     methods: dict[str, tuple[Callable[..., Algorithm], dict[str, Any]]] = {
         "local-only": (local_only, {"epochs": setting.local_epochs} | local),
-        "DP-FedAvg-fb": (dp_fedavg_fb, {"head_batch_size": setting.batch_size} | shared),
+        "DP-FedAvg-fb": (dp_fedavg_fb, {"head_epochs": setting.head_epochs} | tuned),
+        "PPSGD": (ppsgd, {"variant": "centaur", "evaluation_epochs": setting.head_epochs} | added),
+        "PMTL-FT": (pmtl, {"finetune": setting.head_epochs, "weight": setting.mean_weight} | tuned),
         "CENTAUR": (centaur, shared),
         "DP-pFedDSU": (dp_pfeddsu, sparse),
         "DP-pFedDSU as printed": (dp_pfeddsu, printed),

@@ -10,7 +10,7 @@ from jaxfl._validate import check_fraction
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, random_masks
 from jaxfl.privacy.mechanism import Sampling
-from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
+from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
 
 
@@ -64,7 +64,7 @@ def fed_smp(
         return init_sparse(key, model.init(key), server_optimizer, masks), ()
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData) -> tuple:
-        message, client, info = base.client_update(key, server, client, data)
+        message, client, info = base.client_update(key, Server(server.params, server.optimizer), client, data)
         return Message(keep(server.support, message.update)), client, info
 
     def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:

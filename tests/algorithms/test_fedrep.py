@@ -6,7 +6,7 @@ import optax
 import pytest
 from algorithms_table import CLIP, MODEL, client_data, small_clients
 
-from jaxfl.algorithms import centaur, fedrep
+from jaxfl.algorithms import centaur, dp_fedavg, fedrep
 from jaxfl.local.train import fit_head, train
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
@@ -84,6 +84,31 @@ def test_centaurs_statement_is_the_gaussians():
     statement = simulate(KEY, algorithm, small_clients(), rounds=2, progress=False).statement
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"
     assert 0 < statement["honest"]["aggregate"]["pld"]["total"] < 0.2
+
+
+def test_centaur_with_everything_shared_is_dp_fedavg():
+    # Whole-client batches: the two draw the order of examples from different keys.
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": 16, "epochs": 2}
+    private: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
+    shared = centaur(MODEL._replace(head=()), head_epochs=0, **options, **private)
+    a, b = (
+        simulate(KEY, one, small_clients(), rounds=3, progress=False)
+        for one in (shared, dp_fedavg(MODEL, **options, **private))
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a.server, b.server)
+    np.testing.assert_allclose(a.scores.loss, b.scores.loss, rtol=1e-5)
+
+
+def test_without_head_epochs_heads_stay():
+    algorithm = fedrep(MODEL, **OPTIONS | {"head_epochs": 0})
+    server, head = start(algorithm)
+    jax.tree.map(np.testing.assert_array_equal, algorithm.client_update(KEY, server, head, client_data())[1], head)
+
+
+@pytest.mark.parametrize("options", [{"head_epochs": 1}, {"head_epochs": 0, "evaluation_epochs": 2}])
+def test_no_head_cannot_be_fitted(options):
+    with pytest.raises(ValueError, match="has no head to fit"):
+        fedrep(MODEL._replace(head=()), **options)
 
 
 def test_a_model_that_is_all_head_is_refused():

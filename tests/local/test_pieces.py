@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxfl.local.masks import fisher_mask, merge
-from jaxfl.local.penalties import distance, distance_to_bound, proximal, safe_norm
+from jaxfl.local.penalties import distance, distance_to_bound, excess, proximal, safe_norm
 
 ONES = {"w": jnp.array([True, True])}
 
@@ -36,6 +36,16 @@ def test_distance_to_bound_pulls_from_both_sides():
     inside = {"w": jnp.array([0.3, 0.4])}
     assert distance_to_bound(inside, center, ONES, 1.0, lam, hinge=True) == 0
     assert distance_to_bound(far, center, ONES, 1.0, lam, hinge=True) == pytest.approx(2 * lam)
+
+
+def test_excess_is_felt_beyond_the_bound_alone():
+    center = {"w": jnp.zeros(2)}
+    far, inside, lam = {"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([0.6, 0.7])}, 0.3
+    assert excess(far, center, 1.0, lam) == pytest.approx(lam / 2 * 24)
+    np.testing.assert_allclose(jax.grad(excess)(far, center, 1.0, lam)["w"], lam * np.array([3.0, 4.0]), rtol=1e-6)
+    for params in (inside, center):
+        assert excess(params, center, 1.0, lam) == 0
+        np.testing.assert_array_equal(jax.grad(excess)(params, center, 1.0, lam)["w"], [0, 0])
 
 
 def test_distance_counts_only_the_mask():

@@ -9,7 +9,7 @@ import reference
 from algorithms_table import MODEL
 
 from jaxfl.data import load
-from jaxfl.local.train import cross_entropy, fit_head, train
+from jaxfl.local.train import ascend, cross_entropy, fit_head, train
 from jaxfl.types import ClientData
 
 KEY = jax.random.key(3)
@@ -104,6 +104,34 @@ def test_penalty_enters_the_gradient():
     jax.tree.map(
         lambda a, s, g: np.testing.assert_allclose(a, s + 0.1 * g, rtol=1e-4, atol=1e-6), with_penalty, start, g
     )
+
+
+def sam_step(optimizer=optax.sgd(1.0), start=(3.0, 4.0), **options):
+    """One step on F = |w|^2 / 2, from (3, 4) with rho = 0.5: the gradient is (3.3, 4.4)."""
+    fitted, _ = train(
+        KEY,
+        {"w": jnp.array(start)},
+        client(4, 4),
+        apply=lambda params, x: jnp.zeros((4, 10)),
+        prepare=MODEL.prepare,
+        optimizer=optimizer,
+        batch_size=4,
+        penalty=lambda params: 0.5 * optax.tree.norm(params, squared=True),
+        sam_radius=0.5,
+        **options,
+    )
+    return fitted["w"]
+
+
+def test_sharpness_aware_step_on_a_parabola():
+    np.testing.assert_allclose(sam_step(), [3 - 3.3, 4 - 4.4], rtol=1e-5)
+    # Only what moves is moved uphill.
+    np.testing.assert_allclose(sam_step(mask={"w": jnp.array([True, False])}), [3 - 3.5, 4], rtol=1e-5)
+
+
+def test_where_the_gradient_is_zero_nothing_goes_uphill():
+    np.testing.assert_array_equal(sam_step(start=(0.0, 0.0)), [0, 0])
+    np.testing.assert_array_equal(ascend({"w": jnp.ones(2)}, {"w": jnp.zeros(2)}, 0.5)["w"], [1, 1])
 
 
 def test_fit_head_equals_training_the_head_in_place():

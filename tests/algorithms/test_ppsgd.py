@@ -1,0 +1,145 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import CLIP, MODEL, client_data, small_clients
+
+from jaxfl.algorithms import dp_fedavg, ppsgd
+from jaxfl.local.train import cross_entropy, fit_head, squared_error, train
+from jaxfl.privacy.mechanism import Full, Poisson
+from jaxfl.simulation import simulate
+
+KEY = jax.random.key(17)
+PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
+WHOLE = 16  # every client's examples in one batch: no order
+
+
+def run(algorithm, rounds=3):
+    return simulate(KEY, algorithm, small_clients(), rounds=rounds, progress=False)
+
+
+def start(algorithm):
+    return algorithm.init(jax.random.split(KEY, 3)[0], small_clients())
+
+
+def first(states):
+    return jax.tree.map(lambda leaf: leaf[0], states)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
+
+
+def test_without_personal_steps_it_is_dp_fedsgd():
+    steps: dict[str, Any] = {"batch_size": 4, "loss": cross_entropy}
+    found = run(ppsgd(MODEL, server_learning_rate=0.3, personal_learning_rate=0.0, **steps, **PRIVATE))
+    sgd = dp_fedavg(MODEL, optimizer=optax.sgd(1.0), batch_size=4, steps=1, server_optimizer=optax.sgd(0.3), **PRIVATE)
+    assert_close(found.server.params, run(sgd).server.params)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(found.states))
+
+
+def test_without_server_steps_personal_heads_train_alone():
+    options: dict[str, Any] = {"batch_size": WHOLE, "personal_learning_rate": 0.2, "loss": cross_entropy}
+    algorithm = ppsgd(MODEL, server_learning_rate=0.0, **options, **PRIVATE | {"sampling": Full()})
+    result = run(algorithm)
+    server, _ = start(algorithm)
+    assert_same(result.server.params, server.params)
+    alone, _ = fit_head(KEY, MODEL, server.params, client_data(), optimizer=optax.sgd(0.2), batch_size=WHOLE, epochs=3)
+    assert_close(first(result.states), {"head": optax.tree.sub(alone["head"], server.params["head"])})
+
+
+def test_both_heads_receive_the_same_gradient_before_clipping():
+    algorithm = ppsgd(MODEL, personal_learning_rate=1.0, **PRIVATE | {"clip": 1e-3})
+    server, states = start(algorithm)
+    message, personal, _ = algorithm.client_update(KEY, server, first(states), client_data())
+    assert_close(message.update["head"], personal["head"])
+    assert optax.tree.norm(personal) > 0.01  # not clipped
+
+
+def test_it_sends_the_gradient_of_the_sum_of_heads():
+    algorithm = ppsgd(MODEL, batch_size=WHOLE, personal_learning_rate=0.5, **PRIVATE)
+    server, states = start(algorithm)
+    theta = jax.tree.map(lambda leaf: leaf + 0.1, first(states))
+    data = client_data()
+    own = data.rows[: int(data.size)]
+    x, labels = MODEL.prepare(data.inputs[own]), data.labels[own]
+
+    def objective(params):
+        both = MODEL.apply(params, x), MODEL.apply({**params, **theta}, x)
+        logits = both[0] + both[1]
+        return jnp.mean((logits - (np.eye(10)[labels] - 0.1)) ** 2)
+
+    gradient = jax.grad(objective)(server.params)
+    message, moved, _ = algorithm.client_update(KEY, server, theta, data)
+    assert_close(message.update, optax.tree.scale(-1, gradient))
+    assert_close(moved["head"], jax.tree.map(lambda t, g: t - 0.5 * g, theta["head"], gradient["head"]))
+    added = algorithm.personalize(KEY, server, theta, data)
+    assert_same(added["head"], optax.tree.add(server.params["head"], theta["head"]))
+
+
+def test_squared_error_by_hand():
+    logits, labels = jnp.array([[0.9, -0.1], [0.4, 0.9], [7.0, 7.0]]), jnp.array([0, 1, 0])
+    assert squared_error(logits, labels, jnp.array([1.0, 1.0, 0.0])) == pytest.approx(0.25 / 4, rel=1e-5)
+    assert squared_error(logits, labels, jnp.zeros(3)) == 0
+
+
+LOCAL: dict[str, Any] = {"variant": "centaur", "optimizer": optax.sgd(0.2), "batch_size": 4, "epochs": 2}
+
+
+def test_centaurs_variant_fits_the_added_head_and_then_what_is_shared():
+    algorithm = ppsgd(MODEL, **LOCAL, **PRIVATE)
+    server, states = start(algorithm)
+    theta = jax.tree.map(lambda leaf: leaf + 0.1, first(states))
+    message, fitted, _ = algorithm.client_update(KEY, server, theta, client_data())
+    keys, data = jax.random.split(KEY), client_data()
+    sums = {**server.params, "head": optax.tree.add(server.params["head"], theta["head"])}
+    tuned, _ = fit_head(keys[0], MODEL, sums, data, optimizer=optax.sgd(0.1), batch_size=4, epochs=1)
+    assert_close(fitted["head"], optax.tree.sub(tuned["head"], server.params["head"]))
+    # The gradient of the shared head is the one of the sum: training the sum in place moves it alike.
+    whole, _ = train(
+        keys[1], tuned, data, apply=MODEL.apply, prepare=MODEL.prepare, optimizer=optax.sgd(0.2), batch_size=4, epochs=2
+    )
+    assert_close(message.update, optax.tree.sub(whole, tuned))
+
+
+def test_centaurs_variant_with_still_heads_is_dp_fedavg():
+    whole: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": WHOLE, "epochs": 2}
+    still = {"head_optimizer": optax.sgd(0.0), "evaluation_epochs": 0}
+    found = run(ppsgd(MODEL, variant="centaur", **still, **whole, **PRIVATE))
+    expected = run(dp_fedavg(MODEL, **whole, **PRIVATE))
+    assert_close(found.server.params, expected.server.params)
+    np.testing.assert_allclose(found.scores.loss, expected.scores.loss, rtol=1e-4)
+
+
+def test_evaluation_tunes_a_copy_longer_than_a_round_does():
+    algorithm = ppsgd(MODEL, **LOCAL, **PRIVATE)
+    server, states = start(algorithm)
+    tuned = algorithm.personalize(KEY, server, first(states), client_data())
+    expected, _ = fit_head(KEY, MODEL, server.params, client_data(), optimizer=optax.sgd(0.1), batch_size=4, epochs=15)
+    assert_close(tuned, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
+        ({"personal_learning_rate": -1.0}, r"personal_learning_rate=-1\.0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"variant": "centaur", "head_epochs": -1}, "head_epochs=-1"),
+    ],
+)
+def test_wrong_arguments_name_themselves(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        ppsgd(MODEL, **PRIVATE, **wrong)
+
+
+def test_a_model_without_head_is_refused():
+    with pytest.raises(ValueError, match="has no head"):
+        ppsgd(MODEL._replace(head=()), **PRIVATE)

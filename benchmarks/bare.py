@@ -30,18 +30,28 @@ def bare_round(
         steps: SGD steps per client.
     """
     mesh, count = population.mesh, len(labels)
-    order = np.arange(steps * batch_size).reshape(steps, batch_size) % labels.shape[1]
+    part = model.microbatch or batch_size
+    order = np.arange(steps * batch_size).reshape(steps, -1, part) % labels.shape[1]
     fill = -count % mesh.size
     inputs, labels = (np.concatenate([a, a[:fill]]) for a in (inputs, labels))
-    x = jax.jit(jax.vmap(jax.vmap(model.prepare)))(inputs[:, order])
+    x = jax.jit(jax.vmap(jax.vmap(jax.vmap(model.prepare))))(inputs[:, order])
     x, y = jax.device_put((x, labels[:, order]), NamedSharding(mesh, P("clients")))
     params = jax.device_put(model.init(jax.random.key(0)), NamedSharding(mesh, P()))
-    weights = jnp.ones(batch_size)
+    weights = jnp.ones(part)
 
     def local(params: Params, x: Array, y: Array) -> Params:
         def step(i: Array, p: Params) -> Params:
-            gradient = jax.grad(lambda p: cross_entropy(model.apply(p, x[i]), y[i], weights))(p)
-            return jax.tree.map(lambda a, g: a - 0.01 * g, p, gradient)
+            def gradient(j: Array | int) -> Params:
+                return jax.grad(lambda p: cross_entropy(model.apply(p, x[i, j]), y[i, j], weights))(p)
+
+            parts = x.shape[1]
+            zero = jax.tree.map(jnp.zeros_like, p)
+            total = (
+                gradient(0)
+                if parts == 1
+                else lax.fori_loop(0, parts, lambda j, t: jax.tree.map(jnp.add, t, gradient(j)), zero)
+            )
+            return jax.tree.map(lambda a, g: a - 0.01 / parts * g, p, total)
 
         return lax.fori_loop(0, steps, step, params)
 

@@ -59,7 +59,8 @@ class Model(NamedTuple):
     loop calls it once per block of batches, outside the loop over steps. `squares` has the values of
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
     per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule. `extract` and
-    `classify` split `apply` at the head; None where a model cannot be split.
+    `classify` split `apply` at the head; None where a model cannot be split. `microbatch` examples go through
+    the network at once in a local step (None: the whole batch); only speed and memory depend on it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Model(NamedTuple):
     squares: Callable[[Params, Array], Float[Array, "B K"]] | None
     layers: tuple[str, ...]
     head: tuple[str, ...]
+    microbatch: int | None = None
 
 
 class Message(NamedTuple):

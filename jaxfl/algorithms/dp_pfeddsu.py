@@ -173,6 +173,7 @@ def dp_pfeddsu(
             data,
             apply=apply,
             prepare=model.prepare,
+            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,

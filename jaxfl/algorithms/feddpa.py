@@ -111,6 +111,7 @@ def feddpa(
                 data,
                 apply=model.apply,
                 prepare=model.prepare,
+                microbatch=model.microbatch,
                 optimizer=optimizer,
                 batch_size=batch_size,
                 epochs=epochs,

@@ -97,6 +97,7 @@ def fedrep(
             data,
             apply=lambda shared, x: model.apply(parts.join(shared, personal), x),
             prepare=model.prepare,
+            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,

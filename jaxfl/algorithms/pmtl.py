@@ -89,6 +89,7 @@ def pmtl(
             data,
             apply=model.apply,
             prepare=model.prepare,
+            microbatch=model.microbatch,
             penalty=(lambda params: penalty(params, server.params)) if penalty else None,
             **local,
         )

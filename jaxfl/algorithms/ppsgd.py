@@ -114,6 +114,7 @@ def _one_step(
             data,
             apply=lambda both, x: model.apply(join(*both), x),
             prepare=model.prepare,
+            microbatch=model.microbatch,
             optimizer=optax.sgd(1.0),
             batch_size=batch_size,
             steps=1,

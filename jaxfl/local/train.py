@@ -57,6 +57,7 @@ def train(
     penalty: Callable[[Params], Float[Array, ""]] | None = None,
     loss: Callable[[Array, Array, Array], Float[Array, ""]] = cross_entropy,
     sam_radius: float = 0.0,
+    microbatch: int | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
@@ -78,6 +79,8 @@ def train(
         penalty: added to the mean loss of every batch.
         loss: of logits, labels and weights of a batch, 0 for padding: a mean over the others.
         sam_radius: rho of sharpness-aware steps, whose gradient is taken at `ascend` of the parameters; 0: plain steps.
+        microbatch: how many examples go through `apply` at once, at most (None: the whole batch): a batch's gradient is
+            the sum of its parts'.
 
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
@@ -85,25 +88,40 @@ def train(
     padded = data.rows.shape[0]
     batch = min(batch_size, padded)
     blocks, per_block = _blocks(padded, batch)
+    part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
+    shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)
     total = jnp.where(data.size > 0, epochs * batches if steps is None else steps, 0)
 
+    def gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
+        """Value and gradient of the loss and the penalty; the batch is in parts [parts, part, ...]."""
+        share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
+
+        def part(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
+            return share[i] * loss(apply(params, x[i]), labels[i], weights[i])
+
+        def rest(params: Params) -> Float[Array, ""]:
+            return jnp.zeros(()) if penalty is None else penalty(params)
+
+        if len(x) == 1:
+            return jax.value_and_grad(lambda params: part(params, 0) + rest(params))(params)
+
+        def add(i: Int[Array, ""], total: tuple) -> tuple:
+            return optax.tree.add(total, jax.value_and_grad(part)(params, i))
+
+        return lax.fori_loop(0, len(x), add, jax.value_and_grad(rest)(params))
+
     def step(x: Array, labels: Array, weights: Array, carry: tuple) -> tuple:
         params, state, total_loss = carry
-
-        def objective(params: Params) -> Float[Array, ""]:
-            value = loss(apply(params, x), labels, weights)
-            return value if penalty is None else value + penalty(params)
-
         trainable = mask(params) if callable(mask) else mask
 
         def select(tree: Tree) -> Tree:
             return tree if trainable is None else keep(trainable, tree)
 
-        value, gradient = jax.value_and_grad(objective)(params)
+        value, slope = gradient(params, x, labels, weights)
         if sam_radius:
-            gradient = jax.grad(objective)(ascend(params, select(gradient), sam_radius))
-        updates, state = optimizer.update(select(gradient), state, params)
+            slope = gradient(ascend(params, select(slope), sam_radius), x, labels, weights)[1]
+        updates, state = optimizer.update(select(slope), state, params)
         updates = select(updates)  # weight decay and momentum would move masked coordinates too
         return optax.apply_updates(params, updates), state, total_loss + value
 
@@ -114,9 +132,9 @@ def train(
 
         def block(number: Int[Array, ""], carry: tuple) -> tuple:
             start = number * per_block * batch
-            positions = (start + jnp.arange(per_block * batch)).reshape(per_block, batch)
-            rows = data.rows[lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(per_block, batch)]
-            x, labels = jax.vmap(prepare)(data.inputs[rows]), data.labels[rows]
+            positions = (start + jnp.arange(per_block * batch)).reshape(shape)
+            rows = data.rows[lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)]
+            x, labels = jax.vmap(jax.vmap(prepare))(data.inputs[rows]), data.labels[rows]
             weights = (positions < data.size).astype(jnp.float32)
             return lax.fori_loop(
                 0,
@@ -148,7 +166,8 @@ def fit_head(
     extract, classify = model.extract, model.classify
     if extract is None or classify is None:
         mask = {name: jax.tree.map(lambda _, own=name in model.head: own, params[name]) for name in params}
-        return train(key, params, data, apply=model.apply, prepare=model.prepare, mask=mask, **options)
+        passes = {"apply": model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
+        return train(key, params, data, mask=mask, **passes, **options)
     padded = data.rows.shape[0]
     batch = min(_BLOCK_EXAMPLES // 2, padded)
     rows = jnp.pad(data.rows, (0, -padded % batch))

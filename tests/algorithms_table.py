@@ -120,7 +120,12 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, finetune=2, head_batch_size=4, **private(z, sgd)),
     "dp_fedsam": lambda z=1.0, sgd=0.1, **o: dp_fedsam(MODEL, radius=0.1, **private(z, sgd)),
     "fed_smp": lambda z=1.0, sgd=0.1, **o: fed_smp(MODEL, density=0.2, **private(z, sgd)),
-    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(MODEL, density=0.5, **private(z, sgd)),
+    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(
+        # Equal pixels get equal updates, and rounding would choose which of them are kept: decay parts them.
+        MODEL,
+        density=0.5,
+        **private(z, sgd) | {"optimizer": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd))},
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxfl._validate import check_positive
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.types import Algorithm, Model
@@ -35,5 +36,6 @@ def dp_fedsam(
     >>> dp_fedsam(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=0.95, sampling=Poisson(0.1)).name
     'dp_fedsam'
     """
+    check_positive("radius", radius, zero=True)
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     return dp_fedavg(model, sam_radius=radius, **private, **options)._replace(name="dp_fedsam")

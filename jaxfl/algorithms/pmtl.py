@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_choice, check_positive
+from jaxfl._validate import check_choice, check_count, check_positive
 from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train
@@ -28,7 +28,11 @@ def pmtl(
     optimizer: optax.GradientTransformation = optax.sgd(0.05),
     batch_size: int = 32,
     epochs: int = 1,
-    **options: Any,
+    steps: int | None = None,
+    head_optimizer: optax.GradientTransformation = optax.sgd(0.01),
+    head_batch_size: int = 32,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float = 1e-5,
 ) -> Algorithm:
     r"""Private mean-regularised multi-task learning, :math:`\min \sum_i F_i(w_i) + \frac{\lambda}{2} \|w_i - w\|^2`.
 
@@ -50,8 +54,12 @@ def pmtl(
         start: PMTL's local training goes on from the client's "own" weights, or from the "broadcast" ones.
         optimizer: local optimizer, fresh in every round.
         batch_size: B.
-        epochs: local passes per round.
-        options: those of `dp_fedavg`; with `finetune` those of `dp_fedavg_fb`.
+        epochs: local passes per round, unless `steps` is given.
+        steps: local steps per round.
+        head_optimizer: optimizer of the fine-tuning.
+        head_batch_size: its batch size.
+        server_optimizer: takes the negative aggregate as its gradient.
+        delta: failure probability of the statement.
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
         mechanism on the clipped sum; for each client against all others (joint privacy): its own weights depend on its
@@ -71,12 +79,14 @@ def pmtl(
     check_positive("weight", weight, zero=True)
     check_choice("start", start, ("own", "broadcast"))
     penalty = functools.partial(proximal, mu=weight) if weight else None
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-    local: dict[str, Any] = {"optimizer": optimizer, "batch_size": batch_size, "epochs": epochs}
+    local: dict[str, Any] = {"optimizer": optimizer, "batch_size": batch_size, "epochs": epochs, "steps": steps}
+    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
+    shared: dict[str, Any] = {"penalty": penalty, "server_optimizer": server_optimizer, **local, **private}
     if finetune is not None:
-        tuned = dp_fedavg_fb(model, penalty=penalty, head_epochs=finetune, **private, **local, **options)
-        return tuned._replace(name="pmtl")
-    base = dp_fedavg(model, **private, **local, **options)
+        check_count("finetune", finetune)
+        heads: dict[str, Any] = {"head_optimizer": head_optimizer, "head_batch_size": head_batch_size}
+        return dp_fedavg_fb(model, head_epochs=finetune, **heads, **shared)._replace(name="pmtl")
+    base = dp_fedavg(model, **shared)
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
         server, _ = base.init(key, clients)

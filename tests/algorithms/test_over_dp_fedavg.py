@@ -106,7 +106,7 @@ def test_bounded_updates_are_shorter():
 @pytest.mark.parametrize(
     ("method", "wrong", "name"),
     [
-        (dp_fedsam, {"radius": -1.0}, r"sam_radius=-1\.0"),
+        (dp_fedsam, {"radius": -1.0}, r"^radius=-1\.0"),
         (fed_smp, {"density": 0.0}, r"density=0\.0"),
         (blur_lus, {"density": 1.5}, r"density=1\.5"),
         (blur_lus, {"weight": -1.0}, r"weight=-1\.0"),

@@ -70,7 +70,7 @@ def test_a_client_trains_on_from_its_own_weights_and_keeps_them():
     ("wrong", "name"),
     [
         ({"weight": -1.0}, r"weight=-1\.0"),
-        ({"finetune": 0}, "epochs=0"),
+        ({"finetune": 0}, "finetune=0"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )

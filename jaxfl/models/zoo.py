@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -107,12 +107,10 @@ class _ResNet(nn.Module):
     def setup(self) -> None:
         modes = {"form": self.form, "squares": self.squares}
         convolution = functools.partial(Convolution, size=3, padding=1, relu=False, pool=False, bias=False, **modes)
-        plan: list[tuple[int, Literal[1, 2]]] = [(self.widths[0], 1)]
-        for stage, width in enumerate(self.widths):
-            for i in range(2 * self.blocks):
-                plan.append((width, 2 if stage and not i else 1))
-        self.conv = [convolution(features=width, stride=stride) for width, stride in plan]
-        self.norm = [GroupNorm(self.groups, squares=self.squares) for _ in plan]
+        widths = (self.widths[0], *(width for width in self.widths for _ in range(2 * self.blocks)))
+        halve = {1 + 2 * self.blocks * stage for stage in range(1, len(self.widths))}
+        self.conv = [convolution(features=f, stride=2 if i in halve else 1) for i, f in enumerate(widths)]
+        self.norm = [GroupNorm(self.groups, squares=self.squares) for _ in widths]
         self.head = Dense(self.classes, squares=self.squares)
 
     def extract(self, x: Array) -> Array:

@@ -62,12 +62,10 @@ PAPER: dict[Data, Setting] = {
 _LENET: dict[str, Any] = {"model": "lenet", "sparse_layers": 2, "layer_sweep": (1, 2, 3, 4), "epochs": 1}
 CHANGES: dict[Scale, dict[str, Any]] = {
     "smoke": _LENET | {"clients": 10, "rounds": 2, "head_epochs": 1, "local_epochs": 1, "layer_sweep": (1, 2)},
-    "cpu": _LENET | {"rounds": 30, "examples": 250, "batch_size": 25, "head_epochs": 3, "local_epochs": 2},
+    "cpu": _LENET | {"rounds": 30, "examples": 250, "batch_size": 25, "local_epochs": 2},
     "paper": {},
     # Updates of norm 0.01 could not move the extractor in 30 rounds, noise or not; the ratio to the noise stays.
-    "large": _LENET
-    | {"clients": 1000, "rounds": 30, "examples": 50, "batch_size": 10, "clip": 0.5, "head_epochs": 5}
-    | {"local_epochs": 5},
+    "large": _LENET | {"clients": 1000, "rounds": 30, "examples": 50, "batch_size": 10, "clip": 0.5},
 }
 
 

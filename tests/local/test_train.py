@@ -66,6 +66,13 @@ def test_equals_numpy_sgd(size, padded, batch):
     assert info["steps"] == 2 * -(-size // batch)
 
 
+@pytest.mark.parametrize("options", [{}, {"penalty": lambda p: optax.tree.norm(p, squared=True)}, {"sam_radius": 0.5}])
+def test_microbatches_change_nothing(options):
+    data = client(11, 13)  # the last batch has three examples and three places of padding
+    (whole, a), (parts, b) = (fit(data, epochs=2, batch_size=6, microbatch=m, **options) for m in (None, 4))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), (whole, a), (parts, b))
+
+
 def test_padding_changes_nothing():
     for a, b in zip(jax.tree.leaves(fit(client(9, 9))), jax.tree.leaves(fit(client(9, 40)))):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,128 @@
+"""Cost of exact top-k masks: against other ways to find them, and as a share of a local step that searches them anew.
+
+python -m benchmarks.top_k
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax import Array, lax
+
+from jaxfl.algorithms import dp_pfeddsu
+from jaxfl.data import from_arrays, make_clients
+from jaxfl.local.masks import top_k_mask
+from jaxfl.models import build
+from jaxfl.privacy import Full
+from jaxfl.types import ClientData
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time."""
+
+    density: float = 0.05
+    batch_size: int = 100
+    """Of the local steps (the DP-pFedDSU paper's setting)."""
+    repeats: int = 9
+
+
+def _by_top_k(values: Array, count: int) -> Array:
+    kept = lax.top_k(jnp.abs(values), count)[1]
+    return jnp.zeros(values.shape, bool).at[kept].set(True)
+
+
+def _by_sorting(values: Array, count: int) -> Array:
+    return jnp.abs(values) >= jnp.sort(jnp.abs(values))[-count]  # ties: too many
+
+
+def _by_bits(values: Array, count: int) -> Array:
+    bits = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
+
+    def raise_bit(i: Array, threshold: Array) -> Array:
+        higher = threshold | (1 << (30 - i))
+        return jnp.where(jnp.sum((bits >= higher).astype(jnp.float32)) >= count, higher, threshold)
+
+    return bits >= lax.fori_loop(0, 31, raise_bit, jnp.int32(0))  # ties: too many
+
+
+WAYS: dict[str, Callable[[Array, int], Array]] = {
+    "top_k_mask": top_k_mask,
+    "31 passes, bit by bit": _by_bits,
+    "lax.top_k": _by_top_k,
+    "sort": _by_sorting,
+}
+
+
+def main(config: Config) -> None:
+    """Print microseconds of each way, and the share of a local step."""
+    for size in (48_000, 36_864, 10_080):
+        count = int(config.density * size)
+        values = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
+        masks = {name: _repeated(lambda v, way=way: way(v, count), values) for name, way in WAYS.items()}
+        seconds = _in_turn(masks, config.repeats)
+        print(f"{size} weights: " + ", ".join(f"{name} {1e6 * s / 20:.0f} us" for name, s in seconds.items()))
+    for name in ("lenet", "resnet20"):
+        steps = {source: _client(name, source, config) for source in ("broadcast", "local_step")}
+        seconds = _in_turn(steps, config.repeats)
+        share = seconds["local_step"] / seconds["broadcast"] - 1
+        print(
+            f"{name}, batch {config.batch_size}: masks of every local step cost {100 * share:.1f}% of the other steps"
+        )
+
+
+def _repeated(mask: Callable[[Array], Array], values: Array) -> Callable[[], Any]:
+    """20 searches, each of values that depend on the one before."""
+
+    def body(_: Array, v: Array) -> Array:
+        return jnp.where(mask(v), v, v * 0.999)
+
+    program = jax.jit(lambda v: lax.fori_loop(0, 20, body, v))
+    return lambda: program(values)
+
+
+def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
+    """One client's extractor steps (one pass for the head on cached features)."""
+    rng = np.random.default_rng(0)
+    inputs = rng.integers(0, 256, (4 * config.batch_size, 32, 32, 3), np.uint8)
+    data = from_arrays(inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10)
+    model = build(name, (32, 32, 3), 10)
+    algorithm = dp_pfeddsu(
+        model,
+        sampling=Full(),
+        noise_multiplier=1.0,
+        mask_source=source,
+        density=config.density,
+        batch_size=config.batch_size,
+        epochs=2,
+        head_epochs=1,
+        head_optimizer=optax.sgd(0.01),
+    )
+    clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
+    server, state = algorithm.init(jax.random.key(0), clients)
+    own = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+    first = jax.tree.map(lambda leaf: leaf[0], state)
+    program = jax.jit(lambda key, server, state: algorithm.client_update(key, server, state, own)[0].update)
+    return lambda: program(jax.random.key(1), server, first)
+
+
+def _in_turn(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median processor seconds of each, taken in turn after one call to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for repeat in range(repeats + 1):
+        for name, program in programs.items():
+            start = time.process_time()
+            jax.block_until_ready(program())
+            if repeat:
+                seconds[name].append(time.process_time() - start)
+    return {name: float(np.median(values)) for name, values in seconds.items()}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

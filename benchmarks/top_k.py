@@ -4,6 +4,7 @@ python -m benchmarks.top_k
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +66,7 @@ def main(config: Config) -> None:
     for size in (48_000, 36_864, 10_080):
         count = int(config.density * size)
         values = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
-        masks = {name: _repeated(lambda v, way=way: way(v, count), values) for name, way in WAYS.items()}
+        masks = {name: _repeated(functools.partial(way, count=count), values) for name, way in WAYS.items()}
         seconds = _in_turn(masks, config.repeats)
         print(f"{size} weights: " + ", ".join(f"{name} {1e6 * s / 20:.0f} us" for name, s in seconds.items()))
     for name in ("lenet", "resnet20"):

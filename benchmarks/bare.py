@@ -1,7 +1,9 @@
 """Lower bounds for the engine: local SGD alone on prepared data, and the Fisher diagonal beside a gradient."""
 
+import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +92,19 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
         "fisher": total(lambda p, x, y: fisher_diagonal(model, p, x, y, weights)),
         "gradient": total(lambda p, x, y: jax.grad(lambda p: cross_entropy(model.apply(p, x), y, weights))(p)),
     }
+    seconds = in_turn(
+        {name: functools.partial(program, params, x, y) for name, program in programs.items()}, 3 * repeats
+    )
+    return seconds["fisher"] / seconds["gradient"]
+
+
+def in_turn(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median processor seconds of each, taken in turn after one call to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(3 * repeats + 1):
+    for repeat in range(repeats + 1):
         for name, program in programs.items():
             start = time.process_time()
-            jax.block_until_ready(program(params, x, y))
+            jax.block_until_ready(program())
             if repeat:
                 seconds[name].append(time.process_time() - start)
-    return float(np.median(seconds["fisher"]) / np.median(seconds["gradient"]))
+    return {name: float(np.median(values)) for name, values in seconds.items()}

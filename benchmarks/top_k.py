@@ -4,7 +4,6 @@ python -m benchmarks.top_k
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import optax
 import tyro
 from jax import Array, lax
 
+from benchmarks.bare import in_turn
 from jaxfl.algorithms import dp_pfeddsu
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.masks import top_k_mask
@@ -66,11 +66,11 @@ def main(config: Config) -> None:
         count = int(config.density * size)
         values = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
         masks = {name: _repeated(way, values, count) for name, way in WAYS.items()}
-        seconds = _in_turn(masks, config.repeats)
+        seconds = in_turn(masks, config.repeats)
         print(f"{size} weights: " + ", ".join(f"{name} {1e6 * s / 20:.0f} us" for name, s in seconds.items()))
     for name in ("lenet", "resnet20"):
         steps = {source: _client(name, source, config) for source in ("broadcast", "local_step")}
-        seconds = _in_turn(steps, config.repeats)
+        seconds = in_turn(steps, config.repeats)
         share = seconds["local_step"] / seconds["broadcast"] - 1
         print(
             f"{name}, batch {config.batch_size}: masks of every local step cost {100 * share:.1f}% of the other steps"
@@ -110,18 +110,6 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
     first = jax.tree.map(lambda leaf: leaf[0], state)
     program = jax.jit(lambda key, server, state: algorithm.client_update(key, server, state, own)[0].update)
     return lambda: program(jax.random.key(1), server, first)
-
-
-def _in_turn(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median processor seconds of each, taken in turn after one call to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(repeats + 1):
-        for name, program in programs.items():
-            start = time.process_time()
-            jax.block_until_ready(program())
-            if repeat:
-                seconds[name].append(time.process_time() - start)
-    return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
 if __name__ == "__main__":

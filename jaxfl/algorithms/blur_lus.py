@@ -1,7 +1,6 @@
 """BLUR + LUS: local updates that are kept short and made sparse before they are clipped."""
 
 import functools
-import math
 from typing import Any
 
 from jax import Array
@@ -10,7 +9,7 @@ from jaxtyping import Key
 from jaxfl._validate import check_fraction, check_positive
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, top_k_masks
-from jaxfl.local.penalties import excess
+from jaxfl.local.penalties import check_bound, excess
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Tree
@@ -56,10 +55,7 @@ def blur_lus(
     """
     check_positive("weight", weight, zero=True)
     check_fraction("density", density)
-    if weight and math.isinf(clip):
-        raise ValueError(
-            f"clip={clip!r} with weight={weight!r}: the penalty bounds the norm by C, so give a finite clip"
-        )
+    check_bound(clip, "weight", weight)
     penalty = functools.partial(excess, bound=clip, weight=weight) if weight else None
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     base = dp_fedavg(model, penalty=penalty, **private, **options)

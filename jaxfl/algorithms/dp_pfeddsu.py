@@ -1,7 +1,6 @@
 """DP-pFedDSU: a shared extractor with sparse private updates, and heads that never leave their clients."""
 
 import functools
-import math
 from typing import Any, Literal
 
 import jax
@@ -10,9 +9,9 @@ from jax import Array, lax
 from jaxtyping import Key, UInt32
 
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
-from jaxfl.algorithms.fedrep import check_extractor, init_parts, split_head
+from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
 from jaxfl.local.masks import keep, random_masks, top_k_masks
-from jaxfl.local.penalties import distance_to_bound
+from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
 from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
@@ -122,10 +121,7 @@ def dp_pfeddsu(
     check_count("sparse_layers", sparse_layers, least=0)
     check_positive("weight", weight, zero=True)
     check_positive("server_learning_rate", server_learning_rate)
-    if weight and math.isinf(clip):
-        raise ValueError(
-            f"clip={clip!r} with weight={weight!r}: the penalty pulls the norm to C, so give a finite clip"
-        )
+    check_bound(clip, "weight", weight)
     check_extractor(model)
     private = mask_source == "local_step"
     server_optimizer = optax.sgd(server_learning_rate)
@@ -185,7 +181,7 @@ def dp_pfeddsu(
         return Message(update, support if private and fidelity == "paper" else None), head, info
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Params]:
-        extractor, heads = init_parts(key, model, clients)
+        extractor, heads = init_parts(key, model, private_head(model), clients)
         return init_sparse(key, extractor, server_optimizer, masks), heads
 
     def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:

@@ -1,6 +1,5 @@
 """FedDPA (DynamicPFL): Fisher-based dynamic personalization with adaptive constraints."""
 
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -13,7 +12,7 @@ from jaxtyping import Float, Key
 from jaxfl._validate import check_choice, check_count, check_positive
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
-from jaxfl.local.penalties import distance, distance_to_bound, safe_norm
+from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
 from jaxfl.local.train import check_local, train
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
@@ -95,8 +94,7 @@ def feddpa(
     check_choice("evaluate", evaluate, ("stored", "adapt"))
     for name, value in {"threshold": threshold, "lambda1": lambda1, "lambda2": lambda2}.items():
         check_positive(name, value, zero=True)
-    if lambda2 and math.isinf(clip):
-        raise ValueError(f"clip={clip!r} with lambda2={lambda2!r}: stage B pulls the norm to C, so give a finite clip")
+    check_bound(clip, "lambda2", lambda2)
 
     def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
         fisher = normalize_per_layer(client_fisher(model, old, data))

@@ -105,8 +105,8 @@ def fedrep(
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
-        shared, personal = parts.cut(model.init(key))
-        return init_server(shared, server_optimizer), init_clients(personal, clients)
+        shared, personal = init_parts(key, model, parts, clients)
+        return init_server(shared, server_optimizer), personal
 
     return Algorithm(
         name=name,
@@ -190,10 +190,10 @@ def private_head(model: Model) -> Parts:
     )
 
 
-def init_parts(key: Key[Array, ""], model: Model, clients: Clients) -> tuple[Params, Params]:
-    """One extractor, and the same head for every client."""
-    extractor, head = split_head(model, model.init(key))
-    return extractor, init_clients(head, clients)
+def init_parts(key: Key[Array, ""], model: Model, parts: Parts, clients: Clients) -> tuple[Params, Params]:
+    """What is shared, and the same personal part for every client."""
+    shared, personal = parts.cut(model.init(key))
+    return shared, init_clients(personal, clients)
 
 
 def check_extractor(model: Model) -> None:

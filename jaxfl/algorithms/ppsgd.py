@@ -8,10 +8,10 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import check_choice, check_count, check_positive
-from jaxfl.algorithms.fedrep import Parts, centaur, split_head
+from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
 from jaxfl.local.train import squared_error, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling
-from jaxfl.server import Server, init_clients, init_server, server_step
+from jaxfl.server import Server, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
 
 
@@ -99,12 +99,12 @@ def _one_step(
     check_count("batch_size", batch_size)
     check_positive("server_learning_rate", server_learning_rate, zero=True)
     check_positive("personal_learning_rate", personal_learning_rate, zero=True)
-    cut, join, _ = added_head(model)
+    parts = added_head(model)
     server_optimizer = optax.sgd(server_learning_rate)
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
-        shared, personal = cut(model.init(key))
-        return init_server(shared, server_optimizer), init_clients(personal, clients)
+        shared, personal = init_parts(key, model, parts, clients)
+        return init_server(shared, server_optimizer), personal
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         before = (server.params, client)
@@ -112,7 +112,7 @@ def _one_step(
             key,
             before,
             data,
-            apply=lambda both, x: model.apply(join(*both), x),
+            apply=lambda both, x: model.apply(parts.join(*both), x),
             prepare=model.prepare,
             microbatch=model.microbatch,
             optimizer=optax.sgd(1.0),
@@ -129,6 +129,6 @@ def _one_step(
         init=init,
         client_update=client_update,
         server_update=lambda server, aggregate, info: server_step(server_optimizer, server, aggregate),
-        personalize=lambda key, server, client, data: join(server.params, client),
+        personalize=lambda key, server, client, data: parts.join(server.params, client),
         mechanism=mechanism,
     )

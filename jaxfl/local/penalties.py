@@ -1,5 +1,7 @@
 """Terms that local training adds to its loss, and norms that are safe to differentiate at zero."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -38,6 +40,14 @@ def excess(params: Tree, center: Tree, bound: float, weight: float) -> Float[Arr
     r""":math:`\frac{\lambda}{2} \max(0, \|w - w^t\|^2 - C^2)` (BLUR, Cheng et al. 2022)."""
     square = jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
     return 0.5 * weight * jnp.maximum(square - bound**2, 0.0)
+
+
+def check_bound(clip: float, name: str, weight: float) -> None:
+    """Require a finite C of a penalty that is about a norm's distance to it."""
+    if weight and math.isinf(clip):
+        raise ValueError(
+            f"clip={clip!r} with {name}={weight!r}: the penalty compares a norm with C, give a finite clip"
+        )
 
 
 def _masked_difference(params: Tree, center: Tree, mask: Tree) -> Tree:

@@ -97,17 +97,17 @@ def train(
         """Value and gradient of the loss and the penalty; the batch is in parts [parts, part, ...]."""
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
-        def part(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
+        def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
             return share[i] * loss(apply(params, x[i]), labels[i], weights[i])
 
         def rest(params: Params) -> Float[Array, ""]:
             return jnp.zeros(()) if penalty is None else penalty(params)
 
         if len(x) == 1:
-            return jax.value_and_grad(lambda params: part(params, 0) + rest(params))(params)
+            return jax.value_and_grad(lambda params: loss_of(params, 0) + rest(params))(params)
 
         def add(i: Int[Array, ""], total: tuple) -> tuple:
-            return optax.tree.add(total, jax.value_and_grad(part)(params, i))
+            return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
         return lax.fori_loop(0, len(x), add, jax.value_and_grad(rest)(params))
 

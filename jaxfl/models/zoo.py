@@ -91,6 +91,39 @@ class _Cnn(nn.Module):
         return self.classify(self.extract(x))
 
 
+class _NormLenet(nn.Module):
+    """LeNet with GroupNorm after every hidden layer, before pooling and ReLU."""
+
+    groups: int
+    classes: int
+    form: Form = "fast"
+    squares: bool = False
+
+    def setup(self) -> None:
+        modes = {"form": self.form, "squares": self.squares}
+        self.conv = [Convolution(n, 5, relu=False, pool=False, bias=False, **modes) for n in (6, 16)]
+        self.dense = [Dense(n, squares=self.squares) for n in (120, 84)]
+        self.norm = [GroupNorm(self.groups, squares=self.squares) for _ in range(4)]
+        self.head = Dense(self.classes, squares=self.squares)
+
+    def extract(self, x: Array) -> Array:
+        for layer, norm in zip(self.conv, self.norm[:2], strict=True):
+            x = norm(layer(x))
+            x = x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
+            rows = jnp.maximum(x[:, ::2], x[:, 1::2])
+            x = nn.relu(jnp.maximum(rows[:, :, ::2], rows[:, :, 1::2]))
+        x = x.reshape(-1, x.shape[-1]).T
+        for layer, norm in zip(self.dense, self.norm[2:], strict=True):
+            x = nn.relu(norm(layer(x).T[:, None, None])[:, 0, 0].T)
+        return x
+
+    def classify(self, features: Array) -> Array:
+        return self.head(features)
+
+    def __call__(self, x: Array) -> Array:
+        return self.classify(self.extract(x))
+
+
 class _ResNet(nn.Module):
     """Residual blocks of two 3x3 convolutions, each with GroupNorm.
 
@@ -159,6 +192,27 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form = "fas
     """
     convolutions = [{"features": 6, "size": 5}, {"features": 16, "size": 5}]
     return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form)
+
+
+def lenet_groupnorm(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form = "fast") -> Model:
+    """LeNet with GroupNorm after every hidden layer: its features keep their scale whatever is done to its weights.
+
+    Convolutions have no bias.
+
+    Args:
+        input_shape: (H, W, C).
+        classes: number of logits.
+        groups: of GroupNorm, 1 or 2.
+        form: "fast", or "plain" where forward-mode differentiation is needed.
+
+    >>> lenet_groupnorm().layers[:4]
+    ('conv_0', 'norm_0', 'conv_1', 'norm_1')
+    """
+    _check(input_shape, classes)
+    check_choice("form", form, ("fast", "plain"))
+    check_choice("groups", groups, (1, 2))
+    network = functools.partial(_NormLenet, groups, classes, form)
+    return _model("lenet_groupnorm", network, functools.partial(_maps, padding=None), input_shape)
 
 
 def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form = "fast") -> Model:
@@ -233,14 +287,16 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
 
 
 def build(name: str, input_shape: Shape, classes: int) -> Model:
-    """The model of a name for a shape of inputs: "mlp", "lenet", "feddpa_cnn", "digits_cnn", "resnet20".
+    """The model of a name for a shape of inputs.
+
+    Names: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn", "resnet20".
 
     >>> build("lenet", (28, 28, 1), 10).name
     'lenet'
     """
     builders: dict[str, Callable[..., Model]] = {
-        "mlp": mlp, "lenet": lenet, "feddpa_cnn": _feddpa_by_shape, "digits_cnn": digits_cnn,
-        "resnet20": resnet20,
+        "mlp": mlp, "lenet": lenet, "lenet_groupnorm": lenet_groupnorm, "feddpa_cnn": _feddpa_by_shape,
+        "digits_cnn": digits_cnn, "resnet20": resnet20,
     }  # fmt: skip
     check_choice("model", name, tuple(builders))
     return builders[name](input_shape, classes)

@@ -5,7 +5,7 @@ import pytest
 from algorithms_table import small_clients
 
 from jaxfl.local.fisher import client_fisher, fisher_diagonal, normalize_per_layer
-from jaxfl.models import digits_cnn, feddpa_cnn, lenet, mlp
+from jaxfl.models import digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp
 from jaxfl.types import ClientData
 
 MODELS = {
@@ -13,6 +13,7 @@ MODELS = {
     "digits_cnn": (digits_cnn(), (8, 8, 1)),
     "odd": (digits_cnn((9, 7, 2)), (9, 7, 2)),
     "lenet": (lenet((28, 28, 1)), (28, 28, 1)),
+    "lenet_groupnorm": (lenet_groupnorm((28, 28, 1)), (28, 28, 1)),
     "feddpa_cifar10": (feddpa_cnn("cifar10"), (32, 32, 3)),
     "feddpa_mnist": (feddpa_cnn("mnist"), (28, 28, 1)),
 }

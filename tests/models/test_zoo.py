@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, mlp, resnet20
+from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 from jaxfl.models.layers import Convolution
 
 MODELS = {
     "lenet": lenet,
+    "lenet_groupnorm": lenet_groupnorm,
     "feddpa_cifar10": functools.partial(feddpa_cnn, "cifar10"),
     "feddpa_mnist": functools.partial(feddpa_cnn, "mnist"),
     "digits_cnn": digits_cnn,
@@ -32,6 +33,7 @@ def parameters(model):
 def test_published_sizes():
     assert parameters(lenet()) == 62_006
     assert parameters(lenet((28, 28, 1))) == 44_426
+    assert parameters(lenet_groupnorm()) == 62_006 - 22 + 2 * (6 + 16 + 120 + 84)
     assert parameters(mlp()) == 784 * 200 + 200 + 200 * 200 + 200 + 2010
     convolutions = 3 * 9 * 16 + 16 + 16 * 9 * 32 + 32 + 32 * 9 * 32 + 32
     assert parameters(feddpa_cnn("cifar10")) == convolutions + 512 * 512 + 512 + 512 * 128 + 128 + 1290

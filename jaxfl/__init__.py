@@ -12,10 +12,10 @@ if jax.config.values["jax_num_cpu_devices"] < 1:
         jax.config.update("jax_num_cpu_devices", min(16, len(os.sched_getaffinity(0))))
 
 from jaxfl import algorithms, data, models, privacy
-from jaxfl.simulation import Result, simulate
+from jaxfl.simulation import Result, simulate, sweep
 from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model
 
 __all__ = [
     "Algorithm", "ClientData", "Clients", "Ledger", "Message", "Model", "Result",
-    "algorithms", "data", "models", "privacy", "simulate",
+    "algorithms", "data", "models", "privacy", "simulate", "sweep",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ order of a cohort changes a client's randomness.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,18 @@ class Population(NamedTuple):
     clients: Clients
     number: int
     mesh: Mesh
+
+
+class Points(NamedTuple):
+    """Runs of one method that differ in numbers: a sweep's values are arguments of its one compiled program.
+
+    `build` makes the algorithm of a point from its values, whose leaves have a leading axis P; `batch` points are
+    vectorised at a time (None: one after the other, as plain code).
+    """
+
+    build: Callable[..., Algorithm]
+    values: dict[str, Float[np.ndarray, "P"]]
+    batch: int | None = None
 
 
 class Records(NamedTuple):
@@ -79,20 +92,46 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     return Population(jax.device_put(sharded, NamedSharding(mesh, P("clients"))), clients.number, mesh)
 
 
-def initialize(key: Key[Array, ""], algorithm: Algorithm, population: Population) -> tuple[Tree, Tree]:
+def initialize(key: Key[Array, "*P"], algorithm: Algorithm | Points, population: Population) -> tuple[Tree, Tree]:
     """Server state, replicated, and client states, on the devices of their clients."""
-    shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), P("clients")))
+    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
+    shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), by_client))
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
-    return jax.jit(algorithm.init, out_shardings=shardings, compiler_options=quick)(key, population.clients)
+
+    def init(clients: Clients, key: Key[Array, "*P"]) -> tuple[Tree, Tree]:
+        return over_points(lambda algorithm, key: algorithm.init(key, clients), algorithm)(key)
+
+    return jax.jit(init, out_shardings=shardings, compiler_options=quick)(population.clients, key)
+
+
+def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
+    """`work(algorithm, *arguments)` as a function of the arguments; for points, of theirs along a leading axis P."""
+    if isinstance(algorithm, Algorithm):
+        return functools.partial(work, algorithm)
+
+    def one(point: tuple[dict[str, Array], tuple[Tree, ...]]) -> Tree:
+        values, arguments = point
+        try:
+            built = algorithm.build(**values)
+        except jax.errors.ConcretizationTypeError as error:
+            raise ValueError(
+                f"values={sorted(values)!r}: one of them decides a shape or a Python branch, which a program "
+                "cannot leave open; run `simulate` for each of its values"
+            ) from error
+        return work(built, *arguments)
+
+    values = {name: jnp.asarray(column, jnp.float32) for name, column in algorithm.values.items()}
+    return lambda *arguments: lax.map(one, (values, arguments), batch_size=algorithm.batch)
 
 
 def compile_rounds(
-    algorithm: Algorithm, population: Population, *, chunk: int, segment: int
+    algorithm: Algorithm | Points, population: Population, *, chunk: int, segment: int
 ) -> functools.partial[tuple[Tree, Tree, Records]]:
     """One program for up to `segment` rounds: `(key, start, rounds, server, states) -> (server, states, records)`.
 
     `start` and `rounds` are dynamic, so one compilation serves a whole run; `server` and `states` are
-    donated. Rows of the records beyond `rounds` are zero.
+    donated. Rows of the records beyond `rounds` are zero. Of `Points`, all but `start` and `rounds` have a leading
+    axis P.
 
     Args:
         algorithm: what a round does.
@@ -101,21 +140,24 @@ def compile_rounds(
         segment: the largest number of rounds per call.
     """
 
-    def run(clients: Clients, key: Key[Array, ""], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
-        def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
-            round_key = jax.random.fold_in(key, index)
-            return _round(algorithm, population._replace(clients=clients), chunk, round_key, index, server, states)
+    def run(clients: Clients, key: Key[Array, "*P"], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
+        def rounds_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> tuple:
+            def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
+                round_key = jax.random.fold_in(key, index)
+                return _round(algorithm, population._replace(clients=clients), chunk, round_key, index, server, states)
 
-        start = jnp.asarray(start, jnp.int32)
-        shapes = jax.eval_shape(one_round, start, server, states)[2]
-        records = jax.tree.map(lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes)
+            first = jnp.asarray(start, jnp.int32)
+            shapes = jax.eval_shape(one_round, first, server, states)[2]
+            records = jax.tree.map(lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes)
 
-        def body(i: Int[Array, ""], carry: tuple) -> tuple:
-            server, states, records = carry
-            server, states, record = one_round(start + i, server, states)
-            return server, states, jax.tree.map(lambda all_, one: all_.at[i].set(one), records, record)
+            def body(i: Int[Array, ""], carry: tuple) -> tuple:
+                server, states, records = carry
+                server, states, record = one_round(first + i, server, states)
+                return server, states, jax.tree.map(lambda all_, one: all_.at[i].set(one), records, record)
 
-        return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (server, states, records))
+            return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (server, states, records))
+
+        return over_points(rounds_of, algorithm)(key, server, states)
 
     options = compiler_options(population.mesh)
     program = jax.jit(run, donate_argnames=("server", "states"), compiler_options=options)
@@ -162,7 +204,7 @@ def _round(
     )(slots, server, states, population.clients)
 
     update, std = total.update, jnp.zeros(())
-    if np.any(mechanism.noise_multiplier_table):
+    if mechanism.server_noisy:
         std = server_noise(numbers, total.variance)
         update = add_gaussian(jax.random.fold_in(key, _SERVER_NOISE), update, std * mechanism.clip)
     realised = jnp.where(total.weight > 0, total.weight, 1.0)
@@ -242,7 +284,7 @@ def _participant(
     finite = jnp.isfinite(norm) & _all_finite(new)
     update = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), update)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    if np.any(mechanism.client_noise_table):  # also on a dropped update: the accountant counts this noise
+    if mechanism.clients_noisy:  # also on a dropped update: the accountant counts this noise
         noise_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT_NOISE), ids)
         update = add_gaussian(noise_key, update, slots.noise[slot] * mechanism.clip)
     if message.mask is not None:

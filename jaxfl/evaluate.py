@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from jaxfl.engine import Population, compiler_options
+from jaxfl.engine import Points, Population, compiler_options, over_points
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
 _BATCH = 64
@@ -25,26 +25,34 @@ class PerClient(NamedTuple):
     loss: Float[Array | np.ndarray, "*E C"]
 
 
-def compile_evaluation(algorithm: Algorithm, population: Population, *, chunk: int = 1) -> functools.partial[PerClient]:
-    """One program `(key, server, states) -> PerClient` over all clients, `chunk` vectorised at a time per device."""
+def compile_evaluation(
+    algorithm: Algorithm | Points, population: Population, *, chunk: int = 1
+) -> functools.partial[PerClient]:
+    """One program `(key, server, states) -> PerClient` over all clients, `chunk` vectorised at a time per device.
 
-    def evaluate(clients: Clients, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
-        def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
-            def one(slot: Int[Array, ""]) -> PerClient:
-                return _client(algorithm, jax.random.fold_in(key, ids[slot]), slot, server, states, clients)
+    Of `Points`, all have a leading axis P.
+    """
 
-            slots = jnp.arange(ids.shape[0])
-            return lax.map(one, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
+    def evaluate(clients: Clients, key: Key[Array, "*P"], server: Tree, states: Tree) -> PerClient:
+        def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
+            def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
+                def one(slot: Int[Array, ""]) -> PerClient:
+                    return _client(algorithm, jax.random.fold_in(key, ids[slot]), slot, server, states, clients)
 
-        by_client = P("clients")
-        scores = jax.shard_map(
-            local,
-            mesh=population.mesh,
-            in_specs=(by_client, P(), by_client, by_client),
-            out_specs=by_client,
-            check_vma=False,
-        )(jnp.arange(clients.number), server, states, clients)
-        return jax.tree.map(lambda leaf: leaf[: population.number], scores)
+                slots = jnp.arange(ids.shape[0])
+                return lax.map(one, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
+
+            by_client = P("clients")
+            scores = jax.shard_map(
+                local,
+                mesh=population.mesh,
+                in_specs=(by_client, P(), by_client, by_client),
+                out_specs=by_client,
+                check_vma=False,
+            )(jnp.arange(clients.number), server, states, clients)
+            return jax.tree.map(lambda leaf: leaf[: population.number], scores)
+
+        return over_points(scores_of, algorithm)(key, server, states)
 
     return functools.partial(jax.jit(evaluate, compiler_options=compiler_options(population.mesh)), population.clients)
 

@@ -1,4 +1,4 @@
-"""A whole run: rounds, evaluation, privacy statement, run folder, resume."""
+"""A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import contextlib
 import math
@@ -7,8 +7,8 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,39 +18,16 @@ from jaxtyping import Key
 
 from jaxfl import report
 from jaxfl._validate import check_count
+from jaxfl.account import Account, Result
 from jaxfl.checkpoint import Checkpoints
-from jaxfl.engine import Population, Records, compile_rounds, initialize, place
-from jaxfl.evaluate import PerClient, compile_evaluation, summarize
-from jaxfl.privacy.accounting import running_epsilon
-from jaxfl.privacy.statement import privacy_statement
-from jaxfl.types import Algorithm, Clients, Ledger, Tree
+from jaxfl.engine import Points, Records, compile_rounds, initialize, place
+from jaxfl.evaluate import compile_evaluation
+from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
 """Rounds between two looks at the host: short enough for progress and Ctrl-C."""
 
 _CHECKPOINT_SECONDS = 30.0
-
-
-class Result(NamedTuple):
-    """What a run leaves behind.
-
-    `metrics` has one row per evaluation; `scores` are per client at the last one, `history` at all of them.
-    """
-
-    server: Tree
-    states: Tree
-    metrics: list[dict[str, float | int]]
-    scores: PerClient
-    history: PerClient
-    ledger: Ledger
-    statement: dict[str, Any]
-
-
-class _Recorded(NamedTuple):
-    """Host arrays that grow with the run: by round, and by evaluation."""
-
-    records: Records
-    scores: PerClient
 
 
 def simulate(
@@ -89,52 +66,138 @@ def simulate(
         FloatingPointError: the server's state turned non-finite; names the round and the remedy.
         KeyboardInterrupt: on Ctrl-C, after the running segment of rounds is saved.
     """
-    check_count("rounds", rounds)
-    eval_every = max(1, rounds // 10) if eval_every is None else eval_every
-    check_count("eval_every", eval_every)
-    if chunk not in (None, "auto"):
-        check_count("chunk", chunk)
-    algorithm.mechanism.check_fits(clients.number, rounds)
     folder = None if folder is None else pathlib.Path(folder)
-    population = place(clients, devices)
     with report.tensorboard_writer(folder, tensorboard) as log:
-        run = _Run(key, algorithm, population, clients, rounds, eval_every, folder)
-        step = run.compile(chunk)
-        try:
-            with report.progress_bar(algorithm.name, rounds, progress) as update, _deferred_interrupt() as interrupted:
-                run.go(step, update, log, interrupted)
-        finally:
-            result = run.finish()
-    return result
+        run = _Run(key, [algorithm], None, clients, rounds, eval_every, devices, folder, [folder])
+        return run.finish_after(chunk, algorithm.name, progress, log)[0]
+
+
+def sweep(
+    key: Key[Array, "*P"],
+    build: Callable[..., Algorithm],
+    values: Mapping[str, Sequence[float]],
+    clients: Clients,
+    *,
+    rounds: int,
+    eval_every: int | None = None,
+    batch: int | None = None,
+    chunk: int | Literal["auto"] | None = None,
+    devices: list[jax.Device] | None = None,
+    folder: str | os.PathLike | None = None,
+    progress: bool = True,
+) -> list[Result]:
+    """Run one method with several values of its numbers, or several seeds, in one compiled program.
+
+    Results are those of `simulate`, up to rounding; the program is compiled once. All points advance together: a
+    stopped sweep goes on where it was. With a folder, each point writes its reports into a folder below.
+
+    Args:
+        key: one for all points, which then share their randomness, or one per point `[P]`.
+        build: keyword arguments to algorithm, for instance `functools.partial(dp_pfeddsu, model, ...)`. Values may be
+            learning rates, clip bounds, noise multipliers, weights of penalties, densities: numbers that decide
+            neither shapes nor Python branches.
+        values: columns of P numbers, by argument; may be empty where keys differ.
+        clients: the same for all points.
+        rounds: T.
+        eval_every: as in `simulate`.
+        batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
+        chunk: clients vectorised at a time, as in `simulate`.
+        devices: as in `simulate`.
+        folder: of the whole sweep; None writes nothing.
+        progress: as in `simulate`.
+
+    Raises:
+        ValueError: also where a value cannot be an argument of a compiled program.
+
+    >>> from functools import partial
+    >>> from jaxfl.algorithms import fedprox
+    >>> from jaxfl.data import iid, load, make_clients, matching
+    >>> from jaxfl.models import mlp
+    >>> digits = load("digits")
+    >>> rows = iid(digits.train_labels, 20, seed=0)
+    >>> clients = make_clients(digits, rows, matching(rows, digits.train_labels, digits.test_labels, seed=0))
+    >>> method = partial(fedprox, mlp((8, 8, 1), 10, hidden=(16,)))
+    >>> results = sweep(jax.random.key(0), method, {"mu": [0.0, 0.1]}, clients, rounds=1, progress=False)
+    >>> len(results)
+    2
+    """
+    count = _points(key, values)
+    keys = jnp.broadcast_to(key, (count,))
+    if batch is not None:
+        check_count("batch", batch)
+    rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
+    algorithms = [build(**row) for row in rows]
+    points = Points(build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch)
+    root = None if folder is None else pathlib.Path(folder)
+    names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
+    folders = [None if root is None else root / name for name in names]
+    run = _Run(keys, algorithms, points, clients, rounds, eval_every, devices, root, folders)
+    return run.finish_after(chunk, f"{algorithms[0].name}, {count} points", progress, lambda row: None)
+
+
+def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
+    """Number of points, where keys and columns agree on it."""
+    lengths = {name: len(column) for name, column in values.items()}
+    if jnp.ndim(key):
+        lengths["key"] = len(key)
+    if len(set(lengths.values())) != 1 or not max(lengths.values()):
+        raise ValueError(f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1")
+    return next(iter(lengths.values()))
 
 
 class _Run:
-    """The host's side of a run: what has been done, and where it is kept."""
+    """The host's loop over rounds, of one run or of all points of a sweep, and their checkpoints."""
 
     def __init__(
         self,
-        key: Key[Array, ""],
-        algorithm: Algorithm,
-        population: Population,
+        key: Key[Array, "*P"],
+        algorithms: list[Algorithm],
+        points: Points | None,
         clients: Clients,
         rounds: int,
-        eval_every: int,
+        eval_every: int | None,
+        devices: list[jax.Device] | None,
         folder: pathlib.Path | None,
+        folders: list[pathlib.Path | None],
     ) -> None:
-        init_key, self.key, self.eval_key = jax.random.split(key, 3)
-        self.algorithm, self.population, self.folder = algorithm, population, folder
-        self.test_size, self.rounds = np.asarray(clients.test_size), rounds
+        check_count("rounds", rounds)
+        eval_every = max(1, rounds // 10) if eval_every is None else eval_every
+        check_count("eval_every", eval_every)
+        for algorithm in algorithms:
+            algorithm.mechanism.check_fits(clients.number, rounds)
+        self.what, self.points = points or algorithms[0], points
+        self.rounds, self.population = rounds, place(clients, devices)
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
-        self.server, self.states = initialize(init_key, algorithm, population)
-        self.evaluate = compile_evaluation(algorithm, population)
-        self.epsilon = running_epsilon(algorithm.mechanism, population.number)
-        self.done, self.saved_at, self.metrics = 0, time.monotonic(), []
-        self.recorded = self._empty()
-        self.checkpoints = None
+        init_key, self.key, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        self.server, self.states = initialize(init_key, self.what, self.population)
+        self.evaluate = compile_evaluation(self.what, self.population)
+        blank = self._blank()
+        self.accounts = [
+            Account(algorithm, clients, self.evaluations, blank, own)
+            for algorithm, own in zip(algorithms, folders, strict=True)
+        ]
+        self.done, self.saved_at, self.checkpoints = 0, time.monotonic(), None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, self._fingerprint(key, clients))
+            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, self._fingerprint(key, clients, algorithms))
             self._restore()
+
+    def finish_after(
+        self, chunk: int | Literal["auto"] | None, name: str, progress: bool, log: Callable
+    ) -> list[Result]:
+        """Run to the end, or until something stops it, and write the reports."""
+        if chunk not in (None, "auto"):
+            check_count("chunk", chunk)
+        step = self.compile(chunk)
+        try:
+            with report.progress_bar(name, self.rounds, progress) as update, _deferred_interrupt() as interrupted:
+                self.go(step, update, log, interrupted)
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+            parts = zip(self.accounts, self._split(self.server), self._split(self.states), strict=True)
+            results = [account.finish(server, states, self.done) for account, server, states in parts]
+        return results
 
     def compile(self, chunk: int | Literal["auto"] | None) -> Callable:
         """The program of up to as many rounds as lie between two evaluations."""
@@ -143,7 +206,7 @@ class _Run:
             chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
         if chunk == "auto":
             chunk = self._measure_chunk()
-        return compile_rounds(self.algorithm, self.population, chunk=chunk, segment=int(segment))
+        return compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
 
     def go(self, step: Callable, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
         """Run, evaluate and save until all rounds are done."""
@@ -159,66 +222,36 @@ class _Run:
             self._record(records, count)
             if self.done in self.evaluations:
                 self._evaluate()
-                log(self.metrics[-1])
-            accuracy = f"accuracy {self.metrics[-1]['accuracy']:.3f}" if self.metrics else "accuracy -"
-            update(self.done, f"{accuracy}  epsilon {self.epsilon(self.done):.3g}")
+                log(self.accounts[0].metrics[-1])
+            update(self.done, self._text())
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
             if self.checkpoints and (late or self.done == self.rounds or interrupted()):
                 self._save()
             if interrupted():
                 raise KeyboardInterrupt
 
-    def finish(self) -> Result:
-        """Account for the rounds that were done and write the reports."""
-        mechanism, count = self.algorithm.mechanism, self.population.number
-        ledger = jax.tree.map(lambda leaf: leaf[: self.done], self.recorded.records.ledger)
-        made = sum(r <= self.done for r in self.evaluations)
-        history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
-        scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(count, np.nan), history)
-        statement = privacy_statement(ledger, mechanism, count) if self.done else {}
-        if self.checkpoints is not None:
-            self.checkpoints.close()
-            self._write(history, ledger, statement)
-        return Result(self.server, self.states, self.metrics, scores, history, ledger, statement)
-
     def _record(self, records: Records, count: int) -> None:
-        new = slice(self.done, self.done + count)
-
-        def put(all_: np.ndarray, segment: np.ndarray) -> None:
-            all_[new] = segment[:count]
-
-        jax.tree.map(put, self.recorded.records, records)
+        for account, own in zip(self.accounts, self._split(records), strict=True):
+            account.record(own, self.done, count)
         self.done += count
-        broken = np.flatnonzero(~records.server_finite[:count])
-        if broken.size:
-            self.done = new.start
-            raise FloatingPointError(
-                f"the server's state turned non-finite in round {new.start + int(broken[0]) + 1}: lower the learning "
-                "rate, or clip updates; the last checkpoint is intact"
-            )
 
     def _evaluate(self) -> None:
-        index = self.evaluations.index(self.done)
-        scores = self.evaluate(jax.random.fold_in(self.eval_key, self.done), self.server, self.states)
-        for all_, new in zip(self.recorded.scores, jax.device_get(scores), strict=True):
-            all_[index] = new
-        self.metrics.append(self._row(index))
-        if self.folder is not None:
-            report.write_metrics(self.folder / report.METRICS, self.metrics)
+        key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
+        scores = jax.device_get(self.evaluate(key, self.server, self.states))
+        for account, own in zip(self.accounts, self._split(scores), strict=True):
+            account.evaluated(self.evaluations.index(self.done), own)
 
-    def _row(self, index: int) -> dict[str, float | int]:
-        """One row of metrics: scores of all clients, and means over the rounds since the previous row."""
-        done = self.evaluations[index]
-        since = slice(self.evaluations[index - 1] if index else 0, done)
-        scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
-        info = {f"train_{k}" if k == "loss" else k: v[since] for k, v in self.recorded.records.info.items()}
-        row: dict[str, float | int] = {"round": done} | summarize(scores, self.test_size)
-        row |= {name: float(values.mean()) for name, values in info.items()}
-        row["nonfinite"] = int(self.recorded.records.nonfinite[since].sum())
-        return row | {"epsilon": float(self.epsilon(done))}
+    def _text(self) -> str:
+        """Accuracy and epsilon so far, for the progress bar."""
+        scores = [account.metrics[-1]["accuracy"] for account in self.accounts if account.metrics]
+        ends = sorted({min(scores), max(scores)}) if scores else []
+        accuracy = " to ".join(f"{value:.3f}" for value in ends) or "-"
+        epsilon = max(account.epsilon(self.done) for account in self.accounts)
+        return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
 
     def _state(self) -> dict[str, Tree]:
-        return {"server": self.server, "states": self.states, "recorded": self.recorded}
+        recorded = [account.recorded for account in self.accounts]
+        return {"server": self.server, "states": self.states, "recorded": recorded}
 
     def _save(self) -> None:
         assert self.checkpoints is not None
@@ -231,27 +264,25 @@ class _Run:
         if found is not None:
             self.done, state = found
             self.server, self.states = state["server"], state["states"]
-            self.recorded = jax.tree.map(np.array, state["recorded"])
-            self.metrics = [self._row(i) for i, r in enumerate(self.evaluations) if r <= self.done]
+            for account, recorded in zip(self.accounts, state["recorded"], strict=True):
+                account.restore(recorded, self.done)
 
-    def _write(self, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
-        assert self.folder is not None
-        report.write_metrics(self.folder / report.METRICS, self.metrics)
-        if self.metrics:
-            rounds = np.array([row["round"] for row in self.metrics])
-            arrays = {"round": rounds, "test_size": self.test_size, "participations": ledger.participants.sum(0)}
-            report.write_arrays(self.folder / report.PER_CLIENT, history._asdict() | arrays)
-            report.draw_curves(self.folder / report.CURVES, self.algorithm.name, self.metrics)
-        if statement:
-            report.write_json(self.folder / report.PRIVACY, statement, allow_nan=False)
+    def _each(self, work: Callable) -> Callable:
+        """Of one run, or of every point."""
+        return jax.vmap(work) if self.points else work
 
-    def _empty(self) -> _Recorded:
-        """Zeros for what the whole run will record."""
-        probe = compile_rounds(self.algorithm, self.population, chunk=1, segment=1)
+    def _split(self, tree: Tree) -> list[Tree]:
+        """A tree of each run."""
+        if self.points is None:
+            return [tree]
+        return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.key))]
+
+    def _blank(self) -> Records:
+        """Zeros for what a whole run will record."""
+        probe = compile_rounds(self.what, self.population, chunk=1, segment=1)
         shapes = probe.func.eval_shape(*probe.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
-        records = jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[1:]), leaf.dtype), shapes)
-        blank = np.zeros((len(self.evaluations), self.population.number), np.float32)
-        return _Recorded(records, PerClient(blank, blank.copy()))
+        own = 2 if self.points else 1
+        return jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[own:]), leaf.dtype), shapes)
 
     def _measure_chunk(self) -> int:
         """The fastest of a few chunk sizes for one round, by the second of two calls."""
@@ -259,7 +290,7 @@ class _Run:
         sizes = [size for size in (1, 8, 32, 128, 512) if size <= max(own, 1)]
         seconds = {}
         for size in sizes:
-            step = compile_rounds(self.algorithm, self.population, chunk=size, segment=1)
+            step = compile_rounds(self.what, self.population, chunk=size, segment=1)
             for _ in range(2):
                 copies = jax.tree.map(jnp.copy, (self.server, self.states))
                 start = time.monotonic()
@@ -267,18 +298,19 @@ class _Run:
                 seconds[size] = time.monotonic() - start
         return min(seconds, key=seconds.__getitem__)
 
-    def _fingerprint(self, key: Key[Array, ""], clients: Clients) -> dict[str, Any]:
-        mechanism = self.algorithm.mechanism
+    def _fingerprint(self, key: Key[Array, "*P"], clients: Clients, algorithms: list[Algorithm]) -> dict[str, Any]:
+        values = {name: column.tolist() for name, column in self.points.values.items()} if self.points else {}
         return {
-            "method": self.algorithm.name,
-            "model": self.algorithm.model.name,
+            "method": algorithms[0].name,
+            "model": algorithms[0].model.name,
             "key": np.asarray(jax.random.key_data(key)).tolist(),
             "rounds": self.rounds,
             "evaluations": self.evaluations,
             "clients": self.population.number,
             "examples": int(np.sum(clients.train_size)),
             "devices": self.population.mesh.size,
-            "mechanism": repr(mechanism),
+            "values": values,
+            "mechanism": [repr(algorithm.mechanism) for algorithm in algorithms],
         }
 
 

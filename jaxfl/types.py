@@ -20,6 +20,9 @@ Params: TypeAlias = Any
 Tree: TypeAlias = Any
 """Any pytree of arrays (client states, server states, infos)."""
 
+Number: TypeAlias = float | Float[Array, ""]
+"""A number that a sweep may vary: then it is an argument of the compiled program."""
+
 Inputs: TypeAlias = UInt8[Array, "D ..."] | Float[Array, "D ..."]
 HostInputs: TypeAlias = UInt8[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."]
 

@@ -6,23 +6,23 @@ from typing import Any
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_fraction, check_positive
+from jaxfl._validate import check_fraction, check_positive, nonzero
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server
-from jaxfl.types import Algorithm, ClientData, Message, Model, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
 
 
 def blur_lus(
     model: Model,
     *,
-    clip: float,
-    noise_multiplier: float,
+    clip: Number,
+    noise_multiplier: Number,
     sampling: Sampling,
-    weight: float = 0.1,
-    density: float = 0.5,
+    weight: Number = 0.1,
+    density: Number = 0.5,
     **options: Any,
 ) -> Algorithm:
     r"""DP-FedAvg with bounded local update regularisation (BLUR) and local update sparsification (LUS).
@@ -56,7 +56,7 @@ def blur_lus(
     check_positive("weight", weight, zero=True)
     check_fraction("density", density)
     check_bound(clip, "weight", weight)
-    penalty = functools.partial(excess, bound=clip, weight=weight) if weight else None
+    penalty = functools.partial(excess, bound=clip, weight=weight) if nonzero(weight) else None
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     base = dp_fedavg(model, penalty=penalty, **private, **options)
 

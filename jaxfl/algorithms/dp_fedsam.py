@@ -5,11 +5,11 @@ from typing import Any
 from jaxfl._validate import check_positive
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.privacy.mechanism import Sampling
-from jaxfl.types import Algorithm, Model
+from jaxfl.types import Algorithm, Model, Number
 
 
 def dp_fedsam(
-    model: Model, *, clip: float, noise_multiplier: float, sampling: Sampling, radius: float = 0.5, **options: Any
+    model: Model, *, clip: Number, noise_multiplier: Number, sampling: Sampling, radius: Number = 0.5, **options: Any
 ) -> Algorithm:
     r"""DP-FedSAM: flat minima are harmed less by clipping and noise.
 

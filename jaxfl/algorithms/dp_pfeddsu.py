@@ -8,14 +8,14 @@ import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl._validate import check_choice, check_count, check_fraction, check_positive, nonzero, traced
 from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
 from jaxfl.local.masks import keep, random_masks, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
 from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
 
 _BROKEN = (
     "noise only on the support of each client's mask, which follows its private weights: neighbouring data may give "
@@ -27,15 +27,15 @@ def dp_pfeddsu(
     model: Model,
     *,
     sampling: Sampling,
-    noise_multiplier: float,
+    noise_multiplier: Number,
     fidelity: Literal["sound", "paper"] = "sound",
     clients: int | None = None,
-    clip: float = 0.01,
-    density: float = 0.05,
+    clip: Number = 0.01,
+    density: Number = 0.05,
     sparse_layers: int = 4,
-    weight: float = 0.2,
+    weight: Number = 0.2,
     mask_source: Literal["broadcast", "local_step", "public_random"] | None = None,
-    backward_density: float | None = None,
+    backward_density: Number | None = None,
     outside: Literal["masked", "dense"] = "masked",
     penalty: Literal["two-sided", "hinge"] = "two-sided",
     optimizer: optax.GradientTransformation = optax.chain(
@@ -45,7 +45,7 @@ def dp_pfeddsu(
     epochs: int = 5,
     head_optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.9),
     head_epochs: int = 15,
-    server_learning_rate: float = 1.0,
+    server_learning_rate: Number = 1.0,
     delta: float = 1e-5,
     claim: float | None = None,
 ) -> Algorithm:
@@ -116,7 +116,7 @@ def dp_pfeddsu(
     check_fraction("density", density)
     wider = density if backward_density is None else backward_density
     check_fraction("backward_density", wider)
-    if wider < density:
+    if not (traced(wider) or traced(density)) and wider < density:
         raise ValueError(f"backward_density={wider!r}: give at least density={density!r}")
     check_count("sparse_layers", sparse_layers, least=0)
     check_positive("weight", weight, zero=True)
@@ -135,7 +135,7 @@ def dp_pfeddsu(
         else:
             select = functools.partial(top_k_masks, lax.stop_gradient(params), layers)
         mask = select(density)
-        return mask, mask if wider == density else select(wider)
+        return mask, mask if wider is density else select(wider)
 
     def view(server: SparseServer) -> Params:
         """The extractor as the clients see it while it is frozen."""
@@ -174,7 +174,7 @@ def dp_pfeddsu(
             batch_size=batch_size,
             epochs=epochs,
             mask=lambda params: now(params)[1],
-            penalty=adaptive_norm if weight else None,
+            penalty=adaptive_norm if nonzero(weight) else None,
         )
         support = now(extractor)[1]
         update = keep(support, optax.tree.sub(extractor, server.params))

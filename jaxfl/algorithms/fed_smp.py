@@ -11,16 +11,16 @@ from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, random_masks
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
 
 
 def fed_smp(
     model: Model,
     *,
-    clip: float,
-    noise_multiplier: float,
+    clip: Number,
+    noise_multiplier: Number,
     sampling: Sampling,
-    density: float = 0.1,
+    density: Number = 0.1,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     **options: Any,
 ) -> Algorithm:

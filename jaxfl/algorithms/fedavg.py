@@ -13,12 +13,12 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_positive
+from jaxfl._validate import check_positive, nonzero
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
 
 
 def local_only(
@@ -84,7 +84,7 @@ def fedavg(
     epochs: int = 1,
     steps: int | None = None,
     penalty: Callable[[Params, Params], Float[Array, ""]] | None = None,
-    sam_radius: float = 0.0,
+    sam_radius: Number = 0.0,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     mechanism: Mechanism = Mechanism(denominator="participants"),
     name: str = "fedavg",
@@ -145,7 +145,7 @@ def fedavg(
     )
 
 
-def fedprox(model: Model, *, mu: float = 0.01, **options: Any) -> Algorithm:
+def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
     r"""FedProx: FedAvg whose clients minimise :math:`F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`.
 
     Args:
@@ -160,14 +160,14 @@ def fedprox(model: Model, *, mu: float = 0.01, **options: Any) -> Algorithm:
     'fedprox'
     """
     check_positive("mu", mu, zero=True)
-    return fedavg(model, penalty=functools.partial(proximal, mu=mu) if mu else None, name="fedprox", **options)
+    return fedavg(model, penalty=functools.partial(proximal, mu=mu) if nonzero(mu) else None, name="fedprox", **options)
 
 
 def dp_fedavg(
     model: Model,
     *,
-    clip: float,
-    noise_multiplier: float,
+    clip: Number,
+    noise_multiplier: Number,
     sampling: Sampling,
     delta: float = 1e-5,
     **options: Any,
@@ -200,8 +200,8 @@ def dp_fedavg(
 def dp_fedavg_fb(
     model: Model,
     *,
-    clip: float = math.inf,
-    noise_multiplier: float = 0.0,
+    clip: Number = math.inf,
+    noise_multiplier: Number = 0.0,
     sampling: Sampling = Full(),
     head_optimizer: optax.GradientTransformation = optax.sgd(0.01),
     head_epochs: int = 15,

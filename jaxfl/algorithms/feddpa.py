@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_choice, check_count, check_positive
+from jaxfl._validate import check_choice, check_count, check_positive, nonzero
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
@@ -17,20 +17,20 @@ from jaxfl.local.train import check_local, train
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
 
 
 def feddpa(
     model: Model,
     *,
     sampling: Sampling,
-    noise_multiplier: float,
+    noise_multiplier: Number,
     fidelity: Literal["sound", "paper"] = "sound",
     clients: int | None = None,
-    clip: float = 0.5,
-    threshold: float = 0.4,
-    lambda1: float = 0.1,
-    lambda2: float = 0.05,
+    clip: Number = 0.5,
+    threshold: Number = 0.4,
+    lambda1: Number = 0.1,
+    lambda2: Number = 0.05,
     reg: Literal["active", "code"] = "active",
     optimizer: optax.GradientTransformation = optax.adam(1e-3),
     batch_size: int = 16,
@@ -195,7 +195,7 @@ def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: 
 
 
 def _penalties(
-    reg: str, center: Params, personal: Tree, shared: Tree, lambda1: float, lambda2: float, bound: float
+    reg: str, center: Params, personal: Tree, shared: Tree, lambda1: Number, lambda2: Number, bound: Number
 ) -> tuple[Callable[[Params], Array] | None, Callable[[Params], Array] | None]:
     def by_tensor(params: Params) -> Float[Array, ""]:
         return jnp.sum(jnp.stack([safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center))]))
@@ -208,15 +208,15 @@ def _penalties(
             return distance_to_bound(params, center, shared, bound, lambda2)
         return 0.5 * lambda2 * jnp.abs(by_tensor(params) - bound)
 
-    return stage_a if lambda1 else None, stage_b if lambda2 else None
+    return stage_a if nonzero(lambda1) else None, stage_b if nonzero(lambda2) else None
 
 
 def _mechanism(
     fidelity: str,
     sampling: Sampling,
-    noise_multiplier: float,
+    noise_multiplier: Number,
     clients: int | None,
-    clip: float,
+    clip: Number,
     delta: float,
     claim: float | None,
 ) -> Mechanism:

@@ -12,7 +12,7 @@ from jaxfl._validate import check_count
 from jaxfl.local.train import check_local, fit_head, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
 
 
 class Parts(NamedTuple):
@@ -122,8 +122,8 @@ def fedrep(
 def centaur(
     model: Model,
     *,
-    clip: float,
-    noise_multiplier: float,
+    clip: Number,
+    noise_multiplier: Number,
     sampling: Sampling,
     delta: float = 1e-5,
     optimizer: optax.GradientTransformation = optax.chain(

@@ -7,22 +7,22 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_choice, check_count, check_positive
+from jaxfl._validate import check_choice, check_count, check_positive, nonzero
 from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server, init_clients
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
 
 
 def pmtl(
     model: Model,
     *,
-    clip: float,
-    noise_multiplier: float,
+    clip: Number,
+    noise_multiplier: Number,
     sampling: Sampling,
-    weight: float = 1.0,
+    weight: Number = 1.0,
     finetune: int | None = None,
     start: Literal["own", "broadcast"] = "own",
     optimizer: optax.GradientTransformation = optax.sgd(0.05),
@@ -78,7 +78,7 @@ def pmtl(
     """
     check_positive("weight", weight, zero=True)
     check_choice("start", start, ("own", "broadcast"))
-    penalty = functools.partial(proximal, mu=weight) if weight else None
+    penalty = functools.partial(proximal, mu=weight) if nonzero(weight) else None
     local: dict[str, Any] = {"optimizer": optimizer, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
     shared: dict[str, Any] = {"penalty": penalty, "server_optimizer": server_optimizer, **local, **private}

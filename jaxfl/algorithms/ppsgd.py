@@ -12,14 +12,14 @@ from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
 from jaxfl.local.train import squared_error, train
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
 
 
 def ppsgd(
     model: Model,
     *,
-    clip: float,
-    noise_multiplier: float,
+    clip: Number,
+    noise_multiplier: Number,
     sampling: Sampling,
     variant: Literal["original", "centaur"] = "original",
     delta: float = 1e-5,
@@ -92,8 +92,8 @@ def _one_step(
     mechanism: Mechanism,
     *,
     batch_size: int = 10,
-    server_learning_rate: float = 0.1,
-    personal_learning_rate: float = 0.1,
+    server_learning_rate: Number = 0.1,
+    personal_learning_rate: Number = 0.1,
     loss: Callable[[Array, Array, Array], Float[Array, ""]] = squared_error,
 ) -> Algorithm:
     check_count("batch_size", batch_size)

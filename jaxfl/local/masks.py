@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl.types import Params, Tree
+from jaxfl._validate import traced
+from jaxfl.types import Number, Params, Tree
 
 
-def fisher_mask(fisher: Tree, threshold: float) -> Tree:
+def fisher_mask(fisher: Tree, threshold: Number) -> Tree:
     r"""Personal coordinates :math:`M_1 = [\hat F \ge \tau]` of a per-layer normalised Fisher diagonal (FedDPA, eq. 6).
 
     >>> fisher_mask({"w": jnp.array([0.0, 0.25, 1.0])}, 0.4)
@@ -30,7 +31,7 @@ def keep(mask: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
 
 
-def top_k_mask(values: Float[Array, "*S"], count: int) -> Bool[Array, "*S"]:
+def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*S"]:
     """Exactly `count` entries of largest magnitude; ties go to the lower index. For up to 2^24 values.
 
     A threshold is searched that so many magnitudes reach, or, where there are ties, the largest one that at least so
@@ -54,7 +55,7 @@ def top_k_mask(values: Float[Array, "*S"], count: int) -> Bool[Array, "*S"]:
     return ((bits > threshold) | (ties & (place < end))).reshape(values.shape)
 
 
-def _threshold(bits: Int[Array, "D"], count: int) -> tuple[Int[Array, ""], Float[Array, ""]]:
+def _threshold(bits: Int[Array, "D"], count: int | Array) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """Bits that `count` values reach, or the largest that at least so many reach, and how many do.
 
     By regula falsi (Illinois) on the bits, which are ordered like the magnitudes and spread like their logarithm; every
@@ -84,7 +85,7 @@ def _threshold(bits: Int[Array, "D"], count: int) -> tuple[Int[Array, ""], Float
             turn + 1,
         )
 
-    over, under = jnp.float32(bits.size - count), jnp.float32(count)
+    over, under = jnp.asarray(bits.size - count, jnp.float32), jnp.asarray(count, jnp.float32)
     start = (jnp.int32(0), jnp.max(bits) + 1, over, under, jnp.bool(True), jnp.float32(1), 0)
     low, _, over, *_ = lax.while_loop(searching, narrow, start)
     return low, over + count
@@ -94,7 +95,7 @@ def _number_of(mask: Bool[Array, "D"]) -> Float[Array, ""]:
     return jnp.sum(mask.astype(jnp.float32))  # whole up to 2^24, and twice as fast as whole numbers
 
 
-def top_k_masks(params: Params, layers: Iterable[str], density: float) -> Tree:
+def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
     """Layerwise top-k: each kernel (two axes or more) of `layers` keeps its largest weights, all else is kept.
 
     Args:
@@ -105,24 +106,30 @@ def top_k_masks(params: Params, layers: Iterable[str], density: float) -> Tree:
     return _by_kernel(lambda kernel, kept, _: top_k_mask(kernel, kept), params, layers, density)
 
 
-def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], density: float) -> Tree:
+def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], density: Number) -> Tree:
     """As `top_k_masks`, of random weights in place of the largest."""
 
-    def select(kernel: Array, kept: int, number: int) -> Array:
+    def select(kernel: Array, kept: int | Array, number: int) -> Array:
         return top_k_mask(jax.random.uniform(jax.random.fold_in(key, number), kernel.shape), kept)
 
     return _by_kernel(select, params, layers, density)
 
 
 def _by_kernel(
-    select: Callable[[Array, int, int], Array], params: Params, layers: Iterable[str], density: float
+    select: Callable[[Array, int | Array, int], Array], params: Params, layers: Iterable[str], density: Number
 ) -> Tree:
     sparse, leaves = frozenset(layers), jax.tree.leaves_with_path(params)
     masks = []
     for number, (path, leaf) in enumerate(leaves):
         if path[0].key in sparse and leaf.ndim >= 2:
-            kept = max(1, math.ceil(density * leaf.size - 1e-9))  # 0.7 * 10 is 7.000000000000001
-            masks.append(select(leaf, kept, number))
+            masks.append(select(leaf, _kept(density, leaf.size), number))
         else:
             masks.append(jnp.ones(leaf.shape, bool))
     return jax.tree.unflatten(jax.tree.structure(params), masks)
+
+
+def _kept(density: Number, size: int) -> int | Array:
+    """max(1, ceil(S n)), where rounding of S n is no further weight: 0.7 * 10 is 7.000000000000001."""
+    if traced(density):
+        return jnp.maximum(1, jnp.ceil(density * size * (1 - 1e-6))).astype(jnp.int32)
+    return max(1, math.ceil(density * size - 1e-9))

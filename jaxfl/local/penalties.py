@@ -8,7 +8,8 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl.types import Tree
+from jaxfl._validate import nonzero, traced
+from jaxfl.types import Number, Tree
 
 
 def safe_norm(tree: Tree) -> Float[Array, ""]:
@@ -18,33 +19,33 @@ def safe_norm(tree: Tree) -> Float[Array, ""]:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
 
 
-def proximal(params: Tree, center: Tree, mu: float) -> Float[Array, ""]:
+def proximal(params: Tree, center: Tree, mu: Number) -> Float[Array, ""]:
     r""":math:`\frac{\mu}{2} \|w - w^t\|^2` (FedProx, Li et al. 2020, eq. 2)."""
     return 0.5 * mu * jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
 
 
-def distance(params: Tree, center: Tree, mask: Tree, weight: float) -> Float[Array, ""]:
+def distance(params: Tree, center: Tree, mask: Tree, weight: Number) -> Float[Array, ""]:
     r""":math:`\frac{\lambda}{2} \|(w - w^t) \odot M\|_2`."""
     return 0.5 * weight * safe_norm(_masked_difference(params, center, mask))
 
 
 def distance_to_bound(
-    params: Tree, center: Tree, mask: Tree, bound: float, weight: float, hinge: bool = False
+    params: Tree, center: Tree, mask: Tree, bound: Number, weight: Number, hinge: bool = False
 ) -> Float[Array, ""]:
     r"""Norm to C: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`; a hinge only from above."""
     excess = safe_norm(_masked_difference(params, center, mask)) - bound
     return 0.5 * weight * (jnp.maximum(excess, 0.0) if hinge else jnp.abs(excess))
 
 
-def excess(params: Tree, center: Tree, bound: float, weight: float) -> Float[Array, ""]:
+def excess(params: Tree, center: Tree, bound: Number, weight: Number) -> Float[Array, ""]:
     r""":math:`\frac{\lambda}{2} \max(0, \|w - w^t\|^2 - C^2)` (BLUR, Cheng et al. 2022)."""
     square = jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
     return 0.5 * weight * jnp.maximum(square - bound**2, 0.0)
 
 
-def check_bound(clip: float, name: str, weight: float) -> None:
+def check_bound(clip: Number, name: str, weight: Number) -> None:
     """Require a finite C of a penalty that is about a norm's distance to it."""
-    if weight and math.isinf(clip):
+    if nonzero(weight) and not traced(clip) and math.isinf(clip):
         raise ValueError(
             f"clip={clip!r} with {name}={weight!r}: the penalty compares a norm with C, give a finite clip"
         )

@@ -10,9 +10,9 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import check_count
+from jaxfl._validate import check_count, nonzero
 from jaxfl.local.masks import keep
-from jaxfl.types import ClientData, Model, Params, Tree
+from jaxfl.types import ClientData, Model, Number, Params, Tree
 
 _BLOCK_EXAMPLES = 128
 """Examples gathered and laid out at once: few enough that a small client among large ones does not pay for them."""
@@ -30,7 +30,7 @@ def squared_error(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights:
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def ascend(params: Params, gradient: Tree, radius: float) -> Params:
+def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
     r"""Where SAM takes its gradient: :math:`w + \rho \, g / \|g\|_2`, one norm over the whole tree; w where g = 0.
 
     References: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021, eq. 2.
@@ -56,7 +56,7 @@ def train(
     mask: Tree | Callable[[Params], Tree] = None,
     penalty: Callable[[Params], Float[Array, ""]] | None = None,
     loss: Callable[[Array, Array, Array], Float[Array, ""]] = cross_entropy,
-    sam_radius: float = 0.0,
+    sam_radius: Number = 0.0,
     microbatch: int | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
@@ -119,7 +119,7 @@ def train(
             return tree if trainable is None else keep(trainable, tree)
 
         value, slope = gradient(params, x, labels, weights)
-        if sam_radius:
+        if nonzero(sam_radius):
             slope = gradient(ascend(params, select(slope), sam_radius), x, labels, weights)[1]
         updates, state = optimizer.update(select(slope), state, params)
         updates = select(updates)  # weight decay and momentum would move masked coordinates too

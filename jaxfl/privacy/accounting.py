@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import dp_accounting
 import numpy as np
@@ -204,5 +204,5 @@ def _unbounded(mechanism: Mechanism) -> str | None:
     return mechanism.broken or ("updates are not clipped" if math.isinf(mechanism.clip) else None)
 
 
-def _rows(table: np.ndarray, rounds: int) -> np.ndarray:
+def _rows(table: Any, rounds: int) -> np.ndarray:
     return np.broadcast_to(table, (rounds, *table.shape[1:]))

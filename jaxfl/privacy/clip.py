@@ -8,10 +8,11 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl.types import Tree
+from jaxfl._validate import traced
+from jaxfl.types import Number, Tree
 
 
-def clip(update: Tree, bound: float) -> tuple[Tree, Float[Array, ""]]:
+def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
     r"""Scale an update to L2 norm at most C: :math:`v \min(1, C / \|v\|_2)`, and 0 stays 0.
 
     Args:
@@ -25,7 +26,7 @@ def clip(update: Tree, bound: float) -> tuple[Tree, Float[Array, ""]]:
     ({'w': Array([0.6, 0.8], dtype=float32)}, Array(5., dtype=float32))
     """
     norm = jnp.asarray(optax.tree.norm(update), jnp.float32)
-    if math.isinf(bound):
+    if not traced(bound) and math.isinf(bound):
         return update, norm
     factor = jnp.minimum(1.0, bound / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
     return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), update), norm

@@ -6,7 +6,7 @@ engine writes from the same fields.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl._validate import check_choice, check_count, check_fraction, check_positive, traced
+from jaxfl.types import Number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +105,9 @@ class Mechanism:
     Source: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
     """
 
-    clip: float = math.inf
-    noise_multiplier: float | tuple[float, ...] = 0.0
-    client_noise: float | np.ndarray = 0.0
+    clip: Number = math.inf
+    noise_multiplier: Number | tuple[float, ...] = 0.0
+    client_noise: Number | np.ndarray = 0.0
     sampling: Sampling = Full()
     weights: np.ndarray | None = None
     denominator: Literal["expected", "participants"] = "expected"
@@ -120,12 +121,14 @@ class Mechanism:
         check_fraction("delta", self.delta, one=False)
         check_choice("denominator", self.denominator, ("expected", "participants"))
         for name in ("noise_multiplier", "client_noise"):
+            if traced(getattr(self, name)):
+                continue
             value = np.asarray(getattr(self, name), np.float64)
             if value.size == 0 or not np.all(value >= 0) or not np.all(np.isfinite(value)):
                 raise ValueError(f"{name}={getattr(self, name)!r}: give finite numbers of at least 0")
         if np.ndim(self.noise_multiplier) > 1 or np.ndim(self.client_noise) > 2:
             raise ValueError("noise_multiplier takes a number or [T]; client_noise a number, [T] or [T or 1, C]")
-        if self.noisy and math.isinf(self.clip):
+        if self.noisy and not traced(self.clip) and math.isinf(self.clip):
             raise ValueError(f"clip={self.clip!r} with noise: noise is in multiples of clip, so give a finite number")
         if self.weights is not None and (np.ndim(self.weights) not in (1, 2) or np.min(self.weights) < 0):
             raise ValueError(f"weights={self.weights!r}: give [C] or [T, C] numbers of at least 0")
@@ -133,17 +136,27 @@ class Mechanism:
     @property
     def noisy(self) -> bool:
         """Whether any noise is ever drawn."""
-        return bool(np.any(np.asarray(self.noise_multiplier)) or np.any(np.asarray(self.client_noise)))
+        return self.server_noisy or self.clients_noisy
 
     @property
-    def noise_multiplier_table(self) -> Float[np.ndarray, "T"]:
+    def server_noisy(self) -> bool:
+        """Whether the sum has a floor of noise."""
+        return traced(self.noise_multiplier) or bool(np.any(np.asarray(self.noise_multiplier)))
+
+    @property
+    def clients_noisy(self) -> bool:
+        """Whether clients add noise."""
+        return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
+
+    @property
+    def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:
         """Noise multiplier z by round, one entry where it does not change."""
-        return np.atleast_1d(np.asarray(self.noise_multiplier, np.float64))
+        return _numbers(self.noise_multiplier).reshape(-1)
 
     @property
-    def client_noise_table(self) -> Float[np.ndarray, "T C"]:
+    def client_noise_table(self) -> Float[np.ndarray | Array, "T C"]:
         """Client noise s by round and client, axes of length 1 where it does not change."""
-        value = np.asarray(self.client_noise, np.float64)
+        value = _numbers(self.client_noise)
         return value.reshape(-1, 1) if value.ndim < 2 else value
 
     @property
@@ -163,7 +176,12 @@ class Mechanism:
             raise ValueError(f"weights={self.weights!r}: every round needs a client with a weight above 0")
 
 
-def noise_share(noise_multiplier: float, sampling: Sampling, clients: int | None) -> float:
+def _numbers(value: Any) -> Any:
+    """Double precision on the host, where epsilon comes from; a sweep's traced number as it is."""
+    return jnp.asarray(value) if traced(value) else np.asarray(value, np.float64)
+
+
+def noise_share(noise_multiplier: Number, sampling: Sampling, clients: int | None) -> Number:
     r"""Std over C that each client adds, so that an expected cohort's sum has z: :math:`z / \sqrt{qN}`."""
     if clients is None:
         raise ValueError("clients=None: here each client adds its share of the noise, so give the number of clients")
@@ -182,7 +200,7 @@ class RoundNoise(NamedTuple):
 def round_numbers(mechanism: Mechanism, clients: int, round_: Int[Array, ""]) -> RoundNoise:
     """Read the tables at one round (traced)."""
 
-    def row(table: np.ndarray) -> Array:
+    def row(table: np.ndarray | Array) -> Array:
         return jnp.asarray(table, jnp.float32)[jnp.minimum(round_, table.shape[0] - 1)]
 
     weights = row(mechanism.weight_table)

@@ -58,7 +58,7 @@ def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dic
         "sampling": _sampling(mechanism.sampling),
         "denominator": mechanism.denominator,
         "communicates": mechanism.communicates,
-        "clip": _number(mechanism.clip),
+        "clip": _number(float(mechanism.clip)),
         "noise_multiplier": _range(ledger.noise_multiplier),
         "client_noise": _range(ledger.client_noise),
         "honest": {observer: _observer(ledger, mechanism, observer) for observer in _OBSERVERS},

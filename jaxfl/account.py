@@ -1,0 +1,117 @@
+"""One run as its host sees it: what rounds and evaluations gave, what it cost, and the reports in its folder."""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxfl import report
+from jaxfl.engine import Records
+from jaxfl.evaluate import PerClient, summarize
+from jaxfl.privacy.accounting import running_epsilon
+from jaxfl.privacy.statement import privacy_statement
+from jaxfl.types import Algorithm, Clients, Ledger, Tree
+
+
+class Result(NamedTuple):
+    """What a run leaves behind.
+
+    `metrics` has one row per evaluation; `scores` are per client at the last one, `history` at all of them.
+    """
+
+    server: Tree
+    states: Tree
+    metrics: list[dict[str, float | int]]
+    scores: PerClient
+    history: PerClient
+    ledger: Ledger
+    statement: dict[str, Any]
+
+
+class Recorded(NamedTuple):
+    """Host arrays that grow with the run: by round, and by evaluation."""
+
+    records: Records
+    scores: PerClient
+
+
+class Account:
+    """Grows with the run; `finish` accounts for it."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        clients: Clients,
+        evaluations: list[int],
+        blank: Records,
+        folder: pathlib.Path | None,
+    ) -> None:
+        self.algorithm, self.evaluations, self.folder = algorithm, evaluations, folder
+        self.test_size, self.number = np.asarray(clients.test_size), clients.number
+        self.epsilon = running_epsilon(algorithm.mechanism, clients.number)
+        records = jax.tree.map(np.zeros_like, blank)
+        scores = np.zeros((len(evaluations), clients.number), np.float32)
+        self.recorded = Recorded(records, PerClient(scores, scores.copy()))
+        self.metrics: list[dict[str, float | int]] = []
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def record(self, records: Records, done: int, count: int) -> None:
+        """Keep a segment's records; raise if its server state is broken."""
+
+        def put(all_: np.ndarray, segment: np.ndarray) -> None:
+            all_[done : done + count] = segment[:count]
+
+        jax.tree.map(put, self.recorded.records, records)
+        broken = np.flatnonzero(~records.server_finite[:count])
+        if broken.size:
+            raise FloatingPointError(
+                f"the server's state turned non-finite in round {done + int(broken[0]) + 1}: lower the learning "
+                "rate, or clip updates; the last checkpoint is intact"
+            )
+
+    def evaluated(self, index: int, scores: PerClient) -> None:
+        """Keep the scores of an evaluation."""
+        for all_, new in zip(self.recorded.scores, scores, strict=True):
+            all_[index] = new
+        self.metrics.append(self._row(index))
+        if self.folder is not None:
+            report.write_metrics(self.folder / report.METRICS, self.metrics)
+
+    def restore(self, recorded: Recorded, done: int) -> None:
+        """Go on from what a checkpoint holds."""
+        self.recorded = jax.tree.map(np.array, recorded)
+        self.metrics = [self._row(i) for i, r in enumerate(self.evaluations) if r <= done]
+
+    def finish(self, server: Tree, states: Tree, done: int) -> Result:
+        """Account for the rounds that were done and write the reports."""
+        ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
+        made = sum(r <= done for r in self.evaluations)
+        history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
+        scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
+        statement = privacy_statement(ledger, self.algorithm.mechanism, self.number) if done else {}
+        if self.folder is not None:
+            self._write(self.folder, history, ledger, statement)
+        return Result(server, states, self.metrics, scores, history, ledger, statement)
+
+    def _row(self, index: int) -> dict[str, float | int]:
+        """One row of metrics: scores of all clients, and means over the rounds since the previous row."""
+        done = self.evaluations[index]
+        since = slice(self.evaluations[index - 1] if index else 0, done)
+        scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
+        info = {f"train_{k}" if k == "loss" else k: v[since] for k, v in self.recorded.records.info.items()}
+        row: dict[str, float | int] = {"round": done} | summarize(scores, self.test_size)
+        row |= {name: float(values.mean()) for name, values in info.items()}
+        row["nonfinite"] = int(self.recorded.records.nonfinite[since].sum())
+        return row | {"epsilon": float(self.epsilon(done))}
+
+    def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
+        report.write_metrics(folder / report.METRICS, self.metrics)
+        if self.metrics:
+            rounds = np.array([row["round"] for row in self.metrics])
+            arrays = {"round": rounds, "test_size": self.test_size, "participations": ledger.participants.sum(0)}
+            report.write_arrays(folder / report.PER_CLIENT, history._asdict() | arrays)
+            report.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics)
+        if statement:
+            report.write_json(folder / report.PRIVACY, statement, allow_nan=False)

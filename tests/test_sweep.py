@@ -1,0 +1,124 @@
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL, small_clients
+
+from jaxfl import simulate, sweep
+from jaxfl.algorithms import dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa, fedprox
+from jaxfl.privacy import Full, Poisson
+
+KEY = jax.random.key(1)
+SETTING: dict[str, Any] = {"rounds": 3, "eval_every": 2, "progress": False}
+
+
+def sparse(rate, **values):
+    return dp_pfeddsu(
+        MODEL, sampling=Poisson(0.7), optimizer=optax.sgd(rate, momentum=0.9), epochs=1, head_epochs=1,
+        sparse_layers=1, batch_size=4, **values,
+    )  # fmt: skip
+
+
+def adaptive(**values):
+    return feddpa(MODEL, sampling=Full(), noise_multiplier=0.5, batch_size=4, optimizer=optax.sgd(0.1), **values)
+
+
+SWEEPS: dict[str, Any] = {
+    "dp_pfeddsu": (
+        sparse,
+        {"rate": [0.1, 0.2, 0.3], "density": [0.1, 0.3, 0.7], "weight": [0.0, 0.5, 1.0],
+         "clip": [0.5, 0.1, 1.0], "noise_multiplier": [1.0, 0.5, 2.0]},
+    ),
+    "dp_pfeddsu as printed": (
+        functools.partial(sparse, fidelity="paper", clients=11, clip=0.3, rate=0.1),
+        {"noise_multiplier": [1.0, 0.0]},
+    ),
+    "feddpa": (adaptive, {"lambda1": [0.0, 0.1], "lambda2": [0.2, 0.0], "threshold": [0.3, 0.5], "clip": [0.2, 0.4]}),
+    "dp_fedsam": (
+        functools.partial(dp_fedsam, MODEL, clip=0.3, noise_multiplier=0.0, sampling=Full(), batch_size=4),
+        {"radius": [0.0, 0.1]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "batch"), [*((name, None) for name in SWEEPS), ("dp_pfeddsu", 2)])
+def test_every_point_is_the_run_of_its_values(name, batch):
+    build, values = SWEEPS[name]
+    results = sweep(KEY, build, values, small_clients(), batch=batch, **SETTING)
+    for point, result in enumerate(results):
+        row = {name: column[point] for name, column in values.items()}
+        alone = simulate(KEY, build(**row), small_clients(), **SETTING)
+        trees = ((result.server, result.states), (alone.server, alone.states))
+        for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+        assert result.statement == alone.statement
+        for a, b in zip(result.metrics, alone.metrics, strict=True):
+            assert a == pytest.approx(b, rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+def test_a_key_per_point_is_a_run_of_that_seed():
+    build = functools.partial(dp_fedavg, MODEL, clip=0.3, noise_multiplier=1.0, sampling=Poisson(0.5), batch_size=4)
+    keys = jax.random.split(KEY, 2)
+    for key, result in zip(keys, sweep(keys, build, {}, small_clients(), **SETTING), strict=True):
+        alone = simulate(key, build(), small_clients(), **SETTING)
+        np.testing.assert_array_equal(result.ledger.participants, alone.ledger.participants)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result.server, alone.server)
+
+
+def test_more_points_trace_no_more():
+    calls = []
+
+    def build(mu):
+        calls.append(mu)
+        return fedprox(MODEL, mu=mu, batch_size=4)
+
+    def traces(values):
+        calls.clear()
+        sweep(KEY, build, {"mu": values}, small_clients(), **SETTING)
+        return sum(isinstance(mu, jax.core.Tracer) for mu in calls)
+
+    assert traces([0.0, 0.1, 0.2, 0.3]) == traces([0.1])
+
+
+def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
+    build, values = functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()), {"noise_multiplier": [1.0, 2.0]}
+    whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)
+    monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxfl.account.Account.evaluated", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
+    parts = sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
+    for a, b in zip(whole, parts, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a.server, b.server)
+    folder = tmp_path / "whole" / "1_noise_multiplier=2"
+    assert {p.name for p in folder.iterdir()} == {"metrics.jsonl", "per_client.npz", "privacy.json", "curves.png"}
+    assert json.loads((folder / "privacy.json").read_text()) == whole[1].statement
+    with pytest.raises(ValueError, match="values"):
+        sweep(KEY, build, {"noise_multiplier": [1.0, 3.0]}, small_clients(), folder=tmp_path / "whole", **SETTING)
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "give columns"),
+        ({"mu": []}, "give columns"),
+        ({"mu": [0.1, 0.2], "sam_radius": [0.1]}, "'mu': 2, 'sam_radius': 1"),
+        ({"mu": [0.1, -0.2]}, "mu=-0.2"),
+        ({"ratio": [1.0, 2.0]}, r"\['ratio'\].*run `simulate`"),
+    ],
+)
+def test_wrong_values_name_themselves(values, message):
+    def build(ratio=0.0, **values):
+        return fedprox(MODEL, **values, steps=1 if ratio > 1 else 2)
+
+    with pytest.raises(ValueError, match=message):
+        sweep(KEY, build, values, small_clients(), **SETTING)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jaxfl import Result, simulate
+from jaxfl import Result, simulate, sweep
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.models import build, digits_cnn
 from jaxfl.report import run_folder
@@ -82,19 +82,59 @@ def run_methods(
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
             results.append(simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder))
-        final = [result.metrics[-1] for result in results]
-        best = [max(row["accuracy"] for row in result.metrics) for result in results]
-        rows.append(
-            Row(
-                method=name,
-                mean=[row["accuracy"] for row in final],
-                worst10=[row["accuracy_worst10"] for row in final],
-                best=best,
-                statement=results[0].statement,
-                metrics=[result.metrics for result in results],
-            )
-        )
+        rows.append(_row(name, results))
     return rows
+
+
+def run_sweep(
+    method: str,
+    build: Callable[..., Algorithm],
+    values: Mapping[str, Sequence[float]],
+    make: Callable[[int], Clients],
+    *,
+    rounds: int,
+    seeds: Sequence[int],
+    out: pathlib.Path,
+    config: Mapping[str, Any],
+) -> list[Row]:
+    """Run a method with several values of its numbers, a row for each, on the same clients for every seed.
+
+    Args:
+        method: names the run folders, and begins the rows' names.
+        build: keyword arguments to algorithm.
+        values: columns of numbers by argument.
+        make: as in `run_methods`, like all that follow.
+        rounds: T.
+        seeds: one sweep per seed.
+        out: root of the run folders.
+        config: the resolved settings.
+    """
+    points = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+    results = [
+        sweep(
+            jax.random.key(seed),
+            build,
+            values,
+            make(seed),
+            rounds=rounds,
+            folder=run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed),
+        )
+        for seed in seeds
+    ]
+    names = [", ".join([method, *(f"{name} = {value:g}" for name, value in point.items())]) for point in points]
+    return [_row(name, list(of_point)) for name, of_point in zip(names, zip(*results, strict=True), strict=True)]
+
+
+def _row(method: str, results: Sequence[Result]) -> Row:
+    final = [result.metrics[-1] for result in results]
+    return Row(
+        method=method,
+        mean=[row["accuracy"] for row in final],
+        worst10=[row["accuracy_worst10"] for row in final],
+        best=[max(row["accuracy"] for row in result.metrics) for result in results],
+        statement=results[0].statement,
+        metrics=[result.metrics for result in results],
+    )
 
 
 HEADER = ("method", "accuracy %", "worst 10 %", "best round %", "ε aggregate RDP / PLD", "ε upload", "ε claimed")

@@ -1,6 +1,7 @@
 """What the tables of DP-pFedDSU share: the paper's setting, its scales, the methods, and how a table is run."""
 
 import dataclasses
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import optax
 import tyro
 
-from experiments.common import HEADER, Row, Scale, cells, model_for, percent, run_methods, show
+from experiments.common import HEADER, Row, Scale, cells, model_for, percent, run_methods, run_sweep, show
 from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.engine import compile_rounds, initialize, place
@@ -84,17 +85,30 @@ class Config:
 
 
 class Entry(NamedTuple):
-    """A row of a table: a method, its target epsilon (None: no noise), and options that differ from the setting's."""
+    """A row of a table: a method, its target epsilon (None: no noise), and options that differ from the setting's.
+
+    Where numbers are swept, a row for each of their values, all in one compiled program.
+    """
 
     method: str
     epsilon: float | None = 1.0
     options: Mapping[str, Any] = {}
+    swept: Mapping[str, Sequence[float]] = {}
 
     @property
     def name(self) -> str:
         """Names the run folder as well: the same row of two tables is run once."""
         target = {} if self.epsilon is None else {"ε": self.epsilon}
         return ", ".join([self.method, *(f"{k} = {v:g}" for k, v in {**self.options, **target}.items())])
+
+    @property
+    def points(self) -> int:
+        """Number of rows."""
+        return len(next(iter(self.swept.values()))) if self.swept else 1
+
+    def first(self) -> dict[str, float]:
+        """The swept values of the first row."""
+        return {name: values[0] for name, values in self.swept.items()}
 
 
 class Shown(NamedTuple):
@@ -111,8 +125,8 @@ METHODS = (*SOUND, "DP-pFedDSU as printed")
 """All that add noise."""
 
 
-def algorithm(entry: Entry, model: Model, setting: Setting) -> Algorithm:
-    """The method of a row, its noise calibrated to its epsilon over all rounds."""
+def builder(entry: Entry, model: Model, setting: Setting) -> Callable[..., Algorithm]:
+    """The method of a row, its noise calibrated to its epsilon over all rounds; takes what is swept."""
     z = 0.0
     if entry.epsilon is not None:
         z = calibrate(entry.epsilon, clients=setting.clients, rounds=setting.rounds, delta=setting.delta)
@@ -135,7 +149,7 @@ def algorithm(entry: Entry, model: Model, setting: Setting) -> Algorithm:
         "DP-pFedDSU as printed": (dp_pfeddsu, printed),
     }
     build, options = methods[entry.method]
-    return build(model, **options | dict(entry.options))
+    return partial(build, model, **options | dict(entry.options))
 
 
 def split(data: Dataset, setting: Setting, classes: int, seed: int) -> Clients:
@@ -173,23 +187,30 @@ def run(
     data = load(name)
     model = model_for(setting.model, data)
     rows = entries(setting)
-    methods = {entry.name: algorithm(entry, model, setting) for entry in rows}
+    builders = {entry.name: builder(entry, model, setting) for entry in rows}
     if config.scale in ("paper", "large"):
         clients = split(data, setting, counts[0], seeds[0])
-        one = {entry.method: entry.name for entry in rows}
-        seconds = {method: _round_seconds(methods[name], clients) for method, name in one.items()}
-        hours = sum(seconds[entry.method] for entry in rows) * setting.rounds * len(counts) * len(seeds) / 3600
+        one = {entry.method: entry for entry in rows}
+        seconds = {method: _round_seconds(builders[e.name](**e.first()), clients) for method, e in one.items()}
+        total = sum(seconds[entry.method] * entry.points for entry in rows)
+        hours = total * setting.rounds * len(counts) * len(seeds) / 3600
         print(f"about {hours:.1f} hours in all, and evaluations; seconds per round: {seconds}")
     shown = []
     for count in counts:
-        results = run_methods(
-            {name: lambda _, method=method: method for name, method in methods.items()},
-            partial(split, data, setting, count),
-            rounds=setting.rounds,
-            seeds=seeds,
-            out=config.out / "runs",
-            config=dataclasses.asdict(setting) | {"dataset": data.name, "classes": count},
-        )
+        common: dict[str, Any] = {
+            "make": functools.cache(partial(split, data, setting, count)),
+            "rounds": setting.rounds,
+            "seeds": seeds,
+            "out": config.out / "runs",
+            "config": dataclasses.asdict(setting) | {"dataset": data.name, "classes": count},
+        }
+        results = []
+        for entry in rows:
+            build = builders[entry.name]
+            if entry.swept:
+                results += run_sweep(entry.name, build, entry.swept, **common)
+            else:
+                results += run_methods({entry.name: lambda _, build=build: build()}, **common)
         title = f"{data.name}, {config.scale}: {setting.clients} clients of {count} classes, {setting.rounds} rounds"
         shown.append(Shown(config.out / table / config.scale / data.name / f"s={count}", title, results))
         show(title, results, shown[-1].folder)

@@ -10,5 +10,5 @@ if __name__ == "__main__":
         "table_4",
         __doc__,
         {"cifar10": (10, 5), "emnist": (10,)},
-        lambda _: [Entry("CENTAUR"), Entry("DP-pFedDSU", options={"weight": 0.0}), Entry("DP-pFedDSU")],
+        lambda setting: [Entry("CENTAUR"), Entry("DP-pFedDSU", swept={"weight": (0.0, setting.weight)})],
     )

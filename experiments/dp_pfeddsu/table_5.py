@@ -12,7 +12,5 @@ if __name__ == "__main__":
         "table_5",
         __doc__,
         {"cifar10": (10,)},
-        lambda _: [
-            Entry("DP-pFedDSU", options={"density": share} | rest) for share in (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9)
-        ],
+        lambda _: [Entry("DP-pFedDSU", options=rest, swept={"density": (0.01, 0.05, 0.1, 0.3, 0.5, 0.7, 0.9)})],
     )

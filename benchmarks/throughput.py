@@ -83,6 +83,8 @@ def main(config: Config) -> dict[str, Any]:
         rounds["bare local training"] = bare_round(model, population, inputs, labels, work.batch_size, work.steps)
     if config.vs == "torch":
         rounds["torch"] = _torch_round(config.workload, work, inputs, labels)
+        if config.workload == "feddpa":
+            rounds["torch, Fisher as published"] = _torch_round(config.workload, work, inputs, labels, published=True)
     seconds = _in_turn(rounds, config.repeats)
     if config.vs == "torch" and config.workload != "feddpa":
         seconds["torch, 2 processes"] = _torch_processes(work, inputs, labels, config.repeats)
@@ -145,7 +147,9 @@ def _compiled(algorithm: Algorithm, population: Population, chunk: int) -> tuple
     return run, seconds, program.memory_analysis().temp_size_in_bytes / 1e6
 
 
-def _torch_round(name: str, work: Workload, inputs: np.ndarray, labels: np.ndarray) -> Callable[[], None]:
+def _torch_round(
+    name: str, work: Workload, inputs: np.ndarray, labels: np.ndarray, published: bool = False
+) -> Callable[[], None]:
     import torch
 
     from benchmarks import pytorch
@@ -155,7 +159,8 @@ def _torch_round(name: str, work: Workload, inputs: np.ndarray, labels: np.ndarr
     data = pytorch.tensors(_floats(inputs), labels)
     if name == "feddpa":
         personal = [[w.detach().clone() for w in network.parameters()] for _ in range(work.clients)]
-        return lambda: pytorch.feddpa_round(network, personal, *data, batch_size=work.batch_size)
+        options: dict[str, Any] = {"batch_size": work.batch_size, "published": published}
+        return lambda: pytorch.feddpa_round(network, personal, *data, **options)
     return lambda: pytorch.fedavg_round(network, *data, batch_size=work.batch_size, steps=work.steps)
 
 
@@ -214,7 +219,7 @@ def _print(figures: dict[str, Any]) -> None:
     print(f"  compile {figures['compile_s']:.2f} s, temporaries {figures['temporary_mb']:.0f} MB, "
           f"peak of the process {figures['peak_mb']:.0f} MB; {figures['machine']}")  # fmt: skip
     for name, row in rounds.items():
-        print(f"  {name:22s} median {row['median_s']:.4f} s ({row['min_s']:.4f} to {row['max_s']:.4f}), "
+        print(f"  {name:26s} median {row['median_s']:.4f} s ({row['min_s']:.4f} to {row['max_s']:.4f}), "
               f"{row['clients_per_s']:.1f} clients/s, {row['client_steps_per_s']:.0f} client-steps/s")  # fmt: skip
     for name, ratio in figures["over_jaxfl"].items():
         if name.startswith("torch"):

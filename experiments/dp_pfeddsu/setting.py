@@ -17,7 +17,7 @@ from experiments.common import HEADER, Row, Scale, cells, model_for, percent, ru
 from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.engine import compile_rounds, initialize, place
-from jaxfl.privacy import Full, calibrate
+from jaxfl.privacy import Full, Poisson, calibrate
 from jaxfl.types import Algorithm, Clients, Model
 
 Data = Literal["cifar10", "cifar100", "emnist", "fashion_mnist", "mnist", "digits"]
@@ -29,6 +29,8 @@ class Setting:
 
     model: str = "resnet20"
     clients: int = 20
+    rate: float = 1.0
+    """Share of the clients in a round (Poisson), or 1: all."""
     rounds: int = 100
     examples: int | None = None
     """Training examples per client, at most (None: all that it has)."""
@@ -65,8 +67,8 @@ CHANGES: dict[Scale, dict[str, Any]] = {
     "smoke": _LENET | {"clients": 10, "rounds": 2, "head_epochs": 1, "local_epochs": 1, "layer_sweep": (1, 2)},
     "cpu": _LENET | {"rounds": 30, "examples": 250, "batch_size": 25, "local_epochs": 2},
     "paper": {},
-    # Updates of norm 0.01 could not move the extractor in 30 rounds, noise or not; the ratio to the noise stays.
-    "large": _LENET | {"clients": 1000, "rounds": 30, "examples": 50, "batch_size": 10, "clip": 0.5},
+    # Updates of norm 0.01 could not move the extractor, noise or not; the ratio to the noise stays.
+    "large": _LENET | {"clients": 1000, "rate": 0.1, "examples": 50, "batch_size": 10, "clip": 0.5},
 }
 
 
@@ -79,7 +81,7 @@ class Config:
     """Classes per client, a table for each (default: the paper's)."""
     scale: Scale = "cpu"
     """smoke: seconds, on digits; cpu: LeNet with GroupNorm, 30 rounds, 250 examples per client; paper: as published;
-    large: 1,000 clients of 50 examples."""
+    large: 1,000 clients of 50 examples, a tenth of them per round."""
     seeds: tuple[int, ...] = (0, 1, 2)
     out: pathlib.Path = pathlib.Path("runs/dp_pfeddsu")
 
@@ -127,12 +129,14 @@ METHODS = (*SOUND, "DP-pFedDSU as printed")
 
 def builder(entry: Entry, model: Model, setting: Setting) -> Callable[..., Algorithm]:
     """The method of a row, its noise calibrated to its epsilon over all rounds; takes what is swept."""
+    sampling = Full() if setting.rate == 1 else Poisson(setting.rate)
     z = 0.0
     if entry.epsilon is not None:
-        z = calibrate(entry.epsilon, clients=setting.clients, rounds=setting.rounds, delta=setting.delta)
+        numbers = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
+        z = calibrate(entry.epsilon, sampling=sampling, **numbers)
     sgd = optax.sgd(setting.learning_rate, momentum=setting.momentum)
     decayed = optax.chain(optax.add_decayed_weights(setting.weight_decay), sgd)
-    private = {"clip": setting.clip, "noise_multiplier": z, "sampling": Full(), "delta": setting.delta}
+    private = {"clip": setting.clip, "noise_multiplier": z, "sampling": sampling, "delta": setting.delta}
     local = {"optimizer": decayed, "batch_size": setting.batch_size}
     added = {"epochs": setting.epochs} | local | private
     tuned = {"head_optimizer": sgd, "head_batch_size": setting.batch_size} | added
@@ -140,7 +144,7 @@ def builder(entry: Entry, model: Model, setting: Setting) -> Callable[..., Algor
     sparse = {"density": setting.density, "sparse_layers": setting.sparse_layers, "weight": setting.weight} | shared
     printed = {"fidelity": "paper", "clients": setting.clients, "claim": entry.epsilon} | sparse
     methods: dict[str, tuple[Callable[..., Algorithm], dict[str, Any]]] = {
-        "local-only": (local_only, {"epochs": setting.local_epochs} | local),
+        "local-only": (local_only, {"epochs": setting.local_epochs, "sampling": sampling} | local),
         "DP-FedAvg-fb": (dp_fedavg_fb, {"head_epochs": setting.head_epochs} | tuned),
         "PPSGD": (ppsgd, {"variant": "centaur", "evaluation_epochs": setting.head_epochs} | added),
         "PMTL-FT": (pmtl, {"finetune": setting.head_epochs, "weight": setting.mean_weight} | tuned),

@@ -68,7 +68,8 @@ CHANGES: dict[Scale, dict[str, Any]] = {
     "cpu": _LENET | {"rounds": 30, "examples": 250, "batch_size": 25, "local_epochs": 2},
     "paper": {},
     # Updates of norm 0.01 could not move the extractor, noise or not; the ratio to the noise stays.
-    "large": _LENET | {"clients": 1000, "rate": 0.1, "examples": 50, "batch_size": 10, "clip": 0.5},
+    "large": _LENET
+    | {"clients": 1000, "rate": 0.1, "rounds": 50, "examples": 50, "batch_size": 10, "clip": 0.5, "local_epochs": 10},
 }
 
 
@@ -198,7 +199,8 @@ def run(
         seconds = {method: _round_seconds(builders[e.name](**e.first()), clients) for method, e in one.items()}
         total = sum(seconds[entry.method] * entry.points for entry in rows)
         hours = total * setting.rounds * len(counts) * len(seeds) / 3600
-        print(f"about {hours:.1f} hours in all, and evaluations; seconds per round: {seconds}")
+        each = ", ".join(f"{method} {value:.1f}" for method, value in seconds.items())
+        print(f"about {hours:.1f} hours in all, and evaluations; seconds per round: {each}", flush=True)
     shown = []
     for count in counts:
         common: dict[str, Any] = {
@@ -235,12 +237,25 @@ def _summarize(shown: Sequence[Shown]) -> None:
 
 
 def _round_seconds(algorithm: Algorithm, clients: Clients) -> float:
-    """The second of two rounds: the first one compiles."""
-    key, population, seconds = jax.random.key(0), place(clients, None), 0.0
+    """A round's seconds, by a round of a client per device with a part of its examples, the second of two.
+
+    Its time is proportional to them; the first round compiles.
+    """
+    number, examples = min(jax.device_count(), clients.number), min(200, clients.train.shape[1])
+    sizes = np.minimum(clients.train_size[:number], examples)
+    part = clients._replace(
+        train=clients.train[:number, :examples],
+        train_size=sizes,
+        test=clients.test[:number],
+        test_size=clients.test_size[:number],
+    )
+    expected = algorithm.mechanism.sampling.expected(clients.number) * np.mean(clients.train_size)
+    algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, sampling=Full()))
+    key, population, seconds = jax.random.key(0), place(part, None), 0.0
     server, states = initialize(key, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=1, segment=1)
     for _ in range(2):
         start = time.monotonic()
         server, states, _ = jax.block_until_ready(step(key, 0, 1, server, states))
         seconds = time.monotonic() - start
-    return seconds
+    return seconds * float(expected / sizes.sum())

@@ -69,7 +69,7 @@ CHANGES: dict[Scale, dict[str, Any]] = {
     "paper": {},
     # Updates of norm 0.01 could not move the extractor, noise or not; the ratio to the noise stays.
     "large": _LENET
-    | {"clients": 1000, "rate": 0.1, "rounds": 50, "examples": 50, "batch_size": 10, "clip": 0.5, "local_epochs": 10},
+    | {"clients": 1000, "rate": 0.1, "rounds": 50, "examples": 50, "batch_size": 10, "clip": 0.5, "local_epochs": 5},
 }
 
 

@@ -18,10 +18,10 @@ from jaxtyping import Key
 
 from jaxfl import report
 from jaxfl._validate import check_count
-from jaxfl.account import Account, Result
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.engine import Points, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import compile_evaluation
+from jaxfl.journal import Journal, Result
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -172,8 +172,8 @@ class _Run:
         self.server, self.states = initialize(init_key, self.what, self.population)
         self.evaluate = compile_evaluation(self.what, self.population)
         blank = self._blank()
-        self.accounts = [
-            Account(algorithm, clients, self.evaluations, blank, own)
+        self.journals = [
+            Journal(algorithm, clients, self.evaluations, blank, own)
             for algorithm, own in zip(algorithms, folders, strict=True)
         ]
         self.done, self.saved_at, self.checkpoints = 0, time.monotonic(), None
@@ -195,8 +195,8 @@ class _Run:
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
-            parts = zip(self.accounts, self._split(self.server), self._split(self.states), strict=True)
-            results = [account.finish(server, states, self.done) for account, server, states in parts]
+            parts = zip(self.journals, self._split(self.server), self._split(self.states), strict=True)
+            results = [journal.finish(server, states, self.done) for journal, server, states in parts]
         return results
 
     def compile(self, chunk: int | Literal["auto"] | None) -> Callable:
@@ -222,7 +222,7 @@ class _Run:
             self._record(records, count)
             if self.done in self.evaluations:
                 self._evaluate()
-                log(self.accounts[0].metrics[-1])
+                log(self.journals[0].metrics[-1])
             update(self.done, self._text())
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
             if self.checkpoints and (late or self.done == self.rounds or interrupted()):
@@ -231,26 +231,26 @@ class _Run:
                 raise KeyboardInterrupt
 
     def _record(self, records: Records, count: int) -> None:
-        for account, own in zip(self.accounts, self._split(records), strict=True):
-            account.record(own, self.done, count)
+        for journal, own in zip(self.journals, self._split(records), strict=True):
+            journal.record(own, self.done, count)
         self.done += count
 
     def _evaluate(self) -> None:
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
         scores = jax.device_get(self.evaluate(key, self.server, self.states))
-        for account, own in zip(self.accounts, self._split(scores), strict=True):
-            account.evaluated(self.evaluations.index(self.done), own)
+        for journal, own in zip(self.journals, self._split(scores), strict=True):
+            journal.evaluated(self.evaluations.index(self.done), own)
 
     def _text(self) -> str:
         """Accuracy and epsilon so far, for the progress bar."""
-        scores = [account.metrics[-1]["accuracy"] for account in self.accounts if account.metrics]
+        scores = [journal.metrics[-1]["accuracy"] for journal in self.journals if journal.metrics]
         ends = sorted({min(scores), max(scores)}) if scores else []
         accuracy = " to ".join(f"{value:.3f}" for value in ends) or "-"
-        epsilon = max(account.epsilon(self.done) for account in self.accounts)
+        epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
 
     def _state(self) -> dict[str, Tree]:
-        recorded = [account.recorded for account in self.accounts]
+        recorded = [journal.recorded for journal in self.journals]
         return {"server": self.server, "states": self.states, "recorded": recorded}
 
     def _save(self) -> None:
@@ -264,8 +264,8 @@ class _Run:
         if found is not None:
             self.done, state = found
             self.server, self.states = state["server"], state["states"]
-            for account, recorded in zip(self.accounts, state["recorded"], strict=True):
-                account.restore(recorded, self.done)
+            for journal, recorded in zip(self.journals, state["recorded"], strict=True):
+                journal.restore(recorded, self.done)
 
     def _each(self, work: Callable) -> Callable:
         """Of one run, or of every point."""

@@ -89,7 +89,7 @@ def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
     whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)
     monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxfl.account.Account.evaluated", _interrupt)
+        patch.setattr("jaxfl.journal.Journal.evaluated", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
     parts = sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})

@@ -36,7 +36,7 @@ class Recorded(NamedTuple):
     scores: PerClient
 
 
-class Account:
+class Journal:
     """Grows with the run; `finish` accounts for it."""
 
     def __init__(

@@ -1,0 +1,215 @@
+r"""Jacobian leakage risk: how strongly what a client sends depends on its inputs.
+
+Of an example (x, y), the Jacobian of the loss's gradient and its risk (ADP-PFL, eq. 7 and 8 with p = 2):
+
+.. math::
+    J(x) = \frac{\partial}{\partial x} \left[ \frac{\partial \ell(x, y, \theta)}{\partial \theta} \right],
+    \qquad R(x) = \|J(x)\|_F.
+
+It has a row per parameter and a column per input: exact ways are for small models and for tests. All of them work with
+both forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
+
+Inputs count as `Model.prepare` makes them: normalised.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Float, Int, Key, Shaped
+
+from jaxfl._validate import check_choice, check_count
+from jaxfl.local.train import shuffle
+from jaxfl.privacy.noise import add_gaussian
+from jaxfl.types import ClientData, Model, Params
+
+
+def client_risk(
+    key: Key[Array, ""],
+    model: Model,
+    params: Params,
+    data: ClientData,
+    *,
+    probes: int = 1,
+    examples: int | None = None,
+    batch_size: int = 32,
+    reading: Literal["gradient", "output"] = "gradient",
+) -> Float[Array, ""]:
+    """Mean risk of a client's own examples, block by block; a function of private data, like any other statistic.
+
+    Args:
+        key: choice of examples, and probes.
+        model: the network.
+        params: its parameters.
+        data: the client's rows; padding is never read.
+        probes: P of `probe_risk`.
+        examples: at most so many of the client's examples, drawn without replacement; None: all. Of a trained model few
+            examples make most of the mean: rather many examples than many probes.
+        batch_size: examples per block. They share their probes, blocks do not: small ones have errors that average out,
+            large ones fewer probes to draw.
+        reading: "gradient" is `probe_risk`, "output" is `output_risk`.
+
+    Returns:
+        The mean; 0 for a client without examples.
+    """
+    check_count("probes", probes)
+    check_count("batch_size", batch_size)
+    check_choice("reading", reading, ("gradient", "output"))
+    if examples is not None:
+        check_count("examples", examples)
+    padded = data.rows.shape[0]
+    most = min(padded, examples or padded)
+    batch = min(batch_size, most)
+    blocks = -(-most // batch)
+    order, probing = jax.random.split(key)
+    chosen = data.rows[shuffle(order, padded, data.size)[:most]]
+    rows = jnp.pad(chosen, (0, blocks * batch - most))
+    number = jnp.minimum(data.size, most)
+
+    def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
+        own = lax.dynamic_slice_in_dim(rows, i * batch, batch)
+        if reading == "output":
+            risks = output_risk(model, params, data.inputs[own])
+        else:
+            risks = probe_risk(
+                jax.random.fold_in(probing, i), model, params, data.inputs[own], data.labels[own], probes
+            )
+        return total + jnp.sum(jnp.where(i * batch + jnp.arange(batch) < number, risks, 0.0))
+
+    total = lax.fori_loop(0, -(-number // batch), block, jnp.zeros(()))
+    return total / jnp.maximum(number, 1)
+
+
+def probe_risk(
+    key: Key[Array, ""],
+    model: Model,
+    params: Params,
+    inputs: Shaped[Array, "B ..."],
+    labels: Int[Array, "B"],
+    probes: int,
+) -> Float[Array, "B"]:
+    r"""Risk of each example, estimated: :math:`\hat R(x)^2 = \frac1P \sum_{p=1}^P \|J(x)^\top v_p\|^2`, v normal.
+
+    :math:`E \|J^\top v\|^2 = \|J\|_F^2`, and :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the
+    derivative of :math:`\nabla_x \ell` along v in the parameters: the forward pass and the one for the input's gradient
+    once, and their derivatives once per probe, for all examples together. The root of few probes is a little too small,
+    by :math:`O(1/P)`.
+
+    Args:
+        key: the probes, the same for all examples of the batch: their errors are then correlated.
+        model: the network.
+        params: its parameters.
+        inputs: examples as they are stored.
+        labels: their classes.
+        probes: P.
+
+    References: Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix.
+    """
+    x, axis = _prepared(model, inputs)
+
+    def slope(params: Params) -> Array:
+        return jax.grad(lambda x: jnp.sum(_losses(model, params, x, labels)))(x)
+
+    derivative = jax.linearize(slope, params)[1]
+    zeros = jax.tree.map(jnp.zeros_like, params)
+
+    def probe(i: Int[Array, ""], total: Float[Array, "B"]) -> Float[Array, "B"]:
+        along = derivative(add_gaussian(jax.random.fold_in(key, i), zeros, jnp.ones(())))
+        return total + _squares(along, axis)
+
+    return jnp.sqrt(lax.fori_loop(0, probes, probe, jnp.zeros(len(labels))) / probes)
+
+
+def exact_risk(
+    model: Model,
+    params: Params,
+    inputs: Shaped[Array, "B ..."],
+    labels: Int[Array, "B"],
+    *,
+    by: Literal["columns", "jacrev"] = "columns",
+    chunk: int = 64,
+) -> Float[Array, "B"]:
+    """Risk of each example by its whole Jacobian, one example after the other.
+
+    Args:
+        model: the network.
+        params: its parameters.
+        inputs: examples as they are stored.
+        labels: their classes.
+        by: "columns": `chunk` derivatives of the gradient along inputs at a time; "jacrev": the definition, the whole
+            Jacobian in memory (d x inputs: 19 GB for LeNet).
+        chunk: columns at a time.
+
+    >>> from jaxfl.models import mlp
+    >>> model = mlp((1, 1, 2), 3, hidden=())
+    >>> example = model.init(jax.random.key(0)), jnp.ones((1, 1, 1, 2)), jnp.array([0])
+    >>> bool(jnp.allclose(exact_risk(model, *example, by="columns"), exact_risk(model, *example, by="jacrev")))
+    True
+    """
+    check_choice("by", by, ("columns", "jacrev"))
+    check_count("chunk", chunk)
+    x, axis = _prepared(model, inputs)
+    square = functools.partial(_square_by_columns, chunk=chunk) if by == "columns" else _square_by_definition
+
+    def one(example: tuple[Array, Array]) -> Float[Array, ""]:
+        x, label = example
+
+        def gradient(x: Array) -> Params:
+            return jax.grad(lambda p: _losses(model, p, jnp.expand_dims(x, axis), label[None])[0])(params)
+
+        return jnp.sqrt(square(gradient, x))
+
+    return lax.map(one, (jnp.moveaxis(x, axis, 0), labels))
+
+
+def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
+    r"""Eq. 8 read as of "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K logits f.
+
+    Args:
+        model: the network.
+        params: its parameters.
+        inputs: examples as they are stored.
+    """
+    x, axis = _prepared(model, inputs)
+    logits, pull = jax.vjp(lambda x: model.apply(params, x), x)
+
+    def add(total: Float[Array, "B"], seed: Float[Array, "K"]) -> tuple[Float[Array, "B"], None]:
+        (slope,) = pull(jnp.broadcast_to(seed, logits.shape))
+        return total + jnp.sqrt(_squares(slope, axis)), None
+
+    classes = logits.shape[1]
+    return lax.scan(add, jnp.zeros(len(logits)), jnp.eye(classes))[0] / classes
+
+
+def _square_by_columns(gradient: Callable[[Array], Params], x: Array, chunk: int) -> Float[Array, ""]:
+    """Sum over inputs of the squared derivatives of the gradient along them."""
+
+    def column(i: Int[Array, ""]) -> Float[Array, ""]:
+        unit = (jnp.arange(x.size) == i).astype(x.dtype).reshape(x.shape)
+        return jnp.asarray(optax.tree.norm(jax.jvp(gradient, (x,), (unit,))[1], squared=True))
+
+    return jnp.sum(lax.map(column, jnp.arange(x.size), batch_size=min(chunk, x.size)))
+
+
+def _square_by_definition(gradient: Callable[[Array], Params], x: Array) -> Float[Array, ""]:
+    return jnp.asarray(optax.tree.norm(jax.jacrev(gradient)(x), squared=True))
+
+
+def _losses(model: Model, params: Params, x: Array, labels: Int[Array, "B"]) -> Float[Array, "B"]:
+    return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), labels)
+
+
+def _squares(x: Array, axis: int) -> Float[Array, "B"]:
+    """Squared norm of each example, which lie along an axis."""
+    return jnp.sum(x * x, axis=tuple(i for i in range(x.ndim) if i != axis))
+
+
+def _prepared(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:
+    """A batch laid out for the network, and the axis along which its examples lie."""
+    x = model.prepare(inputs)
+    more = jax.eval_shape(model.prepare, jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype))
+    return x, next(i for i, (a, b) in enumerate(zip(x.shape, more.shape)) if a != b)

@@ -12,11 +12,17 @@ from jaxfl._validate import check_choice, check_count, check_fraction, check_pos
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, client_epsilons
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
-from jaxfl.privacy.observers import View, aggregate_view, plain_view, upload_view
+from jaxfl.privacy.observers import View, affordable, aggregate_view, check_filter, plain_view, upload_view
 from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload"]
 _FULL = Full()
+_FILTERS = {
+    "rdp": "fully adaptive composition by a Rényi filter (Feldman and Zrnic 2021)",
+    "pld": "fully adaptive composition by a filter of Gaussian privacy (Smith and Thakurta 2022)",
+}
+for _name in _FILTERS:
+    _FILTERS[_name] += " of all that a client sends, Gaussian, replace-one, which bounds zero-out of the sums too"
 
 
 class Epsilon(NamedTuple):
@@ -63,6 +69,10 @@ def epsilon(
         return Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None)
     if unbounded := _unbounded(mechanism):
         return Epsilon(math.inf, np.full(clients, math.inf), "none", unbounded)
+    if mechanism.least_total is not None:
+        check_filter(ledger, mechanism.least_total)
+        if not one_round:
+            return _filtered(mechanism.least_total, clients, accountant, delta)
     view = (aggregate_view if observer == "aggregate" else upload_view)(ledger, mechanism)
     parts = accountants.worst_rounds(view) if one_round else [view]
     values = np.maximum.reduce([client_epsilons(part, accountant, delta) for part in parts])
@@ -74,7 +84,10 @@ def epsilon(
 
 
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
-    """The ledger of a run not yet made, at its worst: every client takes part in every round."""
+    """The ledger of a run not yet made, at its worst: every client takes part in every round that it can afford.
+
+    Where noise follows from released numbers: with the full share of the budget for everyone.
+    """
     check_count("clients", clients)
     check_count("rounds", rounds)
     mechanism.check_fits(clients, rounds)
@@ -83,7 +96,11 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
     variance = (noise * weights) ** 2
     present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
     top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
-    return Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier)
+    released = np.full(rounds, math.inf if mechanism.release is None else mechanism.release.noise)
+    plan = Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier, released)
+    if mechanism.least_total is None:
+        return plan
+    return plan._replace(participants=affordable(plan, mechanism.least_total))
 
 
 def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float]:
@@ -97,6 +114,9 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
     """
     if not mechanism.communicates or _unbounded(mechanism):
         return lambda done: math.inf if mechanism.communicates and done else 0.0
+    if mechanism.least_total is not None:
+        limit = _filtered(mechanism.least_total, clients, "rdp", mechanism.delta).value
+        return lambda done: limit if done else 0.0
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
     view = aggregate_view(planned_ledger(mechanism, clients, known), mechanism)
@@ -197,6 +217,15 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
             part = math.log(aim / below) / math.log(above / below) if straight else 0.5
             noise = high * (low / high) ** min(max(part, 0.02), 0.98)
     return high
+
+
+def _filtered(least_total: float, clients: int, accountant: Accountant, delta: float) -> Epsilon:
+    """What a filter promises to every client, whatever was sent and released."""
+    view = plain_view(np.full((1, 1), least_total), "", "a filter that stops nobody")
+    value = float(client_epsilons(view, accountant, delta).max())
+    if math.isinf(value):
+        return Epsilon(value, np.full(clients, value), "none", view.silent)
+    return Epsilon(value, np.full(clients, value), f"{_FILTERS[accountant]}; {accountant.upper()}", None)
 
 
 def _unbounded(mechanism: Mechanism) -> str | None:

@@ -11,13 +11,13 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import check_choice, check_positive
+from jaxfl.algorithms.fedavg import fedavg
 from jaxfl.local.fisher import client_fisher, normalize_over_all
 from jaxfl.local.leakage import client_risk
 from jaxfl.local.masks import keep, top_percentile_mask
-from jaxfl.local.train import check_local, train
 from jaxfl.privacy.mechanism import Mechanism, Release, Sampling
 from jaxfl.privacy.schedule import ClientNoise, client_shares
-from jaxfl.server import Server, init_account, init_server, server_step
+from jaxfl.server import Server, init_account
 from jaxfl.types import Account, Algorithm, ClientData, Clients, Message, Model, Params, Tree
 
 _BROKEN = (
@@ -49,7 +49,7 @@ def adp_pfl(
     optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
     batch_size: int = 64,
     epochs: int = 5,
-    server_learning_rate: float = 1.0,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float = 1e-5,
     claim: float | None = None,
 ) -> Algorithm:
@@ -86,7 +86,7 @@ def adp_pfl(
         optimizer: local optimizer, fresh in every round.
         batch_size: B.
         epochs: E, passes over the client's examples.
-        server_learning_rate: of the averaged update.
+        server_optimizer: takes the negative averaged update as its gradient; not used where weights are sent.
         delta: failure probability of the statement.
         claim: the epsilon that the paper states for `noise`.
 
@@ -113,7 +113,6 @@ def adp_pfl(
     >>> adp_pfl(network, sampling=Full(), noise=9.0, risks="private", fidelity="paper").mechanism.broken[:33]
     "each client's noise scale follows"
     """
-    check_local(batch_size, epochs, None)
     check_choice("fidelity", fidelity, ("sound", "paper"))
     check_choice("mask", mask, ("fisher", "top_k", "random", None))
     if isinstance(risks, str):
@@ -130,15 +129,21 @@ def adp_pfl(
         raise ValueError(
             f"upload={upload!r} with fidelity={fidelity!r}: their mean needs the cohort's number, so send updates"
         )
-    check_positive("server_learning_rate", server_learning_rate)
-    server_optimizer = optax.sgd(server_learning_rate)
-    mechanism = Mechanism(
-        clip=clip,
-        sampling=sampling,
-        denominator="expected" if upload == "updates" else "participants",
-        delta=delta,
-        claim=None if claim is None else (claim, "budgets taken for epsilons that add up, or for their maximum"),
-        **(_sound(noise, risks, risk_bounds) if fidelity == "sound" else _paper(noise, risks, risk_bounds)),
+    base = fedavg(
+        model,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        epochs=epochs,
+        server_optimizer=server_optimizer,
+        mechanism=Mechanism(
+            clip=clip,
+            sampling=sampling,
+            denominator="expected" if upload == "updates" else "participants",
+            delta=delta,
+            claim=None if claim is None else (claim, "budgets taken for epsilons that add up, or for their maximum"),
+            **(_sound(noise, risks, risk_bounds) if fidelity == "sound" else _paper(noise, risks, risk_bounds)),
+        ),
+        name="adp_pfl",
     )
 
     def select(key: Key[Array, ""], params: Params, sent: Tree, data: ClientData) -> Tree:
@@ -152,56 +157,38 @@ def adp_pfl(
         return top_percentile_mask(optax.tree.random_like(key, sent, jax.random.uniform), percentile)
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Tree]:
-        states = Accounted(init_account(clients)) if mechanism.adaptive else ()
-        return init_server(model.init(key), server_optimizer), states
+        server, states = base.init(key, clients)
+        return server, Accounted(init_account(clients)) if base.mechanism.adaptive else states
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        training, masking, probing = jax.random.split(key, 3)
-        params, info = train(
-            training,
-            server.params,
-            data,
-            apply=model.apply,
-            prepare=model.prepare,
-            microbatch=model.microbatch,
-            optimizer=optimizer,
-            batch_size=batch_size,
-            epochs=epochs,
-        )
-        risk = None
-        if mechanism.release is not None:
+        message, client, info = base.client_update(key, server, client, data)
+        params, risk = optax.tree.add(server.params, message.update), None
+        masking, probing = jax.random.split(jax.random.fold_in(key, epochs))  # training took the numbers below
+        if base.mechanism.release is not None:
             risk = risk_fn(probing, model, params, data)
             info |= {"risk": risk}
-        sent = params if upload == "weights" else optax.tree.sub(params, server.params)
+        sent = params if upload == "weights" else message.update
         if mask is not None:
             kept = select(masking, params, sent, data)
             sent = keep(kept, sent)
             info |= {"kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))}
         return Message(sent, release=risk), client, info
 
-    def server_update(server: Server, aggregate: Tree, info: Tree) -> Server:
-        if upload == "updates":
-            return server_step(server_optimizer, server, aggregate)
+    def replace(server: Server, aggregate: Tree, info: Tree) -> Server:
         anyone = info["participants"] > 0
         return server._replace(params=jax.tree.map(lambda a, b: jnp.where(anyone, a, b), aggregate, server.params))
 
-    return Algorithm(
-        name="adp_pfl",
-        model=model,
+    return base._replace(
         init=init,
         client_update=client_update,
-        server_update=server_update,
-        personalize=lambda key, server, client, data: server.params,
-        mechanism=mechanism,
+        server_update=base.server_update if upload == "updates" else replace,
     )
 
 
 def _sound(noise: Any, risks: Any, risk_bounds: tuple[float, float] | None) -> dict[str, Any]:
     """The mechanism's noise, where its scale follows from public or released numbers only."""
     if isinstance(noise, ClientNoise) != (risks is not None):
-        raise ValueError(
-            f"noise={noise!r} with risks={risks!r}: give noise of `client_noise` with risks, and only then"
-        )
+        raise ValueError(f"noise={noise!r} with risks={risks!r}: give a `client_noise` with risks, and only then")
     if isinstance(risks, str) != (risk_bounds is not None):
         raise ValueError(f"risk_bounds={risk_bounds!r} with risks={risks!r}: give (least, greatest) of private ones")
     if risks is None:

@@ -126,7 +126,7 @@ def train(
         return optax.apply_updates(params, updates), state, total_loss + value
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
-        order = shuffle(jax.random.fold_in(key, index), padded, data.size)
+        order = _shuffle(jax.random.fold_in(key, index), padded, data.size)
         order = jnp.pad(order, (0, blocks * per_block * batch - padded))
         here = jnp.minimum(batches, total - index * batches)
 
@@ -202,7 +202,7 @@ def _blocks(padded: int, batch: int) -> tuple[int, int]:
     return -(-batches // per_block), per_block
 
 
-def shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]) -> Int[Array, "N"]:
+def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]) -> Int[Array, "N"]:
     """Real positions in random order, then the padding; does not depend on how much padding there is."""
     place = jax.random.uniform(key, (padded,))
     return jnp.argsort(jnp.where(jnp.arange(padded) < size, place, 2.0))

@@ -68,13 +68,13 @@ def client_risk(
     most = min(padded, examples or padded)
     batch = min(batch_size, most)
     drawing, probing = jax.random.split(key)
+    number = jnp.minimum(data.size, most)
     chosen, factors = jnp.arange(padded), jnp.ones(padded)
     if most < padded:
-        doubts = jnp.ones(padded) if reading == "output" else _doubts(model, params, data, batch)
-        drawn, weighted = _draw(drawing, jnp.where(jnp.arange(padded) < data.size, doubts, 0.0), most, data.size)
+        weights = factors if reading == "output" else _doubts(model, params, data, batch)
+        drawn, weighted = _draw(drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size)
         few = data.size <= most
         chosen, factors = jnp.where(few, chosen[:most], drawn), jnp.where(few, 1.0, weighted)
-    number = jnp.minimum(data.size, most)
     rows, factors = (jnp.pad(a, (0, -most % batch)) for a in (data.rows[chosen], factors))
 
     def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:

@@ -17,12 +17,10 @@ from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload"]
 _FULL = Full()
-_FILTERS = {
-    "rdp": "fully adaptive composition by a Rényi filter (Feldman and Zrnic 2021)",
-    "pld": "fully adaptive composition by a filter of Gaussian privacy (Smith and Thakurta 2022)",
+_FILTERS: dict[Accountant, str] = {
+    "rdp": "a Rényi filter (Feldman and Zrnic 2021)",
+    "pld": "a filter of Gaussian privacy (Smith and Thakurta 2022)",
 }
-for _name in _FILTERS:
-    _FILTERS[_name] += " of all that a client sends, Gaussian, replace-one, which bounds zero-out of the sums too"
 
 
 class Epsilon(NamedTuple):
@@ -54,7 +52,8 @@ def epsilon(
         one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
 
     Guarantee: client-level; zero-out for the aggregate, replace-one for the uploads. Assumes that noise, weights
-        and sampling do not depend on private data, and that the clip covers a client's whole update.
+        and sampling do not depend on private data, or only through what was released under the mechanism's filter, and
+        that the clip covers a client's whole update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> round(epsilon(run, Mechanism(clip=1.0, noise_multiplier=10.0), accountant="pld").value, 3)
@@ -73,7 +72,9 @@ def epsilon(
         check_filter(ledger, mechanism.least_total)
         if not one_round:
             return _filtered(mechanism.least_total, clients, accountant, delta)
-    view = (aggregate_view if observer == "aggregate" else upload_view)(ledger, mechanism)
+    # Under a filter the sums count as the uploads that they are made of.
+    sums = observer == "aggregate" and mechanism.least_total is None
+    view = (aggregate_view if sums else upload_view)(ledger, mechanism)
     parts = accountants.worst_rounds(view) if one_round else [view]
     values = np.maximum.reduce([client_epsilons(part, accountant, delta) for part in parts])
     per_client = np.array(np.broadcast_to(values, clients))
@@ -225,7 +226,11 @@ def _filtered(least_total: float, clients: int, accountant: Accountant, delta: f
     value = float(client_epsilons(view, accountant, delta).max())
     if math.isinf(value):
         return Epsilon(value, np.full(clients, value), "none", view.silent)
-    return Epsilon(value, np.full(clients, value), f"{_FILTERS[accountant]}; {accountant.upper()}", None)
+    theorem = (
+        f"fully adaptive composition by {_FILTERS[accountant]} of all that a client sends, Gaussian, replace-one, "
+        f"which bounds zero-out of the sums too; {accountant.upper()}"
+    )
+    return Epsilon(value, np.full(clients, value), theorem, None)
 
 
 def _unbounded(mechanism: Mechanism) -> str | None:

@@ -192,9 +192,10 @@ def test_a_filter_states_what_it_promises_and_not_what_was_spent():
         assert theorem in found.theorem
         exact = get_epsilon_gaussian(1.0, 1e-5)
         assert exact * (1 - 1e-6) <= found.value <= exact * (1 + 1e-6 if accountant == "pld" else 1.15)
-        alone = epsilon(ledger, m, observer="upload", accountant=accountant, one_round=True).value
         exact = get_epsilon_gaussian((4 / 16 + 1 / 9) ** -0.5, 1e-5)
-        assert exact * (1 - 1e-6) <= alone <= exact * (1.001 if accountant == "pld" else 1.15)
+        for observer in ("upload", "aggregate"):
+            alone = epsilon(ledger, m, observer=observer, accountant=accountant, one_round=True).value
+            assert exact * (1 - 1e-6) <= alone <= exact * (1.001 if accountant == "pld" else 1.15)
     running = running_epsilon(m, 3)
     assert [running(0), running(1), running(9)] == [0, epsilon(ledger, m).value, epsilon(ledger, m).value]
     text = format_statement(privacy_statement(ledger, m, 3))

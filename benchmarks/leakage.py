@@ -30,7 +30,7 @@ class Config:
     """Its first examples of two classes are the client's."""
     examples: int = 500
     probes: tuple[int, ...] = (1, 2, 4, 8)
-    drawn: tuple[int, ...] = (64, 128, 500)
+    drawn: tuple[int, ...] = (96, 500)
     seeds: int = 15
     """Estimates of which the error is the root mean square."""
     repeats: int = 9

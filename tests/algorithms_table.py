@@ -135,7 +135,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         MODEL, noise=filtered(z), risks=np.full(len(SIZES), 3.0), **budgeted(sgd) | {"mask": "top_k"}
     ),
     "adp_pfl_released": lambda z=1.0, sgd=0.1, **o: adp_pfl(
-        MODEL, noise=filtered(z), risks="private", risk_bounds=(0.1, 3.0), **budgeted(sgd) | {"threshold": 0.2}
+        MODEL, noise=filtered(z), risks="private", risk_bounds=(1.0, 3.0), **budgeted(sgd) | {"mask": None}
     ),
     "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl(
         MODEL, noise=z / 6**0.5, fidelity="paper", risks="private", **budgeted(sgd) | {"mask": "random"}

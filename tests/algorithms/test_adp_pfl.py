@@ -11,6 +11,7 @@ from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_lg, fedavg, local_only
 from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.local.fisher import client_fisher
 from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
 from jaxfl.privacy.schedule import ClientNoise, client_noise, client_shares, fixed_budgets
 from jaxfl.simulation import simulate
@@ -73,6 +74,19 @@ def test_a_client_sends_what_is_above_the_percentile(mask):
     assert info["kept"] == pytest.approx(kept / size)
     assert 0 < sum(int((leaf != 0).sum()) for leaf in jax.tree.leaves(message.update)) <= kept
     assert message.mask is None  # noise on all coordinates
+
+
+def test_a_threshold_is_of_the_trained_models_scaled_fisher_information():
+    algorithm = adp_pfl(MODEL, noise=1.0, threshold=0.05, **PRIVATE)
+    server, _ = algorithm.init(KEY, small_clients())
+    message, _, _ = algorithm.client_update(KEY, server, (), client_data())
+    whole, _, _ = adp_pfl(MODEL, noise=1.0, mask=None, **PRIVATE).client_update(KEY, server, (), client_data())
+    fisher = client_fisher(MODEL, optax.tree.add(server.params, whole.update), client_data())
+    flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(fisher)])
+    kept = (flat - flat.min()) / (flat.max() - flat.min()) > 0.05
+    sent, all_ = (np.concatenate([np.ravel(u) for u in jax.tree.leaves(m.update)]) for m in (message, whole))
+    assert 0 < kept.sum() < kept.size / 2
+    np.testing.assert_array_equal(sent, np.where(kept, all_, 0))
 
 
 def test_public_risks_scale_each_clients_noise():

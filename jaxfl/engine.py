@@ -8,6 +8,7 @@ order of a cohort changes a client's randomness.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from jaxtyping import Bool, Float, Int, Key
 from jaxfl.data.clients import shard
 from jaxfl.local.masks import keep
 from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanism import RoundNoise, round_numbers, server_noise
+from jaxfl.privacy.mechanism import Release, RoundNoise, adapt, round_numbers, server_noise
 from jaxfl.privacy.noise import add_gaussian
-from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Tree
+from jaxfl.types import Account, Algorithm, ClientData, Clients, Ledger, Message, Tree
 
-_SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE = range(4)
+_SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE, _RELEASE = range(5)
 
 
 class Population(NamedTuple):
@@ -66,6 +67,7 @@ class _Slots(NamedTuple):
     sampled: Bool[Array, "C"]
     weights: Float[Array, "C"]
     noise: Float[Array, "C"]
+    cost: Float[Array, "C"]
 
 
 class _Cohort(NamedTuple):
@@ -188,7 +190,14 @@ def _round(
     mechanism, count = algorithm.mechanism, population.number
     numbers = round_numbers(mechanism, count, index)
     sampled = mechanism.sampling.sample(jax.random.fold_in(key, _SAMPLE), count)
-    slots = _slots(numbers, sampled, population.clients.number)
+    cost = jnp.zeros(count)
+    if mechanism.adaptive:
+        if not hasattr(states, "account"):
+            raise ValueError("client states without a field `account`: start it with jaxfl.server.init_account")
+        account = jax.tree.map(lambda leaf: leaf[:count], states.account)
+        numbers, cost, afford = adapt(mechanism, numbers, account)
+        sampled &= afford
+    slots = _slots(numbers, sampled, cost, population.clients.number)
 
     def cohort(slots: _Slots, server: Tree, states: Tree, clients: Clients) -> tuple[_Cohort, Tree]:
         total, states = _cohort(algorithm, chunk, key, slots, server, states, clients)
@@ -214,18 +223,20 @@ def _round(
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
     info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
     server = algorithm.server_update(server, aggregate, info)
-    ledger = Ledger(sampled, numbers.client_noise, numbers.weights, std, numbers.noise_multiplier)
+    released = jnp.float32(math.inf if mechanism.release is None else mechanism.release.noise)
+    ledger = Ledger(sampled, numbers.client_noise, numbers.weights, std, numbers.noise_multiplier, released)
     return server, states, Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
-def _slots(numbers: RoundNoise, sampled: Bool[Array, "C"], padded: int) -> _Slots:
+def _slots(numbers: RoundNoise, sampled: Bool[Array, "C"], cost: Float[Array, "C"], padded: int) -> _Slots:
     """Spread a round's numbers over clients; the empty clients that fill up the mesh never take part."""
     count = sampled.shape[0]
 
     def spread(values: Array) -> Array:
         return jnp.pad(jnp.broadcast_to(values, (count,)), (0, padded - count))
 
-    return _Slots(jnp.arange(padded), spread(sampled), spread(numbers.weights), spread(numbers.client_noise))
+    per_client = sampled, numbers.weights, numbers.client_noise, cost
+    return _Slots(jnp.arange(padded), *(spread(values) for values in per_client))
 
 
 def _cohort(
@@ -289,6 +300,10 @@ def _participant(
         update = add_gaussian(noise_key, update, slots.noise[slot] * mechanism.clip)
     if message.mask is not None:
         update = keep(message.mask, update)
+    if mechanism.adaptive:
+        release_key = jax.random.fold_in(jax.random.fold_in(key, _RELEASE), ids)
+        released = _released(release_key, mechanism.release, message, old.account.released, finite)
+        new = new._replace(account=Account(released, old.account.spent + slots.cost[slot]))
 
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
     share = _Cohort(
@@ -300,6 +315,23 @@ def _participant(
         nonfinite=(real & ~finite).astype(jnp.int32),
     )
     return share, new
+
+
+def _released(
+    key: Key[Array, ""], release: Release | None, message: Message, old: Float[Array, ""], finite: Bool[Array, ""]
+) -> Float[Array, ""]:
+    """The number that everyone knows of a client after a round."""
+    if release is None:
+        return old
+    if message.release is None:
+        raise ValueError("message.release=None: mechanism.release announces a number, so send one")
+    # Also for a dropped update: that it was dropped is not for everyone to know.
+    sound = finite & jnp.isfinite(message.release)
+    number = jnp.clip(jnp.where(sound, message.release, release.low), release.low, release.high)
+    if release.noise:
+        number = add_gaussian(key, number, jnp.float32(release.noise * (release.high - release.low)))
+        number = jnp.clip(number, release.low, release.high)
+    return number
 
 
 def _all_finite(tree: Tree) -> Bool[Array, ""]:

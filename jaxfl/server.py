@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl.types import Clients, Params, Tree
+from jaxfl.types import Account, Clients, Params, Tree
 
 
 class Server(NamedTuple):
@@ -43,6 +43,11 @@ def init_server(params: Params, optimizer: optax.GradientTransformation) -> Serv
 def init_clients(params: Params, clients: Clients) -> Params:
     """Client states [C, ...] that all start from `params`."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (clients.number, *leaf.shape)), params)
+
+
+def init_account(clients: Clients) -> Account:
+    """Nothing released, nothing spent."""
+    return Account(jnp.zeros(clients.number), jnp.zeros(clients.number))
 
 
 def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:

@@ -82,11 +82,25 @@ class Message(NamedTuple):
     """The raw update of one client: not clipped, not noised.
 
     `mask` is a private support that cuts the client's noise too (None: noise everywhere). It voids every epsilon:
-    only a `Mechanism` that says so (`broken`) may come with it.
+    only a `Mechanism` that says so (`broken`) may come with it. `release` is a number that all will know, as raw as the
+    update (see `jaxfl.privacy.mechanism.Release`).
     """
 
     update: Tree
     mask: Tree = None
+    release: Float[Array, ""] | None = None
+
+
+class Account(NamedTuple):
+    """What everyone knows of each client, where noise or participation follows from it.
+
+    A client state under such a mechanism has a field `account`, which only the engine writes.
+    """
+
+    released: Float[Any, "*C"]
+    """The number that it released last; 0: none yet."""
+    spent: Float[Any, "*C"]
+    """Sum of the inverse squares of the multipliers of all that it sent."""
 
 
 class Algorithm(NamedTuple):
@@ -119,3 +133,5 @@ class Ledger(NamedTuple):
     weights: Float[Any, "T #C"]
     server_noise: Float[Any, "T"]
     noise_multiplier: Float[Any, "T"]
+    release_noise: Float[Any, "#T"] = np.full(1, np.inf)
+    """Std of the noise on each participant's released number over its range; infinity: none was released."""

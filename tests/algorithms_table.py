@@ -9,11 +9,13 @@ import numpy as np
 import optax
 
 from jaxfl.algorithms import (
+    adp_pfl,
     blur_lus,
     centaur,
     dp_fedavg,
     dp_fedavg_fb,
     dp_fedsam,
+    dp_lg,
     dp_pfeddsu,
     fed_smp,
     fedavg,
@@ -28,6 +30,7 @@ from jaxfl.data import load, make_clients
 from jaxfl.local.train import squared_error
 from jaxfl.models import mlp
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
+from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.types import Algorithm, ClientData, Clients
 
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
@@ -126,7 +129,37 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         density=0.5,
         **private(z, sgd) | {"optimizer": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd))},
     ),
+    "dp_lg": lambda z=1.0, sgd=0.1, **o: dp_lg(MODEL, **private(z, sgd)),
+    "adp_pfl": lambda z=1.0, sgd=0.1, **o: adp_pfl(MODEL, noise=z, **budgeted(sgd) | {"sampling": Poisson(0.6)}),
+    "adp_pfl_public": lambda z=1.0, sgd=0.1, **o: adp_pfl(
+        MODEL, noise=filtered(z), risks=np.full(len(SIZES), 3.0), **budgeted(sgd) | {"mask": "top_k"}
+    ),
+    "adp_pfl_released": lambda z=1.0, sgd=0.1, **o: adp_pfl(
+        MODEL, noise=filtered(z), risks="private", risk_bounds=(1.0, 3.0), **budgeted(sgd) | {"mask": None}
+    ),
+    "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl(
+        MODEL, noise=z / 6**0.5, fidelity="paper", risks="private", **budgeted(sgd) | {"mask": "random"}
+    ),
 }
+
+
+def budgeted(sgd: float) -> dict[str, Any]:
+    """ADP-PFL's options."""
+    # Equal pixels have equal Fisher values, and rounding would choose which of them are kept: decay parts updates.
+    return {
+        "clip": CLIP,
+        "sampling": FixedSize(6),
+        "percentile": 50.0,
+        "optimizer": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd)),
+        "batch_size": 4,
+        "epochs": 2,
+    }
+
+
+def filtered(z: float) -> ClientNoise:
+    """Six clients' noise adds up to z; a filter stops each after two rounds (never where there is no noise)."""
+    s = z / 6**0.5
+    return ClientNoise((s,), least_total=s / 3, release_noise=4 * s + (z == 0))
 
 
 def private(z: float, sgd: float) -> dict[str, Any]:

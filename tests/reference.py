@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from jaxfl.types import ClientData
+from jaxfl.types import Account, ClientData
 
 
 def run(key, algorithm, clients, rounds):
@@ -16,17 +16,37 @@ def run(key, algorithm, clients, rounds):
     aggregates = []
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
-        sample_key, client_key, client_noise_key, server_noise_key = (
-            jax.random.fold_in(round_key, p) for p in range(4)
+        sample_key, client_key, client_noise_key, server_noise_key, release_key = (
+            jax.random.fold_in(round_key, p) for p in range(5)
         )
         sampled = np.asarray(mechanism.sampling.sample(sample_key, count))
         table_row = lambda table, t=t: np.broadcast_to(table[min(t, len(table) - 1)], (count,))  # noqa: E731
         weights, noise = table_row(mechanism.weight_table), table_row(mechanism.client_noise_table)
         z = mechanism.noise_multiplier_table[min(t, len(mechanism.noise_multiplier_table) - 1)]
+        release = mechanism.release
+        if release is not None:
+            noise = noise / np.asarray(release.shares(np.array([s.account.released for s in states])))
+        cost = np.zeros(count)
+        if mechanism.least_total:
+            cost = 4 / noise**2 + (0 if release is None else 1 / release.noise**2)
+            spent = np.array([s.account.spent for s in states])
+            sampled = sampled & (spent + cost <= 0.9999 / mechanism.least_total**2)
         total, infos, variance = None, [], 0.0
         for i in np.flatnonzero(sampled):
             data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i])
-            message, states[i], info = update_fn(jax.random.fold_in(client_key, i), server, states[i], data)
+            old = states[i]
+            message, states[i], info = update_fn(jax.random.fold_in(client_key, i), server, old, data)
+            if mechanism.adaptive:
+                told = old.account.released
+                if release is not None:
+                    width = release.high - release.low
+                    error = jax.random.normal(jax.random.fold_in(release_key, i), (1,))[0]
+                    told = np.clip(message.release, release.low, release.high)
+                    if release.noise:
+                        told = np.clip(told + error * release.noise * width, release.low, release.high)
+                states[i] = states[i]._replace(
+                    account=Account(np.float32(told), np.float32(old.account.spent + cost[i]))
+                )
             update = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), message.update)
             update = clip(update, mechanism.clip)
             if noise[i] > 0:
@@ -51,6 +71,7 @@ def run(key, algorithm, clients, rounds):
         denominator = weights.sum() * share if mechanism.denominator == "expected" else realised
         aggregate = jax.tree.map(lambda leaf, d=denominator: (leaf / d).astype(np.float32), total)
         info = {name: np.mean([one[name] for one in infos]) for name in (infos[0] if infos else {})}
+        info["participants"] = len(infos)
         server = algorithm.server_update(server, aggregate, info)
         aggregates.append(aggregate)
     return server, states, aggregates

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Float, Int
 
 from jaxfl.types import ClientData, Model, Params, Tree
@@ -87,6 +88,12 @@ def normalize_per_layer(fisher: Tree) -> Tree:
         return jnp.where(spread > 0, (leaf - low) / jnp.where(spread > 0, spread, 1), 0)
 
     return jax.tree.map(scale, fisher)
+
+
+def normalize_over_all(fisher: Tree) -> Tree:
+    """Min-max over all tensors together to [0, 1] (ADP-PFL, eq. 14); a constant becomes 0."""
+    flat, unravel = ravel_pytree(fisher)
+    return unravel(normalize_per_layer(flat))
 
 
 def _loss(logits: Array, labels: Array, weights: Array) -> Array:

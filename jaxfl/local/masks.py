@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import traced
@@ -113,6 +114,21 @@ def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], den
         return top_k_mask(jax.random.uniform(jax.random.fold_in(key, number), kernel.shape), kept)
 
     return _by_kernel(select, params, layers, density)
+
+
+def top_percentile_mask(values: Tree, percentile: float) -> Tree:
+    """Entries of larger magnitude than a percentile of all, over all tensors together; ties as in `top_k_mask`.
+
+    The percentile is interpolated between the two nearest magnitudes, so that of n different ones
+    n - 1 - floor((n - 1) percentile / 100) are above it.
+
+    >>> top_percentile_mask({"a": jnp.arange(5.0), "b": jnp.arange(5.0, 10.0)}, 80.0)["b"]
+    Array([False, False, False,  True,  True], dtype=bool)
+    """
+    flat, unravel = ravel_pytree(values)
+    below = math.floor((flat.size - 1) * percentile / 100 + 1e-9)
+    mask = top_k_mask(flat, flat.size - 1 - below)
+    return jax.tree.map(lambda leaf: leaf > 0, unravel(mask.astype(flat.dtype)))
 
 
 def _by_kernel(

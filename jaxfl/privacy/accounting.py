@@ -12,11 +12,15 @@ from jaxfl._validate import check_choice, check_count, check_fraction, check_pos
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, client_epsilons
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
-from jaxfl.privacy.observers import View, aggregate_view, plain_view, upload_view
+from jaxfl.privacy.observers import View, affordable, aggregate_view, check_filter, plain_view, upload_view
 from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload"]
 _FULL = Full()
+_FILTERS: dict[Accountant, str] = {
+    "rdp": "a Rényi filter (Feldman and Zrnic 2021)",
+    "pld": "a filter of Gaussian privacy (Smith and Thakurta 2022)",
+}
 
 
 class Epsilon(NamedTuple):
@@ -48,7 +52,8 @@ def epsilon(
         one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
 
     Guarantee: client-level; zero-out for the aggregate, replace-one for the uploads. Assumes that noise, weights
-        and sampling do not depend on private data, and that the clip covers a client's whole update.
+        and sampling do not depend on private data, or only through what was released under the mechanism's filter, and
+        that the clip covers a client's whole update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> round(epsilon(run, Mechanism(clip=1.0, noise_multiplier=10.0), accountant="pld").value, 3)
@@ -63,7 +68,13 @@ def epsilon(
         return Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None)
     if unbounded := _unbounded(mechanism):
         return Epsilon(math.inf, np.full(clients, math.inf), "none", unbounded)
-    view = (aggregate_view if observer == "aggregate" else upload_view)(ledger, mechanism)
+    if mechanism.least_total is not None:
+        check_filter(ledger, mechanism.least_total)
+        if not one_round:
+            return _filtered(mechanism.least_total, clients, accountant, delta)
+    # Under a filter the sums count as the uploads that they are made of.
+    sums = observer == "aggregate" and mechanism.least_total is None
+    view = (aggregate_view if sums else upload_view)(ledger, mechanism)
     parts = accountants.worst_rounds(view) if one_round else [view]
     values = np.maximum.reduce([client_epsilons(part, accountant, delta) for part in parts])
     per_client = np.array(np.broadcast_to(values, clients))
@@ -74,7 +85,10 @@ def epsilon(
 
 
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
-    """The ledger of a run not yet made, at its worst: every client takes part in every round."""
+    """The ledger of a run not yet made, at its worst: every client takes part in every round that it can afford.
+
+    Where noise follows from released numbers: with the full share of the budget for everyone.
+    """
     check_count("clients", clients)
     check_count("rounds", rounds)
     mechanism.check_fits(clients, rounds)
@@ -83,7 +97,11 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
     variance = (noise * weights) ** 2
     present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
     top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
-    return Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier)
+    released = np.full(rounds, math.inf if mechanism.release is None else mechanism.release.noise)
+    plan = Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier, released)
+    if mechanism.least_total is None:
+        return plan
+    return plan._replace(participants=affordable(plan, mechanism.least_total))
 
 
 def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float]:
@@ -97,6 +115,9 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
     """
     if not mechanism.communicates or _unbounded(mechanism):
         return lambda done: math.inf if mechanism.communicates and done else 0.0
+    if mechanism.least_total is not None:
+        limit = _filtered(mechanism.least_total, clients, "rdp", mechanism.delta).value
+        return lambda done: limit if done else 0.0
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
     view = aggregate_view(planned_ledger(mechanism, clients, known), mechanism)
@@ -197,6 +218,19 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
             part = math.log(aim / below) / math.log(above / below) if straight else 0.5
             noise = high * (low / high) ** min(max(part, 0.02), 0.98)
     return high
+
+
+def _filtered(least_total: float, clients: int, accountant: Accountant, delta: float) -> Epsilon:
+    """What a filter promises to every client, whatever was sent and released."""
+    view = plain_view(np.full((1, 1), least_total), "", "a filter that stops nobody")
+    value = float(client_epsilons(view, accountant, delta).max())
+    if math.isinf(value):
+        return Epsilon(value, np.full(clients, value), "none", view.silent)
+    theorem = (
+        f"fully adaptive composition by {_FILTERS[accountant]} of all that a client sends, Gaussian, replace-one, "
+        f"which bounds zero-out of the sums too; {accountant.upper()}"
+    )
+    return Epsilon(value, np.full(clients, value), theorem, None)
 
 
 def _unbounded(mechanism: Mechanism) -> str | None:

@@ -6,6 +6,7 @@ engine writes from the same fields.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +16,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive, traced
-from jaxfl.types import Number
+from jaxfl.types import Account, Number
+
+ROUNDING = 1e-4
+"""Relative: the engine draws, adds up and records in single precision."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,34 @@ class Full:
 Sampling = Poisson | FixedSize | Full
 
 
+@dataclasses.dataclass(frozen=True)
+class Release:
+    r"""A number that each participant tells the server, and the clients' noise that follows from all of them.
+
+    Client i's number, clipped to [low, high], with noise of std r times high - low, clipped again, is known to all
+    from then on; before its first it is 0. From the next round on the client adds noise :math:`s_{t,i} = s_t / f_i`, f
+    being the `shares` of all numbers.
+
+    Args:
+        shares: from the numbers `[C]` to the share of the round's budget that each client gets `[C]`.
+        low: least number, above 0.
+        high: greatest number; with noise, finite.
+        noise: r, std over high - low.
+    """
+
+    shares: Callable[[Float[Array, "C"]], Float[Array, "C"]] = dataclasses.field(repr=False)
+    low: float = 0.0
+    high: float = math.inf
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive("low", self.low, zero=self.noise == 0)
+        check_positive("noise", self.noise, zero=True)
+        check_positive("high", self.high, infinite=self.noise == 0)
+        if self.high <= self.low:
+            raise ValueError(f"high={self.high!r}: give a number above low={self.low!r}")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mechanism:
     r"""What leaves the clients, and how it is bounded and noised.
@@ -100,6 +132,10 @@ class Mechanism:
         delta: failure probability of the statement.
         claim: the epsilon that the paper's own rule would state for these numbers, and how it gets there.
         broken: why no finite epsilon exists, where a published mechanism has none.
+        release: a number that each participant releases besides its update, of which the clients' noise follows.
+        least_total: m of a privacy filter. A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the
+            multipliers of all that it ever sends: s / 2 of an update, under replace-one, and r of a released number.
+            0 stops nobody.
 
     Guarantee: client-level privacy under zero-out adjacency; sensitivity of the sum `C max w`.
     Source: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
@@ -115,6 +151,8 @@ class Mechanism:
     delta: float = 1e-5
     claim: tuple[float, str] | None = None
     broken: str | None = None
+    release: Release | None = None
+    least_total: float | None = None
 
     def __post_init__(self) -> None:
         check_positive("clip", self.clip, infinite=True)
@@ -130,6 +168,13 @@ class Mechanism:
             raise ValueError("noise_multiplier takes a number or [T]; client_noise a number, [T] or [T or 1, C]")
         if self.noisy and not traced(self.clip) and math.isinf(self.clip):
             raise ValueError(f"clip={self.clip!r} with noise: noise is in multiples of clip, so give a finite number")
+        if self.least_total is not None:
+            check_positive("least_total", self.least_total, zero=True)
+        if self.release is not None and self.broken is None and (not self.release.noise or self.least_total is None):
+            raise ValueError(
+                f"release={self.release!r}, least_total={self.least_total!r}: noise that follows from private numbers "
+                "needs noise on them and a filter; else say in broken why there is no finite epsilon"
+            )
         if self.weights is not None and (np.ndim(self.weights) not in (1, 2) or np.min(self.weights) < 0):
             raise ValueError(f"weights={self.weights!r}: give [C] or [T, C] numbers of at least 0")
 
@@ -163,6 +208,11 @@ class Mechanism:
     def weight_table(self) -> Float[np.ndarray, "T C"]:
         """Weights w by round and client, axes of length 1 where it does not change."""
         return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the clients' noise or who takes part follows from earlier rounds."""
+        return self.release is not None or self.least_total is not None
 
     def check_fits(self, clients: int, rounds: int) -> None:
         """Require tables that cover `rounds` rounds of `clients` clients, and a possible cohort."""
@@ -211,6 +261,27 @@ def round_numbers(mechanism: Mechanism, clients: int, round_: Int[Array, ""]) ->
         weights=weights,
         denominator=total * (mechanism.sampling.expected(clients) / clients),
     )
+
+
+def adapt(
+    mechanism: Mechanism, numbers: RoundNoise, account: Account
+) -> tuple[RoundNoise, Float[Array, "C"], Bool[Array, "C"]]:
+    r"""This round's client noise, what it adds to each client's account, and who can still afford it.
+
+    All of it follows from what was released in earlier rounds. The cost is the inverse square of a multiplier,
+    :math:`(2 / s)^2 + 1 / r^2`: an update under replace-one and a released number.
+    """
+    noise, release = numbers.client_noise, mechanism.release
+    if release is not None:
+        noise = noise / release.shares(account.released)
+    cost = jnp.zeros(account.spent.shape)
+    if not mechanism.least_total:  # no filter: nothing is charged
+        return numbers._replace(client_noise=noise), cost, cost == 0
+    cost = cost + (2 / noise) ** 2
+    if release is not None:
+        cost = cost + release.noise**-2
+    afford = account.spent + cost <= mechanism.least_total**-2 * (1 - ROUNDING)
+    return numbers._replace(client_noise=noise), cost, afford
 
 
 def server_noise(numbers: RoundNoise, present: Float[Array, ""]) -> Float[Array, ""]:

@@ -13,11 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
+from jaxfl.privacy.mechanism import ROUNDING, FixedSize, Mechanism, Poisson
 from jaxfl.types import Ledger
-
-_ROUNDING = 1e-4
-"""Relative: the engine draws and records in single precision."""
 
 
 class View(NamedTuple):
@@ -67,8 +64,8 @@ def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> View:
     least = np.maximum(floor[:, None], _least(noise, company, clients))
     view = plain_view(_multiplier(least, weights), "Gaussian, zero-out")
     fair = mechanism.denominator == "expected" or bool(np.all(weights == weights[:, :1]))
-    steady = _most(noise, company, clients) <= floor * (1 + _ROUNDING)
-    even = noise.max(axis=1) <= noise.min(axis=1) * (1 + _ROUNDING)
+    steady = _most(noise, company, clients) <= floor * (1 + ROUNDING)
+    even = noise.max(axis=1) <= noise.min(axis=1) * (1 + ROUNDING)
     if company < clients and fair and np.all((steady | even) & (least.min(axis=1) > 0)):
         swapped = np.sqrt(least.min(axis=1)) / (2 * weights.max(axis=1))
         theorem = "smaller of: Gaussian, zero-out; sampling without replacement, replace-one (RDP only)"
@@ -77,19 +74,53 @@ def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> View:
 
 
 def upload_view(ledger: Ledger, mechanism: Mechanism) -> View:
-    """What each upload shows: multiplier s/2 in the rounds that a client took part in."""
+    """What each upload shows: multiplier s/2 in the rounds that a client took part in, and r of a released number."""
     del mechanism
     present = np.asarray(ledger.participants, bool)
-    multiplier = np.where(present, np.asarray(ledger.client_noise, np.float64) / 2, math.inf)
+    with np.errstate(divide="ignore"):
+        multiplier = np.where(present, _costs(ledger) ** -0.5, math.inf)
     theorem = "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in"
     return plain_view(multiplier, theorem, "the server sees uploads without noise")
+
+
+def affordable(ledger: Ledger, least_total: float) -> Bool[np.ndarray, "T C"]:
+    """Who of a ledger's participants takes part under a filter (see `Mechanism.least_total`)."""
+    present = np.asarray(ledger.participants, bool).copy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        costs = np.broadcast_to(_costs(ledger), present.shape)
+        budget = np.float64(least_total) ** -2.0 * (1 - ROUNDING)
+        spent = np.zeros(present.shape[1])
+        for row, cost in zip(present, costs):
+            row &= spent + cost <= budget
+            spent += np.where(row, cost, 0.0)
+    return present
+
+
+def check_filter(ledger: Ledger, least_total: float) -> None:
+    """Require that all which each client sent adds up to a multiplier of at least `least_total`."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spent = np.where(ledger.participants, _costs(ledger), 0.0).sum(axis=0)
+        over = spent > np.float64(least_total) ** -2.0
+    if over.any():
+        client = int(np.argmax(spent))
+        raise ValueError(
+            f"least_total={least_total!r}, but all that client {client} sent adds up to {spent[client] ** -0.5:.6g}: "
+            "stop a client before that"
+        )
+
+
+def _costs(ledger: Ledger) -> Float[np.ndarray, "T #C"]:
+    """Inverse squares of the multipliers of an upload under replace-one and of a released number, together."""
+    with np.errstate(divide="ignore"):
+        released = np.asarray(ledger.release_noise, np.float64)[:, None] ** -2.0
+        return (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0 + released
 
 
 def _poisson_view(
     noise: np.ndarray, weights: np.ndarray, floor: np.ndarray, clients: int, rate: float, fair: bool
 ) -> View:
     """Sampled Gaussians where the sum hides the cohort; elsewhere a client counts on the floor and its own noise."""
-    hidden = (_most(noise, clients, clients) <= floor * (1 + _ROUNDING)) & (floor > 0) & fair
+    hidden = (_most(noise, clients, clients) <= floor * (1 + ROUNDING)) & (floor > 0) & fair
     theorem = f"Poisson-sampled Gaussian, rate {rate:g}, zero-out"
     silent = "no noise on the sum"
     if not hidden.all():
@@ -112,7 +143,7 @@ def _variances(ledger: Ledger) -> tuple[Float[np.ndarray, "T C1"], Float[np.ndar
     floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
     present = np.einsum("tc,tc->t", np.asarray(ledger.participants), np.broadcast_to(noise, ledger.participants.shape))
     recorded = present + np.square(np.asarray(ledger.server_noise, np.float64))
-    short = recorded < floor * (1 - _ROUNDING)
+    short = recorded < floor * (1 - ROUNDING)
     if short.any():
         round_ = int(np.argmax(short))
         raise ValueError(

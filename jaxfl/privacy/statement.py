@@ -61,6 +61,8 @@ def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dic
         "clip": _number(float(mechanism.clip)),
         "noise_multiplier": _range(ledger.noise_multiplier),
         "client_noise": _range(ledger.client_noise),
+        "release_noise": _range(ledger.release_noise),
+        "least_total": mechanism.least_total,
         "honest": {observer: _observer(ledger, mechanism, observer) for observer in _OBSERVERS},
         "claim": claim,
         "warnings": _warnings(mechanism, clients),
@@ -93,6 +95,11 @@ def format_statement(statement: dict[str, Any]) -> str:
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
         f"denominator {statement['denominator']}, {statement['rounds']} rounds",
     ]
+    if statement["least_total"] is not None:
+        lines.append(
+            f"  filter: all that a client sends adds up to a multiplier of at least {_show(statement['least_total'])}; "
+            f"released numbers have noise {_span(statement['release_noise'])} of their range"
+        )
     for seen in statement["honest"].values():
         lines += [f"  honest, against who sees {seen['sees']}:", *_observer_lines(seen)]
     if claim := statement["claim"]:

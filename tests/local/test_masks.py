@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.local.masks import random_masks, top_k_mask, top_k_masks
+from jaxfl.local.fisher import normalize_over_all
+from jaxfl.local.masks import random_masks, top_k_mask, top_k_masks, top_percentile_mask
 
 
 def by_sorting(values, count):
@@ -60,3 +61,26 @@ def test_random_masks_follow_the_key_and_grow_with_the_density():
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, same))
     assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a <= b).all()), one, wider))
+
+
+def test_above_a_percentile_of_all_tensors():
+    """Of 0 to 9 the 80th percentile is 7.2."""
+    fisher = {"a": jnp.array([3.0, 9.0, 1.0, 0.0]), "b": jnp.array([[8.0, 2.0, 7.0], [6.0, 5.0, 4.0]])}
+    found = top_percentile_mask(fisher, 80.0)
+    np.testing.assert_array_equal(found["a"], [0, 1, 0, 0])
+    np.testing.assert_array_equal(found["b"], [[1, 0, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize("percentile", [0.0, 10.0, 50.0, 80.0, 99.9])
+def test_as_many_as_numpy_finds_above_a_percentile(percentile):
+    values = np.random.default_rng(0).normal(size=1001).astype(np.float32)
+    found = top_percentile_mask({"a": jnp.asarray(values[:300]), "b": jnp.asarray(values[300:])}, percentile)
+    expected = np.abs(values) > np.percentile(np.abs(values), percentile)
+    np.testing.assert_array_equal(np.r_[found["a"], found["b"]], expected)
+
+
+def test_thresholds_of_fisher_information_scaled_over_all_tensors():
+    fisher = normalize_over_all({"a": jnp.array([1.0, 2.0]), "b": jnp.array([5.0, 3.0])})
+    np.testing.assert_array_equal(fisher["a"], [0, 0.25])
+    np.testing.assert_array_equal(fisher["b"], [1, 0.5])
+    assert not any(leaf.any() for leaf in jax.tree.leaves(normalize_over_all({"a": jnp.ones(2), "b": jnp.ones(3)})))

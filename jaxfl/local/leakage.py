@@ -1,0 +1,259 @@
+r"""Jacobian leakage risk: how strongly what a client sends depends on its inputs.
+
+Of an example (x, y), the Jacobian of the loss's gradient and its risk (ADP-PFL, eq. 7 and 8 with p = 2):
+
+.. math::
+    J(x) = \frac{\partial}{\partial x} \left[ \frac{\partial \ell(x, y, \theta)}{\partial \theta} \right],
+    \qquad R(x) = \|J(x)\|_F.
+
+It has a row per parameter and a column per input: exact ways are for small models and for tests. All of them work with
+both forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
+
+Inputs count as `Model.prepare` makes them: normalised.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Float, Int, Key, Shaped
+
+from jaxfl._validate import check_choice, check_count
+from jaxfl.types import ClientData, Model, Params
+
+
+def client_risk(
+    key: Key[Array, ""],
+    model: Model,
+    params: Params,
+    data: ClientData,
+    *,
+    probes: int = 4,
+    examples: int | None = 96,
+    batch_size: int = 16,
+    reading: Literal["gradient", "output"] = "gradient",
+) -> Float[Array, ""]:
+    r"""Mean risk of a client's own examples, block by block; a function of private data, like any other statistic.
+
+    Of a trained model few examples make most of the mean, and the risk of each goes with :math:`w = 1 - p(y|x)`. Where
+    there are too many, M are drawn in proportion to that, which takes a forward pass over all:
+    :math:`\frac1N \sum_n R_n` is estimated by :math:`\frac{\sum_n w_n}{N} \frac1M \sum_m R_m / w_m`, without bias.
+
+    Args:
+        key: choice of examples, and probes.
+        model: the network.
+        params: its parameters.
+        data: the client's rows; padding counts for nothing.
+        probes: P of `probe_risk`.
+        examples: M, how many are drawn from a client that has more; None: all are taken.
+        batch_size: examples per block. They share their probes, blocks do not: small ones have errors that average out,
+            large ones fewer probes to draw.
+        reading: "gradient" is `probe_risk`, "output" is `output_risk` (of which all examples are drawn alike).
+
+    Returns:
+        The mean; 0 for a client without examples.
+    """
+    check_count("probes", probes)
+    check_count("batch_size", batch_size)
+    check_choice("reading", reading, ("gradient", "output"))
+    if examples is not None:
+        check_count("examples", examples)
+    padded = data.rows.shape[0]
+    most = min(padded, examples or padded)
+    batch = min(batch_size, most)
+    drawing, probing = jax.random.split(key)
+    number = jnp.minimum(data.size, most)
+    chosen, factors = jnp.arange(padded), jnp.ones(padded)
+    if most < padded:
+        weights = factors if reading == "output" else _doubts(model, params, data, batch)
+        drawn, weighted = _draw(drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size)
+        few = data.size <= most
+        chosen, factors = jnp.where(few, chosen[:most], drawn), jnp.where(few, 1.0, weighted)
+    rows, factors = (jnp.pad(a, (0, -most % batch)) for a in (data.rows[chosen], factors))
+
+    def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
+        own, factor = (lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (rows, factors))
+        inputs, labels = data.inputs[own], data.labels[own]
+        if reading == "output":
+            risks = output_risk(model, params, inputs)
+        else:
+            risks = probe_risk(jax.random.fold_in(probing, i), model, params, inputs, labels, probes)
+        return total + jnp.sum(jnp.where(i * batch + jnp.arange(batch) < number, factor * risks, 0.0))
+
+    total = lax.fori_loop(0, -(-number // batch), block, jnp.zeros(()))
+    return total / jnp.maximum(number, 1)
+
+
+def probe_risk(
+    key: Key[Array, ""],
+    model: Model,
+    params: Params,
+    inputs: Shaped[Array, "B ..."],
+    labels: Int[Array, "B"],
+    probes: int,
+) -> Float[Array, "B"]:
+    r"""Risk of each example, estimated: :math:`\hat R(x)^2 = \frac1P \sum_{p=1}^P \|J(x)^\top v_p\|^2`, v random signs.
+
+    :math:`E \|J^\top v\|^2 = \|J\|_F^2`, and :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the
+    derivative of :math:`\nabla_x \ell` along v in the parameters: the forward pass and the one for the input's gradient
+    once, and their derivatives once per probe, for all examples together. The root of few probes' mean is too small, by
+    an eighth of the mean's relative variance to second order: from two probes on that is estimated and added.
+
+    Args:
+        key: the probes, the same for all examples of the batch: their errors are then correlated.
+        model: the network.
+        params: its parameters.
+        inputs: examples as they are stored.
+        labels: their classes.
+        probes: P.
+
+    References: Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix. Normal numbers in place of
+        signs would do as well, but drawing them would take as long as the derivatives.
+    """
+    x, axis = _prepared(model, inputs)
+
+    def slope(params: Params) -> Array:
+        return jax.grad(lambda x: jnp.sum(_losses(model, params, x, labels)))(x)
+
+    derivative = jax.linearize(slope, params)[1]
+
+    def probe(_: None, i: Int[Array, ""]) -> tuple[None, Float[Array, "B"]]:
+        along = derivative(_signs(jax.random.fold_in(key, i), params))
+        return None, _squares(along, axis)
+
+    squares = lax.scan(probe, None, jnp.arange(probes))[1]
+    mean = jnp.mean(squares, axis=0)
+    if probes == 1:
+        return jnp.sqrt(mean)
+    relative = jnp.var(squares, axis=0, ddof=1) / probes / jnp.where(mean > 0, mean, 1.0) ** 2
+    return jnp.sqrt(mean) * (1 + relative / 8)
+
+
+def exact_risk(
+    model: Model,
+    params: Params,
+    inputs: Shaped[Array, "B ..."],
+    labels: Int[Array, "B"],
+    *,
+    by: Literal["columns", "jacrev"] = "columns",
+    chunk: int = 64,
+) -> Float[Array, "B"]:
+    """Risk of each example by its whole Jacobian, one example after the other.
+
+    Args:
+        model: the network.
+        params: its parameters.
+        inputs: examples as they are stored.
+        labels: their classes.
+        by: "columns": `chunk` derivatives of the gradient along inputs at a time; "jacrev": the definition, the whole
+            Jacobian in memory (d x inputs: 19 GB for LeNet).
+        chunk: columns at a time.
+
+    >>> from jaxfl.models import mlp
+    >>> model = mlp((1, 1, 2), 3, hidden=())
+    >>> example = model.init(jax.random.key(0)), jnp.ones((1, 1, 1, 2)), jnp.array([0])
+    >>> bool(jnp.allclose(exact_risk(model, *example, by="columns"), exact_risk(model, *example, by="jacrev")))
+    True
+    """
+    check_choice("by", by, ("columns", "jacrev"))
+    check_count("chunk", chunk)
+    x, axis = _prepared(model, inputs)
+    square = functools.partial(_square_by_columns, chunk=chunk) if by == "columns" else _square_by_definition
+
+    def one(example: tuple[Array, Array]) -> Float[Array, ""]:
+        x, label = example
+
+        def gradient(x: Array) -> Params:
+            return jax.grad(lambda p: _losses(model, p, jnp.expand_dims(x, axis), label[None])[0])(params)
+
+        return jnp.sqrt(square(gradient, x))
+
+    return lax.map(one, (jnp.moveaxis(x, axis, 0), labels))
+
+
+def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
+    r"""Eq. 8 read as of "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K logits f.
+
+    Args:
+        model: the network.
+        params: its parameters.
+        inputs: examples as they are stored.
+    """
+    x, axis = _prepared(model, inputs)
+    logits, pull = jax.vjp(lambda x: model.apply(params, x), x)
+
+    def add(total: Float[Array, "B"], seed: Float[Array, "K"]) -> tuple[Float[Array, "B"], None]:
+        (slope,) = pull(jnp.broadcast_to(seed, logits.shape))
+        return total + jnp.sqrt(_squares(slope, axis)), None
+
+    classes = logits.shape[1]
+    return lax.scan(add, jnp.zeros(len(logits)), jnp.eye(classes))[0] / classes
+
+
+def _doubts(model: Model, params: Params, data: ClientData, batch: int) -> Float[Array, "N"]:
+    """1 - p(y|x) of each row, block by block."""
+    padded = data.rows.shape[0]
+    rows = jnp.pad(data.rows, (0, -padded % batch))
+
+    def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
+        own = lax.dynamic_slice_in_dim(rows, i * batch, batch)
+        losses = _losses(model, params, model.prepare(data.inputs[own]), data.labels[own])
+        return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
+
+    return lax.fori_loop(0, -(-data.size // batch), block, jnp.zeros(len(rows)))[:padded]
+
+
+def _draw(
+    key: Key[Array, ""], weights: Float[Array, "N"], count: int, size: Int[Array | np.ndarray, ""]
+) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
+    """Systematic sampling: positions, expected in proportion to their weights, and factors for a mean over them."""
+    order = jnp.argsort(weights, descending=True)  # neighbours are alike: as many of each kind as there should be
+    ends = jnp.cumsum(weights[order])
+    marks = (jnp.arange(count) + jax.random.uniform(key)) * (ends[-1] / count)
+    drawn = order[jnp.minimum(jnp.searchsorted(ends, marks, side="right"), jnp.maximum(size - 1, 0))]
+    own = weights[drawn]
+    return drawn, jnp.where(own > 0, ends[-1] / jnp.maximum(size, 1) / jnp.where(own > 0, own, 1.0), 0.0)
+
+
+def _square_by_columns(gradient: Callable[[Array], Params], x: Array, chunk: int) -> Float[Array, ""]:
+    """Sum over inputs of the squared derivatives of the gradient along them."""
+
+    def column(i: Int[Array, ""]) -> Float[Array, ""]:
+        unit = (jnp.arange(x.size) == i).astype(x.dtype).reshape(x.shape)
+        return jnp.asarray(optax.tree.norm(jax.jvp(gradient, (x,), (unit,))[1], squared=True))
+
+    return jnp.sum(lax.map(column, jnp.arange(x.size), batch_size=min(chunk, x.size)))
+
+
+def _square_by_definition(gradient: Callable[[Array], Params], x: Array) -> Float[Array, ""]:
+    return jnp.asarray(optax.tree.norm(jax.jacrev(gradient)(x), squared=True))
+
+
+def _signs(key: Key[Array, ""], like: Params) -> Params:
+    """A tree of independent 1 and -1, each from one random bit."""
+    flat, unravel = ravel_pytree(like)
+    words = jax.random.bits(key, (-(-flat.size // 32), 1), jnp.uint32)
+    bits = (words >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
+    return unravel(2 * bits.ravel()[: flat.size].astype(flat.dtype) - 1)
+
+
+def _losses(model: Model, params: Params, x: Array, labels: Int[Array, "B"]) -> Float[Array, "B"]:
+    return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), labels)
+
+
+def _squares(x: Array, axis: int) -> Float[Array, "B"]:
+    """Squared norm of each example, which lie along an axis."""
+    return jnp.sum(x * x, axis=tuple(i for i in range(x.ndim) if i != axis))
+
+
+def _prepared(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:
+    """A batch laid out for the network, and the axis along which its examples lie."""
+    x = model.prepare(inputs)
+    more = jax.eval_shape(model.prepare, jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype))
+    return x, next(i for i, (a, b) in enumerate(zip(x.shape, more.shape)) if a != b)

@@ -1,0 +1,192 @@
+r"""Budgets by round and by client (ADP-PFL, eq. 9-12), and the noise that follows from them.
+
+Budgets that add up to epsilon are only the *shape* of a schedule: the Gaussian noise of round t is
+:math:`z_t = \kappa / \epsilon^t`, and an accountant finds kappa.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import dp_accounting
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl.privacy.accountants import Accountant
+from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.mechanism import ROUNDING, Sampling
+
+
+def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
+    r"""The same for every round: :math:`\epsilon^t = \epsilon / T`.
+
+    >>> fixed_budgets(1.0, 4).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    """
+    return round_budgets(epsilon, rounds, beta=0.0)
+
+
+def round_budgets(
+    epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "capped", "printed"] = "exact"
+) -> Float[np.ndarray, "T"]:
+    r"""Budgets that grow with the rounds, from what the earlier ones have left over.
+
+    .. math::
+        \epsilon_r = \epsilon - \sum_{s < t} \epsilon^s, \quad
+        \alpha_t = -\beta \left(1 - (t/T)^2\right) \; (10), \quad
+        \epsilon^t = e^{\alpha_t} \frac{\epsilon_r}{T - t + 1}
+
+    Args:
+        epsilon: the sum of all budgets.
+        rounds: T.
+        beta: how much less than an even share early rounds get; 0: even shares.
+        form: "exact" as above; "printed": times t, as in (11), which breaks the cap (9) and in the end asks for T times
+            what is left; "capped": the smaller of the printed one and the cap.
+
+    Deviations from the paper: the factor t of (11) is left out. The budgets then add up to epsilon exactly, because the
+        last round takes what is left (:math:`\alpha_T = 0`).
+
+    >>> round_budgets(1.0, 4).round(6).tolist()
+    [0.097901, 0.14204, 0.245365, 0.514693]
+    """
+    check_positive("epsilon", epsilon)
+    check_count("rounds", rounds)
+    check_positive("beta", beta, zero=True)
+    check_choice("form", form, ("exact", "capped", "printed"))
+    left, budgets = epsilon, []
+    for t in range(1, rounds + 1):
+        cap = left / (rounds - t + 1)
+        exact = math.exp(-beta * (1 - (t / rounds) ** 2)) * cap
+        budget = exact if form == "exact" else exact * t
+        budgets.append(min(budget, cap) if form == "capped" else budget)
+        left -= budgets[-1]
+    return np.array(budgets)
+
+
+def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
+    r"""Share of the round's budget that each client gets: :math:`\epsilon_i^t / \epsilon^t = \min_j R_j / R_i` (12).
+
+    Args:
+        risks: above 0; 0 where a client's is not known, whose share is 1.
+
+    >>> client_shares(jnp.array([1.0, 2.0, 4.0, 0.0]))
+    Array([1.  , 0.5 , 0.25, 1.  ], dtype=float32)
+    """
+    known = risks > 0
+    least = jnp.min(jnp.where(known, risks, jnp.inf))
+    return jnp.where(known, least / jnp.where(known, risks, 1.0), 1.0)
+
+
+def round_noise(
+    budgets: Float[np.ndarray, "T"],
+    epsilon: float,
+    *,
+    clients: int,
+    sampling: Sampling,
+    delta: float = 1e-5,
+    accountant: Accountant = "rdp",
+) -> tuple[float, ...]:
+    r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that cost epsilon in all (aggregate observer).
+
+    Args:
+        budgets: of the rounds; only their ratios count.
+        epsilon: target for the whole run, zero-out.
+        clients: number of clients.
+        sampling: who takes part.
+        delta: failure probability.
+        accountant: "rdp", or "pld" (tighter).
+
+    >>> from jaxfl.privacy.mechanism import Full
+    >>> noise = round_noise(fixed_budgets(1.0, 100), 1.0, clients=9, sampling=Full(), accountant="pld")
+    >>> round(noise[0], 1), round(noise[99], 1)
+    (37.3, 37.3)
+    """
+    shape = 1 / _check_budgets(budgets)
+    options = {"clients": clients, "sampling": sampling, "delta": delta, "accountant": accountant}
+    kappa = calibrate(epsilon, rounds=len(shape), shape=shape, **options)
+    return tuple((kappa * shape).tolist())
+
+
+class ClientNoise(NamedTuple):
+    """Noise that clients add themselves, what they may send in all, and the noise on what they release."""
+
+    noise: tuple[float, ...]
+    """By round, std over the clip bound, for a client with the whole budget of the round."""
+    least_total: float
+    """See `jaxfl.privacy.mechanism.Mechanism`."""
+    release_noise: float
+    """Std over the range of the number; 0 where none is released."""
+
+
+def client_noise(
+    budgets: Float[np.ndarray, "T"],
+    epsilon: float,
+    *,
+    participation: float,
+    release_share: float = 0.0,
+    delta: float = 1e-5,
+    accountant: Accountant = "rdp",
+) -> ClientNoise:
+    r"""Noise :math:`s_t = \kappa / \epsilon^t` of clients that add it themselves, and a filter for the upload observer.
+
+    It is planned for clients that take part in a share of the rounds with their whole budget: with m the multiplier of
+    one Gaussian that costs epsilon, and a the share for releases,
+
+    .. math:: \pi \sum_t (2 / s_t)^2 = (1 - a) / m^2, \qquad \pi T / r^2 = a / m^2.
+
+    Clients that take part more often are stopped by the filter when they have spent epsilon, and not before. Of small
+    epsilons little is left to see of a released number: at 1, over ten releases with a tenth of the cost, r is 40.
+
+    Args:
+        budgets: of the rounds; only their ratios count.
+        epsilon: target for the whole run of any client, replace-one, for the upload observer.
+        participation: :math:`\pi`, the share of rounds to plan for; 1: nobody is ever stopped.
+        release_share: a, the share of the cost that goes to released numbers; 0: none are released.
+        delta: failure probability.
+        accountant: "rdp", or "pld" (tighter).
+
+    >>> plan = client_noise(fixed_budgets(1.0, 100), 1.0, participation=1.0, accountant="pld")
+    >>> round(plan.noise[0], 1), round(plan.least_total, 2)
+    (74.6, 3.73)
+    """
+    budgets = _check_budgets(budgets)
+    check_fraction("participation", participation)
+    check_fraction("release_share", release_share, zero=True, one=False)
+    least_total = calibrate(epsilon, clients=1, rounds=1, delta=delta, accountant=accountant)
+    planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))  # the filter rounds, too
+    kappa = 2 * planned * math.sqrt(np.sum(budgets**2) / (1 - release_share))
+    release_noise = planned * math.sqrt(len(budgets) / release_share) if release_share else 0.0
+    return ClientNoise(tuple((kappa / budgets).tolist()), least_total, release_noise)
+
+
+def paper_noise(
+    budgets: Float[np.ndarray, "T"], *, delta: float = 1e-5, rule: Literal["classic", "analytic"] = "classic"
+) -> Float[np.ndarray, "T"]:
+    r"""Noise (std over the clip bound) that a published rule gives one round alone with sensitivity C.
+
+    Args:
+        budgets: epsilon of each round, above 0.
+        delta: of each round.
+        rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1 and false from about 8.4 on (at
+            delta 1e-5); "analytic": the exact Gaussian mechanism's.
+
+    Guarantee: none for more than one round; what is claimed rests on it.
+
+    >>> paper_noise(np.array([0.5, 1.0])).round(3).tolist()
+    [9.69, 4.845]
+    """
+    check_fraction("delta", delta, one=False)
+    check_choice("rule", rule, ("classic", "analytic"))
+    budgets = _check_budgets(budgets)
+    if rule == "classic":
+        return math.sqrt(2 * math.log(1.25 / delta)) / budgets
+    return np.array([dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets])
+
+
+def _check_budgets(budgets: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
+    budgets = np.asarray(budgets, np.float64)
+    if not np.all((budgets > 0) & np.isfinite(budgets)):
+        raise ValueError(f"budgets={budgets!r}: give finite numbers above 0 (a schedule as printed overspends)")
+    return budgets

@@ -58,6 +58,7 @@ def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
     if chunk is not None:
         private = PerExample(clip=1.0, noise_multiplier=1.0, rate=1 / 20, steps=config.steps, chunk=chunk)
     options: dict[str, Any] = {"apply": model.apply, "prepare": model.prepare, "optimizer": optax.sgd(0.01)}
+    options |= {"norms": model.norms}
     options |= {"batch_size": config.batch_size, "steps": config.steps, "private": private}
     program = jax.jit(lambda key, params: train(key, params, own, **options)[0])
     params = model.init(jax.random.key(0))

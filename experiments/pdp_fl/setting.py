@@ -78,7 +78,7 @@ def budgets(case: int, clients: int, equal: float | None = None) -> Budgets:
         3: lambda: rng.normal(5.0, math.sqrt(2.0), clients),
         4: lambda: rng.chisquare(2, clients),
     }
-    return personal_budgets(draws[case]())
+    return personal_budgets(draws[case](), floor=1.0)  # the least that the paper names
 
 
 def plain(setting: Setting, data: Dataset) -> Algorithm:

@@ -137,6 +137,7 @@ def fedavg(
             penalty=(lambda params: penalty(params, server.params)) if penalty else None,
             sam_radius=sam_radius,
             private=private,
+            norms=model.norms,
             noise_multiplier=client if noise.ndim else None,
         )
         return Message(optax.tree.sub(params, server.params)), client, info

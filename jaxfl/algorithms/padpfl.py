@@ -54,12 +54,12 @@ def padpfl(
     :math:`\sigma_U = s C` for `upload_epsilon` after T uploads. NbAFL is `paper` with equal factors.
 
     `info["gamma"]` is the inexactness :math:`\|\nabla h(w_i)\| / \|\nabla h(w^t)\|` (4) on all of a client's examples,
-    :math:`h(w) = F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`: two gradients more per round.
+    :math:`h(w) = F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`: two gradients more per round, and reported without noise.
 
     Args:
         model: the network.
         epsilon: target for the whole run (`paper`: what its rule claims); infinity: no noise.
-        rounds: T; a run may be shorter.
+        rounds: T; a run may be shorter, unless `impacts` change by round.
         clip: C, L2 bound on what a client sends: its update (`paper`: its weights).
         impacts: p, at least 0 and of sum 1 in every round, public; None: 1/N each. The share of absent clients goes to
             those present, in proportion.

@@ -99,9 +99,8 @@ def example_epsilon(
     delta = mechanism.delta if delta is None else delta
     check_fraction("delta", delta, one=False)
     private, clients = mechanism.examples, ledger.participants.shape[1]
-    if private is None or not np.all(private.noise_multiplier):
-        reason = "examples are not clipped one by one" if private is None else "local steps add no noise"
-        return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
+    if private is None:
+        return Epsilon(math.inf, np.full(clients, math.inf), "none", "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
     noise = np.broadcast_to(accountants.round_down(np.asarray(private.noise_multiplier, np.float64)), clients)
     kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
@@ -110,15 +109,18 @@ def example_epsilon(
             np.stack([noise, np.full(clients, rounds.max())]), axis=1, return_inverse=True
         )
     evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
-    values = np.array(
-        [
-            evaluate(math.inf, np.array([z]), private.rate, delta, int(count) * private.steps) if count else 0.0
-            for z, count in kinds.T
-        ]
-    )
-    own = values[kind_of_client.reshape(-1)]
+
+    def of_kind(z: float, count: float) -> float:
+        if not z or not count:
+            return math.inf if count else 0.0
+        return evaluate(math.inf, np.array([z]), private.rate, delta, int(count) * private.steps)
+
+    own = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
+    worst = float(own.max())
+    if math.isinf(worst):
+        return Epsilon(worst, own, "none", "local steps add no noise")
     theorem = f"Poisson-sampled Gaussian, rate {private.rate:g}, zero-out, {private.steps} steps per round"
-    return Epsilon(float(own.max()), own, f"{theorem}; {accountant.upper()}", None)
+    return Epsilon(worst, own, f"{theorem}; {accountant.upper()}", None)
 
 
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:

@@ -86,7 +86,8 @@ class PerExample:
             (see `jaxfl.privacy.calibrate_examples`).
         rate: q.
         steps: local steps per round.
-        chunk: examples whose gradients are held at once; changes speed and memory, not results. 1 is fastest on a CPU.
+        chunk: examples that are taken at once; changes speed and memory, not results. None: 16 where the model knows
+            the norms of gradients (`Model.norms`); else 1, as a CPU likes it.
 
     Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
         the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of what the client sends.
@@ -97,13 +98,14 @@ class PerExample:
     noise_multiplier: float | np.ndarray
     rate: float
     steps: int
-    chunk: int = 1
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         check_positive("clip", self.clip)
         check_fraction("rate", self.rate)
         check_count("steps", self.steps)
-        check_count("chunk", self.chunk)
+        if self.chunk is not None:
+            check_count("chunk", self.chunk)
         value = np.asarray(self.noise_multiplier, np.float64)
         if value.ndim > 1 or not value.size or not np.all(np.isfinite(value)) or value.min() < 0:
             raise ValueError(f"noise_multiplier={self.noise_multiplier!r}: give a finite number of at least 0, or [C]")

@@ -149,13 +149,11 @@ def _observer_lines(seen: dict[str, Any]) -> list[str]:
     if rdp["reason"]:
         lines.append(f"    no finite epsilon: {rdp['reason']}")
     else:
-        alone = "one_round" in rdp
-        lines.append(
-            f"    epsilon {_show(rdp['total'])} in total, {_show(rdp['one_round'])} for one round alone (RDP); "
-            f"{_show(pld['total'])} and {_show(pld['one_round'])} (PLD)"
-            if alone
-            else f"    epsilon {_show(rdp['total'])} in total (RDP), {_show(pld['total'])} (PLD)"
-        )
+        total, alone = f"    epsilon {_show(rdp['total'])} in total", ""
+        if "one_round" in rdp:
+            total += f", {_show(rdp['one_round'])} for one round alone"
+            alone = f" and {_show(pld['one_round'])}"
+        lines.append(f"{total} (RDP); {_show(pld['total'])}{alone} (PLD)")
         lines += [f"    {seen['adjacency']}", f"    by: {rdp['theorem']}"]
     if own := rdp.get("per_client"):
         lines.append(f"    by client: {_span(own)}, median {_show(own['median'])} (RDP)")

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl
-from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets
-from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
+from jaxfl.privacy.accounting import epsilon, example_epsilon, planned_ledger
 from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson, round_numbers, server_noise
 from jaxfl.simulation import simulate
 
@@ -127,6 +127,14 @@ def test_variance_is_the_larger_of_target_and_present(clients):
     assert client == pytest.approx(own[0], rel=1e-5)
     assert present == pytest.approx(math.sqrt(np.sum((a * own) ** 2)), rel=1e-5)
     assert present**2 + server**2 == pytest.approx(max(target**2, np.sum((a * own) ** 2)), rel=1e-4)
+
+
+def test_examples_never_exceed_what_their_client_asked_for():
+    asked = np.array([0.5, 2.0, 8.0])
+    private = personal_examples(asked, clip=1.0, rate=0.05, steps=20, rounds=3)
+    mechanism = build([math.inf] * 3, epsilon_max=math.inf, examples=private).mechanism
+    own = example_epsilon(planned_ledger(mechanism, 3, 3), mechanism).per_client
+    assert np.all((own <= asked) & (own > 0.99 * asked))
 
 
 def test_many_kinds_of_budgets_are_rounded_down():

@@ -64,10 +64,14 @@ def test_convolutions_are_differentiated_one_by_one():
 
 def counting(data, private, key):
     """A step whose every example has the gradient -1: what moves is the batch over its expected size."""
-    after, _ = fit(
-        data, private, key, params=jnp.zeros(()), apply=lambda w, x: w, loss=lambda logits, labels, weights: -logits
-    )
-    return after
+    return fit(
+        data,
+        private,
+        key,
+        params=jnp.zeros(()),
+        apply=lambda w, x: jnp.broadcast_to(w, (len(x), 1)),
+        loss=lambda logits, labels, weights: -logits.mean(),
+    )[0]
 
 
 def test_batches_are_poisson():
@@ -120,3 +124,26 @@ def test_penalties_are_neither_clipped_nor_noised():
 def test_sharpness_aware_steps_are_refused():
     with pytest.raises(ValueError, match=r"sam_radius=0\.5"):
         fit(client(4, 4), steps(), sam_radius=0.5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, None])
+def test_gradients_clipped_by_their_norms_are_the_same(chunk):
+    expected, a = fit(client(9, 13), steps(3, chunk=1))
+    found, b = fit(client(9, 13), steps(3, chunk=chunk), norms=MODEL.norms)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), (expected, a), (found, b))
+
+
+@pytest.mark.parametrize("norms", [None, MODEL.norms])
+def test_an_example_without_a_finite_gradient_contributes_nothing(norms):
+    # Dropping the client's whole update instead would let one example move all of it.
+    data = client(9, 9)
+    inputs = jnp.asarray(data.inputs, jnp.float32)
+    data = data._replace(inputs=inputs.at[103].set(jnp.inf))
+    whole = steps(rate=1.0, chunk=4)
+    found, info = fit(data, whole, norms=norms)
+    rest = data._replace(rows=jnp.delete(jnp.asarray(data.rows), 3), size=jnp.int32(8))
+    expected, _ = fit(rest, whole)
+    start = MODEL.init(jax.random.key(0))
+    eight_ninths = jax.tree.map(lambda s, e: s + (e - s) * 8 / 9, start, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, eight_ninths)
+    assert np.isfinite(info["loss"])

@@ -427,6 +427,7 @@ def test_examples_without_clip_or_noise_have_no_epsilon():
         found = example_epsilon(planned_ledger(m, 2, 1), m)
         assert math.isinf(found.value)
         assert found.reason is not None
+    assert np.isfinite(found.per_client[1])  # the last one: a client that adds noise
 
 
 @BOTH

@@ -94,7 +94,7 @@ def test_examples_are_stated_beside_clients():
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
     text = format_statement(statement)
     assert "of one example, against who sees every upload" in text
-    assert f"epsilon {own['rdp']['total']:.4g} in total (RDP), 7.047 (PLD)" in text
+    assert f"epsilon {own['rdp']['total']:.4g} in total (RDP); 7.047 (PLD)" in text
     assert state(Mechanism(clip=1.0, noise_multiplier=9.0))["examples"] is None
     silent = state(Mechanism(examples=PerExample(clip=0.5, noise_multiplier=0.0, rate=0.1, steps=10)))
     assert "no finite epsilon: local steps add no noise" in format_statement(silent)

@@ -92,18 +92,20 @@ def padpfl(
     check_count("rounds", rounds)
     for name, value in {"epsilon": epsilon, "upload_epsilon": upload_epsilon}.items():
         check_positive(name, value, infinite=True)
+    weights = None if impacts is None else impact_table(impacts, rounds)
     claim = None
     if fidelity == "paper":
         s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=k) for k in (exposures, rounds))
         if math.isfinite(epsilon):
             claim = epsilon, f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
     else:
-        z, s = sound_noise(epsilon, rounds, delta), sound_upload_noise(upload_epsilon, rounds, delta)
+        s = sound_upload_noise(upload_epsilon, rounds, delta)
+        z = sound_noise(epsilon, rounds, delta) * (1.0 if weights is None else _exposure(weights))
     mechanism = Mechanism(
         clip=clip,
         noise_multiplier=z,
         client_noise=s,
-        weights=None if impacts is None else impact_table(impacts, rounds),
+        weights=weights,
         sampling=sampling,
         denominator="participants",
         delta=delta,
@@ -241,6 +243,15 @@ def convergence_bound(
     for term in added:
         bound.append(max(0.0, 1 + 2 * convexity * min(quadratic, 0)) * bound[-1] + term)
     return np.array(bound)
+
+
+def _exposure(weights: Float[np.ndarray, "..."]) -> float:
+    r"""Noise that the most exposed client needs, over that of one who is it in every round.
+
+    Its loss adds up like :math:`\sum_t (p_{t,i} / \max_j p_{t,j})^2`.
+    """
+    rows = np.atleast_2d(weights)
+    return float(np.sqrt(np.mean((rows / rows.max(axis=1, keepdims=True)) ** 2, axis=0).max()))
 
 
 def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: float) -> Float[Array, ""]:

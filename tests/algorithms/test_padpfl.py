@@ -80,6 +80,8 @@ def test_sound_keeps_both_targets_for_any_factors(p, target, upload):
     ledger = planned_ledger(mechanism, len(p), 3)
     assert epsilon(ledger, mechanism).value <= target
     assert 0.99 * upload <= epsilon(ledger, mechanism, observer="upload").value <= upload
+    alone = build(clip=1.0, epsilon=target, impacts=table).mechanism
+    assert 0.99 * target <= epsilon(planned_ledger(alone, len(p), 3), alone).value <= target
 
 
 def test_paper_is_far_from_its_claim():

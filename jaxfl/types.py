@@ -59,10 +59,11 @@ class Model(NamedTuple):
     loop calls it once per block of batches, outside the loop over steps. `squares` has the values of
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
     per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule. `extract` and
-    `classify` split `apply` at the head; None where a model cannot be split. `norms(params, x, probe)` has those values
-    too, and its gradient by `probe` [B] is every example's squared gradient norm; None where a model has no such rule
-    (see `jaxfl.local.examples`). `microbatch` examples go through
+    `classify` split `apply` at the head; None where a model cannot be split. `microbatch` examples go through
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
+    `norms(params, x, probe)` has the values of `apply` too, and its gradient by `probe` [B] is the squared norm of each
+    example's gradient (see `jaxfl.local.examples`): private steps clip by it, so another `apply` needs other norms, or
+    None.
     """
 
     name: str

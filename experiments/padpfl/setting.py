@@ -116,7 +116,7 @@ def run(figure: int, description: str | None) -> None:
     show(title, rows, folder)
     plot_metric(folder / "loss.png", title, rows, "loss", "test loss")
     if figure % 2:
-        _print_bound(rows[0], setting, scenario)
+        _print_bound(rows[0], setting, scenario, data)
 
 
 def plain_methods(scenario: Scenario, setting: Setting, data: Dataset) -> dict[str, Method]:
@@ -231,13 +231,13 @@ def _halves(rounds: int) -> tuple[int, int]:
     return rounds // 2, rounds - rounds // 2
 
 
-def _print_bound(row: Row, setting: Setting, scenario: Scenario) -> None:
+def _print_bound(row: Row, setting: Setting, scenario: Scenario, data: Dataset) -> None:
     """What theorem 2 promises for the first row, with constants that favour it."""
     p = impacts(scenario, setting, scenario.best).max()
     scale = float(row.statement["noise_multiplier"]["max"]) * setting.clip * p
     constants = {"gap": math.log(10), "smoothness": 1.0, "dissimilarity": 1.0, "gradient": 1.0}
     gamma = float(np.mean([entry["gamma"] for metrics in row.metrics for entry in metrics]))
-    parameters = 785 * setting.hidden + 11 * setting.hidden
+    parameters = (data.train_inputs[0].size + 1) * setting.hidden + (setting.hidden + 1) * data.classes
     bound = convergence_bound(
         np.full(setting.rounds, scale), parameters=parameters, mu=setting.mu, gamma=gamma, **constants
     )

@@ -7,7 +7,7 @@ import dataclasses
 
 import tyro
 
-from experiments.pdp_fl.setting import Config, Setting, budgets, printed, run
+from experiments.pdp_fl.setting import Config, Setting, budgets, printed, run, scaled
 from jaxfl.data import Dataset
 from jaxfl.types import Algorithm
 
@@ -28,7 +28,7 @@ def main(config: Config) -> None:
     """A table for each value of each parameter, the others as they are."""
     for parameter, values in STUDIES.items():
         for value in values[:1] if config.scale == "smoke" else values:
-            base = Setting(rounds=20, epsilon_max=50.0)
+            base = scaled(config.scale, rounds=20, epsilon_max=50.0)
             setting = dataclasses.replace(base, **{parameter: type(getattr(base, parameter))(value)})
             run(f"figure_4/{parameter}={value:g}", f"Figure 4, {parameter} = {value:g}", setting, methods, config)
 

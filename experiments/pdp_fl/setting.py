@@ -63,6 +63,11 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/pdp_fl")
 
 
+def scaled(scale: Scale, **changes: Any) -> Setting:
+    """The paper's setting with changes, or its small twin in place of those."""
+    return Setting(**changes | (SMOKE if scale == "smoke" else {}))
+
+
 def budgets(case: int, clients: int, equal: float | None = None) -> Budgets:
     """Budgets of a case; (7) with base 2, so that preferences are budgets. The same in every run.
 
@@ -142,8 +147,6 @@ def run(
     config: Config,
 ) -> None:
     """Run methods on IID clients for all seeds, and show their table and curves."""
-    if config.scale == "smoke":
-        setting = dataclasses.replace(setting, **SMOKE)
     data = load(setting.dataset)
     rows = run_methods(
         {name: _same(method) for name, method in methods(setting, data).items()},
@@ -179,8 +182,9 @@ def cases(dataset: Data, rounds: int, figure: int, description: str | None) -> N
         rows |= {f"case {case}": printed(setting, data, budgets(case, setting.clients)) for case in (3, 4)}
         return {"FedAvg": plain(setting, data)} | rows
 
-    setting = Setting(dataset=dataset, rounds=rounds)
-    run(f"figure_{figure}", f"Figure {figure}", setting, methods, tyro.cli(Config, description=description))
+    config = tyro.cli(Config, description=description)
+    setting = scaled(config.scale, dataset=dataset, rounds=rounds)
+    run(f"figure_{figure}", f"Figure {figure}", setting, methods, config)
 
 
 def comparison(dataset: Data, rounds: int, table: int, description: str | None) -> None:
@@ -190,8 +194,9 @@ def comparison(dataset: Data, rounds: int, table: int, description: str | None) 
         rows = {f"PDP-FL, case {case}": printed(setting, data, budgets(case, setting.clients)) for case in (1, 2, 3, 4)}
         return baselines(setting, data) | rows | honest(setting, data, 3)
 
-    setting = Setting(dataset=dataset, rounds=rounds)
-    run(f"table_{table}", f"Table {table}", setting, methods, tyro.cli(Config, description=description))
+    config = tyro.cli(Config, description=description)
+    setting = scaled(config.scale, dataset=dataset, rounds=rounds)
+    run(f"table_{table}", f"Table {table}", setting, methods, config)
 
 
 def _model(setting: Setting, data: Dataset) -> Any:

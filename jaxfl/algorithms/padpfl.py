@@ -68,16 +68,18 @@ def padpfl(
         smallest: `paper`: m, examples of the smallest client.
         exposures: `paper`: L, of a client's uploads so many are seen.
         mu: weight of the proximal term.
-        sampling: who takes part.
+        sampling: who takes part (`paper`: with a factor above 0, or nothing but noise is left of the weights).
         delta: failure probability.
         examples: local steps that protect single examples, as the paper means to; None: none do.
         options: those of `fedavg`; `server_optimizer` in `sound` only.
 
     Guarantee: client-level. Sums and broadcasts: zero-out, sensitivity :math:`C \max_i p_i`, by the Gaussian mechanism,
-        composed over the rounds; without amplification, since the redistributed shares show the cohort. Uploads:
-        replace-one, sensitivity 2C, in `sound` with an `upload_epsilon` alone below it. The paper's sensitivity 2C/m
-        takes trained weights for a mean of per-example minimisers; one example can move them by 2C, and its L < T
-        contradicts a server that sees all T uploads. The statement has the honest epsilon and the claim.
+        composed over the rounds; without amplification, since the redistributed shares show the cohort. Where factors
+        change, the noise is what the most exposed client needs. Uploads: replace-one, sensitivity 2C; finite in `sound`
+        only with an `upload_epsilon`. The paper's sensitivity 2C/m takes trained weights for a mean of per-example
+        minimisers: one example can move them by 2C, so that of an example no smaller epsilon is known than of an
+        upload. Its L < T contradicts a server that sees all T uploads. The statement has the honest epsilon and the
+        claim.
     Deviations from the paper: its formulas are reconstructed from the text around them. mu is not readable.
     References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and Priority-Based
         Aggregation, arXiv:2406.18491; NbAFL: Wei et al., Federated Learning with Differential Privacy, IEEE

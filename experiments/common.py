@@ -155,6 +155,12 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def _example(row: Row) -> str:
+    """Epsilons of a single example, where local steps protect it."""
+    own = row.statement["examples"]
+    return f"{number(own['rdp']['total'])} / {number(own['pld']['total'])}" if own else "–"
+
+
 def percent(values: Sequence[float]) -> str:
     """Mean ± standard deviation over seeds, in percent."""
     text = f"{100 * np.mean(values):.1f}"
@@ -168,17 +174,34 @@ def number(value: float | str) -> str:
 
 def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
     """Print a table, and write it as Markdown and JSON, with one plot of all methods, into `out`."""
-    table = Table(*HEADER, title=title)
-    for row in rows:
-        table.add_row(*cells(row))
+    header, body = HEADER, [cells(row) for row in rows]
+    if any(row.statement["examples"] for row in rows):
+        header, body = (*header, "ε example"), [(*line, _example(row)) for line, row in zip(body, rows)]
+    table = Table(*header, title=title)
+    for line in body:
+        table.add_row(*line)
     Console(width=150).print(table)
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + "---|" * len(HEADER)]
-    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    lines = ["| " + " | ".join(line) + " |" for line in (header, *body)]
+    lines.insert(1, "|" + "---|" * len(header))
     out.mkdir(parents=True, exist_ok=True)
     (out / "table.md").write_text(f"{title}\n\n" + "\n".join(lines) + "\n")
     (out / "table.json").write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     plot(out / "curves.png", title, rows)
     print(f"table and curves: {out}")
+
+
+def plot_metric(path: pathlib.Path, title: str, rows: Sequence[Row], metric: str, label: str) -> None:
+    """One metric by round, mean over seeds."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for row in rows:
+        values = np.array([[entry[metric] for entry in metrics] for metrics in row.metrics])
+        axes.plot([entry["round"] for entry in row.metrics[0]], values.mean(0), marker=".", label=row.method)
+    axes.set(title=title, xlabel="round", ylabel=label)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    print(f"{label}: {path}")
 
 
 def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:

@@ -64,6 +64,9 @@ class Model(NamedTuple):
     per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule. `extract` and
     `classify` split `apply` at the head; None where a model cannot be split. `microbatch` examples go through
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
+    `norms(params, x, probe)` has the values of `apply` too, and its gradient by `probe` [B] is the squared norm of each
+    example's gradient (see `jaxfl.local.examples`): private steps clip by it, so another `apply` needs other norms, or
+    None.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Model(NamedTuple):
     layers: tuple[str, ...]
     head: tuple[str, ...]
     microbatch: int | None = None
+    norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None
 
 
 class Message(NamedTuple):

@@ -1,6 +1,7 @@
 """Every algorithm, built for small tests: one row serves all contract tests."""
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,18 @@ from jaxfl.algorithms import (
     fedprox,
     fedrep,
     local_only,
+    padpfl,
+    pdp_fl,
     pmtl,
     ppsgd,
 )
+from jaxfl.algorithms.padpfl import paper_noise
+from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.data import load, make_clients
 from jaxfl.local.train import squared_error
 from jaxfl.models import mlp
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
+from jaxfl.privacy.accounting import running_epsilon
+from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
 from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.types import Algorithm, ClientData, Clients
 
@@ -140,7 +146,35 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl(
         MODEL, noise=z / 6**0.5, fidelity="paper", risks="private", **budgeted(sgd) | {"mask": "random"}
     ),
+    "padpfl": lambda z=1.0, sgd=0.1, **o: padpfl(
+        MODEL, epsilon=honest(z), upload_epsilon=honest(z / 8), impacts=IMPACTS, mu=0.5, **noised(sgd)
+    ),
+    "padpfl_paper": lambda z=1.0, sgd=0.1, **o: padpfl(
+        MODEL, epsilon=claimed(z, times=4), fidelity="paper", smallest=10, sampling=FixedSize(6), **noised(sgd)
+    ),
+    "pdp_fl": lambda z=1.0, sgd=0.1, **o: pdp_fl(
+        MODEL, budgets=asked(honest(z / 8)), epsilon_max=honest(z), sampling=Poisson(0.6), **noised(sgd)
+    ),
+    "pdp_fl_examples": lambda z=1.0, sgd=0.1, **o: pdp_fl(
+        MODEL,
+        budgets=asked(math.inf),
+        epsilon_max=math.inf,
+        examples=PerExample(clip=0.5, noise_multiplier=np.linspace(0, z, len(SIZES)), rate=0.4, steps=3, chunk=2),
+        **noised(sgd),
+    ),
+    "pdp_fl_paper": lambda z=1.0, sgd=0.1, **o: pdp_fl(
+        MODEL,
+        budgets=asked(claimed(z / 4)),
+        epsilon_max=claimed(z),
+        fidelity="paper",
+        smallest=10,
+        sampling=FixedSize(6),
+        **noised(sgd),
+    ),
 }
+
+SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")
+IMPACTS = np.linspace(0, 2 / len(SIZES), len(SIZES))
 
 
 def budgeted(sgd: float) -> dict[str, Any]:
@@ -172,6 +206,26 @@ def private(z: float, sgd: float) -> dict[str, Any]:
         "batch_size": 4,
         "epochs": 2,
     }
+
+
+def noised(sgd: float) -> dict[str, Any]:
+    """Options of methods that take the noise from a target; they never run for more than four rounds."""
+    return {"rounds": 4, "clip": CLIP, "optimizer": optax.sgd(sgd), "batch_size": 4, "epochs": 2}
+
+
+def honest(z: float) -> float:
+    """The epsilon whose calibration over four rounds gives a noise multiplier."""
+    return running_epsilon(Mechanism(clip=1.0, noise_multiplier=z), 1)(4) if z else math.inf
+
+
+def claimed(z: float, times: int = 1) -> float:
+    """The epsilon for which the papers' rule gives a noise multiplier."""
+    return paper_noise(1.0, delta=1e-5, smallest=10, times=times) / z if z else math.inf
+
+
+def asked(least: float) -> Budgets:
+    """Budgets from `least` up, infinite as it is."""
+    return Budgets(least * np.linspace(1, 2, len(SIZES)), np.resize([2.0, 5.0, 8.0], len(SIZES)))
 
 
 def sparse(sgd: float) -> dict[str, Any]:

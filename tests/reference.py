@@ -1,9 +1,13 @@
 """A plain twin of the engine: a Python loop over clients and a NumPy server, written apart from it."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxfl.data import load
 from jaxfl.types import Account, ClientData
+
+DIGITS = load("digits")
 
 
 def run(key, algorithm, clients, rounds):
@@ -71,8 +75,7 @@ def run(key, algorithm, clients, rounds):
         denominator = weights.sum() * share if mechanism.denominator == "expected" else realised
         aggregate = jax.tree.map(lambda leaf, d=denominator: (leaf / d).astype(np.float32), total)
         info = {name: np.mean([one[name] for one in infos]) for name in (infos[0] if infos else {})}
-        info["participants"] = len(infos)
-        server = algorithm.server_update(server, aggregate, info)
+        server = algorithm.server_update(server, aggregate, info | {"participants": np.float32(len(infos))})
         aggregates.append(aggregate)
     return server, states, aggregates
 
@@ -99,3 +102,26 @@ def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient)
         gradient = loss_gradient(params, inputs[rows], labels[rows])
         params = jax.tree.map(lambda p, g: p - learning_rate * g, params, gradient)
     return params
+
+
+def client(size, padded):
+    """A client with some digits from the hundredth on."""
+    rows = np.zeros(padded, np.int32)
+    rows[:size] = np.arange(100, 100 + size)
+    return ClientData(
+        jnp.asarray(DIGITS.train_inputs), jnp.asarray(DIGITS.train_labels), jnp.asarray(rows), jnp.int32(size)
+    )
+
+
+def numpy_gradient(params, inputs, labels):
+    """Backpropagation by hand through dense, ReLU, dense, mean cross-entropy."""
+    x = inputs.transpose(0, 3, 1, 2).reshape(len(inputs), -1).astype(np.float64) * 2 / 255 - 1
+    (w1, b1), (w2, b2) = ((params[n]["kernel"], params[n]["bias"]) for n in ("dense_0", "head"))
+    hidden = np.maximum(x @ w1 + b1, 0)
+    logits = hidden @ w2 + b2
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    d = (p - np.eye(10)[labels]) / len(labels)
+    back = (d @ w2.T) * (hidden > 0)
+    gradients = ((x.T @ back, back.sum(0)), (hidden.T @ d, d.sum(0)))
+    return {n: {"kernel": k, "bias": b} for n, (k, b) in zip(("dense_0", "head"), gradients)}

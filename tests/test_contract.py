@@ -8,11 +8,12 @@ import numpy as np
 import optax
 import pytest
 import reference
-from algorithms_table import ALGORITHMS, CLIP, MODEL, SIZES, small_clients
+from algorithms_table import ALGORITHMS, CLIP, MODEL, SEND_WEIGHTS, SIZES, small_clients
 
 from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanism import Full, Mechanism
 from jaxfl.simulation import _Run, simulate
 
@@ -101,10 +102,11 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
     mechanism, clients = algorithm.mechanism, small_clients()
     if not mechanism.communicates:
         pytest.skip("nothing is sent")
-    if mechanism.denominator == "participants":
-        pytest.skip("a realised denominator has no accounted sensitivity")
+    if mechanism.denominator == "participants" and not isinstance(mechanism.sampling, Full):
+        pytest.skip("what another denominator changes is no sensitivity")
     absent = clients._replace(train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size))
-    denominator = mechanism.sampling.expected(clients.number)
+    weights = mechanism.weight_table[0]
+    denominator = mechanism.sampling.expected(clients.number) * weights.mean() / weights[4 % len(weights)]
     for seed in range(20):  # until the client takes part
         key = jax.random.key(seed)
         one, _, records = run(clients, 1, key)
@@ -124,17 +126,22 @@ def test_noise_has_the_stated_std_on_the_stated_support(name):
     init_key, *_ = jax.random.split(KEY, 3)
     start, _ = algorithm.init(init_key, clients)
     server, _, records = run(clients, 1, KEY)
-    noise = np.concatenate([v.ravel() for v in jax.tree.leaves(optax.tree.sub(server.params, start.params))])
-    noise = noise * mechanism.sampling.expected(clients.number)
+    mean = clip(start.params, CLIP)[0] if name in SEND_WEIGHTS else start.params
+    noise = np.concatenate([v.ravel() for v in jax.tree.leaves(optax.tree.sub(server.params, mean))])
+    participants = records.ledger.participants[0]
+    weights = np.broadcast_to(mechanism.weight_table[0], clients.number)
+    expected = mechanism.sampling.expected(clients.number) * weights.mean()
+    noise = noise * (weights[participants].sum() if mechanism.denominator == "participants" else expected)
     support = np.ones(noise.shape, bool)
     if hasattr(start, "support"):
         support = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(start.support)])
         assert 0 < support.sum() < 0.6 * support.size
     np.testing.assert_array_equal(noise != 0, support)
     noise = noise[support]
-    client_variance = mechanism.client_noise_table[0, 0] ** 2 * records.ledger.participants[0].sum()
-    std = CLIP * np.sqrt(max(client_variance, mechanism.noise_multiplier_table[0] ** 2))
-    assert std == pytest.approx(2.0 * CLIP)
+    client_variance = np.sum((participants * weights * mechanism.client_noise_table[0]) ** 2)
+    floor = mechanism.noise_multiplier_table[0] * weights.max()
+    std = CLIP * np.sqrt(max(client_variance, floor**2))
+    assert std == pytest.approx(2.0 * CLIP * weights.max(), rel=1e-3)  # some are calibrated to an epsilon
     assert noise.std() == pytest.approx(std, rel=4 / np.sqrt(2 * noise.size))
     assert abs(noise.mean()) < 4 * std / np.sqrt(noise.size)
 

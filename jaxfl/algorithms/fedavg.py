@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 from jaxtyping import Float, Key
@@ -112,10 +114,13 @@ def fedavg(
     """
     check_local(batch_size, epochs, steps)
     check_positive("sam_radius", sam_radius, zero=True)
+    private = mechanism.examples
+    noise = jnp.zeros(()) if private is None else jnp.asarray(private.noise_multiplier, jnp.float32)
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Tree]:
-        del clients
-        return init_server(model.init(key), server_optimizer), ()
+        # A client's state is its own noise, where each has one; clients that fill up a mesh have none.
+        states = jnp.pad(noise, (0, clients.number - noise.size)) if noise.ndim else ()
+        return init_server(model.init(key), server_optimizer), states
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         params, info = train(
@@ -131,6 +136,9 @@ def fedavg(
             steps=steps,
             penalty=(lambda params: penalty(params, server.params)) if penalty else None,
             sam_radius=sam_radius,
+            private=private,
+            norms=model.norms,
+            noise_multiplier=client if noise.ndim else None,
         )
         return Message(optax.tree.sub(params, server.params)), client, info
 
@@ -239,3 +247,22 @@ def dp_fedavg_fb(
         return params
 
     return base._replace(name="dp_fedavg_fb", personalize=personalize)
+
+
+def sends_weights(method: Algorithm) -> Algorithm:
+    """The same method whose clients send their weights, and whose server takes the mean of those for its own.
+
+    A round without participants leaves the server as it is.
+    """
+
+    def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
+        message, client, info = method.client_update(key, server, client, data)
+        return Message(optax.tree.add(server.params, message.update)), client, info
+
+    def server_update(server: Server, aggregate: Tree, info: Tree) -> Server:
+        some = info["participants"] > 0
+        return server._replace(
+            params=jax.tree.map(lambda new, old: jnp.where(some, new, old), aggregate, server.params)
+        )
+
+    return method._replace(client_update=client_update, server_update=server_update)

@@ -71,6 +71,8 @@ def fedrep(
     'fedrep'
     """
     check_local(batch_size, epochs, None)
+    if mechanism.examples is not None:
+        raise ValueError("mechanism.examples is for the FedAvg family: heads here are trained without it, leave it out")
     evaluation_epochs = head_epochs if evaluation_epochs is None else evaluation_epochs
     for name_, passes in {"head_epochs": head_epochs, "evaluation_epochs": evaluation_epochs}.items():
         check_count(name_, passes, least=0)

@@ -11,7 +11,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from jaxfl._validate import check_count, nonzero
+from jaxfl.local.examples import noisy_gradient
 from jaxfl.local.masks import keep
+from jaxfl.privacy.mechanism import PerExample
 from jaxfl.types import ClientData, Model, Number, Params, Tree
 
 _BLOCK_EXAMPLES = 128
@@ -58,11 +60,15 @@ def train(
     loss: Callable[[Array, Array, Array], Float[Array, ""]] = cross_entropy,
     sam_radius: Number = 0.0,
     microbatch: int | None = None,
+    private: PerExample | None = None,
+    noise_multiplier: Float[Array, ""] | float | None = None,
+    norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
     Every epoch visits the client's examples once, in a fresh random order, in batches of `batch_size`
-    whose last one may be smaller; the number of steps follows the client's own size.
+    whose last one may be smaller; the number of steps follows the client's own size. With `private`, steps are those
+    of DP-SGD instead: each on a Poisson batch of its own.
 
     Args:
         key: order of the examples.
@@ -81,10 +87,16 @@ def train(
         sam_radius: rho of sharpness-aware steps, whose gradient is taken at `ascend` of the parameters; 0: plain steps.
         microbatch: how many examples go through `apply` at once, at most (None: the whole batch): a batch's gradient is
             the sum of its parts'.
+        private: clips every example's gradient and adds noise, in its own number of steps on batches of its own; what a
+            mask or a penalty reads must then be public, or follow from the parameters alone.
+        noise_multiplier: the client's own, where `private` has one per client.
+        norms: of the model that `apply` is of; makes private steps faster.
 
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
     """
+    if private is not None and sam_radius:
+        raise ValueError(f"sam_radius={sam_radius!r} reads every batch twice: give 0 where examples are private")
     padded = data.rows.shape[0]
     batch = min(batch_size, padded)
     blocks, per_block = _blocks(padded, batch)
@@ -93,15 +105,15 @@ def train(
     batches = -(-data.size // batch)
     total = jnp.where(data.size > 0, epochs * batches if steps is None else steps, 0)
 
+    def rest(params: Params) -> Float[Array, ""]:
+        return jnp.zeros(()) if penalty is None else penalty(params)
+
     def gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
         """Value and gradient of the loss and the penalty; the batch is in parts [parts, part, ...]."""
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
             return share[i] * loss(apply(params, x[i]), labels[i], weights[i])
-
-        def rest(params: Params) -> Float[Array, ""]:
-            return jnp.zeros(()) if penalty is None else penalty(params)
 
         if len(x) == 1:
             return jax.value_and_grad(lambda params: loss_of(params, 0) + rest(params))(params)
@@ -111,19 +123,22 @@ def train(
 
         return lax.fori_loop(0, len(x), add, jax.value_and_grad(rest)(params))
 
-    def step(x: Array, labels: Array, weights: Array, carry: tuple) -> tuple:
+    def descend(gradient_fn: Callable[[Params], tuple[Array, Tree]], carry: tuple) -> tuple:
         params, state, total_loss = carry
         trainable = mask(params) if callable(mask) else mask
 
         def select(tree: Tree) -> Tree:
             return tree if trainable is None else keep(trainable, tree)
 
-        value, slope = gradient(params, x, labels, weights)
+        value, slope = gradient_fn(params)
         if nonzero(sam_radius):
-            slope = gradient(ascend(params, select(slope), sam_radius), x, labels, weights)[1]
+            slope = gradient_fn(ascend(params, select(slope), sam_radius))[1]
         updates, state = optimizer.update(select(slope), state, params)
         updates = select(updates)  # weight decay and momentum would move masked coordinates too
         return optax.apply_updates(params, updates), state, total_loss + value
+
+    def step(x: Array, labels: Array, weights: Array, carry: tuple) -> tuple:
+        return descend(lambda params: gradient(params, x, labels, weights), carry)
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         order = _shuffle(jax.random.fold_in(key, index), padded, data.size)
@@ -145,9 +160,25 @@ def train(
 
         return lax.fori_loop(0, -(-here // per_block), block, carry)
 
-    passes = -(-total // jnp.maximum(batches, 1))
     start = (params, optimizer.init(params), jnp.zeros(()))
-    params, _, total_loss = lax.fori_loop(0, passes, epoch, start)
+    if private is not None:
+        own = jnp.asarray(private.noise_multiplier if noise_multiplier is None else noise_multiplier)
+        options: dict[str, Any] = {"apply": apply, "prepare": prepare, "loss": loss, "norms": norms}
+        total = jnp.where(data.size > 0, private.steps, 0)
+
+        def private_step(i: Int[Array, ""], carry: tuple) -> tuple:
+            def noisy(params: Params) -> tuple[Array, Tree]:
+                loss_part = noisy_gradient(
+                    jax.random.fold_in(key, i), params, data, private, noise_multiplier=own, **options
+                )
+                return optax.tree.add(loss_part, jax.value_and_grad(rest)(params))
+
+            return descend(noisy, carry)
+
+        params, _, total_loss = lax.fori_loop(0, total, private_step, start)
+    else:
+        passes = -(-total // jnp.maximum(batches, 1))
+        params, _, total_loss = lax.fori_loop(0, passes, epoch, start)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 

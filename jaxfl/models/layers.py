@@ -109,16 +109,21 @@ class Dense(nn.Module):
     Args:
         features: number of outputs.
         squares: see the module's docstring. A per-example gradient has rank one: (x^2)^T (dy^2).
+        norms: takes a further parameter `probe` [B], whose gradient is each example's squared gradient norm,
+            (|x|^2 + 1) |dy|^2; the other parameters then have none.
     """
 
     features: int
     squares: bool = False
+    norms: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "B F"]) -> Float[Array, "B features"]:
         """Outputs."""
         kernel = self.param("kernel", _kernel_init, (x.shape[1], self.features))
         bias = self.param("bias", _bias_init(x.shape[1]), (self.features,))
+        if self.norms:
+            return _dense_norms(x, kernel, bias, self.param("probe", nn.initializers.zeros, (x.shape[0],)))
         return (_dense_squares if self.squares else _dense)(x, kernel, bias)
 
 
@@ -130,6 +135,18 @@ _dense_squares = jax.custom_vjp(_dense)
 _dense_squares.defvjp(
     lambda x, kernel, bias: (_dense(x, kernel, bias), (x, kernel)),
     lambda saved, dy: (dy @ saved[1].T, (saved[0] ** 2).T @ dy**2, (dy**2).sum(0)),
+)
+
+
+_dense_norms = jax.custom_vjp(lambda x, kernel, bias, probe: _dense(x, kernel, bias))
+_dense_norms.defvjp(
+    lambda x, kernel, bias, probe: (_dense(x, kernel, bias), (x, kernel)),
+    lambda saved, dy: (
+        dy @ saved[1].T,
+        jnp.zeros_like(saved[1]),
+        jnp.zeros(dy.shape[1]),
+        ((saved[0] ** 2).sum(1) + 1) * (dy**2).sum(1),
+    ),
 )
 
 

@@ -42,10 +42,12 @@ class _Mlp(nn.Module):
     widths: tuple[int, ...]
     classes: int
     squares: bool = False
+    norms: bool = False
 
     def setup(self) -> None:
-        self.dense = [Dense(n, squares=self.squares) for n in self.widths]
-        self.head = Dense(self.classes, squares=self.squares)
+        modes = {"squares": self.squares, "norms": self.norms}
+        self.dense = [Dense(n, **modes) for n in self.widths]
+        self.head = Dense(self.classes, **modes)
 
     def extract(self, x: Array) -> Array:
         for layer in self.dense:
@@ -174,7 +176,13 @@ def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[in
     for width in hidden:
         check_count("hidden", width)
     network = functools.partial(_Mlp, tuple(hidden), classes)
-    return _model("mlp", network, _flat, input_shape)
+    twin = network(norms=True)
+
+    def norms(params: Any, x: Array, probe: Array) -> Any:
+        probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
+        return twin.apply({"params": probed}, x)
+
+    return _model("mlp", network, _flat, input_shape)._replace(norms=norms)
 
 
 def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form = "fast") -> Model:

@@ -1,12 +1,19 @@
 """Clip, noise, who adds it, and what it guarantees."""
 
-from jaxfl.privacy.accounting import calibrate, calibrate_upload, epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
+from jaxfl.privacy.accounting import (
+    calibrate,
+    calibrate_examples,
+    calibrate_upload,
+    epsilon,
+    example_epsilon,
+    planned_ledger,
+)
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson
 from jaxfl.privacy.schedule import client_noise, fixed_budgets, paper_noise, round_budgets, round_noise
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
-    "FixedSize", "Full", "Mechanism", "Poisson", "calibrate", "calibrate_upload", "client_noise", "epsilon",
-    "fixed_budgets", "format_statement", "paper_noise", "planned_ledger", "privacy_statement", "round_budgets",
-    "round_noise",
+    "FixedSize", "Full", "Mechanism", "PerExample", "Poisson", "calibrate", "calibrate_examples", "calibrate_upload",
+    "client_noise", "epsilon", "example_epsilon", "fixed_budgets", "format_statement", "paper_noise", "planned_ledger",
+    "privacy_statement", "round_budgets", "round_noise",
 ]  # fmt: skip

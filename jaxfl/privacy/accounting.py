@@ -11,7 +11,7 @@ from jaxtyping import Float
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, client_epsilons
-from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
+from jaxfl.privacy.mechanism import Full, Mechanism, Poisson, Sampling
 from jaxfl.privacy.observers import View, affordable, aggregate_view, check_filter, plain_view, upload_view
 from jaxfl.types import Ledger
 
@@ -82,6 +82,56 @@ def epsilon(
     if math.isinf(worst):
         return Epsilon(worst, per_client, "none", view.silent)
     return Epsilon(worst, per_client, f"{view.theorem}; {accountant.upper()}", None)
+
+
+def example_epsilon(
+    ledger: Ledger, mechanism: Mechanism, *, accountant: Accountant = "rdp", delta: float | None = None
+) -> Epsilon:
+    """Compose the local steps of the rounds in which each client took part, for the examples of that client.
+
+    What is sent follows from these steps, so the epsilon holds for both observers; noise that is added later, and
+    cohorts that are hidden, are given no credit.
+
+    Args:
+        ledger: the rounds as they happened, or as planned.
+        mechanism: names the steps (`examples`).
+        accountant: "rdp", or "pld" (tighter).
+        delta: failure probability; None: the mechanism's.
+
+    Guarantee: example-level, zero-out; an example has one owner. Where there are more than 64 kinds of clients, every
+        client counts as having taken part as often as the most frequent one.
+
+    >>> from jaxfl.privacy.mechanism import PerExample
+    >>> run = Mechanism(examples=PerExample(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10))
+    >>> round(example_epsilon(planned_ledger(run, clients=4, rounds=10), run, accountant="pld").value, 2)
+    7.05
+    """
+    check_choice("accountant", accountant, ("rdp", "pld"))
+    delta = mechanism.delta if delta is None else delta
+    check_fraction("delta", delta, one=False)
+    private, clients = mechanism.examples, ledger.participants.shape[1]
+    if private is None:
+        return Epsilon(math.inf, np.full(clients, math.inf), "none", "examples are not clipped one by one")
+    rounds = np.asarray(ledger.participants, bool).sum(axis=0)
+    noise = np.broadcast_to(accountants.round_down(np.asarray(private.noise_multiplier, np.float64)), clients)
+    kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
+    if kinds.shape[1] > 64:
+        kinds, kind_of_client = np.unique(
+            np.stack([noise, np.full(clients, rounds.max())]), axis=1, return_inverse=True
+        )
+    evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
+
+    def of_kind(z: float, count: float) -> float:
+        if not z or not count:
+            return math.inf if count else 0.0
+        return evaluate(math.inf, np.array([z]), private.rate, delta, int(count) * private.steps)
+
+    own = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
+    worst = float(own.max())
+    if math.isinf(worst):
+        return Epsilon(worst, own, "none", "local steps add no noise")
+    theorem = f"Poisson-sampled Gaussian, rate {private.rate:g}, zero-out, {private.steps} steps per round"
+    return Epsilon(worst, own, f"{theorem}; {accountant.upper()}", None)
 
 
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
@@ -191,6 +241,28 @@ def calibrate_upload(
     check_count("participations", participations)
     check_fraction("delta", delta, one=False)
     return _calibrate(plain_view(np.full((1, 1), 0.5), "Gaussian"), epsilon, delta, accountant, participations)
+
+
+def calibrate_examples(
+    epsilon: float, *, rate: float, steps: int, participations: int, delta: float = 1e-5, accountant: Accountant = "rdp"
+) -> float:
+    """Find the smallest noise multiplier of `PerExample` whose epsilon is at most `epsilon`.
+
+    Args:
+        epsilon: target for the whole run, of an example, zero-out.
+        rate: probability of an example to be in a batch.
+        steps: local steps per round.
+        participations: in how many rounds a client takes part, at most.
+        delta: failure probability.
+        accountant: "rdp", or "pld" (tighter, needs less noise).
+
+    >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10, accountant="pld"), 2)
+    1.0
+    """
+    check_count("steps", steps)
+    check_count("participations", participations)
+    total = {"clients": 1, "rounds": steps * participations, "sampling": Poisson(rate)}
+    return calibrate(epsilon, delta=delta, accountant=accountant, **total)
 
 
 def _calibrate(view: View, target: float, delta: float, accountant: Accountant, repeats: int) -> float:

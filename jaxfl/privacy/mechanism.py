@@ -106,6 +106,45 @@ class Release:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class PerExample:
+    r"""Local steps that bound and noise single examples (DP-SGD), in place of passes over a client's examples.
+
+    .. math:: g = \frac{1}{q n} \Big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) + N(0, z^2 C^2 I) \Big)
+
+    where each of a client's n examples is in B with probability q, independently, anew in every step.
+
+    Args:
+        clip: C, L2 bound on the gradient of one example.
+        noise_multiplier: z, std of the noise on the sum over C; a number, or one per client `[C]`
+            (see `jaxfl.privacy.calibrate_examples`).
+        rate: q.
+        steps: local steps per round.
+        chunk: examples that are taken at once; changes speed and memory, not results. None: 16 where the model knows
+            the norms of gradients (`Model.norms`); else 1, as a CPU likes it.
+
+    Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
+        the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of what the client sends.
+    References: Abadi et al., Deep Learning with Differential Privacy, CCS 2016.
+    """
+
+    clip: float
+    noise_multiplier: float | np.ndarray
+    rate: float
+    steps: int
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("clip", self.clip)
+        check_fraction("rate", self.rate)
+        check_count("steps", self.steps)
+        if self.chunk is not None:
+            check_count("chunk", self.chunk)
+        value = np.asarray(self.noise_multiplier, np.float64)
+        if value.ndim > 1 or not value.size or not np.all(np.isfinite(value)) or value.min() < 0:
+            raise ValueError(f"noise_multiplier={self.noise_multiplier!r}: give a finite number of at least 0, or [C]")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Mechanism:
     r"""What leaves the clients, and how it is bounded and noised.
 
@@ -136,6 +175,8 @@ class Mechanism:
         least_total: m of a privacy filter. A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the
             multipliers of all that it ever sends: s / 2 of an update, under replace-one, and r of a released number.
             0 stops nobody.
+        examples: how local steps protect single examples; None: they do not. For methods that pass it on to
+            `jaxfl.local.train.train` (the FedAvg family).
 
     Guarantee: client-level privacy under zero-out adjacency; sensitivity of the sum `C max w`.
     Source: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
@@ -153,6 +194,7 @@ class Mechanism:
     broken: str | None = None
     release: Release | None = None
     least_total: float | None = None
+    examples: PerExample | None = None
 
     def __post_init__(self) -> None:
         check_positive("clip", self.clip, infinite=True)
@@ -219,6 +261,8 @@ class Mechanism:
         self.sampling.expected(clients)
         tables = {"client_noise": self.client_noise_table, "weights": self.weight_table}
         tables["noise_multiplier"] = self.noise_multiplier_table[:, None]
+        if self.examples is not None:
+            tables["examples.noise_multiplier"] = np.atleast_2d(self.examples.noise_multiplier)
         for name, table in tables.items():
             if table.shape[0] not in (1, rounds) or table.shape[1] not in (1, clients):
                 raise ValueError(f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients")

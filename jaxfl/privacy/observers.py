@@ -132,7 +132,7 @@ def _poisson_view(
 
 
 def _multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.where(weights > 0, np.sqrt(variance) / weights, math.inf)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxfl._validate import check_count
-from jaxfl.privacy.accounting import Observer, epsilon
+from jaxfl.privacy.accounting import Epsilon, Observer, epsilon, example_epsilon
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson, Sampling
 from jaxfl.types import Ledger
 
@@ -64,6 +64,7 @@ def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dic
         "release_noise": _range(ledger.release_noise),
         "least_total": mechanism.least_total,
         "honest": {observer: _observer(ledger, mechanism, observer) for observer in _OBSERVERS},
+        "examples": None if mechanism.examples is None else _examples(ledger, mechanism),
         "claim": claim,
         "warnings": _warnings(mechanism, clients),
         "not_covered": list(_NOT_COVERED),
@@ -102,6 +103,8 @@ def format_statement(statement: dict[str, Any]) -> str:
         )
     for seen in statement["honest"].values():
         lines += [f"  honest, against who sees {seen['sees']}:", *_observer_lines(seen)]
+    if own := statement["examples"]:
+        lines += [f"  of one example, against who sees {own['sees']}:", *_observer_lines(own)]
     if claim := statement["claim"]:
         lines.append(f"  {claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
     lines += [f"  warning: {warning}" for warning in statement["warnings"]]
@@ -114,13 +117,38 @@ def _observer(ledger: Ledger, mechanism: Mechanism, observer: Observer) -> dict[
     for accountant in ("rdp", "pld"):
         total = epsilon(ledger, mechanism, observer=observer, accountant=accountant)
         alone = epsilon(ledger, mechanism, observer=observer, accountant=accountant, one_round=True)
-        entry: dict[str, Any] = {"total": _number(total.value), "one_round": _number(alone.value)}
-        entry |= {"theorem": total.theorem, "reason": total.reason}
-        own = total.per_client
-        if own.min() < own.max():
-            entry["per_client"] = {"min": _number(own.min()), "median": _median(own), "max": _number(own.max())}
-        result[accountant] = entry
+        result[accountant] = {"one_round": _number(alone.value)} | _entry(total)
     return result
+
+
+def _examples(ledger: Ledger, mechanism: Mechanism) -> dict[str, Any]:
+    private = mechanism.examples
+    assert private is not None
+    result: dict[str, Any] = {
+        "unit": "example: one of a client's, over the whole run",
+        "sees": "every upload and who took part, or sums and broadcasts alone",
+        "adjacency": "zero-out: the example's clipped gradient is replaced by zero, numbers of examples are public",
+        "clip": float(private.clip),
+        "noise_multiplier": _range(private.noise_multiplier),
+        "rate": float(private.rate),
+        "steps": private.steps,
+    }
+    for accountant in ("rdp", "pld"):
+        result[accountant] = _entry(example_epsilon(ledger, mechanism, accountant=accountant))
+    return result
+
+
+def _entry(total: Epsilon) -> dict[str, Any]:
+    entry: dict[str, Any] = {"total": _number(total.value), "theorem": total.theorem, "reason": total.reason}
+    own = total.per_client
+    if own.min() < own.max():
+        entry["per_client"] = {
+            "min": _number(own.min()),
+            "median": _median(own),
+            "max": _number(own.max()),
+            "values": [_number(value) for value in own],
+        }
+    return entry
 
 
 def _observer_lines(seen: dict[str, Any]) -> list[str]:
@@ -128,10 +156,11 @@ def _observer_lines(seen: dict[str, Any]) -> list[str]:
     if rdp["reason"]:
         lines.append(f"    no finite epsilon: {rdp['reason']}")
     else:
-        lines.append(
-            f"    epsilon {_show(rdp['total'])} in total, {_show(rdp['one_round'])} for one round alone (RDP); "
-            f"{_show(pld['total'])} and {_show(pld['one_round'])} (PLD)"
-        )
+        total, alone = f"    epsilon {_show(rdp['total'])} in total", ""
+        if "one_round" in rdp:
+            total += f", {_show(rdp['one_round'])} for one round alone"
+            alone = f" and {_show(pld['one_round'])}"
+        lines.append(f"{total} (RDP); {_show(pld['total'])}{alone} (PLD)")
         lines += [f"    {seen['adjacency']}", f"    by: {rdp['theorem']}"]
     if own := rdp.get("per_client"):
         lines.append(f"    by client: {_span(own)}, median {_show(own['median'])} (RDP)")

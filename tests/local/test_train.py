@@ -7,21 +7,11 @@ import optax
 import pytest
 import reference
 from algorithms_table import MODEL
+from reference import DIGITS, client, numpy_gradient
 
-from jaxfl.data import load
 from jaxfl.local.train import ascend, cross_entropy, fit_head, train
-from jaxfl.types import ClientData
 
 KEY = jax.random.key(3)
-DIGITS = load("digits")
-
-
-def client(size, padded):
-    rows = np.zeros(padded, np.int32)
-    rows[:size] = np.arange(100, 100 + size)
-    return ClientData(
-        jnp.asarray(DIGITS.train_inputs), jnp.asarray(DIGITS.train_labels), jnp.asarray(rows), jnp.int32(size)
-    )
 
 
 def fit(data, key=KEY, **options):
@@ -39,20 +29,6 @@ def orders(key, epochs, padded, size):
     for epoch in range(epochs):
         place = np.asarray(jax.random.uniform(jax.random.fold_in(key, epoch), (padded,)))[:size]
         yield 100 + np.argsort(place, kind="stable")
-
-
-def numpy_gradient(params, inputs, labels):
-    """Backpropagation through MODEL by hand: dense 16, ReLU, dense 10, mean cross-entropy."""
-    x = inputs.transpose(0, 3, 1, 2).reshape(len(inputs), -1).astype(np.float64) * 2 / 255 - 1
-    (w1, b1), (w2, b2) = ((params[n]["kernel"], params[n]["bias"]) for n in MODEL.layers)
-    hidden = np.maximum(x @ w1 + b1, 0)
-    logits = hidden @ w2 + b2
-    p = np.exp(logits - logits.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    d = (p - np.eye(10)[labels]) / len(labels)
-    back = (d @ w2.T) * (hidden > 0)
-    gradients = ((x.T @ back, back.sum(0)), (hidden.T @ d, d.sum(0)))
-    return {n: {"kernel": k, "bias": b} for n, (k, b) in zip(MODEL.layers, gradients)}
 
 
 @pytest.mark.parametrize(("size", "padded", "batch"), [(9, 9, 4), (9, 13, 4), (3, 8, 32), (600, 700, 16)])

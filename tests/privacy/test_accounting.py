@@ -1,6 +1,7 @@
 """Numbers from closed forms and from fresh dp-accounting computations."""
 
 import math
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -12,8 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.privacy import accountants
-from jaxfl.privacy.accounting import calibrate, calibrate_upload, epsilon, planned_ledger, running_epsilon
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
+from jaxfl.privacy.accounting import (
+    calibrate,
+    calibrate_examples,
+    calibrate_upload,
+    epsilon,
+    example_epsilon,
+    planned_ledger,
+    running_epsilon,
+)
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson
 from jaxfl.types import Ledger
 
 ZERO_OUT = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
@@ -375,3 +384,77 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
 def test_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def private_steps(z=1.0, **options) -> Mechanism:
+    defaults: dict[str, Any] = {"clip": 1.0, "noise_multiplier": z, "rate": 0.1, "steps": 5}
+    return Mechanism(examples=PerExample(**defaults | options))
+
+
+@BOTH
+def test_examples_are_composed_over_the_steps_of_their_clients_rounds(accountant):
+    m, present = private_steps(), np.zeros((20, 3), bool)
+    present[:, 0], present[:7, 1] = True, True
+    found = example_epsilon(ledger(m, present), m, accountant=accountant)
+    for client, steps in ((0, 100), (1, 35)):
+        fresh = RdpAccountant(accountants.ORDERS, ZERO_OUT) if accountant == "rdp" else PLDAccountant(ZERO_OUT)
+        fresh.compose(dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0)), steps)
+        assert found.per_client[client] == pytest.approx(fresh.get_epsilon(1e-5), rel=2e-3)
+    assert found.per_client[2] == 0
+    assert found.value == found.per_client[0] == pytest.approx({"rdp": 7.904, "pld": 7.047}[accountant], rel=1e-2)
+
+
+@BOTH
+def test_whole_batches_are_plain_gaussians(accountant):
+    m = private_steps(10.0, rate=1.0)
+    found = example_epsilon(planned_ledger(m, 2, 20), m, accountant=accountant)
+    assert found.value == pytest.approx(4.3772 if accountant == "pld" else 4.7285, rel=2e-2)
+
+
+def test_examples_of_clients_with_their_own_noise():
+    m = private_steps(np.array([1.0, 2.0, 4.0]))
+    own = example_epsilon(planned_ledger(m, 3, 4), m).per_client
+    alone = [private_steps(z) for z in (1.0, 2.0, 4.0)]
+    np.testing.assert_allclose(own, [example_epsilon(planned_ledger(one, 3, 4), one).value for one in alone])
+    many = private_steps(np.geomspace(1, 4, 300))
+    bounds = example_epsilon(planned_ledger(many, 300, 4), many).per_client
+    assert np.all(np.diff(bounds) <= 0)
+    assert bounds[0] == own[0]
+
+
+def test_examples_without_clip_or_noise_have_no_epsilon():
+    for m in (Mechanism(), private_steps(0.0), private_steps(np.array([0.0, 1.0]))):
+        found = example_epsilon(planned_ledger(m, 2, 1), m)
+        assert math.isinf(found.value)
+        assert found.reason is not None
+    assert np.isfinite(found.per_client[1])  # the last one: a client that adds noise
+
+
+@BOTH
+@pytest.mark.parametrize("target", [0.5, 8.0])
+def test_calibrated_examples_stay_below_their_target(accountant, target):
+    z = calibrate_examples(target, rate=0.1, steps=5, participations=4, accountant=accountant)
+    m = private_steps(z)
+    found = example_epsilon(planned_ledger(m, 2, 4), m, accountant=accountant).value
+    assert 0.998 * target <= found <= target
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"rate": 1.5}, "rate=1.5"),
+        ({"steps": 0}, "steps=0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        ({"noise_multiplier": np.array([1.0, np.inf])}, "noise_multiplier="),
+        ({"chunk": 0}, "chunk=0"),
+    ],
+)
+def test_wrong_steps_name_themselves(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        private_steps(**wrong)
+
+
+def test_own_noise_must_fit_the_clients():
+    with pytest.raises(ValueError, match=r"examples\.noise_multiplier has shape \(1, 3\)"):
+        private_steps(np.ones(3)).check_fits(4, 1)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson
+from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
 from jaxfl.privacy.statement import format_statement, privacy_statement
 from jaxfl.report import write_json
 
@@ -81,6 +81,23 @@ def test_epsilons_by_client():
     assert 0 < own["min"] < own["median"] < math.inf
     assert "by client: " in format_statement(state(m, clients=3, rounds=2))
     assert "per_client" not in state(Mechanism(clip=1.0, noise_multiplier=9.0))["honest"]["aggregate"]["rdp"]
+
+
+def test_examples_are_stated_beside_clients():
+    steps = PerExample(clip=0.5, noise_multiplier=np.array([1.0, 2.0]), rate=0.1, steps=10)
+    m = Mechanism(clip=1.0, noise_multiplier=9.0, examples=steps)
+    statement = state(m, clients=2, rounds=10)
+    own = statement["examples"]
+    assert own["pld"]["total"] == pytest.approx(7.047, rel=1e-3)
+    assert own["rdp"]["per_client"]["values"][1] < own["rdp"]["per_client"]["values"][0] == own["rdp"]["total"]
+    assert (own["rate"], own["steps"], own["noise_multiplier"]) == (0.1, 10, {"min": 1.0, "max": 2.0})
+    assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
+    text = format_statement(statement)
+    assert "of one example, against who sees every upload" in text
+    assert f"epsilon {own['rdp']['total']:.4g} in total (RDP); 7.047 (PLD)" in text
+    assert state(Mechanism(clip=1.0, noise_multiplier=9.0))["examples"] is None
+    silent = state(Mechanism(examples=PerExample(clip=0.5, noise_multiplier=0.0, rate=0.1, steps=10)))
+    assert "no finite epsilon: local steps add no noise" in format_statement(silent)
 
 
 def test_nothing_communicated():

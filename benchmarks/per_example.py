@@ -1,0 +1,69 @@
+"""Cost of private local steps: DP-SGD, which clips every example's gradient, over plain steps of as many examples.
+
+python -m benchmarks.per_example
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from benchmarks.bare import in_turn
+from jaxfl.data import from_arrays, make_clients
+from jaxfl.local.train import train
+from jaxfl.models import build
+from jaxfl.privacy import PerExample
+from jaxfl.types import ClientData
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time."""
+
+    models: tuple[str, ...] = ("mlp", "lenet")
+    batch_size: int = 32
+    """Of plain steps, and expected of private ones."""
+    steps: int = 20
+    chunks: tuple[int, ...] = (1, 4, 8, 16, 32)
+    repeats: int = 5
+
+
+def main(config: Config) -> None:
+    """Print milliseconds of a plain step, and how many of them a private step takes, by chunk."""
+    for name in config.models:
+        plain = {"plain": _client(name, config, None)}
+        private = {f"chunk {chunk}": _client(name, config, chunk) for chunk in config.chunks}
+        seconds = in_turn(plain | private, config.repeats)
+        base = seconds.pop("plain")
+        print(
+            f"{name}, batch {config.batch_size}: plain {1e3 * base / config.steps:.2f} ms per step; private, times it: "
+        )
+        print("  " + ", ".join(f"{way} {s / base:.1f}" for way, s in seconds.items()))
+
+
+def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
+    """The local steps of one client on bytes of the data's shape."""
+    rng, shape = np.random.default_rng(0), (28, 28, 1)
+    inputs = rng.integers(0, 256, (20 * config.batch_size, *shape), np.uint8)
+    data = from_arrays(inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10)
+    model = build(name, shape, 10)
+    clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
+    own = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+    private = None
+    if chunk is not None:
+        private = PerExample(clip=1.0, noise_multiplier=1.0, rate=1 / 20, steps=config.steps, chunk=chunk)
+    options: dict[str, Any] = {"apply": model.apply, "prepare": model.prepare, "optimizer": optax.sgd(0.01)}
+    options |= {"norms": model.norms}
+    options |= {"batch_size": config.batch_size, "steps": config.steps, "private": private}
+    program = jax.jit(lambda key, params: train(key, params, own, **options)[0])
+    params = model.init(jax.random.key(0))
+    return lambda: program(jax.random.key(1), params)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

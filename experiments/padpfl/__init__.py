@@ -1,0 +1,1 @@
+"""PADPFL: clients whose data differ in quality and number, weighted by impact factors."""

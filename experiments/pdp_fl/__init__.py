@@ -1,0 +1,1 @@
+"""PDP-FL: personal privacy budgets, and a global one."""

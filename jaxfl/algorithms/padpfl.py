@@ -1,0 +1,273 @@
+"""PADPFL: clients weighted by impact factors, noise at the clients, topped up by the server."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import Float, Key
+
+from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl.algorithms.fedavg import fedprox, sends_weights
+from jaxfl.local.penalties import proximal
+from jaxfl.local.train import train
+from jaxfl.privacy.accounting import calibrate, calibrate_upload
+from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Sampling
+from jaxfl.server import Server
+from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Tree
+
+Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]
+"""p as [C] or [T, C], or as a function from the round (from 0) to [C]."""
+
+
+def padpfl(
+    model: Model,
+    *,
+    epsilon: float,
+    rounds: int,
+    clip: float,
+    impacts: Impacts | None = None,
+    fidelity: Literal["sound", "paper"] = "sound",
+    upload_epsilon: float = math.inf,
+    smallest: int | None = None,
+    exposures: int = 1,
+    mu: float = 0.01,
+    sampling: Sampling = Full(),
+    delta: float = 1e-5,
+    examples: PerExample | None = None,
+    **options: Any,
+) -> Algorithm:
+    r"""PADPFL: :math:`\min_w \sum_i p_i F_i(w)` with impact factors p that the server chooses.
+
+    .. math::
+        w_i \approx \arg\min_w F_i(w) + \frac{\mu}{2} \|w - w^t\|^2, \qquad
+        w^{t+1} = \sum_i p_i (\mathrm{clip}_C(w_i) + N(0, \sigma_U^2)) + N(0, \sigma_D^2), \qquad
+        \sigma_D^2 = \max\Big(0, \sigma_A^2 - \sum_i p_i^2 \sigma_U^2\Big)
+
+    `paper` sends weights, with :math:`\sigma_U = 2 c C L / (m \epsilon)` (8) and
+    :math:`\sigma_A = 2 c C T \max_i p_i / (m \epsilon)`, so that :math:`\sigma_D` is (13). `sound` sends updates, and
+    takes both from the accountant: :math:`\sigma_A = z C \max_i p_i` for `epsilon` after T rounds,
+    :math:`\sigma_U = s C` for `upload_epsilon` after T uploads. NbAFL is `paper` with equal factors.
+
+    `info["gamma"]` is the inexactness :math:`\|\nabla h(w_i)\| / \|\nabla h(w^t)\|` (4) on all of a client's examples,
+    :math:`h(w) = F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`: two gradients more per round, and reported without noise.
+
+    Args:
+        model: the network.
+        epsilon: target for the whole run (`paper`: what its rule claims); infinity: no noise.
+        rounds: T; a run may be shorter, unless `impacts` change by round.
+        clip: C, L2 bound on what a client sends: its update (`paper`: its weights).
+        impacts: p, at least 0 and of sum 1 in every round, public; None: 1/N each. The share of absent clients goes to
+            those present, in proportion.
+        fidelity: which of the two.
+        upload_epsilon: `sound`: target against who sees the uploads; infinity: clients add no noise.
+        smallest: `paper`: m, examples of the smallest client.
+        exposures: `paper`: L, of a client's uploads so many are seen.
+        mu: weight of the proximal term.
+        sampling: who takes part (`paper`: with a factor above 0, or nothing but noise is left of the weights).
+        delta: failure probability.
+        examples: local steps that protect single examples, as the paper means to; None: none do.
+        options: those of `fedavg`; `server_optimizer` in `sound` only.
+
+    Guarantee: client-level. Sums and broadcasts: zero-out, sensitivity :math:`C \max_i p_i`, by the Gaussian mechanism,
+        composed over the rounds; without amplification, since the redistributed shares show the cohort. Where factors
+        change, the noise is what the most exposed client needs. Uploads: replace-one, sensitivity 2C; finite in `sound`
+        only with an `upload_epsilon`. The paper's sensitivity 2C/m takes trained weights for a mean of per-example
+        minimisers: one example can move them by 2C, so that of an example no smaller epsilon is known than of an
+        upload. Its L < T contradicts a server that sees all T uploads. The statement has the honest epsilon and the
+        claim.
+    Deviations from the paper: its formulas are reconstructed from the text around them. mu is not readable.
+    References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and Priority-Based
+        Aggregation, arXiv:2406.18491; NbAFL: Wei et al., Federated Learning with Differential Privacy, IEEE
+        Transactions on Information Forensics and Security 2020.
+
+    >>> from jaxfl.models import mlp
+    >>> p = np.array([0.5, 0.3, 0.2])
+    >>> padpfl(mlp((8, 8, 1), 10), epsilon=8.0, rounds=10, clip=1.0, impacts=p).mechanism.weights.tolist()
+    [0.5, 0.3, 0.2]
+    """
+    check_choice("fidelity", fidelity, ("sound", "paper"))
+    check_count("rounds", rounds)
+    for name, value in {"epsilon": epsilon, "upload_epsilon": upload_epsilon}.items():
+        check_positive(name, value, infinite=True)
+    weights = None if impacts is None else impact_table(impacts, rounds)
+    claim = None
+    if fidelity == "paper":
+        s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=k) for k in (exposures, rounds))
+        if math.isfinite(epsilon):
+            claim = epsilon, f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
+    else:
+        s = sound_upload_noise(upload_epsilon, rounds, delta)
+        z = sound_noise(epsilon, rounds, delta) * (1.0 if weights is None else _exposure(weights))
+    mechanism = Mechanism(
+        clip=clip,
+        noise_multiplier=z,
+        client_noise=s,
+        weights=weights,
+        sampling=sampling,
+        denominator="participants",
+        delta=delta,
+        claim=claim,
+        examples=examples,
+    )
+    base = fedprox(model, mu=mu, mechanism=mechanism, **options)
+
+    def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
+        message, client, info = base.client_update(key, server, client, data)
+        before = _slope(model, server.params, server.params, data, mu)
+        after = _slope(model, optax.tree.add(server.params, message.update), server.params, data, mu)
+        gamma = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 0.0)
+        return Message(message.update), client, info | {"gamma": gamma}
+
+    method = base._replace(name="padpfl", client_update=client_update)
+    return sends_weights(method) if fidelity == "paper" else method
+
+
+def paper_noise(epsilon: float, *, delta: float, smallest: int | None, times: int = 1) -> float:
+    r"""Std over C by the rule of PADPFL, NbAFL and PDP-FL: :math:`2 c k / (m \epsilon)`, with
+    :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
+
+    Args:
+        epsilon: the epsilon to claim; infinity: no noise.
+        delta: its delta.
+        smallest: m, examples of the smallest client.
+        times: k, how often the noisy value is seen (1: rounds are not composed).
+
+    >>> round(paper_noise(1.0, delta=0.01, smallest=100), 7)
+    0.0621502
+    """  # noqa: D205
+    check_positive("epsilon", epsilon, infinite=True)
+    check_fraction("delta", delta, one=False)
+    check_count("times", times)
+    if smallest is None:
+        raise ValueError(
+            "smallest=None: the paper's sensitivity is 2C/m, so give m, the examples of the smallest client"
+        )
+    check_count("smallest", smallest)
+    return 2 * math.sqrt(2 * math.log(1.25 / delta)) * times / (smallest * epsilon)
+
+
+def sound_noise(epsilon: float, rounds: int, delta: float) -> float:
+    """Multiplier of the noise on the sum for an epsilon after all rounds, without amplification; 0 for infinity."""
+    return calibrate(epsilon, clients=1, rounds=rounds, delta=delta) if math.isfinite(epsilon) else 0.0
+
+
+def sound_upload_noise(epsilon: float, rounds: int, delta: float) -> float:
+    """Std over C of a client's own noise for an epsilon after an upload in every round; 0 for infinity."""
+    return calibrate_upload(epsilon, participations=rounds, delta=delta) if math.isfinite(epsilon) else 0.0
+
+
+def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
+    """Impact factors [C] or [T, C] of which every row is at least 0 and sums to 1.
+
+    >>> impact_table(lambda t: np.array([0.5, 0.5]) if t < 1 else np.array([0.0, 1.0]), 2).tolist()
+    [[0.5, 0.5], [0.0, 1.0]]
+    """
+    table = np.asarray([impacts(t) for t in range(rounds)] if callable(impacts) else impacts, np.float64)
+    if table.ndim not in (1, 2) or not table.size or not np.all(np.isfinite(table)) or table.min() < 0:
+        raise ValueError(f"impacts={table}: give [C] or [T, C] finite numbers of at least 0")
+    rows = np.atleast_2d(table)
+    if len(rows) not in (1, rounds):
+        raise ValueError(f"impacts has {len(rows)} rounds: give 1 or {rounds}")
+    totals = rows.sum(axis=1)
+    if np.any(np.abs(totals - 1) > 1e-6):
+        worst = int(np.argmax(np.abs(totals - 1)))
+        raise ValueError(f"impacts sum to {totals[worst]:g} in round {worst}: divide them by their sum")
+    return table
+
+
+def convergence_bound(
+    noise: Float[np.ndarray, "T"],
+    *,
+    parameters: int,
+    gap: float,
+    smoothness: float,
+    mu: float,
+    gamma: float,
+    dissimilarity: float,
+    gradient: float,
+    convexity: float = 0.0,
+    changes: Float[np.ndarray, "T"] | None = None,
+    spread: float = 0.0,
+) -> Float[np.ndarray, "T1"]:
+    r"""Bound on :math:`E[F(w^t) - F(w^*)]` for t = 0..T, in the manner of theorems 2 and 3.
+
+    One round of FedProx whose clients are :math:`\gamma`-inexact, with aggregated noise n:
+
+    .. math::
+        E[F(w^{t+1}) - F(w^t)] \le \lambda_2 \|\nabla F\|^2 + \lambda_1 \|\nabla F\| E\|n\| + \lambda_0 E\|n\|^2, \\
+        \lambda_2 = -\frac{1 - \gamma B}{\mu} + \frac{\rho B (1 + \gamma)}{\mu^2}
+            + \frac{\rho B^2 (1 + \gamma)^2}{2 \mu^2}, \qquad
+        \lambda_1 = 1 + \frac{\rho B (1 + \gamma)}{\mu}, \qquad \lambda_0 = \frac{\rho}{2}
+
+    Where :math:`\lambda_2 < 0`, :math:`\|\nabla F\|^2 \ge 2 l (F - F^*)` makes the gap contract by
+    :math:`1 + 2 l \lambda_2`; elsewhere, and without l, it drifts: :math:`\Theta + k_2 T + k_1 T^2 / \epsilon
+    + k_0 T^3 / \epsilon^2`, since :math:`E\|n\| \propto T / \epsilon`. A change of p moves the objective by at most
+    half of :math:`\|\Delta p\|_1` times the spread of the clients' losses, and its minimum too.
+
+    Args:
+        noise: std of each coordinate of the aggregate in every round, clients' and server's together.
+        parameters: d.
+        gap: :math:`\Theta = F(w^0) - F(w^*)`.
+        smoothness: :math:`\rho`, Lipschitz constant of each :math:`\nabla F_i`, which is convex.
+        mu: weight of the proximal term.
+        gamma: inexactness of the clients.
+        dissimilarity: B, with :math:`\sum_i p_i \|\nabla F_i\|^2 \le B^2 \|\nabla F\|^2`.
+        gradient: :math:`\beta`, bound on :math:`\|\nabla F\|`.
+        convexity: l of the Polyak-Lojasiewicz inequality; 0: none is assumed.
+        changes: :math:`\|p^{t+1} - p^t\|_1` after every round; None: fixed factors (theorem 2).
+        spread: largest difference between two clients' losses at one w.
+
+    Deviations from the paper: the formulas of (23), (46), (52) and (69) are lost in the text at hand; these follow its
+        steps (26) to (39), and are ours. Expectations over noise that is independent of the round would drop
+        :math:`\lambda_1`. Theorem 3 there bounds the change of p otherwise.
+
+    >>> constants = dict(gap=1.0, smoothness=1.0, mu=4.0, gamma=0.0, dissimilarity=1.0, gradient=1.0, convexity=1.0)
+    >>> convergence_bound(np.zeros(2), parameters=3, **constants).round(4).tolist()
+    [1.0, 0.6875, 0.4727]
+    """
+    for name, value in {"smoothness": smoothness, "mu": mu}.items():
+        check_positive(name, value)
+    others = {"gap": gap, "gamma": gamma, "dissimilarity": dissimilarity, "gradient": gradient, "spread": spread}
+    for name, value in {**others, "convexity": convexity}.items():
+        check_positive(name, value, zero=True)
+    reach = dissimilarity * (1 + gamma) / mu  # a client moves by at most this times the gradient, on average
+    quadratic = -(1 - gamma * dissimilarity) / mu + smoothness * reach / mu + smoothness * reach**2 / 2
+    linear = 1 + smoothness * reach
+    moved = spread * (np.zeros(len(noise)) if changes is None else np.asarray(changes))
+    norm = np.sqrt(parameters) * np.asarray(noise, np.float64)
+    added = linear * gradient * norm + smoothness / 2 * norm**2 + moved + max(quadratic, 0) * gradient**2
+    bound = [gap]
+    for term in added:
+        bound.append(max(0.0, 1 + 2 * convexity * min(quadratic, 0)) * bound[-1] + term)
+    return np.array(bound)
+
+
+def _exposure(weights: Float[np.ndarray, "..."]) -> float:
+    r"""Noise that the most exposed client needs, over that of one who is it in every round.
+
+    Its loss adds up like :math:`\sum_t (p_{t,i} / \max_j p_{t,j})^2`.
+    """
+    rows = np.atleast_2d(weights)
+    return float(np.sqrt(np.mean((rows / rows.max(axis=1, keepdims=True)) ** 2, axis=0).max()))
+
+
+def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: float) -> Float[Array, ""]:
+    """Norm of the gradient of a client's whole proximal objective: one plain step with all of its examples."""
+    after, _ = train(
+        jax.random.key(0),  # the order of a single batch
+        params,
+        data,
+        apply=model.apply,
+        prepare=model.prepare,
+        microbatch=model.microbatch,
+        optimizer=optax.sgd(1.0),
+        batch_size=data.rows.shape[0],
+        steps=1,
+        penalty=lambda params: proximal(params, center, mu),
+    )
+    return jnp.asarray(optax.tree.norm(optax.tree.sub(after, params)))

@@ -1,0 +1,208 @@
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL, SIZES, small_clients
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl
+from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
+from jaxfl.privacy.accounting import epsilon, example_epsilon, planned_ledger
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson, round_numbers, server_noise
+from jaxfl.simulation import simulate
+
+KEY = jax.random.key(6)
+LOCAL: dict[str, Any] = {"optimizer": optax.sgd(0.1), "batch_size": 4}
+budgets_of = st.lists(st.floats(0.1, 100), min_size=2, max_size=6)
+
+
+def build(asked, levels=None, **options):
+    asked = np.asarray(asked, float)
+    levels = np.full(len(asked), 5.0) if levels is None else np.asarray(levels, float)
+    defaults: dict[str, Any] = {"epsilon_max": 5.0, "rounds": 2, "clip": 1.0}
+    return pdp_fl(MODEL, budgets=Budgets(asked, levels), **defaults | LOCAL | options)
+
+
+def printed(asked, **options):
+    """Noise in one round of everyone: a client's; on the mean, all clients' together and the server's."""
+    mechanism = build(asked, fidelity="paper", smallest=100, **options).mechanism
+    numbers = round_numbers(mechanism, len(asked), jnp.int32(0))
+    present = jnp.sum((numbers.weights * numbers.client_noise) ** 2)
+    total = float(numbers.weights.sum())
+    return (
+        float(numbers.client_noise[0]),
+        math.sqrt(float(present)) / total,
+        float(server_noise(numbers, present)) / total,
+    )
+
+
+def test_budgets_by_equation_7():
+    assert personal_budgets(np.array([1.0]), base=32.0).epsilon.tolist() == [5]
+    assert personal_budgets(np.array([2.0]), base=8.0).epsilon.tolist() == [6]
+    assert personal_budgets(np.array([1.0, 3.5, 6.0, 6.5, 9.0])).level.tolist() == [2, 5, 5, 8, 8]
+    with pytest.raises(ValueError, match=r"base=1\.0.*above 1"):
+        personal_budgets(np.array([1.0]), base=1.0)
+
+
+def test_budgets_by_algorithm_2():
+    budgets = personal_budgets(np.array([1.0, 2.0, 8.0, 9.0]), rule="level")
+    assert budgets.level.tolist() == [2, 5, 5, 8]
+    assert budgets.epsilon.tolist() == [2, 10, 40, 72]
+
+
+def test_tiny_budgets_are_raised_to_the_floor():
+    assert personal_budgets(np.array([-1.0, 0.01, 1.0]), floor=0.25).epsilon.tolist() == [0.25, 0.25, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(8.0, (0.0121120, 0.0060560, 0.0)), (12.0, (0.0080747, 0.0040373, 0.0026781))]
+)
+def test_printed_noise(asked, expected):
+    assert printed([asked] * 4) == pytest.approx(expected, rel=1e-4, abs=1e-8)
+
+
+@given(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=30)
+def test_budgets_below_the_global_one_need_no_server(asked):
+    assert printed(asked)[2] == 0
+
+
+def test_weights_by_level():
+    weights = build([1.0, 1.0, 1.0], (2, 5, 8)).mechanism.weight_table[0]
+    np.testing.assert_allclose(weights / weights.sum(), [2 / 15, 1 / 3, 8 / 15])
+
+
+def run(method, clients=None, rounds=2):
+    return simulate(KEY, method, clients or small_clients(), rounds=rounds, progress=False)
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+
+
+@pytest.mark.parametrize("sampling", [Full(), FixedSize(4)])
+def test_equal_levels_without_noise_are_fedavg(sampling):
+    plain = fedavg(MODEL, mechanism=Mechanism(sampling=sampling, denominator="participants"), **LOCAL)
+    free = {"epsilon_max": math.inf, "clip": math.inf, "sampling": sampling}
+    close(run(build([math.inf] * len(SIZES), **free)).server, run(plain).server)
+
+
+def test_printed_coefficients_sum_to_one_over_the_participants():
+    # Clients that all send the same weights: the mean is those weights, the printed one a fourth of them.
+    clients = small_clients((4,) * 6)
+    same = clients._replace(train=np.repeat(clients.train[:1], 6, axis=0))
+    free: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "fidelity": "paper", "smallest": 4}
+    free |= {"sampling": FixedSize(4), "levels": (2, 2, 5, 5, 8, 8), "batch_size": 16}
+    found = [run(build([math.inf] * 6, aggregation=kind, **free), same, 1) for kind in ("normalised", "printed")]
+    close(found[1].server.params, optax.tree.scale(0.25, found[0].server.params))
+
+
+@given(budgets_of, st.floats(0.5, 50), st.sampled_from([Full(), Poisson(0.4), FixedSize(1)]), st.integers(1, 20))
+@settings(deadline=None, max_examples=25)
+def test_sound_never_exceeds_what_a_client_asked_for(asked, most, sampling, rounds):
+    levels = personal_budgets(np.array(asked)).level
+    mechanism = build(asked, levels, epsilon_max=most, sampling=sampling, rounds=rounds).mechanism
+    ledger = planned_ledger(mechanism, len(asked), rounds)
+    own = epsilon(ledger, mechanism, observer="upload").per_client
+    assert np.all(own <= asked)
+    assert np.all(own >= 0.99 * np.array(asked))
+    aggregate = epsilon(ledger, mechanism).per_client
+    assert np.all(aggregate <= most)
+    assert np.all(aggregate <= asked)
+
+
+@given(st.lists(st.tuples(st.floats(0.5, 20), st.sampled_from([2.0, 5.0, 8.0])), min_size=2, max_size=6))
+@settings(deadline=None, max_examples=25)
+def test_variance_is_the_larger_of_target_and_present(clients):
+    asked, levels = (np.array(column) for column in zip(*clients))
+    client, present, server = printed(asked, levels=levels)
+    c = math.sqrt(2 * math.log(1.25e5))
+    a, own = levels / levels.sum(), 2 * c / (100 * asked)
+    target = 2 * c * a.max() / (100 * 5.0)
+    assert client == pytest.approx(own[0], rel=1e-5)
+    assert present == pytest.approx(math.sqrt(np.sum((a * own) ** 2)), rel=1e-5)
+    assert present**2 + server**2 == pytest.approx(max(target**2, np.sum((a * own) ** 2)), rel=1e-4)
+
+
+def test_examples_never_exceed_what_their_client_asked_for():
+    asked = np.array([0.5, 2.0, 8.0])
+    private = personal_examples(asked, clip=1.0, rate=0.05, steps=20, rounds=3)
+    mechanism = build([math.inf] * 3, epsilon_max=math.inf, examples=private).mechanism
+    own = example_epsilon(planned_ledger(mechanism, 3, 3), mechanism).per_client
+    assert np.all((own <= asked) & (own > 0.99 * asked))
+
+
+def test_many_kinds_of_budgets_are_rounded_down():
+    asked = np.random.default_rng(0).uniform(1, 9, 200)
+    mechanism = build(asked).mechanism
+    assert 32 < len(np.unique(mechanism.client_noise)) <= 64
+    own = epsilon(planned_ledger(mechanism, 200, 2), mechanism, observer="upload").per_client
+    assert np.all((own <= asked) & (own > 0.93 * asked))
+
+
+def test_statement_has_every_clients_epsilon():
+    asked = np.linspace(2, 20, len(SIZES))
+    upload = run(build(asked)).statement["honest"]["upload"]["rdp"]
+    np.testing.assert_array_less(upload["per_client"]["values"], asked)
+    assert upload["per_client"]["max"] == max(upload["per_client"]["values"]) == upload["total"]
+    assert upload["per_client"]["median"] == upload["per_client"]["values"][5]
+
+
+def test_paper_is_far_from_its_claim():
+    mechanism = build([8.0] * 4, fidelity="paper", smallest=600).mechanism
+    smaller = build([4.0] * 4, fidelity="paper", smallest=600).mechanism
+    assert (mechanism.claim or (0,))[0] == 5
+    assert (smaller.claim or (0,))[0] == 4
+    assert mechanism.noise_multiplier_table[0] / 2 == pytest.approx(0.0016, rel=0.02)  # an example, replaced, moves 2C
+    assert epsilon(planned_ledger(mechanism, 4, 2), mechanism, observer="upload").value > 1e5
+
+
+def test_one_budget_and_no_server_is_ldp_fed():
+    ldp = build([8.0] * len(SIZES), epsilon_max=math.inf)
+    s = float(ldp.mechanism.client_noise_table[0, 0])
+    plain = fedavg(MODEL, mechanism=Mechanism(clip=1.0, client_noise=s, denominator="participants"), **LOCAL)
+    close(run(ldp).server, run(plain).server)
+
+
+def test_geyers_method_is_dp_fedavg_with_a_fixed_cohort():
+    # w += (sum clip + N(0, z^2 C^2)) / m: the draws are the engine's, so they are recovered from two amounts of noise.
+    gdp = [
+        run(dp_fedavg(MODEL, clip=0.3, noise_multiplier=z, sampling=FixedSize(4), **LOCAL), rounds=1)
+        for z in (0.0, 2.0)
+    ]
+    noise = optax.tree.sub(gdp[1].server.params, gdp[0].server.params)
+    flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noise)])
+    assert flat.std() == pytest.approx(2 * 0.3 / 4, rel=4 / math.sqrt(2 * flat.size))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"asked": [0.0, 1.0]}, "budgets="),
+        ({"asked": [1.0], "levels": [1.0, 2.0]}, "budgets="),
+        ({"epsilon_max": 0.0}, "epsilon_max=0.0"),
+        ({"fidelity": "paper"}, "smallest=None"),
+        ({"rounds": 0}, "rounds=0"),
+    ],
+)
+def test_wrong_arguments_name_themselves(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        build(**{"asked": [1.0, 2.0]} | wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"preferences": np.array([np.nan])}, "preferences="),
+        ({"floor": 0.0}, "floor=0.0"),
+        ({"cuts": (6.0, 3.0)}, r"cuts=\(6.0, 3.0\)"),
+    ],
+)
+def test_wrong_preferences_name_themselves(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        personal_budgets(**{"preferences": np.ones(2)} | wrong)

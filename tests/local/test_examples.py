@@ -1,0 +1,149 @@
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL
+from reference import DIGITS, client, numpy_gradient
+
+from jaxfl.local.train import train
+from jaxfl.models import lenet
+from jaxfl.privacy.mechanism import PerExample
+
+KEY = jax.random.key(8)
+
+
+def fit(data, private, key=KEY, **options):
+    defaults: dict[str, Any] = {"apply": MODEL.apply, "prepare": MODEL.prepare, "optimizer": optax.sgd(1.0)}
+    params = options.pop("params", MODEL.init(jax.random.key(0)))
+    return train(key, params, data, batch_size=1, private=private, **defaults | options)
+
+
+def steps(number=1, **options):
+    defaults: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 0.0, "rate": 0.4}
+    return PerExample(**defaults | options, steps=number)
+
+
+def test_equals_numpy_one_example_at_a_time():
+    fitted, info = fit(client(9, 13), steps(3, chunk=2))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), MODEL.init(jax.random.key(0)))
+    clipped = 0
+    for step in range(3):
+        batch_key, _ = jax.random.split(jax.random.fold_in(KEY, step))
+        drawn = 100 + np.flatnonzero(np.asarray(jax.random.uniform(batch_key, (13,)))[:9] < 0.4)
+        total = jax.tree.map(np.zeros_like, params)
+        for row in drawn:
+            slope = numpy_gradient(params, DIGITS.train_inputs[[row]], DIGITS.train_labels[[row]])
+            norm = math.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(slope)))
+            clipped += norm > 0.5
+            total = jax.tree.map(lambda t, g, f=min(1, 0.5 / norm): t + f * g, total, slope)
+        params = jax.tree.map(lambda p, t: p - t / (0.4 * 9), params, total)
+    assert clipped > 3
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), fitted, params)
+    assert info["steps"] == 3
+
+
+@pytest.mark.parametrize("private", [steps(4, chunk=1), steps(4, chunk=64)])
+def test_chunk_and_padding_change_nothing(private):
+    expected, found = fit(client(9, 9), steps(4, chunk=3)), fit(client(9, 40), private)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
+
+
+def test_convolutions_are_differentiated_one_by_one():
+    # With everything in the batch and no example clipped, it is the mean gradient.
+    model, data = lenet((8 * 4, 32, 1), 10), client(5, 5)
+    data = data._replace(inputs=jnp.repeat(jnp.repeat(data.inputs, 4, axis=1), 4, axis=2))
+    options = {"apply": model.apply, "prepare": model.prepare, "params": model.init(KEY)}
+    one, _ = fit(data, steps(rate=1.0, clip=1e6), **options)
+    whole, _ = train(KEY, batch_size=5, optimizer=optax.sgd(1.0), data=data, **options)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, whole)
+
+
+def counting(data, private, key):
+    """A step whose every example has the gradient -1: what moves is the batch over its expected size."""
+    return fit(
+        data,
+        private,
+        key,
+        params=jnp.zeros(()),
+        apply=lambda w, x: jnp.broadcast_to(w, (len(x), 1)),
+        loss=lambda logits, labels, weights: -logits.mean(),
+    )[0]
+
+
+def test_batches_are_poisson():
+    data, draws = client(60, 70), 400
+    moved = jax.vmap(lambda key: counting(data, steps(rate=0.3, clip=1.0), key))(jax.random.split(KEY, draws))
+    sizes = np.asarray(moved) * 0.3 * 60
+    np.testing.assert_allclose(sizes, np.rint(sizes), atol=1e-4)
+    assert sizes.mean() == pytest.approx(18, abs=4 * math.sqrt(60 * 0.21 / draws))
+    assert sizes.var() == pytest.approx(60 * 0.21, rel=4 * math.sqrt(2 / draws))
+
+
+def test_noise_has_the_stated_std():
+    start = MODEL.init(jax.random.key(0))
+    for z, own in ((3.0, None), (np.full(4, 7.0), 3.0)):
+        noisy, quiet = (
+            fit(client(9, 13), steps(noise_multiplier=noise), noise_multiplier=mine, params=start)[0]
+            for noise, mine in ((z, own), (0.0, None))
+        )
+        noise = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(optax.tree.sub(noisy, quiet))])
+        assert noise.std() == pytest.approx(3.0 * 0.5 / (0.4 * 9), rel=4 / math.sqrt(2 * noise.size))
+
+
+def test_one_example_moves_a_step_by_at_most_the_bound():
+    data = client(9, 9)
+    moved = []
+    for seed in range(8):
+        other = data._replace(labels=jnp.asarray(data.labels).at[104].set((data.labels[104] + 1) % 10))
+        a, b = (fit(each, steps(clip=0.1), jax.random.key(seed))[0] for each in (data, other))
+        moved.append(float(optax.tree.norm(optax.tree.sub(a, b))) * 0.4 * 9)
+    assert max(moved) <= 2 * 0.1 * (1 + 1e-4)  # replaced, not zeroed out
+    assert max(moved) > 0.1
+    assert min(moved) == 0  # not in the batch
+
+
+def test_empty_batches_and_clients():
+    start = MODEL.init(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, fit(client(0, 5), steps(3, noise_multiplier=1.0))[0], start)
+    alone, _ = fit(client(1, 5), steps(rate=1e-6))
+    jax.tree.map(np.testing.assert_array_equal, alone, start)
+    noisy, _ = fit(client(1, 5), steps(rate=1e-6, noise_multiplier=1e-3))
+    assert not np.array_equal(noisy["head"]["bias"], start["head"]["bias"])
+
+
+def test_penalties_are_neither_clipped_nor_noised():
+    start = MODEL.init(jax.random.key(0))
+    pulled, _ = fit(client(1, 5), steps(rate=1e-6), penalty=lambda p: 0.5 * optax.tree.norm(p, squared=True))
+    jax.tree.map(lambda p, s: np.testing.assert_allclose(p, jnp.zeros_like(s), atol=1e-6), pulled, start)
+
+
+def test_sharpness_aware_steps_are_refused():
+    with pytest.raises(ValueError, match=r"sam_radius=0\.5"):
+        fit(client(4, 4), steps(), sam_radius=0.5)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, None])
+def test_gradients_clipped_by_their_norms_are_the_same(chunk):
+    expected, a = fit(client(9, 13), steps(3, chunk=1))
+    found, b = fit(client(9, 13), steps(3, chunk=chunk), norms=MODEL.norms)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), (expected, a), (found, b))
+
+
+@pytest.mark.parametrize("norms", [None, MODEL.norms])
+def test_an_example_without_a_finite_gradient_contributes_nothing(norms):
+    # Dropping the client's whole update instead would let one example move all of it.
+    data = client(9, 9)
+    inputs = jnp.asarray(data.inputs, jnp.float32)
+    data = data._replace(inputs=inputs.at[103].set(jnp.inf))
+    whole = steps(rate=1.0, chunk=4)
+    found, info = fit(data, whole, norms=norms)
+    rest = data._replace(rows=jnp.delete(jnp.asarray(data.rows), 3), size=jnp.int32(8))
+    expected, _ = fit(rest, whole)
+    start = MODEL.init(jax.random.key(0))
+    eight_ninths = jax.tree.map(lambda s, e: s + (e - s) * 8 / 9, start, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, eight_ninths)
+    assert np.isfinite(info["loss"])

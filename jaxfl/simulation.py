@@ -68,8 +68,8 @@ def simulate(
     """
     folder = None if folder is None else pathlib.Path(folder)
     with report.tensorboard_writer(folder, tensorboard) as log:
-        run = _Run(key, [algorithm], None, clients, rounds, eval_every, devices, folder, [folder])
-        return run.finish_after(chunk, algorithm.name, progress, log)[0]
+        run = _Run(key, [algorithm], None, clients, rounds, eval_every, chunk, devices, folder, [folder])
+        return run.finish_after(algorithm.name, progress, log)[0]
 
 
 def sweep(
@@ -131,8 +131,8 @@ def sweep(
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
-    run = _Run(keys, algorithms, points, clients, rounds, eval_every, devices, root, folders)
-    return run.finish_after(chunk, f"{algorithms[0].name}, {count} points", progress, lambda row: None)
+    run = _Run(keys, algorithms, points, clients, rounds, eval_every, chunk, devices, root, folders)
+    return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
@@ -156,11 +156,14 @@ class _Run:
         clients: Clients,
         rounds: int,
         eval_every: int | None,
+        chunk: int | Literal["auto"] | None,
         devices: list[jax.Device] | None,
         folder: pathlib.Path | None,
         folders: list[pathlib.Path | None],
     ) -> None:
         check_count("rounds", rounds)
+        if chunk not in (None, "auto"):
+            check_count("chunk", chunk)
         eval_every = max(1, rounds // 10) if eval_every is None else eval_every
         check_count("eval_every", eval_every)
         for algorithm in algorithms:
@@ -171,6 +174,7 @@ class _Run:
         init_key, self.key, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
         self.server, self.states = initialize(init_key, self.what, self.population)
         self.evaluate = compile_evaluation(self.what, self.population)
+        self.step = self._compile(chunk)
         blank = self._blank()
         self.journals = [
             Journal(algorithm, clients, self.evaluations, blank, own)
@@ -182,16 +186,11 @@ class _Run:
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, self._fingerprint(key, clients, algorithms))
             self._restore()
 
-    def finish_after(
-        self, chunk: int | Literal["auto"] | None, name: str, progress: bool, log: Callable
-    ) -> list[Result]:
+    def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
-        if chunk not in (None, "auto"):
-            check_count("chunk", chunk)
-        step = self.compile(chunk)
         try:
             with report.progress_bar(name, self.rounds, progress) as update, _deferred_interrupt() as interrupted:
-                self.go(step, update, log, interrupted)
+                self.go(update, log, interrupted)
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
@@ -199,23 +198,14 @@ class _Run:
             results = [journal.finish(server, states, self.done) for journal, server, states in parts]
         return results
 
-    def compile(self, chunk: int | Literal["auto"] | None) -> Callable:
-        """The program of up to as many rounds as lie between two evaluations."""
-        segment = max(np.diff([0, *self.evaluations]))
-        if chunk is None:
-            chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
-        if chunk == "auto":
-            chunk = self._measure_chunk()
-        return compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
-
-    def go(self, step: Callable, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
+    def go(self, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
         """Run, evaluate and save until all rounds are done."""
         pace = math.inf
         while self.done < self.rounds:
             target = next(r for r in self.evaluations if r > self.done)
             count = int(min(target - self.done, max(1, _SEGMENT_SECONDS // pace)))
             start = time.monotonic()
-            self.server, self.states, records = step(self.key, self.done, count, self.server, self.states)
+            self.server, self.states, records = self.step(self.key, self.done, count, self.server, self.states)
             records = jax.device_get(records)
             seconds = (time.monotonic() - start) / count
             pace = seconds if math.isfinite(pace) else 1.0  # the first call also compiles
@@ -277,10 +267,19 @@ class _Run:
             return [tree]
         return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.key))]
 
+    def _compile(self, chunk: int | Literal["auto"] | None) -> Callable:
+        """The program of up to as many rounds as lie between two evaluations."""
+        segment = max(np.diff([0, *self.evaluations]))
+        if chunk is None:
+            chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
+        if chunk == "auto":
+            chunk = self._measure_chunk()
+        return compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
+
     def _blank(self) -> Records:
-        """Zeros for what a whole run will record."""
-        probe = compile_rounds(self.what, self.population, chunk=1, segment=1)
-        shapes = probe.func.eval_shape(*probe.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
+        """Zeros for what a whole run will record; the program is traced here, and not again when it is called."""
+        step = self.step
+        shapes = step.func.eval_shape(*step.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
         own = 2 if self.points else 1
         return jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[own:]), leaf.dtype), shapes)
 

@@ -95,7 +95,7 @@ def train(
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
     """
-    if private is not None and sam_radius:
+    if private is not None and nonzero(sam_radius):
         raise ValueError(f"sam_radius={sam_radius!r} reads every batch twice: give 0 where examples are private")
     padded = data.rows.shape[0]
     batch = min(batch_size, padded)

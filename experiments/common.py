@@ -1,8 +1,10 @@
 """What experiments share: methods x seeds, tables, and plots of several methods."""
 
+import dataclasses
 import json
 import math
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +17,9 @@ from rich.table import Table
 
 from jaxfl import Result, simulate, sweep
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
+from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.models import build, digits_cnn
+from jaxfl.privacy import Full
 from jaxfl.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
@@ -73,17 +77,31 @@ def run_methods(
         config: the resolved settings, written beside the results.
         eval_every: as in `simulate`.
     """
-    clients = {seed: make(seed) for seed in seeds}
-    rows = []
+    options = {"rounds": rounds, "seeds": seeds, "out": out, "config": config, "eval_every": eval_every}
+    return [row_of(name, results) for name, results in run_each(methods, make, **options).items()]
+
+
+def run_each(
+    methods: Mapping[str, Method],
+    make: Callable[[int], Clients],
+    *,
+    rounds: int,
+    seeds: Sequence[int],
+    out: pathlib.Path,
+    config: Mapping[str, Any],
+    eval_every: int | None = None,
+) -> dict[str, list[Result]]:
+    """As `run_methods`: the results themselves, of every method and seed."""
+    clients, found = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
-        results: list[Result] = []
+        found[name] = []
         for seed in seeds:
             algorithm = builder(clients[seed])._replace(name=name)
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
-            results.append(simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder))
-        rows.append(_row(name, results))
-    return rows
+            result = simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder)
+            found[name].append(result)
+    return found
 
 
 def run_sweep(
@@ -96,6 +114,7 @@ def run_sweep(
     seeds: Sequence[int],
     out: pathlib.Path,
     config: Mapping[str, Any],
+    eval_every: int | None = None,
 ) -> list[Row]:
     """Run a method with several values of its numbers, a row for each, on the same clients for every seed.
 
@@ -108,6 +127,7 @@ def run_sweep(
         seeds: one sweep per seed.
         out: root of the run folders.
         config: the resolved settings.
+        eval_every: as in `simulate`.
     """
     points = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     results = [
@@ -117,15 +137,17 @@ def run_sweep(
             values,
             make(seed),
             rounds=rounds,
+            eval_every=eval_every,
             folder=run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed),
         )
         for seed in seeds
     ]
     names = [", ".join([method, *(f"{name} = {value:g}" for name, value in point.items())]) for point in points]
-    return [_row(name, list(of_point)) for name, of_point in zip(names, zip(*results, strict=True), strict=True)]
+    return [row_of(name, list(of_point)) for name, of_point in zip(names, zip(*results, strict=True), strict=True)]
 
 
-def _row(method: str, results: Sequence[Result]) -> Row:
+def row_of(method: str, results: Sequence[Result]) -> Row:
+    """A method's results over seeds, as a row."""
     final = [result.metrics[-1] for result in results]
     return Row(
         method=method,
@@ -135,6 +157,31 @@ def _row(method: str, results: Sequence[Result]) -> Row:
         statement=results[0].statement,
         metrics=[result.metrics for result in results],
     )
+
+
+def round_seconds(algorithm: Algorithm, clients: Clients) -> float:
+    """A round's seconds, by a round of a client per device with a part of its examples, the second of two.
+
+    Its time is proportional to them; the first round compiles.
+    """
+    number, examples = min(jax.device_count(), clients.number), min(200, clients.train.shape[1])
+    sizes = np.minimum(clients.train_size[:number], examples)
+    part = clients._replace(
+        train=clients.train[:number, :examples],
+        train_size=sizes,
+        test=clients.test[:number],
+        test_size=clients.test_size[:number],
+    )
+    expected = algorithm.mechanism.sampling.expected(clients.number) * np.mean(clients.train_size)
+    algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, sampling=Full()))
+    key, population, seconds = jax.random.key(0), place(part, None), 0.0
+    server, states = initialize(key, algorithm, population)
+    step = compile_rounds(algorithm, population, chunk=1, segment=1)
+    for _ in range(2):
+        start = time.monotonic()
+        server, states, _ = jax.block_until_ready(step(key, 0, 1, server, states))
+        seconds = time.monotonic() - start
+    return seconds * float(expected / sizes.sum())
 
 
 HEADER = ("method", "accuracy %", "worst 10 %", "best round %", "ε aggregate RDP / PLD", "ε upload", "ε claimed")

@@ -9,7 +9,7 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import simulate, sweep
-from jaxfl.algorithms import dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa, fedprox
+from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa, fedprox
 from jaxfl.privacy import Full, Poisson
 
 KEY = jax.random.key(1)
@@ -38,6 +38,12 @@ SWEEPS: dict[str, Any] = {
         adaptive,
         {"lambda1": [0.0, 0.1], "lambda2": [0.2, 0.0], "threshold": [0.3, 0.5], "clip": [0.2, 0.4],
          "noise_multiplier": [0.5, 0.0]},
+    ),
+    "adp_pfl": (
+        lambda scale, **values: adp_pfl(
+            MODEL, sampling=Poisson(0.7), noise=scale * np.array([3.0, 2.0, 1.0]), batch_size=4, epochs=1, **values
+        ),
+        {"scale": [1.0, 0.1], "percentile": [80.0, 20.0], "clip": [0.5, 0.1]},
     ),
     "dp_fedsam": (
         functools.partial(dp_fedsam, MODEL, clip=0.3, noise_multiplier=0.0, sampling=Full(), batch_size=4),

@@ -3,20 +3,28 @@
 import dataclasses
 import functools
 import pathlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-import jax
 import numpy as np
 import optax
 import tyro
 
-from experiments.common import HEADER, Row, Scale, cells, model_for, percent, run_methods, run_sweep, show
+from experiments.common import (
+    HEADER,
+    Row,
+    Scale,
+    cells,
+    model_for,
+    percent,
+    round_seconds,
+    run_methods,
+    run_sweep,
+    show,
+)
 from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
-from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.privacy import Full, Poisson, calibrate
 from jaxfl.types import Algorithm, Clients, Model
 
@@ -196,7 +204,7 @@ def run(
     if config.scale in ("paper", "large"):
         clients = split(data, setting, counts[0], seeds[0])
         one = {entry.method: entry for entry in rows}
-        seconds = {method: _round_seconds(builders[e.name](**e.first()), clients) for method, e in one.items()}
+        seconds = {method: round_seconds(builders[e.name](**e.first()), clients) for method, e in one.items()}
         total = sum(seconds[entry.method] * entry.points for entry in rows)
         hours = total * setting.rounds * len(counts) * len(seeds) / 3600
         each = ", ".join(f"{method} {value:.1f}" for method, value in seconds.items())
@@ -234,28 +242,3 @@ def _summarize(shown: Sequence[Shown]) -> None:
     text = "\n".join(lines) + "\n"
     print(f"accuracy % (worst 10 % of clients)\n\n{text}")
     (shown[0].folder.parent / "summary.md").write_text(text)
-
-
-def _round_seconds(algorithm: Algorithm, clients: Clients) -> float:
-    """A round's seconds, by a round of a client per device with a part of its examples, the second of two.
-
-    Its time is proportional to them; the first round compiles.
-    """
-    number, examples = min(jax.device_count(), clients.number), min(200, clients.train.shape[1])
-    sizes = np.minimum(clients.train_size[:number], examples)
-    part = clients._replace(
-        train=clients.train[:number, :examples],
-        train_size=sizes,
-        test=clients.test[:number],
-        test_size=clients.test_size[:number],
-    )
-    expected = algorithm.mechanism.sampling.expected(clients.number) * np.mean(clients.train_size)
-    algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, sampling=Full()))
-    key, population, seconds = jax.random.key(0), place(part, None), 0.0
-    server, states = initialize(key, algorithm, population)
-    step = compile_rounds(algorithm, population, chunk=1, segment=1)
-    for _ in range(2):
-        start = time.monotonic()
-        server, states, _ = jax.block_until_ready(step(key, 0, 1, server, states))
-        seconds = time.monotonic() - start
-    return seconds * float(expected / sizes.sum())

@@ -10,7 +10,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_choice, check_positive
+from jaxfl._validate import check_choice, check_positive, traced
 from jaxfl.algorithms.fedavg import fedavg
 from jaxfl.local.fisher import client_fisher, normalize_over_all
 from jaxfl.local.leakage import client_risk
@@ -18,7 +18,7 @@ from jaxfl.local.masks import keep, top_percentile_mask
 from jaxfl.privacy.mechanism import Mechanism, Release, Sampling
 from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server, init_account
-from jaxfl.types import Account, Algorithm, ClientData, Clients, Message, Model, Params, Tree
+from jaxfl.types import Account, Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
 
 _BROKEN = (
     "each client's noise scale follows from its leakage risk, an exact function of its private data that the server is "
@@ -36,15 +36,15 @@ def adp_pfl(
     model: Model,
     *,
     sampling: Sampling,
-    noise: float | Sequence[float] | ClientNoise,
+    noise: Number | Sequence[float] | np.ndarray | Float[Array, "T"] | ClientNoise,
     fidelity: Literal["sound", "paper"] = "sound",
     risks: Literal["private"] | Sequence[float] | np.ndarray | None = None,
     risk_bounds: tuple[float, float] | None = None,
     risk_fn: Callable[[Key[Array, ""], Model, Params, ClientData], Float[Array, ""]] = client_risk,
-    clip: float = 1.0,
+    clip: Number = 1.0,
     mask: Literal["fisher", "top_k", "random"] | None = "fisher",
-    percentile: float = 80.0,
-    threshold: float | None = None,
+    percentile: Number = 80.0,
+    threshold: Number | None = None,
     upload: Literal["updates", "weights"] = "updates",
     optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
     batch_size: int = 64,
@@ -119,7 +119,7 @@ def adp_pfl(
         check_choice("risks", risks, ("private",))
     check_choice("upload", upload, ("updates", "weights"))
     check_positive("percentile", percentile, zero=True)
-    if percentile >= 100:
+    if not traced(percentile) and percentile >= 100:
         raise ValueError(f"percentile={percentile!r}: give a number in [0, 100)")
     if threshold is not None and mask != "fisher":
         raise ValueError(
@@ -192,7 +192,8 @@ def _sound(noise: Any, risks: Any, risk_bounds: tuple[float, float] | None) -> d
     if isinstance(risks, str) != (risk_bounds is not None):
         raise ValueError(f"risk_bounds={risk_bounds!r} with risks={risks!r}: give (least, greatest) of private ones")
     if risks is None:
-        return {"noise_multiplier": noise}
+        by_round = not traced(noise) and np.ndim(noise) > 0
+        return {"noise_multiplier": tuple(np.asarray(noise, float).tolist()) if by_round else noise}
     filtered = {"least_total": noise.least_total}
     if risk_bounds is None:
         return filtered | _public(noise.noise, risks)
@@ -204,9 +205,10 @@ def _paper(noise: Any, risks: Any, risk_bounds: tuple[float, float] | None) -> d
     """The mechanism's noise as published: added by clients, by private risks too."""
     if isinstance(noise, ClientNoise) or risk_bounds is not None:
         raise ValueError(f"noise={noise!r}, risk_bounds={risk_bounds!r}: the paper filters and releases nothing")
+    own = noise if traced(noise) else np.asarray(noise)
     if isinstance(risks, str):
-        return {"client_noise": np.asarray(noise), "release": Release(client_shares), "broken": _BROKEN}
-    return {"client_noise": np.asarray(noise)} if risks is None else _public(noise, risks)
+        return {"client_noise": own, "release": Release(client_shares), "broken": _BROKEN}
+    return {"client_noise": own} if risks is None else _public(noise, risks)
 
 
 def _public(noise: float | Sequence[float], risks: Sequence[float] | np.ndarray) -> dict[str, Any]:

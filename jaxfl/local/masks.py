@@ -116,7 +116,7 @@ def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], den
     return _by_kernel(select, params, layers, density)
 
 
-def top_percentile_mask(values: Tree, percentile: float) -> Tree:
+def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
     """Entries of larger magnitude than a percentile of all, over all tensors together; ties as in `top_k_mask`.
 
     The percentile is interpolated between the two nearest magnitudes, so that of n different ones
@@ -126,7 +126,10 @@ def top_percentile_mask(values: Tree, percentile: float) -> Tree:
     Array([False, False, False,  True,  True], dtype=bool)
     """
     flat, unravel = ravel_pytree(values)
-    below = math.floor((flat.size - 1) * percentile / 100 + 1e-9)
+    if traced(percentile):  # single precision, where a whole number may come out a little too small
+        below = jnp.floor((flat.size - 1) * percentile / 100 * (1 + 3e-7)).astype(jnp.int32)
+    else:
+        below = math.floor((flat.size - 1) * percentile / 100 + 1e-9)
     mask = top_k_mask(flat, flat.size - 1 - below)
     return jax.tree.map(lambda leaf: leaf > 0, unravel(mask.astype(flat.dtype)))
 

@@ -183,8 +183,8 @@ class Mechanism:
     """
 
     clip: Number = math.inf
-    noise_multiplier: Number | tuple[float, ...] = 0.0
-    client_noise: Number | np.ndarray = 0.0
+    noise_multiplier: Number | Float[Array, "T"] | tuple[float, ...] = 0.0
+    client_noise: Number | Float[Array, "T"] | np.ndarray = 0.0
     sampling: Sampling = Full()
     weights: np.ndarray | None = None
     denominator: Literal["expected", "participants"] = "expected"

@@ -79,6 +79,14 @@ def test_as_many_as_numpy_finds_above_a_percentile(percentile):
     np.testing.assert_array_equal(np.r_[found["a"], found["b"]], expected)
 
 
+@pytest.mark.parametrize("size", [11, 1001, 62_006])
+def test_a_percentile_of_a_sweep_keeps_as_many(size):
+    values = jnp.asarray(np.random.default_rng(0).permutation(size), jnp.float32)
+    kept = jax.jit(lambda percentile: top_percentile_mask(values, percentile).sum())
+    for percentile in (0.0, 10.0, 30.0, 60.0, 70.0, 80.0, 90.0, 99.0):
+        assert kept(percentile) == top_percentile_mask(values, percentile).sum()
+
+
 def test_thresholds_of_fisher_information_scaled_over_all_tensors():
     fisher = normalize_over_all({"a": jnp.array([1.0, 2.0]), "b": jnp.array([5.0, 3.0])})
     np.testing.assert_array_equal(fisher["a"], [0, 0.25])

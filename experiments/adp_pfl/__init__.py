@@ -1,0 +1,1 @@
+"""ADP-PFL: its table and figures, and what an honest budget allows."""

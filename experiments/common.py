@@ -56,28 +56,8 @@ def dirichlet_clients(
     return make_clients(dataset, lists, matching(lists, dataset.train_labels, dataset.test_labels, seed=seed))
 
 
-def run_methods(
-    methods: Mapping[str, Method],
-    make: Callable[[int], Clients],
-    *,
-    rounds: int,
-    seeds: Sequence[int],
-    out: pathlib.Path,
-    config: Mapping[str, Any],
-    eval_every: int | None = None,
-) -> list[Row]:
-    """Run every method on the same clients for every seed; each run has a folder of its own and resumes.
-
-    Args:
-        methods: by the name that tables show.
-        make: clients of a seed.
-        rounds: T.
-        seeds: one run of each method per seed; the seed also draws the partition.
-        out: root of the run folders.
-        config: the resolved settings, written beside the results.
-        eval_every: as in `simulate`.
-    """
-    options = {"rounds": rounds, "seeds": seeds, "out": out, "config": config, "eval_every": eval_every}
+def run_methods(methods: Mapping[str, Method], make: Callable[[int], Clients], **options: Any) -> list[Row]:
+    """A row of every method, of `run_each`'s results."""
     return [row_of(name, results) for name, results in run_each(methods, make, **options).items()]
 
 
@@ -91,7 +71,17 @@ def run_each(
     config: Mapping[str, Any],
     eval_every: int | None = None,
 ) -> dict[str, list[Result]]:
-    """As `run_methods`: the results themselves, of every method and seed."""
+    """Run every method on the same clients for every seed; each run has a folder of its own and resumes.
+
+    Args:
+        methods: by the name that tables show.
+        make: clients of a seed.
+        rounds: T.
+        seeds: one run of each method per seed; the seed also draws the partition.
+        out: root of the run folders.
+        config: the resolved settings, written beside the results.
+        eval_every: as in `simulate`.
+    """
     clients, found = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
         found[name] = []
@@ -122,7 +112,7 @@ def run_sweep(
         method: names the run folders, and begins the rows' names.
         build: keyword arguments to algorithm.
         values: columns of numbers by argument.
-        make: as in `run_methods`, like all that follow.
+        make: as in `run_each`, like all that follow.
         rounds: T.
         seeds: one sweep per seed.
         out: root of the run folders.
@@ -239,14 +229,14 @@ def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
 
 def plot_metric(path: pathlib.Path, title: str, rows: Sequence[Row], metric: str, label: str) -> None:
     """One metric by round, mean over seeds."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for row in rows:
         values = np.array([[entry[metric] for entry in metrics] for metrics in row.metrics])
         axes.plot([entry["round"] for entry in row.metrics[0]], values.mean(0), marker=".", label=row.method)
     axes.set(title=title, xlabel="round", ylabel=label)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=120)
     print(f"{label}: {path}")
 

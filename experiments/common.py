@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -243,9 +244,11 @@ def plot_metric(path: pathlib.Path, title: str, rows: Sequence[Row], metric: str
 
 def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:
     """Accuracy by round (mean over seeds, band: least to largest), and worst 10% against mean at the end."""
-    figure = Figure(figsize=(11, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     curves, scatter = figure.subplots(1, 2, width_ratios=(3, 2))
+    if len(rows) > 10:  # the default colours repeat
+        curves.set_prop_cycle(color=list(map(tuple, colormaps["tab20"](np.arange(20)))))
     for row in rows:
         rounds = [entry["round"] for entry in row.metrics[0]]
         accuracy = np.array([[entry["accuracy"] for entry in metrics] for metrics in row.metrics])
@@ -254,5 +257,5 @@ def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:
         scatter.plot(row.mean, row.worst10, "o", color=line.get_color(), label=row.method)
     curves.set(title=title, xlabel="round", ylabel="mean accuracy over clients", ylim=(0, 1))
     scatter.set(xlabel="mean accuracy over clients", ylabel="worst 10% of clients", ylim=(-0.02, 1))
-    curves.legend(fontsize="small")
+    figure.legend(*curves.get_legend_handles_labels(), fontsize="small", loc="outside right upper")
     figure.savefig(path, dpi=120)

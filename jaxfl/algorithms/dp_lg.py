@@ -5,7 +5,7 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl.algorithms.fedrep import check_extractor, split_head
-from jaxfl.local.train import check_local, train
+from jaxfl.local.train import check_local, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
@@ -61,13 +61,11 @@ def dp_lg(
         return init_server(head, server_optimizer), init_clients(extractor, clients)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
-        params, info = train(
+        params, info = train_model(
             key,
+            model,
             {**client, **server.params},
             data,
-            apply=model.apply,
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,

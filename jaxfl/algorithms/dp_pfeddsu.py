@@ -12,7 +12,7 @@ from jaxfl._validate import check_choice, check_count, check_fraction, check_pos
 from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
 from jaxfl.local.masks import keep, random_masks, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
-from jaxfl.local.train import check_local, fit_head, train
+from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
 from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
@@ -163,13 +163,12 @@ def dp_pfeddsu(
         def adaptive_norm(params: Params) -> Array:
             return distance_to_bound(params, server.params, now(params)[0], clip, weight, hinge=penalty == "hinge")
 
-        extractor, info = train(
+        extractor, info = train_model(
             second,
+            model,
             server.params,
             data,
             apply=apply,
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,

@@ -17,7 +17,7 @@ from jaxtyping import Float, Key
 
 from jaxfl._validate import check_positive, nonzero
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import check_local, fit_head, train
+from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
@@ -53,13 +53,11 @@ def local_only(
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server
-        params, info = train(
+        params, info = train_model(
             key,
+            model,
             client,
             data,
-            apply=model.apply,
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,
@@ -123,13 +121,11 @@ def fedavg(
         return init_server(model.init(key), server_optimizer), states
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        params, info = train(
+        params, info = train_model(
             key,
+            model,
             server.params,
             data,
-            apply=model.apply,
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,

@@ -13,7 +13,7 @@ from jaxfl._validate import check_choice, check_count, check_positive, nonzero
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
-from jaxfl.local.train import check_local, train
+from jaxfl.local.train import check_local, train_model
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
 from jaxfl.server import Server, init_clients, init_server, server_step
@@ -103,13 +103,11 @@ def feddpa(
         first, second = jax.random.split(key)
 
         def stage(key: Key[Array, ""], params: Params, mask: Tree, penalty: Callable | None) -> tuple:
-            return train(
+            return train_model(
                 key,
+                model,
                 params,
                 data,
-                apply=model.apply,
-                prepare=model.prepare,
-                microbatch=model.microbatch,
                 optimizer=optimizer,
                 batch_size=batch_size,
                 epochs=epochs,

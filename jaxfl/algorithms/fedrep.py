@@ -9,7 +9,7 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl._validate import check_count
-from jaxfl.local.train import check_local, fit_head, train
+from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
@@ -93,13 +93,12 @@ def fedrep(
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
         personal = parts.own(server.params, fit(first, server, client, data, head_epochs))
-        shared, info = train(
+        shared, info = train_model(
             second,
+            model,
             server.params,
             data,
             apply=lambda shared, x: model.apply(parts.join(shared, personal), x),
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             optimizer=optimizer,
             batch_size=batch_size,
             epochs=epochs,

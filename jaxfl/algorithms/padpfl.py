@@ -14,7 +14,7 @@ from jaxtyping import Float, Key
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
 from jaxfl.algorithms.fedavg import fedprox, sends_weights
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import train
+from jaxfl.local.train import train_model
 from jaxfl.privacy.accounting import calibrate, calibrate_upload
 from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Sampling
 from jaxfl.server import Server
@@ -258,13 +258,11 @@ def _exposure(weights: Float[np.ndarray, "..."]) -> float:
 
 def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: float) -> Float[Array, ""]:
     """Norm of the gradient of a client's whole proximal objective: one plain step with all of its examples."""
-    after, _ = train(
+    after, _ = train_model(
         jax.random.key(0),  # the order of a single batch
+        model,
         params,
         data,
-        apply=model.apply,
-        prepare=model.prepare,
-        microbatch=model.microbatch,
         optimizer=optax.sgd(1.0),
         batch_size=data.rows.shape[0],
         steps=1,

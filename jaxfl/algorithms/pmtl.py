@@ -10,7 +10,7 @@ from jaxtyping import Key
 from jaxfl._validate import check_choice, check_count, check_positive, nonzero
 from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import train
+from jaxfl.local.train import train_model
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server, init_clients
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
@@ -93,13 +93,11 @@ def pmtl(
         return server, init_clients(server.params, clients)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
-        params, info = train(
+        params, info = train_model(
             key,
+            model,
             client if start == "own" else server.params,
             data,
-            apply=model.apply,
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             penalty=(lambda params: penalty(params, server.params)) if penalty else None,
             **local,
         )

@@ -9,7 +9,7 @@ from jaxtyping import Float, Key
 
 from jaxfl._validate import check_choice, check_count, check_positive
 from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
-from jaxfl.local.train import squared_error, train
+from jaxfl.local.train import squared_error, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
@@ -108,13 +108,12 @@ def _one_step(
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         before = (server.params, client)
-        after, info = train(
+        after, info = train_model(
             key,
+            model,
             before,
             data,
             apply=lambda both, x: model.apply(parts.join(*both), x),
-            prepare=model.prepare,
-            microbatch=model.microbatch,
             optimizer=optax.sgd(1.0),
             batch_size=batch_size,
             steps=1,

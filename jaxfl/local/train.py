@@ -182,6 +182,29 @@ def train(
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 
+def train_model(
+    key: Key[Array, ""],
+    model: Model,
+    params: Params,
+    data: ClientData,
+    *,
+    apply: Callable[[Params, Array], Float[Array, "B K"]] | None = None,
+    **options: Any,
+) -> tuple[Params, dict[str, Array]]:
+    """`train` on batches as the model takes them, through its own `apply` or another one around it.
+
+    Args:
+        key: order of the examples.
+        model: prepares batches and names the microbatch.
+        params: where training starts: the model's, or what `apply` takes.
+        data: the client's rows.
+        apply: logits of a prepared batch (None: the model's).
+        options: the others of `train`.
+    """
+    own = {"apply": apply or model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
+    return train(key, params, data, **own, **options)
+
+
 def fit_head(
     key: Key[Array, ""], model: Model, params: Params, data: ClientData, **options: Any
 ) -> tuple[Params, dict[str, Array]]:
@@ -197,8 +220,7 @@ def fit_head(
     extract, classify = model.extract, model.classify
     if extract is None or classify is None:
         mask = {name: jax.tree.map(lambda _, own=name in model.head: own, params[name]) for name in params}
-        passes = {"apply": model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
-        return train(key, params, data, mask=mask, **passes, **options)
+        return train_model(key, model, params, data, mask=mask, **options)
     padded = data.rows.shape[0]
     batch = min(_BLOCK_EXAMPLES // 2, padded)
     rows = jnp.pad(data.rows, (0, -padded % batch))

@@ -37,6 +37,8 @@ class Row(NamedTuple):
     best: list[float]
     statement: dict[str, Any]
     metrics: list[list[dict[str, float | int]]]
+    local: Sequence[float] = ()
+    """Mean accuracy of local models at the end, where they are tested too."""
 
 
 def model_for(name: str, dataset: Dataset) -> Model:
@@ -100,17 +102,30 @@ def run_sweep(
     build: Callable[..., Algorithm],
     values: Mapping[str, Sequence[float]],
     make: Callable[[int], Clients],
+    **options: Any,
+) -> list[Row]:
+    """A row of each value, of `sweep_each`'s results."""
+    results = sweep_each(method, build, values, make, **options)
+    names = [", ".join([method, *(f"{name} = {value:g}" for name, value in point.items())]) for point in points(values)]
+    return [row_of(name, own) for name, own in zip(names, results, strict=True)]
+
+
+def sweep_each(
+    method: str,
+    build: Callable[..., Algorithm],
+    values: Mapping[str, Sequence[float]],
+    make: Callable[[int], Clients],
     *,
     rounds: int,
     seeds: Sequence[int],
     out: pathlib.Path,
     config: Mapping[str, Any],
     eval_every: int | None = None,
-) -> list[Row]:
-    """Run a method with several values of its numbers, a row for each, on the same clients for every seed.
+) -> list[list[Result]]:
+    """Run a method with several values of its numbers on the same clients for every seed: by value, over seeds.
 
     Args:
-        method: names the run folders, and begins the rows' names.
+        method: names the run folders.
         build: keyword arguments to algorithm.
         values: columns of numbers by argument.
         make: as in `run_each`, like all that follow.
@@ -120,7 +135,6 @@ def run_sweep(
         config: the resolved settings.
         eval_every: as in `simulate`.
     """
-    points = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
     results = [
         sweep(
             jax.random.key(seed),
@@ -129,12 +143,23 @@ def run_sweep(
             make(seed),
             rounds=rounds,
             eval_every=eval_every,
-            folder=run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed),
+            folder=sweep_folder(out, method, values, config, seed),
         )
         for seed in seeds
     ]
-    names = [", ".join([method, *(f"{name} = {value:g}" for name, value in point.items())]) for point in points]
-    return [row_of(name, list(of_point)) for name, of_point in zip(names, zip(*results, strict=True), strict=True)]
+    return [list(of_point) for of_point in zip(*results, strict=True)]
+
+
+def sweep_folder(
+    out: pathlib.Path, method: str, values: Mapping[str, Sequence[float]], config: Mapping[str, Any], seed: int
+) -> pathlib.Path:
+    """Where the sweep of a seed is kept."""
+    return run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed)
+
+
+def points(values: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """The values of each point of a sweep, by argument."""
+    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
 
 
 def row_of(method: str, results: Sequence[Result]) -> Row:
@@ -215,6 +240,8 @@ def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
     header, body = HEADER, [cells(row) for row in rows]
     if any(row.statement["examples"] for row in rows):
         header, body = (*header, "ε example"), [(*line, _example(row)) for line, row in zip(body, rows)]
+    if any(row.local for row in rows):
+        header, body = (*header, "local models %"), [(*line, percent(row.local)) for line, row in zip(body, rows)]
     table = Table(*header, title=title)
     for line in body:
         table.add_row(*line)

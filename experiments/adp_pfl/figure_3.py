@@ -3,17 +3,18 @@
 python -m experiments.adp_pfl.figure_3 --dataset mnist --scale paper
 """
 
-from experiments.adp_pfl.setting import HONEST, LOCAL, PER_ROUND, PLAIN, RELEASED, Entry, run
+from experiments.adp_pfl.setting import FEW_EPSILONS, HONEST, HONEST_EPSILONS, PER_ROUND
+from experiments.adp_pfl.tables import LOCAL, PLAIN, RELEASED, Entry, run
 
 if __name__ == "__main__":
-    epsilons, methods = (1.0, 5.0, 10.0), ("ADP-PFL", "DP-FedAvg", "DP-LG")
     run(
         "figure_3",
         __doc__,
         lambda _: [
             LOCAL,
             PLAIN,
-            *(Entry(method, HONEST, epsilons) for method in (*methods, RELEASED)),
-            *(Entry(method, PER_ROUND, epsilons) for method in methods),
+            *(Entry(method, HONEST, HONEST_EPSILONS) for method in ("ADP-PFL", "DP-FedAvg")),
+            *(Entry(method, HONEST, FEW_EPSILONS) for method in ("DP-LG", RELEASED)),
+            *(Entry(method, PER_ROUND, (1.0, 5.0, 10.0)) for method in ("ADP-PFL", "DP-FedAvg", "DP-LG")),
         ],
     )

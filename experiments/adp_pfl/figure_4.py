@@ -26,7 +26,7 @@ from experiments.adp_pfl.setting import (
     run_config,
     split,
     start,
-    test_as_asked,
+    tested_locally,
 )
 from experiments.common import model_for, round_seconds, row_of, run_each, show
 from jaxfl import Result
@@ -69,11 +69,11 @@ def build(method: str, reading: Reading, model: Model, setting: Setting) -> Algo
         noise = paper_noise(budgets, delta=setting.delta)
         risks = "private" if adaptive else None
         options |= {"noise": noise, "fidelity": "paper", "risks": risks, "claim": EPSILON}
-        return test_as_asked(adp_pfl(model, **options), model, setting)
+        return tested_locally(adp_pfl(model, **options), setting)
     share = setting.release_share if adaptive else 0.0
     options["noise"] = client_noise(budgets, EPSILON, participation=1.0, release_share=share, delta=setting.delta)
     options |= {"risks": "private", "risk_bounds": setting.risk_bounds} if adaptive else {"risks": np.ones(1)}
-    return test_as_asked(adp_pfl(model, **options), model, setting)
+    return tested_locally(adp_pfl(model, **options), setting)
 
 
 def honest_spent(result: Result, delta: float) -> np.ndarray:
@@ -158,7 +158,7 @@ def main() -> None:
     entries: list[tuple[str, Reading]] = [(method, reading) for reading in (SUMMED, HONEST) for method in METHODS]
     built = {f"{method}, {reading}": build(method, reading, model, setting) for method, reading in entries}
     if config.scale != "smoke":
-        rounds = setting.rounds + (setting.evaluations if setting.tested == "local" else 0)
+        rounds = setting.rounds + setting.evaluations
         seconds = sum(round_seconds(algorithm, make(seeds[0])) for algorithm in built.values()) * rounds * len(seeds)
         print(f"about {seconds / 3600:.1f} hours in all, evaluations of local models included", flush=True)
     results = run_each(
@@ -171,7 +171,7 @@ def main() -> None:
         config=run_config(setting, data),
     )
     title = f"{data.name}, {config.scale}: {clients} clients, always there, {setting.rounds} rounds, ε = {EPSILON:g}"
-    folder = config.out / "figure_4" / config.scale / data.name / setting.tested
+    folder = config.out / "figure_4" / config.scale / data.name
     show(title, [row_of(name, own) for name, own in results.items()], folder)
     rows = [row for entry, own in zip(entries, results.values()) for row in reached(*entry, own, setting.delta)]
     write_csv(folder / "figure_4.csv", rows)

@@ -3,12 +3,17 @@
 python -m experiments.adp_pfl.figure_5 --dataset mnist --scale paper
 """
 
-from experiments.adp_pfl.setting import HONEST, LOCAL, PER_ROUND, Entry, run
+from experiments.adp_pfl.setting import FEW_EPSILONS, HONEST, HONEST_EPSILONS, PER_ROUND
+from experiments.adp_pfl.tables import LOCAL, Entry, run
 
 if __name__ == "__main__":
-    epsilons, masks = (1.0, 5.0, 10.0), ("Fisher", "top-k", "random")
     run(
         "figure_5",
         __doc__,
-        lambda _: [LOCAL, *(Entry(mask, reading, epsilons) for reading in (HONEST, PER_ROUND) for mask in masks)],
+        lambda _: [
+            LOCAL,
+            Entry("Fisher", HONEST, HONEST_EPSILONS),
+            *(Entry(mask, HONEST, FEW_EPSILONS) for mask in ("top-k", "random")),
+            *(Entry(mask, PER_ROUND, (1.0, 5.0, 10.0)) for mask in ("Fisher", "top-k", "random")),
+        ],
     )

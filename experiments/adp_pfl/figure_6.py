@@ -3,7 +3,8 @@
 python -m experiments.adp_pfl.figure_6 --dataset mnist --scale paper
 """
 
-from experiments.adp_pfl.setting import HONEST, LOCAL, PER_ROUND, Entry, run
+from experiments.adp_pfl.setting import HONEST, PER_ROUND
+from experiments.adp_pfl.tables import LOCAL, Entry, run
 
 if __name__ == "__main__":
     run(

@@ -3,7 +3,8 @@
 python -m experiments.adp_pfl.honest --dataset mnist --scale paper
 """
 
-from experiments.adp_pfl.setting import HONEST, LOCAL, PLAIN, Entry, run
+from experiments.adp_pfl.setting import HONEST, HONEST_EPSILONS
+from experiments.adp_pfl.tables import LOCAL, PLAIN, Entry, run
 
 if __name__ == "__main__":
     run(
@@ -12,7 +13,7 @@ if __name__ == "__main__":
         lambda _: [
             LOCAL,
             PLAIN,
-            *(Entry(method, HONEST, (1.0, 3.0, 6.0, 9.0)) for method in ("DP-FedAvg", "fixed", "round-level")),
+            *(Entry(method, HONEST, HONEST_EPSILONS) for method in ("DP-FedAvg", "fixed", "round-level")),
         ],
         lambda setting: [setting.clients, setting.large],
     )

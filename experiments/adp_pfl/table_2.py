@@ -3,17 +3,17 @@
 python -m experiments.adp_pfl.table_2 --dataset mnist --scale paper
 """
 
-from experiments.adp_pfl.setting import BUDGETS, HONEST, LOCAL, PER_ROUND, PLAIN, SUMMED, Entry, run
+from experiments.adp_pfl.setting import BUDGETS, HONEST, HONEST_EPSILONS, PER_ROUND
+from experiments.adp_pfl.tables import LOCAL, PLAIN, Entry, run
 
 if __name__ == "__main__":
-    claimed, honest = (3.0, 6.0, 9.0), (1.0, 3.0, 6.0, 9.0)
     run(
         "table_2",
         __doc__,
         lambda _: [
             LOCAL,
             PLAIN,
-            *(Entry(method, HONEST, honest) for method in BUDGETS),
-            *(Entry(method, reading, claimed) for reading in (SUMMED, PER_ROUND) for method in BUDGETS),
+            *(Entry(method, HONEST, HONEST_EPSILONS) for method in BUDGETS),
+            *(Entry(method, PER_ROUND, (3.0, 6.0, 9.0)) for method in BUDGETS),
         ],
     )

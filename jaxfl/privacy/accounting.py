@@ -40,6 +40,7 @@ def epsilon(
     accountant: Accountant = "rdp",
     delta: float | None = None,
     one_round: bool = False,
+    unit: Literal["client", "example"] = "client",
 ) -> Epsilon:
     """Compose what the engine did.
 
@@ -50,6 +51,9 @@ def epsilon(
         accountant: "rdp", or "pld" (tighter).
         delta: failure probability; None: the mechanism's.
         one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
+        unit: "example": one of the client's examples is replaced by another. Without clipping of examples that may
+            change the whole update, from one end of the clip's ball to the other: replace-one for both observers, and
+            no credit for sampling. Examples that are clipped one by one have `example_epsilon`.
 
     Guarantee: client-level; zero-out for the aggregate, replace-one for the uploads. Assumes that noise, weights
         and sampling do not depend on private data, or only through what was released under the mechanism's filter, and
@@ -61,6 +65,7 @@ def epsilon(
     """
     check_choice("observer", observer, ("aggregate", "upload"))
     check_choice("accountant", accountant, ("rdp", "pld"))
+    check_choice("unit", unit, ("client", "example"))
     delta = mechanism.delta if delta is None else delta
     check_fraction("delta", delta, one=False)
     done, clients = ledger.participants.shape
@@ -75,6 +80,8 @@ def epsilon(
     # Under a filter the sums count as the uploads that they are made of.
     sums = observer == "aggregate" and mechanism.least_total is None
     view = (aggregate_view if sums else upload_view)(ledger, mechanism)
+    if sums and unit == "example":
+        view = plain_view(view.multiplier / 2, "Gaussian, replace-one (half the multiplier)", view.silent)
     parts = accountants.worst_rounds(view) if one_round else [view]
     values = np.maximum.reduce([client_epsilons(part, accountant, delta) for part in parts])
     per_client = np.array(np.broadcast_to(values, clients))

@@ -106,16 +106,21 @@ def test_equal_factors_without_noise_are_fedavg(options):
     jax.tree.map(close, found.server.params, expected.server.params)
 
 
-@pytest.mark.parametrize("options", [{"clip": 0.3}, {"fidelity": "paper", "smallest": 10, "clip": 4.0}])
-def test_a_client_without_impact_has_no_influence(options):
-    p = np.full(len(SIZES), 1 / (len(SIZES) - 1))
-    p[4] = 0
+@given(
+    st.lists(st.floats(0.01, 1), min_size=len(SIZES), max_size=len(SIZES)),
+    st.integers(0, len(SIZES) - 1),
+    st.sampled_from([{"clip": 0.3}, {"fidelity": "paper", "smallest": 10, "clip": 4.0}]),
+)
+@settings(max_examples=4, deadline=None)
+def test_a_client_without_impact_has_no_influence(factors, nobody, options):
+    p = np.array(factors)
+    p[nobody] = 0
     clients = small_clients()
-    method = build(impacts=p, epsilon=8.0, **options)
-    other = clients._replace(train_size=np.where(np.arange(clients.number) == 4, 2, clients.train_size))
+    method = build(impacts=p / p.sum(), epsilon=8.0, **options)
+    other = clients._replace(train_size=np.where(np.arange(clients.number) == nobody, 2, clients.train_size))
     found = run(method)
     jax.tree.map(np.testing.assert_array_equal, found.server, run(method, other).server)
-    assert found.statement["honest"]["aggregate"]["rdp"]["per_client"]["values"][4] == 0
+    assert found.statement["honest"]["aggregate"]["rdp"]["per_client"]["values"][nobody] == 0
 
 
 def test_the_share_of_absent_clients_goes_to_those_present():

@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import get_epsilon_gaussian
 
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
@@ -29,6 +30,17 @@ def test_states_both_observers_by_both_accountants():
     record = planned_ledger(m, 20, 100)
     assert aggregate["rdp"]["total"] == epsilon(record, m).value
     assert upload["rdp"]["total"] == epsilon(record, m, observer="upload").value
+
+
+def test_one_example_may_move_the_whole_update_both_ways():
+    # No credit for sampling, and twice the change that zero-out makes: 10 rounds at 4 are one Gaussian at 4 / sqrt(10).
+    found = state(Mechanism(clip=1.0, noise_multiplier=4.0, sampling=Poisson(0.1)), rounds=10)["honest"]["aggregate"]["pld"]
+    assert found["example"] == pytest.approx(get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3)
+    # Noise of the clients alone, everyone there: the sum shows what the uploads show, or less.
+    honest = state(Mechanism(clip=1.0, client_noise=5.0, noise_multiplier=5.0))["honest"]
+    for accountant in ("rdp", "pld"):
+        assert honest["upload"][accountant]["example"] == honest["upload"][accountant]["total"]
+        assert honest["aggregate"][accountant]["example"] < honest["upload"][accountant]["example"]
 
 
 def test_says_what_was_run():

@@ -49,11 +49,21 @@ def test_probes_converge_to_the_closed_form():
     assert errors[0].max() > errors[1].max()
 
 
-def test_squares_of_probes_are_unbiased():
+@pytest.mark.parametrize("probes", [1, 2, 3])
+def test_squares_of_probes_are_unbiased(probes):
     model, params, inputs, expected = points()
     keys = jax.random.split(KEY, 4000)
-    one = jax.vmap(lambda key: probe_risk(key, model, params, jnp.asarray(inputs), jnp.zeros(3, int), 1))(keys)
-    np.testing.assert_allclose((one**2).mean(0), np.square(expected), rtol=4 * np.sqrt(2 / 4000))
+    risks = jax.vmap(lambda key: probe_risk(key, model, params, jnp.asarray(inputs), jnp.zeros(3, int), probes))(keys)
+    np.testing.assert_allclose((risks**2).mean(0), np.square(expected), rtol=4 * np.sqrt(2 / 4000))
+
+
+def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
+    model, params, inputs, _ = points()
+    w = np.asarray(params["w"])
+    across = 1e3 * (inputs - (inputs @ w)[..., None] * w / (w @ w))  # w.x = 0: s x w^T outgrows r I
+    across = jnp.asarray(across, jnp.float32)
+    exact = exact_risk(model, params, across, jnp.zeros(3, int))
+    np.testing.assert_allclose(probe_risk(KEY, model, params, across, jnp.zeros(3, int), 2), exact, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("build", "shape"), [(mlp, (4, 4, 1)), (digits_cnn, (4, 4, 3)), (lenet, (16, 16, 1))])

@@ -34,7 +34,9 @@ def test_states_both_observers_by_both_accountants():
 
 def test_one_example_may_move_the_whole_update_both_ways():
     # No credit for sampling, and twice the change that zero-out makes: 10 rounds at 4 are one Gaussian at 4 / sqrt(10).
-    found = state(Mechanism(clip=1.0, noise_multiplier=4.0, sampling=Poisson(0.1)), rounds=10)["honest"]["aggregate"]["pld"]
+    found = state(Mechanism(clip=1.0, noise_multiplier=4.0, sampling=Poisson(0.1)), rounds=10)["honest"]["aggregate"][
+        "pld"
+    ]
     assert found["example"] == pytest.approx(get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3)
     # Noise of the clients alone, everyone there: the sum shows what the uploads show, or less.
     honest = state(Mechanism(clip=1.0, client_noise=5.0, noise_multiplier=5.0))["honest"]

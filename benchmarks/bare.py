@@ -1,9 +1,7 @@
 """Lower bounds for the engine: local SGD alone on prepared data, and the Fisher diagonal beside a gradient."""
 
 import functools
-import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.common import busy_clock, in_turn, medians
 from jaxfl.engine import Population, compiler_options
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
@@ -19,7 +18,13 @@ from jaxfl.types import Model, Params
 
 
 def bare_round(
-    model: Model, population: Population, inputs: np.ndarray, labels: np.ndarray, batch_size: int, steps: int
+    model: Model,
+    population: Population,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    batch_size: int,
+    steps: int,
+    chunk: int = 1,
 ) -> Callable[[], None]:
     """Every client's SGD steps on batches laid out beforehand, summed: no gather, clip, noise or ledger.
 
@@ -30,12 +35,13 @@ def bare_round(
         labels: [C, N].
         batch_size: B.
         steps: SGD steps per client.
+        chunk: clients vectorised at a time on each device; the last chunk is filled up.
     """
     mesh, count = population.mesh, len(labels)
     part = model.microbatch or batch_size
     order = np.arange(steps * batch_size).reshape(steps, -1, part) % labels.shape[1]
-    fill = -count % mesh.size
-    inputs, labels = (np.concatenate([a, a[:fill]]) for a in (inputs, labels))
+    filled = np.arange(count + -count % (mesh.size * chunk)) % count
+    inputs, labels = inputs[filled], labels[filled]
     x = jax.jit(jax.vmap(jax.vmap(jax.vmap(model.prepare))))(inputs[:, order])
     x, y = jax.device_put((x, labels[:, order]), NamedSharding(mesh, P("clients")))
     params = jax.device_put(model.init(jax.random.key(0)), NamedSharding(mesh, P()))
@@ -58,10 +64,14 @@ def bare_round(
         return lax.fori_loop(0, steps, step, params)
 
     def device(params: Params, x: Array, y: Array) -> Params:
-        def client(i: Array, total: Params) -> Params:
-            return jax.tree.map(jnp.add, total, local(params, x[i], y[i]))
+        def clients(i: Array, total: Params) -> Params:
+            if chunk == 1:  # plain code, as in the engine
+                return jax.tree.map(jnp.add, total, local(params, x[i], y[i]))
+            own = (lax.dynamic_slice_in_dim(a, i * chunk, chunk) for a in (x, y))
+            trained = jax.vmap(local, (None, 0, 0))(params, *own)
+            return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, trained)
 
-        total = lax.fori_loop(0, len(x), client, jax.tree.map(jnp.zeros_like, params))
+        total = lax.fori_loop(0, len(x) // chunk, clients, jax.tree.map(jnp.zeros_like, params))
         return lax.psum(total, "clients")
 
     specs = (P(), P("clients"), P("clients"))
@@ -71,7 +81,7 @@ def bare_round(
 
 
 def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:
-    """Median processor time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
+    """Median (processor) time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(
         jnp.asarray(inputs)[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:])
@@ -92,19 +102,6 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
         "fisher": total(lambda p, x, y: fisher_diagonal(model, p, x, y, weights)),
         "gradient": total(lambda p, x, y: jax.grad(lambda p: cross_entropy(model.apply(p, x), y, weights))(p)),
     }
-    seconds = in_turn(
-        {name: functools.partial(program, params, x, y) for name, program in programs.items()}, 3 * repeats
-    )
+    calls = {name: functools.partial(program, params, x, y) for name, program in programs.items()}
+    seconds = medians(in_turn(calls, 3 * repeats, busy_clock()))
     return seconds["fisher"] / seconds["gradient"]
-
-
-def in_turn(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median processor seconds of each, taken in turn after one call to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(repeats + 1):
-        for name, program in programs.items():
-            start = time.process_time()
-            jax.block_until_ready(program())
-            if repeat:
-                seconds[name].append(time.process_time() - start)
-    return {name: float(np.median(values)) for name, values in seconds.items()}

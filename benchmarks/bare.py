@@ -14,7 +14,7 @@ from benchmarks.common import busy_clock, in_turn, medians
 from jaxfl.engine import Population, compiler_options
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
-from jaxfl.types import Model, Params
+from jaxfl.types import Model, Params, Tree
 
 
 def bare_round(
@@ -35,13 +35,13 @@ def bare_round(
         labels: [C, N].
         batch_size: B.
         steps: SGD steps per client.
-        chunk: clients vectorised at a time on each device; the last chunk is filled up.
+        chunk: clients vectorised at a time on each device.
     """
     mesh, count = population.mesh, len(labels)
     part = model.microbatch or batch_size
     order = np.arange(steps * batch_size).reshape(steps, -1, part) % labels.shape[1]
-    filled = np.arange(count + -count % (mesh.size * chunk)) % count
-    inputs, labels = inputs[filled], labels[filled]
+    fill = -count % mesh.size
+    inputs, labels = (np.concatenate([a, a[:fill]]) for a in (inputs, labels))
     x = jax.jit(jax.vmap(jax.vmap(jax.vmap(model.prepare))))(inputs[:, order])
     x, y = jax.device_put((x, labels[:, order]), NamedSharding(mesh, P("clients")))
     params = jax.device_put(model.init(jax.random.key(0)), NamedSharding(mesh, P()))
@@ -63,21 +63,39 @@ def bare_round(
 
         return lax.fori_loop(0, steps, step, params)
 
-    def device(params: Params, x: Array, y: Array) -> Params:
-        def clients(i: Array, total: Params) -> Params:
-            if chunk == 1:  # plain code, as in the engine
-                return jax.tree.map(jnp.add, total, local(params, x[i], y[i]))
-            own = (lax.dynamic_slice_in_dim(a, i * chunk, chunk) for a in (x, y))
-            trained = jax.vmap(local, (None, 0, 0))(params, *own)
-            return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, trained)
-
-        total = lax.fori_loop(0, len(x) // chunk, clients, jax.tree.map(jnp.zeros_like, params))
-        return lax.psum(total, "clients")
-
     specs = (P(), P("clients"), P("clients"))
-    sharded = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    program = jax.jit(sharded, compiler_options=compiler_options(mesh))
+    program = sum_over_clients(lambda i, params, x, y: local(params, x[i], y[i]), population, specs, chunk)
     return lambda: jax.block_until_ready(program(params, x, y))
+
+
+def sum_over_clients(
+    one: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
+) -> Callable[..., Tree]:
+    """A program that adds up `one(slot, *arguments)` over all clients of all devices, in a loop like the engine's.
+
+    Args:
+        one: what a client computes; `slot` counts the clients of its device.
+        population: names the devices and the number of clients.
+        specs: how the arguments lie on the devices.
+        chunk: clients vectorised at a time on each device; a last chunk that is not full costs as much as a full one.
+    """
+    mesh = population.mesh
+    own = population.clients.number // mesh.size
+
+    def device(*arguments: Tree) -> Tree:
+        def add(i: Array, total: Tree) -> Tree:
+            if chunk == 1:  # plain code, as in the engine
+                return jax.tree.map(jnp.add, total, one(i, *arguments))
+            slots = jnp.minimum(i * chunk + jnp.arange(chunk), own - 1)
+            parts = jax.vmap(lambda slot: one(slot, *arguments))(slots)
+            return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, parts)
+
+        shapes = jax.eval_shape(one, jnp.int32(0), *arguments)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return lax.psum(lax.fori_loop(0, -(-own // chunk), add, zero), "clients")
+
+    sharded = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    return jax.jit(sharded, compiler_options=compiler_options(mesh))
 
 
 def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:

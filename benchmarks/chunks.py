@@ -46,9 +46,7 @@ def main(config: Config) -> None:
     usual = usual_chunk(population)
     sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= own]
     sizes += [(usual, cohort) for cohort in config.cohorts if (usual, cohort) not in sizes]
-    rounds = {
-        str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0]) for size in sizes
-    }
+    rounds = {str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0]) for size in sizes}
     seconds = medians(in_turn({name: one.run for name, one in rounds.items()}, config.repeats))
     rows = [
         {

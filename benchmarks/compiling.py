@@ -49,7 +49,9 @@ def main(config: Config) -> None:
                 total = {"total": sum(seconds.values()), "start_to_round": sum(seconds[p] for p in PARTS[2:])}
                 rows.append({"workload": workload, "cache": state} | seconds | total)
     cold, warm = rows[:2]
-    headline = f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache {warm['compile']:.2g} s, and "
+    headline = (
+        f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache {warm['compile']:.2g} s, and "
+    )
     headline += f"{warm['start_to_round']:.2g} s from placed data to the end of the first round"
     figure, (axes,) = chart(9, 1.2 + 0.35 * len(rows))
     names, left = [f"{row['workload']}, {row['cache']}" for row in rows], [0.0] * len(rows)

@@ -75,7 +75,8 @@ def main(config: Config) -> None:
         axes.barh(list(own), list(own.values()), left=[left[name] for name in own], label=part)
         left |= {name: left[name] + share for name, share in own.items()}
     axes.invert_yaxis()
-    axes.set(xlabel="% of a round")
+    axes.axvline(100, color="black", linestyle="--", linewidth=1)
+    axes.set(xlabel="% of a whole round", title="parts of a round, each timed alone")
     figure.legend(loc="outside right upper")
     finish(config, "round", headline, rows, figure)
 

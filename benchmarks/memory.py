@@ -2,9 +2,9 @@
 
 python -m benchmarks.memory
 
-Each size in a process of its own. The peak is that of compiling and two rounds, with everything that the process holds
-by then but the copies from which the data was laid out on the devices; the bytes of the clients' arrays on the devices
-are subtracted. What the process holds before its first round, mostly libraries, is `before_mb`.
+Each size in a process of its own. `peak_mb` is the peak over two rounds of all that the process then holds, libraries
+too, after the copies from which the data was laid out on the devices are gone; `beyond_data_mb` is less the bytes of
+the clients' arrays on the devices. Compiling has a peak of its own, which would hide that of small rounds.
 """
 
 import dataclasses
@@ -75,17 +75,18 @@ def measure(workload: Name, examples: int, steps: int, population: int, cohort: 
     jax.block_until_ready(placed.clients)
     data = sum(leaf.nbytes for leaf in placed.clients) / 1e6
     gc.collect()
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = _status("VmRSS")
+    _forget_peak()
     own = compile_round(algorithm_of(work, FixedSize(cohort)), placed, usual_chunk(placed))
+    compiling = _peak()
+    _forget_peak()
     own.run()
     own.run()
-    peak = _status("VmHWM")
+    peak = _peak()
     held = data if jax.default_backend() == "cpu" else 0.0  # an accelerator has memory of its own
     device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return {
         "data_mb": data,
-        "before_mb": before,
+        "compiling_peak_mb": compiling,
         "peak_mb": peak,
         "beyond_data_mb": peak - held,
         "temporary_mb": own.temporary_mb,
@@ -93,9 +94,13 @@ def measure(workload: Name, examples: int, steps: int, population: int, cohort: 
     }
 
 
-def _status(name: str) -> float:
-    """A field of /proc/self/status, in MB."""
-    found = re.search(rf"{name}:\s*(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+def _forget_peak() -> None:
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> float:
+    """Largest resident memory since it was forgotten, in MB."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", pathlib.Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024 / 1e6
 

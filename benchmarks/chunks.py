@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from benchmarks.common import OUT, chart, finish, in_turn, medians
+from benchmarks.common import OUT, chart, finish, from_zero, in_turn, medians
 from benchmarks.workloads import (
     WORKLOADS,
     Name,
@@ -71,7 +71,7 @@ def main(config: Config) -> None:
         axes.plot(values, [row["ms_per_client"] for row in own_rows], marker="o")
         axes.set_xscale("log", base=2)
         axes.set_xticks(values, map(str, values), minor=False)
-        axes.set_ylim(bottom=0)
+        from_zero(axes)
         axes.set(xlabel=name, ylabel="ms per client", title=f"{config.workload}, {titles[name]}")
     finish(config, f"chunks_{config.workload}", headline, rows, figure)
 

@@ -109,6 +109,11 @@ def chart(width: float = 8, height: float = 4, panels: int = 1) -> tuple[Figure,
     return figure, list(figure.subplots(1, panels, squeeze=False)[0])
 
 
+def from_zero(axes: Axes) -> None:
+    """Let the vertical axis begin at 0, with room above what is drawn."""
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+
+
 def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
     """A horizontal bar for each value, with the value beside it; the first is on top."""
     figure, (axes,) = chart(9, 1.4 + 0.35 * len(values))

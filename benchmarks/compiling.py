@@ -60,7 +60,7 @@ def main(config: Config) -> None:
         axes.barh(names, values, left=left, label=part)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
-    axes.set(xlabel="seconds from the start of the process")
+    axes.set(xlabel="seconds from the start of the process", title="to the end of the first round")
     figure.legend(loc="outside right upper")
     finish(config, "compiling", headline, rows, figure)
 

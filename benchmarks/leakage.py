@@ -15,7 +15,7 @@ import optax
 import tyro
 from jax import Array
 
-from benchmarks.common import OUT, busy_clock, chart, finish, in_turn, medians
+from benchmarks.common import OUT, busy_clock, chart, finish, from_zero, in_turn, medians
 from jaxfl.data import Dataset, load
 from jaxfl.local.leakage import client_risk, exact_risk
 from jaxfl.local.train import train
@@ -74,7 +74,7 @@ def main(config: Config) -> None:
         axes.plot([row["of_training"] for row in own], [row[name] for row in own], style, marker="o",
                   label=f"{drawn} examples, {name}")  # fmt: skip
     axes.set(xlabel="cost over that of 5 local epochs", ylabel="error of the mean risk, %", title="leakage risk")
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     figure.legend(fontsize="small", loc="outside right upper")
     least = min(rows, key=lambda row: row["of_training"])
     headline = (

@@ -15,7 +15,7 @@ import re
 import jax
 import tyro
 
-from benchmarks.common import OUT, apart, chart, finish
+from benchmarks.common import OUT, apart, chart, finish, from_zero
 from benchmarks.workloads import (
     WORKLOADS,
     Name,
@@ -62,9 +62,10 @@ def main(config: Config) -> None:
     figure, (axes,) = chart()
     for name, own in series.items():
         axes.plot([row["population"] for row in own], [row["beyond_data_mb"] for row in own], marker="o", label=name)
-    axes.set(xlabel="population", ylabel="peak beyond the data, MB", title=config.workload)
-    axes.set_ylim(bottom=0)
-    axes.legend()
+    axes.plot(config.cohorts, [row["data_mb"] for row in rows[: len(config.cohorts)]], "--", color="grey", label="data")
+    axes.set(xlabel="population", ylabel="MB", title=f"{config.workload}: peak of a round beyond the data")
+    from_zero(axes)
+    axes.legend(loc="center right")
     finish(config, f"memory_{config.workload}", headline, rows, figure)
 
 

@@ -12,7 +12,7 @@ import pathlib
 
 import tyro
 
-from benchmarks.common import OUT, apart, chart, cores, finish, in_turn, medians, ratio
+from benchmarks.common import OUT, apart, chart, cores, finish, from_zero, in_turn, medians, ratio
 from benchmarks.workloads import (
     WORKLOADS,
     Name,
@@ -56,7 +56,7 @@ def main(config: Config) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, map(str, counts), minor=False)
     axes.set(xlabel="CPU devices", ylabel="clients per second", title=config.workload)
-    axes.set_ylim(bottom=0)
+    from_zero(axes)
     axes.legend()
     finish(config, f"scaling_{config.workload}", headline, rows, figure)
 

@@ -97,9 +97,8 @@ def _split(name: Name, config: Config) -> list[dict[str, Any]]:
         programs["bare training"] = bare_round(algorithm.model, population, inputs, labels, *steps)
     seconds = medians(in_turn(programs, config.repeats))
     whole, inner = seconds["whole round"], [part for part in ("gather", "Fisher", "masks") if part in seconds]
-    steps_only = seconds.pop("client_update") - sum(seconds[part] for part in inner)
+    seconds["local steps"] = seconds.pop("client_update") - sum(seconds[part] for part in inner)
     parts = ("sampling", *inner, "local steps", "clip", "noise")
-    seconds["local steps"] = steps_only
     seconds["rest"] = whole - sum(seconds[part] for part in parts)
     beside = [part for part in ("whole round", "bare training", "evaluation") if part in seconds]
     return [

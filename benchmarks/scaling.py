@@ -47,12 +47,12 @@ def main(config: Config) -> None:
         speedup = figures["clients_per_s"] / rows[0]["clients_per_s"] if rows else 1.0
         rows.append({"devices": devices} | figures | {"speedup": speedup})
     headline = ", ".join(f"{row['devices']}: {row['clients_per_s']:.4g}" for row in rows)
-    headline = f"{config.workload} on {cores()} cores, clients/s by devices: {headline}"
+    headline = f"{config.workload}, cores: {cores()}, clients/s by devices: {headline}"
     figure, (axes,) = chart()
     counts = [row["devices"] for row in rows]
     axes.plot(counts, [row["clients_per_s"] for row in rows], marker="o", label="measured")
     line = [min(count, cores()) * rows[0]["clients_per_s"] / counts[0] for count in counts]
-    axes.plot(counts, line, linestyle="--", color="grey", label=f"in proportion, on {cores()} cores")
+    axes.plot(counts, line, linestyle="--", color="grey", label=f"in proportion (cores: {cores()})")
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, map(str, counts), minor=False)
     axes.set(xlabel="CPU devices", ylabel="clients per second", title=config.workload)

@@ -118,7 +118,7 @@ def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
     """A horizontal bar for each value, with the value beside it; the first is on top."""
     figure, (axes,) = chart(9, 1.4 + 0.35 * len(values))
     drawn = axes.barh(list(values), list(values.values()))
-    axes.bar_label(drawn, fmt="{:.3g}", padding=3)
+    axes.bar_label(drawn, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()], padding=3)
     axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set(xlabel=label, title=title)

@@ -67,7 +67,7 @@ def main(config: Config) -> None:
             errors[name] = 100 * float(np.sqrt(np.mean((found / truth[name] - 1) ** 2)))
         cost = seconds[str((drawn, probes))] / seconds["training"]
         rows.append({"examples": drawn, "probes": probes, "of_training": cost} | errors)
-    figure, (axes,) = chart()
+    figure, (axes,) = chart(11)
     for drawn, name in itertools.product(config.drawn, weights):
         own = [row for row in rows if row["examples"] == drawn]
         style = "-" if drawn == config.drawn[0] else "--"

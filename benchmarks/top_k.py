@@ -80,7 +80,7 @@ def main(config: Config) -> None:
     headline += ", ".join(f"{100 * share:.1f}% ({name})" for name, share in shares.items())
     times = {f"{row['weights']:,}: {row['way']}": row["microseconds"] for row in rows}
     figure = bars(times, "microseconds", f"masks of the largest {100 * config.density:g}%")
-    figure.axes[0].set_xscale("log")
+    figure.axes[0].set(xscale="log", xlim=(1, 3 * max(times.values())))
     finish(config, "top_k", headline, rows, figure, {"share_of_local_step": shares})
 
 

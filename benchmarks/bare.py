@@ -1,9 +1,7 @@
 """Lower bounds for the engine: local SGD alone on prepared data, and the Fisher diagonal beside a gradient."""
 
 import functools
-import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +10,21 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.common import busy_clock, in_turn, medians
 from jaxfl.engine import Population, compiler_options
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
-from jaxfl.types import Model, Params
+from jaxfl.types import Model, Params, Tree
 
 
 def bare_round(
-    model: Model, population: Population, inputs: np.ndarray, labels: np.ndarray, batch_size: int, steps: int
+    model: Model,
+    population: Population,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    batch_size: int,
+    steps: int,
+    chunk: int = 1,
 ) -> Callable[[], None]:
     """Every client's SGD steps on batches laid out beforehand, summed: no gather, clip, noise or ledger.
 
@@ -30,6 +35,7 @@ def bare_round(
         labels: [C, N].
         batch_size: B.
         steps: SGD steps per client.
+        chunk: clients vectorised at a time on each device.
     """
     mesh, count = population.mesh, len(labels)
     part = model.microbatch or batch_size
@@ -57,21 +63,43 @@ def bare_round(
 
         return lax.fori_loop(0, steps, step, params)
 
-    def device(params: Params, x: Array, y: Array) -> Params:
-        def client(i: Array, total: Params) -> Params:
-            return jax.tree.map(jnp.add, total, local(params, x[i], y[i]))
-
-        total = lax.fori_loop(0, len(x), client, jax.tree.map(jnp.zeros_like, params))
-        return lax.psum(total, "clients")
-
     specs = (P(), P("clients"), P("clients"))
-    sharded = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
-    program = jax.jit(sharded, compiler_options=compiler_options(mesh))
+    program = sum_over_clients(lambda i, params, x, y: local(params, x[i], y[i]), population, specs, chunk)
     return lambda: jax.block_until_ready(program(params, x, y))
 
 
+def sum_over_clients(
+    one: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
+) -> Callable[..., Tree]:
+    """A program that adds up `one(slot, *arguments)` over all clients of all devices, in a loop like the engine's.
+
+    Args:
+        one: what a client computes; `slot` counts the clients of its device.
+        population: names the devices and the number of clients.
+        specs: how the arguments lie on the devices.
+        chunk: clients vectorised at a time on each device; a last chunk that is not full costs as much as a full one.
+    """
+    mesh = population.mesh
+    own = population.clients.number // mesh.size
+
+    def device(*arguments: Tree) -> Tree:
+        def add(i: Array, total: Tree) -> Tree:
+            if chunk == 1:  # plain code, as in the engine
+                return jax.tree.map(jnp.add, total, one(i, *arguments))
+            slots = jnp.minimum(i * chunk + jnp.arange(chunk), own - 1)
+            parts = jax.vmap(lambda slot: one(slot, *arguments))(slots)
+            return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, parts)
+
+        shapes = jax.eval_shape(one, jnp.int32(0), *arguments)
+        zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return lax.psum(lax.fori_loop(0, -(-own // chunk), add, zero), "clients")
+
+    sharded = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    return jax.jit(sharded, compiler_options=compiler_options(mesh))
+
+
 def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:
-    """Median processor time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
+    """Median (processor) time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(
         jnp.asarray(inputs)[: batches * batch_size].reshape(batches, batch_size, *inputs.shape[1:])
@@ -92,19 +120,6 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
         "fisher": total(lambda p, x, y: fisher_diagonal(model, p, x, y, weights)),
         "gradient": total(lambda p, x, y: jax.grad(lambda p: cross_entropy(model.apply(p, x), y, weights))(p)),
     }
-    seconds = in_turn(
-        {name: functools.partial(program, params, x, y) for name, program in programs.items()}, 3 * repeats
-    )
+    calls = {name: functools.partial(program, params, x, y) for name, program in programs.items()}
+    seconds = medians(in_turn(calls, 3 * repeats, busy_clock()))
     return seconds["fisher"] / seconds["gradient"]
-
-
-def in_turn(programs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median processor seconds of each, taken in turn after one call to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for repeat in range(repeats + 1):
-        for name, program in programs.items():
-            start = time.process_time()
-            jax.block_until_ready(program())
-            if repeat:
-                seconds[name].append(time.process_time() - start)
-    return {name: float(np.median(values)) for name, values in seconds.items()}

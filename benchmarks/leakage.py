@@ -5,6 +5,7 @@ python -m benchmarks.leakage
 
 import dataclasses
 import itertools
+import pathlib
 from collections.abc import Callable
 
 import jax
@@ -14,7 +15,7 @@ import optax
 import tyro
 from jax import Array
 
-from benchmarks.bare import in_turn
+from benchmarks.common import OUT, busy_clock, chart, finish, from_zero, in_turn, medians
 from jaxfl.data import Dataset, load
 from jaxfl.local.leakage import client_risk, exact_risk
 from jaxfl.local.train import train
@@ -34,6 +35,7 @@ class Config:
     seeds: int = 15
     """Estimates of which the error is the root mean square."""
     repeats: int = 9
+    out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
@@ -50,19 +52,35 @@ def main(config: Config) -> None:
         for drawn, probes in itertools.product(config.drawn, config.probes)
     }
     programs = {str(knobs): lambda f=risk: f(jax.random.key(0), start) for knobs, risk in risks.items()}
-    seconds = in_turn(programs | {"training": lambda: training(start, client)}, config.repeats)
+    programs |= {"training": lambda: training(start, client)}
+    seconds = medians(in_turn(programs, config.repeats, busy_clock()))
     # A convolution's fast form rounds one example otherwise than many, and its pooling then breaks ties of equal pixels
     # otherwise: exact values are those of the plain form, for which the first maximum always wins.
     plain, inputs, labels = lenet(shape, form="plain"), jnp.asarray(client.inputs), jnp.asarray(client.labels)
     exact = jax.jit(lambda params: jnp.mean(exact_risk(plain, params, inputs, labels)))
     truth = {name: float(exact(params)) for name, params in weights.items()}
+    rows = []
     for (drawn, probes), risk in risks.items():
-        errors = []
+        errors = {}
         for name, params in weights.items():
             found = np.array([risk(jax.random.key(seed), params) for seed in range(config.seeds)])
-            errors.append(f"{name} {100 * np.sqrt(np.mean((found / truth[name] - 1) ** 2)):.1f}%")
+            errors[name] = 100 * float(np.sqrt(np.mean((found / truth[name] - 1) ** 2)))
         cost = seconds[str((drawn, probes))] / seconds["training"]
-        print(f"{drawn} examples, {probes} probes: {cost:.2f} of training; error {', '.join(errors)}")
+        rows.append({"examples": drawn, "probes": probes, "of_training": cost} | errors)
+    figure, (axes,) = chart(11)
+    for drawn, name in itertools.product(config.drawn, weights):
+        own = [row for row in rows if row["examples"] == drawn]
+        style = "-" if drawn == config.drawn[0] else "--"
+        axes.plot([row["of_training"] for row in own], [row[name] for row in own], style, marker="o",
+                  label=f"{drawn} examples, {name}")  # fmt: skip
+    axes.set(xlabel="cost over that of 5 local epochs", ylabel="error of the mean risk, %", title="leakage risk")
+    from_zero(axes)
+    figure.legend(fontsize="small", loc="outside right upper")
+    least = min(rows, key=lambda row: row["of_training"])
+    headline = (
+        f"{least['examples']} examples, {least['probes']} probes: {least['of_training']:.2f} of training; errors in %"
+    )
+    finish(config, "leakage", headline, rows, figure)
 
 
 def _rows(data: Dataset, rows: np.ndarray) -> ClientData:

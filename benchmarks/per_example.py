@@ -4,6 +4,7 @@ python -m benchmarks.per_example
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import tyro
 
-from benchmarks.bare import in_turn
+from benchmarks.common import OUT, bars, busy_clock, finish, in_turn, medians
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.train import train
 from jaxfl.models import build
@@ -31,19 +32,27 @@ class Config:
     steps: int = 20
     chunks: tuple[int, ...] = (1, 4, 8, 16, 32)
     repeats: int = 5
+    out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
     """Print milliseconds of a plain step, and how many of them a private step takes, by chunk."""
+    rows = []
     for name in config.models:
         plain = {"plain": _client(name, config, None)}
         private = {f"chunk {chunk}": _client(name, config, chunk) for chunk in config.chunks}
-        seconds = in_turn(plain | private, config.repeats)
-        base = seconds.pop("plain")
-        print(
-            f"{name}, batch {config.batch_size}: plain {1e3 * base / config.steps:.2f} ms per step; private, times it: "
-        )
-        print("  " + ", ".join(f"{way} {s / base:.1f}" for way, s in seconds.items()))
+        seconds = medians(in_turn(plain | private, config.repeats, busy_clock()))
+        base = seconds["plain"]
+        rows += [
+            {"model": name, "step": way, "ms_per_step": 1e3 * s / config.steps, "plain_steps": s / base}
+            for way, s in seconds.items()
+        ]
+    private_rows = [row for row in rows if row["step"] != "plain"]
+    best = {name: min(row["plain_steps"] for row in private_rows if row["model"] == name) for name in config.models}
+    headline = "a private step takes " + ", ".join(f"{cost:.1f} plain ones ({name})" for name, cost in best.items())
+    values = {f"{row['model']}, {row['step']}": row["plain_steps"] for row in private_rows}
+    title = f"private steps, batch {config.batch_size}"
+    finish(config, "per_example", headline, rows, bars(values, "plain steps of as many examples", title))
 
 
 def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:

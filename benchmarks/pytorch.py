@@ -99,10 +99,23 @@ class ResNet20(nn.Module):
 NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar, "resnet20": ResNet20}
 
 
-def tensors(inputs: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
+def best_device(threads: int) -> str:
+    """An accelerator where PyTorch has one, with the precision that JAX takes there; else the CPU and its threads."""
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision("high")
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Float32 inputs [C, N, H, W, channels] and labels [C, N] as tensors, inputs [C, N, channels, H, W]."""
     images = torch.from_numpy(np.ascontiguousarray(inputs.transpose(0, 1, 4, 2, 3), dtype=np.float32))
-    return images, torch.from_numpy(np.asarray(labels, dtype=np.int64))
+    return images.to(device), torch.from_numpy(np.asarray(labels, dtype=np.int64)).to(device)
+
+
+def wait(device: str) -> None:
+    """Until the device has done what it was given."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def fedavg_round(

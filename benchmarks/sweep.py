@@ -5,6 +5,7 @@ python -m benchmarks.sweep
 
 import dataclasses
 import functools
+import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 import tyro
 
+from benchmarks.common import OUT, bars, finish
 from jaxfl import Result, simulate, sweep
 from jaxfl.algorithms import dp_pfeddsu
 from jaxfl.data import from_arrays, make_clients
@@ -28,6 +30,7 @@ class Config:
     clients: int = 20
     examples: int = 250
     rounds: int = 30
+    out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
@@ -50,15 +53,17 @@ def main(config: Config) -> None:
         "sweep, one after the other": lambda: sweep(key, build, values, clients, **options),
         "sweep, vectorised": lambda: sweep(key, build, values, clients, batch=config.points, **options),
     }
-    first = None
-    print(f"{config.points} points, {config.clients} clients of {config.examples} examples, {config.rounds} rounds")
+    seconds = {}
     for name, way in ways.items():
         jax.clear_caches()
         start = time.monotonic()
         way()
-        seconds = time.monotonic() - start
-        first = first or seconds
-        print(f"{name:28} {seconds:7.1f} s   {seconds / first:5.2f}")
+        seconds[name] = time.monotonic() - start
+    first = seconds["a run for each"]
+    rows = [{"way": name, "seconds": s, "of_a_run_for_each": s / first} for name, s in seconds.items()]
+    title = f"{config.points} points, {config.clients} clients of {config.examples} examples, {config.rounds} rounds"
+    headline = f"one program takes {seconds['sweep, one after the other'] / first:.2f} of the time of a run for each"
+    finish(config, "sweep", headline, rows, bars(seconds, "seconds", title))
 
 
 if __name__ == "__main__":

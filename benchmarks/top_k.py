@@ -4,6 +4,7 @@ python -m benchmarks.top_k
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import optax
 import tyro
 from jax import Array, lax
 
-from benchmarks.bare import in_turn
+from benchmarks.common import OUT, bars, busy_clock, finish, in_turn, medians
 from jaxfl.algorithms import dp_pfeddsu
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.masks import top_k_mask
@@ -31,6 +32,7 @@ class Config:
     batch_size: int = 100
     """Of the local steps (the DP-pFedDSU paper's setting)."""
     repeats: int = 9
+    out: pathlib.Path = OUT
 
 
 def _by_top_k(values: Array, count: int) -> Array:
@@ -62,19 +64,24 @@ WAYS: dict[str, Callable[[Array, int], Array]] = {
 
 def main(config: Config) -> None:
     """Print microseconds of each way, and the share of a local step."""
+    rows = []
     for size in (48_000, 36_864, 10_080):
         count = int(config.density * size)
         values = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
         masks = {name: _repeated(way, values, count) for name, way in WAYS.items()}
-        seconds = in_turn(masks, config.repeats)
-        print(f"{size} weights: " + ", ".join(f"{name} {1e6 * s / 20:.0f} us" for name, s in seconds.items()))
+        seconds = medians(in_turn(masks, config.repeats, busy_clock()))
+        rows += [{"weights": size, "way": name, "microseconds": 1e6 * s / 20} for name, s in seconds.items()]
+    shares = {}
     for name in ("lenet", "resnet20"):
         steps = {source: _client(name, source, config) for source in ("broadcast", "local_step")}
-        seconds = in_turn(steps, config.repeats)
-        share = seconds["local_step"] / seconds["broadcast"] - 1
-        print(
-            f"{name}, batch {config.batch_size}: masks of every local step cost {100 * share:.1f}% of the other steps"
-        )
+        seconds = medians(in_turn(steps, config.repeats, busy_clock()))
+        shares[name] = seconds["local_step"] / seconds["broadcast"] - 1
+    headline = f"masks of every local step, batch {config.batch_size}, cost "
+    headline += ", ".join(f"{100 * share:.1f}% ({name})" for name, share in shares.items())
+    times = {f"{row['weights']:,}: {row['way']}": row["microseconds"] for row in rows}
+    figure = bars(times, "microseconds", f"masks of the largest {100 * config.density:g}%")
+    figure.axes[0].set(xscale="log", xlim=(1, 3 * max(times.values())))
+    finish(config, "top_k", headline, rows, figure, {"share_of_local_step": shares})
 
 
 def _repeated(way: Callable[[Array, int], Array], values: Array, count: int) -> Callable[[], Any]:

@@ -1,0 +1,80 @@
+"""Seconds per client of one round, against how many clients are vectorised at a time and how many take part.
+
+python -m benchmarks.chunks
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import tyro
+
+from benchmarks.common import OUT, chart, finish, from_zero, in_turn, medians
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    usual_chunk,
+)
+from jaxfl.engine import place
+from jaxfl.privacy import FixedSize
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time."""
+
+    workload: Name = "lenet"
+    population: int = 200
+    """Number of clients."""
+    chunks: tuple[int, ...] = (1, 2, 8, 32, 128)
+    """For rounds of every client; those of more clients than a device holds are left out."""
+    cohorts: tuple[int, ...] = (5, 20, 50, 100, 200)
+    """Clients drawn for a round, at the usual chunk."""
+    repeats: int = 5
+    out: pathlib.Path = OUT
+
+
+def main(config: Config) -> None:
+    """Time all in turn."""
+    work = dataclasses.replace(WORKLOADS[config.workload], clients=config.population)
+    population = place(clients_of(*examples_of(work)))
+    own = population.clients.number // population.mesh.size
+    usual = usual_chunk(population)
+    sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= own]
+    sizes += [(usual, cohort) for cohort in config.cohorts if (usual, cohort) not in sizes]
+    rounds = {str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0]) for size in sizes}
+    seconds = medians(in_turn({name: one.run for name, one in rounds.items()}, config.repeats))
+    rows = [
+        {
+            "chunk": chunk,
+            "cohort": cohort,
+            "median_s": seconds[str((chunk, cohort))],
+            "ms_per_client": 1e3 * seconds[str((chunk, cohort))] / cohort,
+            "temporary_mb": rounds[str((chunk, cohort))].temporary_mb,
+        }
+        for chunk, cohort in sizes
+    ]
+    best = min((row for row in rows if row["cohort"] == config.population), key=lambda row: row["median_s"])
+    headline = f"{config.workload}: best chunk {best['chunk']}, {best['ms_per_client']:.3g} ms per client"
+    figure, panels = chart(9, 3.5, panels=2)
+    series: dict[str, list[dict[str, Any]]] = {
+        "chunk": [row for row in rows if row["cohort"] == config.population],
+        "cohort": sorted((row for row in rows if row["chunk"] == usual), key=lambda row: row["cohort"]),
+    }
+    titles = {"chunk": f"all {config.population} clients take part", "cohort": f"chunk {usual}"}
+    for axes, (name, own_rows) in zip(panels, series.items(), strict=True):
+        values = [row[name] for row in own_rows]
+        axes.plot(values, [row["ms_per_client"] for row in own_rows], marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, map(str, values), minor=False)
+        from_zero(axes)
+        axes.set(xlabel=name, ylabel="ms per client", title=f"{config.workload}, {titles[name]}")
+    finish(config, f"chunks_{config.workload}", headline, rows, figure)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

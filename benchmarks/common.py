@@ -1,0 +1,149 @@
+"""What benchmarks share: timing in turn, processes of their own, the machine, and a table, JSON and PNG of each."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from jaxfl.report import write_json
+
+OUT = pathlib.Path("runs/benchmarks")
+
+Row = Mapping[str, Any]
+"""A line of a table: what the columns' names say, as raw numbers."""
+
+
+def in_turn(
+    programs: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
+    """Seconds of each program: one call to warm up, then `repeats` times all of them in turn.
+
+    A machine's speed drifts, so that only what lies side by side in time is compared.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for repeat in range(repeats + 1):
+        for name, program in programs.items():
+            time.sleep(0.05)  # another library's threads stop spinning
+            start = clock()
+            jax.block_until_ready(program())
+            if repeat:
+                seconds[name].append(clock() - start)
+    return seconds
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Median of each."""
+    return {name: float(np.median(values)) for name, values in seconds.items()}
+
+
+def ratio(seconds: Sequence[float], own: Sequence[float]) -> float:
+    """Median over turns: the two lie side by side in time, whatever the machine's speed then is."""
+    return float(np.median(np.array(seconds) / np.array(own)))
+
+
+def busy_clock() -> Callable[[], float]:
+    """Processor time, which other processes disturb little; wall time where the processor only waits."""
+    return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+
+
+def apart(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+    """The value of a module-level function in a fresh process.
+
+    Args:
+        function: of JSON values, to a JSON value.
+        arguments: its own.
+        environment: variables beside this process's.
+
+    Raises:
+        RuntimeError: the process failed; its last words are in the message.
+    """
+    module = function.__globals__["__spec__"].name  # `__main__` has a name of its own only there
+    code = "import importlib, json, sys; f = getattr(importlib.import_module(sys.argv[1]), sys.argv[2]); "
+    code += "print(json.dumps(f(*json.loads(sys.argv[3]))))"
+    command = [sys.executable, "-c", code, module, function.__name__, json.dumps(arguments)]
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        words = done.stderr.strip()[-2000:]
+        raise RuntimeError(f"{module}.{function.__name__}{arguments} ended with {done.returncode}: {words}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """Processor, cores, JAX's devices, versions. Starts JAX's backend."""
+    device, name = jax.devices()[0], platform.processor() or platform.machine()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (found := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
+        name = found[1]
+    versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")}
+    here = {"cpu": name, "cores": cores(), "device": device.device_kind, "devices": jax.device_count()}
+    return here | {"system": platform.platform(), "python": platform.python_version()} | versions
+
+
+def chart(width: float = 8, height: float = 4, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure, in inches, and its panels side by side."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+
+
+def from_zero(axes: Axes) -> None:
+    """Let the vertical axis begin at 0, with room above what is drawn."""
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+
+
+def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
+    """A horizontal bar for each value, with the value beside it; the first is on top."""
+    figure, (axes,) = chart(9, 1.4 + 0.35 * len(values))
+    drawn = axes.barh(list(values), list(values.values()))
+    axes.bar_label(drawn, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()], padding=3)
+    axes.margins(x=0.1)
+    axes.invert_yaxis()
+    axes.set(xlabel=label, title=title)
+    return figure
+
+
+def finish(
+    config: Any, name: str, headline: str, rows: Sequence[Row], figure: Figure, facts: Mapping[str, Any] | None = None
+) -> None:
+    """Print the table of a benchmark, and write its JSON and PNG into `config.out`.
+
+    Args:
+        config: the resolved settings, a dataclass with the folder `out`.
+        name: of the files.
+        headline: the result in one line; the table's title.
+        rows: of the table; the first one names the columns.
+        figure: drawn already.
+        facts: further figures for the JSON.
+    """
+    table = Table(*rows[0], title=f"{name}: {headline}")
+    for row in rows:
+        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    Console(width=150).print(table)
+    settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
+    figures = {"headline": headline, "settings": settings, "machine": machine(), "rows": [dict(row) for row in rows]}
+    config.out.mkdir(parents=True, exist_ok=True)
+    write_json(config.out / f"{name}.json", figures | dict(facts or {}))
+    figure.savefig(config.out / f"{name}.png", dpi=120)

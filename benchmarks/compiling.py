@@ -1,0 +1,83 @@
+"""Seconds to compile each workload's round, and from the start of a process to its first round, cold and warm.
+
+python -m benchmarks.compiling
+
+Each in a process of its own: cold with an empty persistent compilation cache (`jax_compilation_cache_dir`), then warm
+with what the first left there. `imports` begin with the process; `data` is made and laid out on the devices; `start`
+initialises server and clients; `compile` traces and compiles the round, or reads it from the cache; `round` runs it.
+"""
+
+import dataclasses
+import pathlib
+import tempfile
+import time
+
+import jax
+import tyro
+
+from benchmarks.common import OUT, apart, chart, finish
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    usual_chunk,
+)
+from jaxfl.engine import place
+
+PARTS = ("imports", "data", "start", "compile", "round")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time."""
+
+    workloads: tuple[Name, ...] = tuple(WORKLOADS)
+    out: pathlib.Path = OUT
+
+
+def main(config: Config) -> None:
+    """Time each workload twice, each time apart."""
+    rows = []
+    for workload in config.workloads:
+        with tempfile.TemporaryDirectory() as folder:
+            cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            for state in ("cold", "warm"):
+                seconds = apart(measure, workload, time.time(), **cache)
+                total = {"total": sum(seconds.values()), "start_to_round": sum(seconds[p] for p in PARTS[2:])}
+                rows.append({"workload": workload, "cache": state} | seconds | total)
+    cold, warm = rows[:2]
+    headline = (
+        f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache {warm['compile']:.2g} s, and "
+    )
+    headline += f"{warm['start_to_round']:.2g} s from placed data to the end of the first round"
+    figure, (axes,) = chart(9, 1.2 + 0.35 * len(rows))
+    names, left = [f"{row['workload']}, {row['cache']}" for row in rows], [0.0] * len(rows)
+    for part in PARTS:
+        values = [row[part] for row in rows]
+        axes.barh(names, values, left=left, label=part)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds from the start of the process", title="to the end of the first round")
+    figure.legend(loc="outside right upper")
+    finish(config, "compiling", headline, rows, figure)
+
+
+def measure(workload: Name, begun: float) -> dict[str, float]:
+    """Seconds of each part, from the time (of `time.time`) at which the process was started."""
+    ends = [begun, time.time()]
+    work = WORKLOADS[workload]
+    population = place(clients_of(*examples_of(work)))
+    jax.block_until_ready(population.clients)
+    ends.append(time.time())
+    own = compile_round(algorithm_of(work), population, usual_chunk(population))
+    ends += [time.time() - own.compile_s, time.time()]
+    own.run()
+    ends.append(time.time())
+    return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,110 @@
+"""Peak resident memory of rounds beyond the clients' data, against cohort and population; on Linux.
+
+python -m benchmarks.memory
+
+Each size in a process of its own. `peak_mb` is the peak over two rounds of all that the process then holds, libraries
+too, after the copies from which the data was laid out on the devices are gone; `beyond_data_mb` is less the bytes of
+the clients' arrays on the devices. Compiling has a peak of its own, which would hide that of small rounds.
+"""
+
+import dataclasses
+import gc
+import pathlib
+import re
+
+import jax
+import tyro
+
+from benchmarks.common import OUT, apart, chart, finish, from_zero
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    usual_chunk,
+)
+from jaxfl.engine import place
+from jaxfl.privacy import FixedSize
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    workload: Name = "lenet"
+    cohorts: tuple[int, ...] = (50, 200, 500, 1000, 2000)
+    """Rounds of a whole population of so many clients, and of the smallest of these cohorts out of it."""
+    examples: int = 64
+    """Per client."""
+    steps: int = 2
+    """Local steps; memory does not depend on their number."""
+    out: pathlib.Path = OUT
+
+
+def main(config: Config) -> None:
+    """Measure each size apart."""
+    least = min(config.cohorts)
+    sizes = [(size, size) for size in config.cohorts] + [(size, least) for size in config.cohorts if size > least]
+    options = (config.workload, config.examples, config.steps)
+    rows = [
+        {"population": population, "cohort": cohort} | apart(measure, *options, population, cohort)
+        for population, cohort in sizes
+    ]
+    series = {
+        "all clients take part": [row for row in rows if row["cohort"] == row["population"]],
+        f"{least} clients take part": [row for row in rows if row["cohort"] == least],
+    }
+    whole = [row["beyond_data_mb"] for row in series["all clients take part"]]
+    headline = f"{config.workload}: {whole[-1] - whole[0]:+.0f} MB beyond the data from a cohort of {least} to "
+    headline += str(max(config.cohorts))
+    figure, (axes,) = chart()
+    for name, own in series.items():
+        axes.plot([row["population"] for row in own], [row["beyond_data_mb"] for row in own], marker="o", label=name)
+    axes.plot(config.cohorts, [row["data_mb"] for row in rows[: len(config.cohorts)]], "--", color="grey", label="data")
+    axes.set(xlabel="population", ylabel="MB", title=f"{config.workload}: peak of a round beyond the data")
+    from_zero(axes)
+    axes.legend(loc="center right")
+    finish(config, f"memory_{config.workload}", headline, rows, figure)
+
+
+def measure(workload: Name, examples: int, steps: int, population: int, cohort: int) -> dict[str, float | None]:
+    """Megabytes of this process over two rounds, and of its accelerator where there is one."""
+    work = dataclasses.replace(WORKLOADS[workload], clients=population, examples=examples, steps=steps)
+    placed = place(clients_of(*examples_of(work)))
+    jax.block_until_ready(placed.clients)
+    data = sum(leaf.nbytes for leaf in placed.clients) / 1e6
+    gc.collect()
+    _forget_peak()
+    own = compile_round(algorithm_of(work, FixedSize(cohort)), placed, usual_chunk(placed))
+    compiling = _peak()
+    _forget_peak()
+    own.run()
+    own.run()
+    peak = _peak()
+    held = data if jax.default_backend() == "cpu" else 0.0  # an accelerator has memory of its own
+    device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "data_mb": data,
+        "compiling_peak_mb": compiling,
+        "peak_mb": peak,
+        "beyond_data_mb": peak - held,
+        "temporary_mb": own.temporary_mb,
+        "device_peak_mb": None if device is None else device / 1e6,
+    }
+
+
+def _forget_peak() -> None:
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> float:
+    """Largest resident memory since it was forgotten, in MB."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

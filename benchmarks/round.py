@@ -1,0 +1,166 @@
+"""Where a round's time goes: sampling, gather, local steps, Fisher, masks, clip, noise, the rest; and evaluation.
+
+python -m benchmarks.round
+
+Method. One compiled round is timed, and in turn with it each part in a program of its own, on the round's shapes and
+devices and in a loop over clients like the engine's, whose sum keeps the compiler from dropping any of it:
+
+- sampling: a cohort of all clients is drawn and listed.
+- gather: the local training loop (order, gather, layout of batches) with a model that only adds up its inputs.
+- Fisher, masks (FedDPA): the Fisher diagonal of every client's weights; normalised, compared, merged.
+- local steps: `client_update` of every client, less gather, Fisher and masks.
+- clip: of an update per client. Noise: one draw for the sum, at the server.
+- rest: what is left of the round: sums over clients and devices, health checks, client states, ledger, server step,
+  and what parts cost less, or more, alone than together; it may be negative.
+
+Beside them: bare local training (see `benchmarks.bare`) and the evaluation of all clients, both as shares of the round.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.bare import bare_round, sum_over_clients
+from benchmarks.common import OUT, chart, finish, in_turn, medians
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    Workload,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    usual_chunk,
+)
+from jaxfl.engine import Population, initialize, place
+from jaxfl.evaluate import compile_evaluation
+from jaxfl.local.fisher import client_fisher, normalize_per_layer
+from jaxfl.local.masks import fisher_mask, merge
+from jaxfl.local.train import train_model
+from jaxfl.privacy import FixedSize
+from jaxfl.privacy.clip import clip
+from jaxfl.privacy.noise import add_gaussian
+from jaxfl.types import Algorithm, ClientData, Clients, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time."""
+
+    workloads: tuple[Name, ...] = tuple(WORKLOADS)
+    tests: int = 100
+    """Test examples of each client."""
+    repeats: int = 7
+    out: pathlib.Path = OUT
+
+
+def main(config: Config) -> None:
+    """Time each workload's parts in turn."""
+    rows = [row for name in config.workloads for row in _split(name, config)]
+    first = {row["part"]: row["percent"] for row in rows if row["workload"] == config.workloads[0]}
+    over = f"{100 * (100 / first['bare training'] - 1):+.1f}% over bare training, " if "bare training" in first else ""
+    headline = f"{config.workloads[0]}: {over}evaluation {first['evaluation']:.1f}% of a round"
+    figure, (axes,) = chart(10, 1.6 + 0.45 * len(config.workloads))
+    left = dict.fromkeys(config.workloads, 0.0)
+    for part in ("sampling", "gather", "local steps", "Fisher", "masks", "clip", "noise", "rest"):
+        own = {row["workload"]: max(0.0, row["percent"]) for row in rows if row["part"] == part}
+        axes.barh(list(own), list(own.values()), left=[left[name] for name in own], label=part)
+        left |= {name: left[name] + share for name, share in own.items()}
+    axes.invert_yaxis()
+    axes.axvline(100, color="black", linestyle="--", linewidth=1)
+    axes.set(xlabel="% of a whole round", title="parts of a round, each timed alone")
+    figure.legend(loc="outside right upper")
+    finish(config, "round", headline, rows, figure)
+
+
+def _split(name: Name, config: Config) -> list[dict[str, Any]]:
+    work = WORKLOADS[name]
+    inputs, labels = examples_of(work)
+    population = place(clients_of(inputs, labels, config.tests))
+    algorithm, chunk = algorithm_of(work, FixedSize(work.clients)), usual_chunk(population)
+    key = jax.random.key(0)
+    server, states = initialize(key, algorithm, population)
+    programs = _parts(work, algorithm, population, chunk, server, states)
+    programs["whole round"] = compile_round(algorithm, population, chunk).run
+    evaluate = compile_evaluation(algorithm, population, chunk=chunk)
+    programs["evaluation"] = lambda: evaluate(key, server, states)
+    if not work.feddpa:
+        steps = (work.batch_size, work.steps, chunk)
+        programs["bare training"] = bare_round(algorithm.model, population, inputs, labels, *steps)
+    seconds = medians(in_turn(programs, config.repeats))
+    whole, inner = seconds["whole round"], [part for part in ("gather", "Fisher", "masks") if part in seconds]
+    seconds["local steps"] = seconds.pop("client_update") - sum(seconds[part] for part in inner)
+    parts = ("sampling", *inner, "local steps", "clip", "noise")
+    seconds["rest"] = whole - sum(seconds[part] for part in parts)
+    beside = [part for part in ("whole round", "bare training", "evaluation") if part in seconds]
+    return [
+        {"workload": name, "part": part, "ms": 1e3 * seconds[part], "percent": 100 * seconds[part] / whole}
+        for part in (*parts, "rest", *beside)
+    ]
+
+
+def _parts(
+    work: Workload, algorithm: Algorithm, population: Population, chunk: int, server: Any, states: Tree
+) -> dict[str, Callable[[], Any]]:
+    """A program for each part, on the round's shapes."""
+    key, model, mechanism = jax.random.key(0), algorithm.model, algorithm.mechanism
+    clients, by_client = population.clients, P("clients")
+
+    def data_of(slot: Array, clients: Clients) -> ClientData:
+        return ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
+
+    def state_of(slot: Array, states: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: leaf[slot], states)
+
+    def of_clients(one: Callable[..., Tree]) -> Callable[[], Tree]:
+        program = sum_over_clients(one, population, (P(), by_client, by_client), chunk)
+        return lambda: program(server, states, clients)
+
+    def sampling(key: Array) -> Array:
+        sampled = mechanism.sampling.sample(key, population.number)
+        return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
+
+    def client_update(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+        own = jax.random.fold_in(key, slot)
+        return algorithm.client_update(own, server, state_of(slot, states), data_of(slot, clients))[0].update
+
+    def gather(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+        def apply(params: Array, x: Array) -> Array:
+            return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.microbatch or work.batch_size, params.size))
+
+        options: dict[str, Any] = {"batch_size": work.batch_size, "steps": work.steps, "optimizer": optax.sgd(0.01)}
+        own = jax.random.fold_in(key, slot)
+        return train_model(own, model, jnp.zeros(10), data_of(slot, clients), apply=apply, **options)[0]
+
+    def fisher(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+        return client_fisher(model, state_of(slot, states), data_of(slot, clients))
+
+    def masks(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+        old = state_of(slot, states)
+        personal = fisher_mask(normalize_per_layer(jax.tree.map(jnp.square, old)), 0.4)
+        return merge(personal, old, server.params)
+
+    def clipped(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+        return clip(jax.tree.map(lambda leaf: leaf * (1 + slot), server.params), mechanism.clip)[0]  # differs by client
+
+    draw, noise = jax.jit(sampling), jax.jit(add_gaussian)
+    programs = {
+        "sampling": lambda: draw(key),
+        "client_update": of_clients(client_update),
+        "gather": of_clients(gather),
+        "clip": of_clients(clipped),
+        "noise": lambda: noise(key, server.params, jnp.float32(1)),
+    }
+    return programs | ({"Fisher": of_clients(fisher), "masks": of_clients(masks)} if work.feddpa else {})
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,96 @@
+"""All benchmarks, each in a process of its own, and a table of what they found.
+
+python -m benchmarks.run_all --quick
+"""
+
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import OUT
+from benchmarks.workloads import WORKLOADS
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    quick: bool = False
+    """Fewer sizes and repeats: under 10 minutes on two cores."""
+    vs: Literal["torch"] | None = None
+    """Throughput beside an equal PyTorch loop too (extra `[bench]`)."""
+    out: pathlib.Path = OUT
+    """Tables as JSON, and PNGs."""
+
+
+def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
+    """Arguments after `python` of each benchmark, by the name of its files."""
+    beside = ["--vs", vs] if vs else []
+    own = {f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS}
+    own |= {
+        "chunks_lenet": ["chunks"],
+        "memory_lenet": ["memory"],
+        "scaling_lenet": ["scaling"],
+        "compiling": ["compiling"],
+        "round": ["round"],
+    }
+    if quick:
+        for name in WORKLOADS:
+            own[f"throughput_{name}"] += ["--repeats", "5"]
+        own["chunks_lenet"] += ["--population", "64", "--chunks", "1", "8", "32", "--cohorts", "16", "--repeats", "3"]
+        own["memory_lenet"] += ["--cohorts", "50", "2000", "--examples", "32", "--steps", "1"]
+        own["scaling_lenet"] += ["--devices", "1", "2", "8", "--repeats", "3"]
+        own["compiling"] += ["--workloads", "lenet", "mlp"]
+        own["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
+    else:
+        own |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep")}
+    return {name: ["-m", f"benchmarks.{module}", *options] for name, (module, *options) in own.items()}
+
+
+def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
+    """Run them one after the other and print what each found; 1 if any failed, else 0.
+
+    Args:
+        jobs: arguments after `python`, by the name of the JSON file with the result's `headline` in `out`.
+        out: where the files are.
+    """
+    table, failed = Table("benchmark", "seconds", "result"), []
+    for name, arguments in jobs.items():
+        print(f"== {name}", flush=True)
+        found = out / f"{name}.json"
+        found.unlink(missing_ok=True)  # an older result is none
+        start = time.monotonic()
+        ended = subprocess.run([sys.executable, *arguments, "--out", str(out)], check=False).returncode
+        result = f"failed, exit status {ended}"
+        if ended == 0 and found.exists():
+            result = json.loads(found.read_text())["headline"]
+        else:
+            failed.append(name)
+        table.add_row(name, f"{time.monotonic() - start:.0f}", result)
+    Console(width=150).print(table)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def main(config: Config) -> int:
+    """Run all, or say what is not installed."""
+    if config.vs and importlib.util.find_spec("torch") is None:
+        raise ValueError(f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out")
+    if not config.vs:
+        print("no comparison with PyTorch: give --vs torch (extra [bench])")
+    return run(jobs(config.quick, config.vs), config.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config, description=__doc__)))

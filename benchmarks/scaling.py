@@ -1,0 +1,82 @@
+"""Client updates per second on 1 to 8 CPU devices, whatever the machine has.
+
+python -m benchmarks.scaling
+
+Each number of devices in a process of its own, one after the other: absolute figures drift with the machine's speed, so
+that the product of matrices measured in turn with the rounds stands beside them. More devices than cores show what they
+cost.
+"""
+
+import dataclasses
+import pathlib
+
+import tyro
+
+from benchmarks.common import OUT, apart, chart, cores, finish, from_zero, in_turn, medians, ratio
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    matrix_product,
+    round_flops,
+)
+from jaxfl.engine import place
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time."""
+
+    workload: Name = "lenet"
+    clients: int = 48
+    """A number that all numbers of devices divide, where no padding is to be timed."""
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+    repeats: int = 7
+    out: pathlib.Path = OUT
+
+
+def main(config: Config) -> None:
+    """Time each number of devices apart."""
+    rows = []
+    for devices in config.devices:
+        forced = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+        figures = apart(measure, config.workload, config.clients, config.repeats, **forced)
+        speedup = figures["clients_per_s"] / rows[0]["clients_per_s"] if rows else 1.0
+        rows.append({"devices": devices} | figures | {"speedup": speedup})
+    headline = ", ".join(f"{row['devices']}: {row['clients_per_s']:.4g}" for row in rows)
+    headline = f"{config.workload}, cores: {cores()}, clients/s by devices: {headline}"
+    figure, (axes,) = chart()
+    counts = [row["devices"] for row in rows]
+    axes.plot(counts, [row["clients_per_s"] for row in rows], marker="o", label="measured")
+    line = [min(count, cores()) * rows[0]["clients_per_s"] / counts[0] for count in counts]
+    axes.plot(counts, line, linestyle="--", color="grey", label=f"in proportion (cores: {cores()})")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, map(str, counts), minor=False)
+    axes.set(xlabel="CPU devices", ylabel="clients per second", title=config.workload)
+    from_zero(axes)
+    axes.legend()
+    finish(config, f"scaling_{config.workload}", headline, rows, figure)
+
+
+def measure(workload: Name, clients: int, repeats: int) -> dict[str, float]:
+    """Clients per second on all of this process's devices, and the share of the matrix-product peak."""
+    work = dataclasses.replace(WORKLOADS[workload], clients=clients)
+    population = place(clients_of(*examples_of(work)))
+    product, flops = matrix_product(population)
+    own = compile_round(algorithm_of(work), population, 1)
+    seconds = in_turn({"round": own.run, "product": product}, repeats)
+    middle = medians(seconds)
+    return {
+        "median_s": middle["round"],
+        "clients_per_s": clients / middle["round"],
+        "peak_gflop_per_s": flops / middle["product"] / 1e9,
+        "share_of_peak": round_flops(work) / flops * ratio(seconds["product"], seconds["round"]),
+        "temporary_mb": own.temporary_mb,
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

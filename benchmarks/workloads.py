@@ -1,0 +1,170 @@
+"""The kinds of rounds that are measured: their data, their programs, and the FLOPs of their models."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfl.algorithms import dp_fedavg, feddpa
+from jaxfl.data import from_arrays, make_clients
+from jaxfl.engine import Population, compile_rounds, compiler_options, initialize
+from jaxfl.models import build, feddpa_cnn, lenet, mlp, resnet20
+from jaxfl.privacy import Full
+from jaxfl.privacy.mechanism import Sampling
+from jaxfl.types import Algorithm, Clients, Model
+
+Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One kind of round: every client takes `steps` SGD steps, or (`feddpa`) a whole FedDPA round of so many."""
+
+    model: str
+    input_shape: tuple[int, int, int]
+    clients: int
+    examples: int
+    batch_size: int
+    steps: int
+    feddpa: bool = False
+
+
+_FEDDPA_CNN = Workload("feddpa_cnn", (32, 32, 3), clients=10, examples=128, batch_size=16, steps=32)
+
+WORKLOADS: dict[Name, Workload] = {
+    "lenet": Workload("lenet", (32, 32, 3), clients=50, examples=320, batch_size=32, steps=10),
+    "mlp": Workload("mlp", (28, 28, 1), clients=200, examples=320, batch_size=32, steps=10),
+    "feddpa_cnn": _FEDDPA_CNN,
+    "resnet20": Workload("resnet20", (32, 32, 3), clients=4, examples=96, batch_size=32, steps=3),
+    "feddpa": dataclasses.replace(_FEDDPA_CNN, feddpa=True),
+}
+
+
+def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
+    """Random images [C, N, H, W, channels] as bytes, and labels [C, N]: speed does not depend on what they show."""
+    rng = np.random.default_rng(0)
+    shape = (work.clients, work.examples)
+    return rng.integers(0, 256, (*shape, *work.input_shape), np.uint8), rng.integers(0, 10, shape).astype(np.int32)
+
+
+def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Clients:
+    """Clients with a row of examples each; all have the same `tests` test examples."""
+    train = inputs.reshape(-1, *inputs.shape[2:]), labels.reshape(-1)
+    lists = list(np.arange(labels.size).reshape(labels.shape))
+    test = train[0][:tests], train[1][:tests]
+    return make_clients(from_arrays(*train, *test, classes=10), lists, [range(tests)] * len(lists))
+
+
+def model_of(work: Workload) -> Model:
+    """The workload's network."""
+    return build(work.model, work.input_shape, 10)
+
+
+def algorithm_of(work: Workload, sampling: Sampling = Full()) -> Algorithm:
+    """DP-FedAvg with SGD, or FedDPA."""
+    private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling, "batch_size": work.batch_size}
+    if work.feddpa:
+        return feddpa(model_of(work), clip=0.5, **private)
+    return dp_fedavg(model_of(work), clip=1.0, optimizer=optax.sgd(0.01), steps=work.steps, **private)
+
+
+def usual_chunk(population: Population) -> int:
+    """Clients vectorised at a time unless another number is asked for: 1 on a CPU, up to 128 elsewhere."""
+    if population.mesh.devices.flat[0].platform == "cpu":
+        return 1
+    return min(128, population.clients.number // population.mesh.size)
+
+
+class Round(NamedTuple):
+    """A compiled round: `run` goes on from its last result. Seconds to compile, and temporary memory in MB."""
+
+    run: Callable[[], None]
+    compile_s: float
+    temporary_mb: float
+
+
+def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> Round:
+    """One round, compiled apart from its data."""
+    key = jax.random.key(0)
+    state = list(initialize(key, algorithm, population))
+    step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
+    start = time.perf_counter()
+    program = step.func.lower(*step.args, key, 0, 1, *state).compile()  # pyrefly: ignore[missing-attribute]
+    seconds = time.perf_counter() - start
+    done = 0
+
+    def run() -> None:
+        nonlocal done
+        state[:] = program(*step.args, key, done, 1, *state)[:2]
+        jax.block_until_ready(state)
+        done += 1
+
+    return Round(run, seconds, program.memory_analysis().temp_size_in_bytes / 1e6)
+
+
+def round_flops(work: Workload) -> float:
+    """Floating-point operations of a round's models: matrix products and convolutions, a multiply-add as two.
+
+    They are the network's, not those of the formulation that runs: those of the forward pass are read off the plain
+    form (`lax.conv_general_dilated`, `jnp.dot`; zeros of the padding count). A backward pass has two products of the
+    same size for each of them, the gradients by its weights and by its inputs; the first layer needs no gradient by
+    its inputs. A FedDPA round has both stages' steps, and for the Fisher diagonal a backward pass of each example.
+    Elementwise work, pooling and the server's work are left out.
+    """
+    forward = forward_flops(work)
+    example = 3 * sum(forward) - forward[0]
+    return work.clients * example * (work.batch_size * work.steps + (work.examples if work.feddpa else 0))
+
+
+def forward_flops(work: Workload) -> list[float]:
+    """Operations of each matrix product and convolution of one example's forward pass, in order."""
+    plain: dict[str, Callable[[], Model]] = {
+        "lenet": functools.partial(lenet, work.input_shape, form="plain"),
+        "mlp": functools.partial(mlp, work.input_shape),
+        "feddpa_cnn": functools.partial(feddpa_cnn, form="plain"),
+        "resnet20": functools.partial(resnet20, work.input_shape, form="plain"),
+    }
+    model = plain[work.model]()
+    arguments = jax.eval_shape(model.init, jax.random.key(0)), jnp.zeros((1, *work.input_shape), jnp.uint8)
+    forward = jax.make_jaxpr(lambda params, inputs: model.apply(params, model.prepare(inputs)))
+    return list(products(forward(*arguments).jaxpr))
+
+
+def products(jaxpr: Any) -> Iterator[float]:
+    """Operations of each matrix product and convolution of a program, in order; a loop's body counts once."""
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name == "dot_general":
+            contracted = params["dimension_numbers"][0][0]
+            taps = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+        elif name == "conv_general_dilated":
+            kernel, features = equation.invars[1].aval.shape, params["dimension_numbers"].rhs_spec[0]
+            taps = math.prod(kernel) // kernel[features]
+        else:
+            for value in params.values():
+                inner = getattr(value, "jaxpr", value)
+                if hasattr(inner, "eqns"):
+                    yield from products(inner)
+            continue
+        yield 2.0 * taps * math.prod(equation.outvars[0].aval.shape)
+
+
+def matrix_product(population: Population) -> tuple[Callable[[], jax.Array], float]:
+    """A large float32 product on every device at once, and its floating-point operations: the machine's peak."""
+    mesh = population.mesh
+    size = 2048 if mesh.devices.flat[0].platform == "cpu" else 8192
+    sharded = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("clients"), P()), out_specs=P("clients"))
+    product = jax.jit(sharded, compiler_options=compiler_options(mesh))
+    right = np.random.default_rng(0).random((size, size), np.float32)
+    left = jax.device_put(np.tile(right, (mesh.size, 1)), NamedSharding(mesh, P("clients")))
+    right = jax.device_put(right, NamedSharding(mesh, P()))
+    return lambda: product(left, right), 2.0 * mesh.size * size**3

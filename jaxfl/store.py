@@ -30,7 +30,7 @@ class Store:
     """
 
     def __init__(self, folder: pathlib.Path | None, like: Tree, number: int) -> None:
-        self.number, self.lasting = number, folder is not None
+        self.number, self.folder = number, folder
         leaves, structure = jax.tree.flatten(like)
         self.bytes_per_client = sum(math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
         # An open map outlives its file's name, so that a temporary file needs no cleaning up.
@@ -73,11 +73,16 @@ class Store:
 
     def commit(self) -> None:
         """From here on keep the rows as they are now: after the checkpoint that needs them."""
-        if self.lasting:
+        if self.folder is not None:
             self.kept = self.side.copy()
 
     def restore(self, side: UInt8[np.ndarray, "C"]) -> None:
-        """Go back to the rows of a checkpoint."""
+        """Go back to the rows of a checkpoint; a ValueError where they are gone."""
+        if not self.found:
+            raise ValueError(
+                f"folder={str(self.folder)!r} lacks the client states of its run's checkpoint: put them back, or "
+                "delete the run"
+            )
         self.side = np.array(side)
         self.commit()
 
@@ -98,7 +103,8 @@ class Store:
         return jax.tree.map(view, self.files)
 
     def _check_space(self, folder: pathlib.Path) -> None:
-        needed, free = self.bytes_per_client * self.number * (1 + self.lasting), shutil.disk_usage(folder).free
+        places = 1 if self.folder is None else 2
+        needed, free = self.bytes_per_client * self.number * places, shutil.disk_usage(folder).free
         if needed > free:
             raise ValueError(
                 f"folder={str(folder)!r} has {free / 2**30:.1f} GiB free, and the states of {self.number} clients need "

@@ -54,7 +54,12 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     Args:
         clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
         devices: which devices to use; all of the default backend where None.
+
+    Raises:
+        ValueError: several processes.
     """
+    if jax.process_count() > 1:
+        raise ValueError(f"store='host' is for one process, not {jax.process_count()}: give store='device'")
     devices = devices or jax.devices()
     mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.number))]), ("clients",))
     store = jax.device_put((clients.inputs, clients.labels), NamedSharding(mesh, P()))

@@ -35,10 +35,10 @@ class Config:
     """Streamed, each with the first of `cohorts`; the first also with its states on the device."""
     cohorts: tuple[int, ...] = (1_000, 100, 10_000)
     """Expected numbers of participants; all but the first with the second of `populations`."""
-    hidden: tuple[int, ...] = (64,)
-    """Widths of the MLP: a head has 10 (w + 1) numbers."""
-    examples: int = 10
-    """Training examples of a client."""
+    hidden: tuple[int, ...] = (200, 64)
+    """Widths of the MLP; a head has 10 times the last one and 1 numbers."""
+    examples: int = 20
+    """Training examples of a client: 30 steps for its head, 2 for the extractor."""
     rounds: int = 5
     """Rounds of a turn, which are streamed without a pause."""
     turns: int = 7
@@ -103,9 +103,8 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
     threading.Thread(target=watch, args=(peak,), daemon=True).start()
     model = mlp((8, 8, 1), 10, hidden=config.hidden)
     algorithm = centaur(
-        model, clip=0.1, noise_multiplier=1.0, sampling=Poisson(case.cohort / case.population), batch_size=10,
-        head_epochs=1,
-    )  # fmt: skip
+        model, clip=0.1, noise_multiplier=1.0, sampling=Poisson(case.cohort / case.population), batch_size=10
+    )
     clients, key = make(case.population, config.examples), jax.random.key(0)
     if case.store == "host":
         population = place_examples(clients)

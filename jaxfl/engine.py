@@ -66,7 +66,7 @@ class Draw(NamedTuple):
 
     sampled: Bool[Array, "C"]
     numbers: RoundNoise
-    cost: Float[Array, "C"]
+    cost: Float[Array, "#C"]
 
 
 class _Slots(NamedTuple):
@@ -219,7 +219,7 @@ def draw(algorithm: Algorithm, count: int, key: Key[Array, ""], index: Int[Array
     mechanism = algorithm.mechanism
     numbers = round_numbers(mechanism, count, index)
     sampled = mechanism.sampling.sample(jax.random.fold_in(key, _SAMPLE), count)
-    cost = jnp.zeros(count)
+    cost = jnp.zeros(1)
     if account is not None:
         numbers, cost, afford = adapt(mechanism, numbers, account)
         sampled &= afford
@@ -282,12 +282,13 @@ def finish_round(
 
 def _slots(drawn: Draw, ids: Int[Array, "S"]) -> _Slots:
     """A round's numbers at these clients; those that only fill up the mesh never take part."""
-    numbers, count = drawn.numbers, drawn.sampled.shape[0]
 
     def at(values: Array) -> Array:
-        return jnp.broadcast_to(values, (count,)).at[ids].get(mode="fill", fill_value=0)
+        rows = jnp.zeros_like(ids) if values.shape[0] == 1 else ids  # the same for all
+        return values.at[rows].get(mode="fill", fill_value=0)
 
-    return _Slots(ids, at(drawn.sampled), at(numbers.weights), at(numbers.client_noise), at(drawn.cost))
+    sampled = drawn.sampled.at[ids].get(mode="fill", fill_value=False)
+    return _Slots(ids, sampled, at(drawn.numbers.weights), at(drawn.numbers.client_noise), at(drawn.cost))
 
 
 def _cohort(

@@ -1,7 +1,6 @@
-"""Client states on the host: rows of memory-mapped files that a kill at any moment leaves whole."""
+"""Client states on the host: rows of a memory-mapped file that a kill at any moment leaves whole."""
 
 import contextlib
-import math
 import pathlib
 import shutil
 import tempfile
@@ -14,14 +13,14 @@ from jaxfl.types import Tree
 
 
 class Store:
-    """Client states [C, ...] in files with two places for each row, and `side`, which says in which one it is.
+    """Client states [C, ...] in a file with two places for each row, and `side`, which says in which one it is.
 
     A row is written to the place that the last checkpoint does not need. So a checkpoint needs no more than `side`, a
     byte per client, and a kill at any moment leaves the last one's rows as they were. Only rows that were written
     since the start take disk space twice.
 
     Args:
-        folder: made if absent; None: nameless files in the system's temporary folder, one place for each row.
+        folder: made if absent; None: a nameless file in the system's temporary folder, one place for each row.
         like: shapes and dtypes of client states [C, ...].
         number: C.
 
@@ -32,22 +31,19 @@ class Store:
     def __init__(self, folder: pathlib.Path | None, like: Tree, number: int) -> None:
         self.number, self.folder = number, folder
         leaves, structure = jax.tree.flatten(like)
-        self.bytes_per_client = sum(math.prod(leaf.shape[1:]) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+        # A client's row lies in one piece, so that it takes few pages.
+        row = np.dtype([(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True)
+        self.bytes_per_client = row.itemsize
         # An open map outlives its file's name, so that a temporary file needs no cleaning up.
         with contextlib.nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as name:
-            place = pathlib.Path(name)
-            place.mkdir(parents=True, exist_ok=True)
-            paths = [place / f"{i}.bin" for i in range(len(leaves))]
-            self.found = all(path.exists() for path in paths)
+            path = pathlib.Path(name) / "rows.bin"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.found = path.exists()
             if not self.found:
-                self._check_space(place)
-            self.files = jax.tree.unflatten(
-                structure,
-                [
-                    np.memmap(path, leaf.dtype, "r+" if self.found else "w+", shape=(2, *leaf.shape))
-                    for path, leaf in zip(paths, leaves, strict=True)
-                ],
-            )
+                self._check_space(path.parent)
+            mode = "r+" if self.found else "w+"
+            self.rows = np.memmap(path, row, mode, shape=(2, number)) if leaves else np.empty((2, number), row)
+        self.files = jax.tree.unflatten(structure, [self.rows[str(i)] for i in range(len(leaves))])
         self.side = np.zeros(number, np.uint8)
         self.kept = np.ones(number, np.uint8)  # no checkpoint yet: rows are written to the first place
 
@@ -68,8 +64,8 @@ class Store:
 
     def flush(self) -> None:
         """Bring the rows to the disk: before the checkpoint that needs them."""
-        for leaf in jax.tree.leaves(self.files):
-            leaf.flush()
+        if isinstance(self.rows, np.memmap):
+            self.rows.flush()
 
     def commit(self) -> None:
         """From here on keep the rows as they are now: after the checkpoint that needs them."""
@@ -78,7 +74,7 @@ class Store:
 
     def restore(self, side: UInt8[np.ndarray, "C"]) -> None:
         """Go back to the rows of a checkpoint; a ValueError where they are gone."""
-        if not self.found:
+        if not self.found and self.bytes_per_client:
             raise ValueError(
                 f"folder={str(self.folder)!r} lacks the client states of its run's checkpoint: put them back, or "
                 "delete the run"
@@ -93,7 +89,7 @@ class Store:
         """
         moving = np.flatnonzero(self.side & self.kept)
         for ids in np.array_split(moving, 1 + len(moving) * self.bytes_per_client // 2**25):
-            jax.tree.map(lambda leaf, ids=ids: leaf[0].__setitem__(ids, leaf[1, ids]), self.files)
+            self.rows[0, ids] = self.rows[1, ids]
 
         def view(leaf: np.memmap) -> np.memmap:
             first = leaf[0]

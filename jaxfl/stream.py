@@ -35,7 +35,7 @@ from jaxfl.privacy.mechanism import Poisson
 from jaxfl.store import Store
 from jaxfl.types import Account, Algorithm, Clients, Tree
 
-_BLOCK_BYTES = 2**25
+_BLOCK_BYTES = 2**24
 """Rows of one block on all devices: small beside memory, large beside the cost of a call."""
 
 

@@ -47,7 +47,8 @@ def test_compiles_once_whatever_the_cohort(monkeypatch):
     for start, count in ((0, 3), (3, 1), (4, 2)):
         server, store, records = stream.rounds(KEY, start, count, server, store)
         assert len(records.nonfinite) == count
-    assert [program._cache_size() for program in (stream.draw, stream.add, stream.finish)] == [1, 1, 1]
+    for program in (stream.draw, stream.add, stream.finish):
+        assert program._cache_size() == 1  # pyrefly: ignore[missing-attribute]
 
 
 def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monkeypatch):
@@ -119,9 +120,8 @@ def test_wrong_stores_are_refused(tmp_path, monkeypatch):
     quiet("local_only", rounds=1, folder=tmp_path)
     with pytest.raises(ValueError, match="holds a run with store='device', not 'host'"):
         quiet("local_only", rounds=1, folder=tmp_path, store="host")
-    (tmp_path / "states").mkdir()
     with pytest.raises(ValueError, match="lacks the client states"):
-        Store(tmp_path / "states", jax.ShapeDtypeStruct((5, 2), np.float32), 5).restore(np.zeros(5, np.uint8))
+        Store(tmp_path / "gone", jax.ShapeDtypeStruct((5, 2), np.float32), 5).restore(np.zeros(5, np.uint8))
     with monkeypatch.context() as patch:
         patch.setattr("jax.process_count", lambda: 2)
         with pytest.raises(ValueError, match=r"store='host'.*one process"):

@@ -32,11 +32,12 @@ _SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE, _RELEASE = range(5)
 
 
 class Population(NamedTuple):
-    """Clients on a device mesh: each device holds its own clients and their examples."""
+    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all of them."""
 
     clients: Clients
     number: int
     mesh: Mesh
+    layout: P | Clients = P("clients")
 
 
 class Points(NamedTuple):
@@ -60,18 +61,26 @@ class Records(NamedTuple):
     server_finite: Bool[Array, "T"]
 
 
-class _Slots(NamedTuple):
-    """Per client of one round, sharded like the clients."""
+class Draw(NamedTuple):
+    """Who takes part in a round, the round's numbers, and what taking part adds to each account."""
 
-    ids: Int[Array, "C"]
     sampled: Bool[Array, "C"]
-    weights: Float[Array, "C"]
-    noise: Float[Array, "C"]
-    cost: Float[Array, "C"]
+    numbers: RoundNoise
+    cost: Float[Array, "#C"]
 
 
-class _Cohort(NamedTuple):
-    """Sums over a cohort."""
+class _Slots(NamedTuple):
+    """Per client that is at hand, sharded like the clients."""
+
+    ids: Int[Array, "S"]
+    sampled: Bool[Array, "S"]
+    weights: Float[Array, "S"]
+    noise: Float[Array, "S"]
+    cost: Float[Array, "S"]
+
+
+class Sums(NamedTuple):
+    """Sums over participants; outside of `shard_map` each leaf has a leading axis of devices."""
 
     update: Tree
     variance: Float[Array, ""]
@@ -187,31 +196,74 @@ def _round(
     server: Tree,
     states: Tree,
 ) -> tuple[Tree, Tree, Records]:
-    mechanism, count = algorithm.mechanism, population.number
+    account = account_of(algorithm, states)
+    account = jax.tree.map(lambda leaf: leaf[: population.number], account)
+    drawn = draw(algorithm, population.number, key, index, account)
+    ids = jnp.arange(population.clients.number)
+    total, states = add_participants(algorithm, population, chunk, key, drawn, ids, None, server, states)
+    server, records = finish_round(algorithm, key, drawn, total, server)
+    return server, states, records
+
+
+def account_of(algorithm: Algorithm, states: Tree) -> Account | None:
+    """What a mechanism that follows from earlier rounds reads of the client states; None for any other."""
+    if not algorithm.mechanism.adaptive:
+        return None
+    if not hasattr(states, "account"):
+        raise ValueError("client states without a field `account`: start it with jaxfl.server.init_account")
+    return states.account
+
+
+def draw(algorithm: Algorithm, count: int, key: Key[Array, ""], index: Int[Array, ""], account: Account | None) -> Draw:
+    """Sample a round's cohort from all `count` clients."""
+    mechanism = algorithm.mechanism
     numbers = round_numbers(mechanism, count, index)
     sampled = mechanism.sampling.sample(jax.random.fold_in(key, _SAMPLE), count)
-    cost = jnp.zeros(count)
-    if mechanism.adaptive:
-        if not hasattr(states, "account"):
-            raise ValueError("client states without a field `account`: start it with jaxfl.server.init_account")
-        account = jax.tree.map(lambda leaf: leaf[:count], states.account)
+    cost = jnp.zeros(1)
+    if account is not None:
         numbers, cost, afford = adapt(mechanism, numbers, account)
         sampled &= afford
-    slots = _slots(numbers, sampled, cost, population.clients.number)
+    return Draw(sampled, numbers, cost)
 
-    def cohort(slots: _Slots, server: Tree, states: Tree, clients: Clients) -> tuple[_Cohort, Tree]:
-        total, states = _cohort(algorithm, chunk, key, slots, server, states, clients)
-        return lax.psum(total, "clients"), states
+
+def add_participants(
+    algorithm: Algorithm,
+    population: Population,
+    chunk: int,
+    key: Key[Array, ""],
+    drawn: Draw,
+    ids: Int[Array, "S"],
+    total: Sums | None,
+    server: Tree,
+    states: Tree,
+) -> tuple[Sums, Tree]:
+    """Add to `total` those of the population's clients that take part; also their states, the new ones in place.
+
+    `ids` are the numbers of the clients that the population's and the states' rows belong to: all, or a part of them;
+    a number of C or more is no client. None starts from zero.
+    """
+
+    def add(total: Sums | None, slots: _Slots, server: Tree, states: Tree, clients: Clients) -> tuple[Sums, Tree]:
+        total = jax.tree.map(lambda leaf: leaf[0], total)
+        total, states = _cohort(algorithm, chunk, key, slots, total, server, states, clients)
+        return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
-    total, states = jax.shard_map(
-        cohort,
+    return jax.shard_map(
+        add,
         mesh=population.mesh,
-        in_specs=(by_client, P(), by_client, by_client),
-        out_specs=(P(), by_client),
+        in_specs=(by_client, by_client, P(), by_client, population.layout),
+        out_specs=by_client,
         check_vma=False,  # algorithms start loops from constants, which the check takes for replicated
-    )(slots, server, states, population.clients)
+    )(total, _slots(drawn, ids), server, states, population.clients)
 
+
+def finish_round(
+    algorithm: Algorithm, key: Key[Array, ""], drawn: Draw, total: Sums, server: Tree
+) -> tuple[Tree, Records]:
+    """Add up the devices' sums; then the server's noise, the division and the server's step."""
+    mechanism, numbers = algorithm.mechanism, drawn.numbers
+    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), total)
     update, std = total.update, jnp.zeros(())
     if mechanism.server_noisy:
         std = server_noise(numbers, total.variance)
@@ -224,35 +276,43 @@ def _round(
     info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
     server = algorithm.server_update(server, aggregate, info)
     released = jnp.float32(math.inf if mechanism.release is None else mechanism.release.noise)
-    ledger = Ledger(sampled, numbers.client_noise, numbers.weights, std, numbers.noise_multiplier, released)
-    return server, states, Records(ledger, info, total.nonfinite, _all_finite(server))
+    ledger = Ledger(drawn.sampled, numbers.client_noise, numbers.weights, std, numbers.noise_multiplier, released)
+    return server, Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
-def _slots(numbers: RoundNoise, sampled: Bool[Array, "C"], cost: Float[Array, "C"], padded: int) -> _Slots:
-    """Spread a round's numbers over clients; the empty clients that fill up the mesh never take part."""
-    count = sampled.shape[0]
+def _slots(drawn: Draw, ids: Int[Array, "S"]) -> _Slots:
+    """A round's numbers at these clients; those that only fill up the mesh never take part."""
 
-    def spread(values: Array) -> Array:
-        return jnp.pad(jnp.broadcast_to(values, (count,)), (0, padded - count))
+    def at(values: Array) -> Array:
+        rows = jnp.zeros_like(ids) if values.shape[0] == 1 else ids  # the same for all
+        return values.at[rows].get(mode="fill", fill_value=0)
 
-    per_client = sampled, numbers.weights, numbers.client_noise, cost
-    return _Slots(jnp.arange(padded), *(spread(values) for values in per_client))
+    sampled = drawn.sampled.at[ids].get(mode="fill", fill_value=False)
+    return _Slots(ids, sampled, at(drawn.numbers.weights), at(drawn.numbers.client_noise), at(drawn.cost))
 
 
 def _cohort(
-    algorithm: Algorithm, chunk: int, key: Key[Array, ""], slots: _Slots, server: Tree, states: Tree, clients: Clients
-) -> tuple[_Cohort, Tree]:
-    """Sum one device's participants, `chunk` at a time; the loop's length follows their number."""
+    algorithm: Algorithm,
+    chunk: int,
+    key: Key[Array, ""],
+    slots: _Slots,
+    total: Sums | None,
+    server: Tree,
+    states: Tree,
+    clients: Clients,
+) -> tuple[Sums, Tree]:
+    """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number."""
     own = slots.ids.shape[0]
     chunk = min(chunk, own)
     participants = jnp.sum(slots.sampled)
     order = jnp.nonzero(slots.sampled, size=-(-own // chunk) * chunk, fill_value=own)[0]
 
-    def one(slot: Int[Array, ""], states: Tree) -> tuple[_Cohort, Tree]:
+    def one(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree]:
         return _participant(algorithm, key, slots, slot, server, states, clients)
 
-    shapes, _ = jax.eval_shape(one, jnp.zeros((), order.dtype), states)
-    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    if total is None:
+        shapes, _ = jax.eval_shape(one, jnp.zeros((), order.dtype), states)
+        total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
     def body(i: Int[Array, ""], carry: tuple) -> tuple:
         total, states = carry
@@ -266,7 +326,7 @@ def _cohort(
         states = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), states, state)
         return optax.tree.add(total, added), states
 
-    return lax.fori_loop(0, -(-participants // chunk), body, (zero, states))
+    return lax.fori_loop(0, -(-participants // chunk), body, (total, states))
 
 
 def _participant(
@@ -277,7 +337,7 @@ def _participant(
     server: Tree,
     states: Tree,
     clients: Clients,
-) -> tuple[_Cohort, Tree]:
+) -> tuple[Sums, Tree]:
     """One client's share of the sums, and its new state; a slot beyond the last one contributes zero."""
     mechanism = algorithm.mechanism
     real = slot < slots.ids.shape[0]
@@ -306,7 +366,7 @@ def _participant(
         new = new._replace(account=Account(released, old.account.spent + slots.cost[slot]))
 
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
-    share = _Cohort(
+    share = Sums(
         update=jax.tree.map(lambda leaf: leaf * weight.astype(leaf.dtype), update),
         variance=(weight * slots.noise[slot]) ** 2,
         weight=weight,

@@ -1,7 +1,7 @@
 """Accuracy of every client on its own test split, with the weights that `personalize` returns."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def compile_evaluation(
     Of `Points`, all have a leading axis P.
     """
 
-    def evaluate(clients: Clients, key: Key[Array, "*P"], server: Tree, states: Tree) -> PerClient:
+    def evaluate(clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: Tree) -> PerClient:
         def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
             def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
                 def one(slot: Int[Array, ""]) -> PerClient:
@@ -46,15 +46,16 @@ def compile_evaluation(
             scores = jax.shard_map(
                 local,
                 mesh=population.mesh,
-                in_specs=(by_client, P(), by_client, by_client),
+                in_specs=(by_client, P(), by_client, population.layout),
                 out_specs=by_client,
                 check_vma=False,
-            )(jnp.arange(clients.number), server, states, clients)
+            )(first + jnp.arange(clients.number), server, states, clients)
             return jax.tree.map(lambda leaf: leaf[: population.number], scores)
 
         return over_points(scores_of, algorithm)(key, server, states)
 
-    return functools.partial(jax.jit(evaluate, compiler_options=compiler_options(population.mesh)), population.clients)
+    program = jax.jit(evaluate, compiler_options=compiler_options(population.mesh))
+    return functools.partial(program, population.clients, 0)
 
 
 def _client(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import rich.progress
 
-CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, CHECKPOINTS = (
-    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt",
+CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, CHECKPOINTS, STATES = (
+    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", "states",
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -17,11 +18,13 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl import report
-from jaxfl._validate import check_count
+from jaxfl._validate import check_choice, check_count
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.engine import Points, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import compile_evaluation
 from jaxfl.journal import Journal, Result
+from jaxfl.store import Store
+from jaxfl.stream import Stream, fill, open_store, place_examples
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -39,6 +42,7 @@ def simulate(
     eval_every: int | None = None,
     chunk: int | Literal["auto"] | None = None,
     devices: list[jax.Device] | None = None,
+    store: Literal["device", "host"] = "device",
     folder: str | os.PathLike | None = None,
     progress: bool = True,
     tensorboard: bool = False,
@@ -57,6 +61,9 @@ def simulate(
         chunk: clients vectorised at a time on each device; None: 1 on a CPU, measured elsewhere;
             "auto": measured. Changes speed and memory, not results.
         devices: where to run (default: all devices).
+        store: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
+            temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
+            cohort are sent ahead of its round. `states` of the result is then mapped and read-only.
         folder: the run's own folder (see `jaxfl.report.run_folder`); None writes nothing.
         progress: show a bar with round, accuracy and epsilon so far.
         tensorboard: also write event files into the folder (extra `[tb]`).
@@ -68,7 +75,7 @@ def simulate(
     """
     folder = None if folder is None else pathlib.Path(folder)
     with report.tensorboard_writer(folder, tensorboard) as log:
-        run = _Run(key, [algorithm], None, clients, rounds, eval_every, chunk, devices, folder, [folder])
+        run = _Run(key, [algorithm], None, clients, rounds, eval_every, chunk, devices, store, folder, [folder])
         return run.finish_after(algorithm.name, progress, log)[0]
 
 
@@ -131,7 +138,7 @@ def sweep(
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
-    run = _Run(keys, algorithms, points, clients, rounds, eval_every, chunk, devices, root, folders)
+    run = _Run(keys, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders)
     return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
 
 
@@ -158,10 +165,12 @@ class _Run:
         eval_every: int | None,
         chunk: int | Literal["auto"] | None,
         devices: list[jax.Device] | None,
+        store: Literal["device", "host"],
         folder: pathlib.Path | None,
         folders: list[pathlib.Path | None],
     ) -> None:
         check_count("rounds", rounds)
+        check_choice("store", store, ("device", "host"))
         if chunk not in (None, "auto"):
             check_count("chunk", chunk)
         eval_every = max(1, rounds // 10) if eval_every is None else eval_every
@@ -169,13 +178,17 @@ class _Run:
         for algorithm in algorithms:
             algorithm.mechanism.check_fits(clients.number, rounds)
         self.what, self.points = points or algorithms[0], points
-        self.rounds, self.population = rounds, place(clients, devices)
+        self.rounds, self.store = rounds, store
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
         init_key, self.key, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
-        self.server, self.states = initialize(init_key, self.what, self.population)
-        self.evaluate = compile_evaluation(self.what, self.population)
-        self.step = self._compile(chunk)
-        blank = self._blank()
+        if store == "host":
+            self.population = place_examples(clients, devices)
+            files = None if folder is None else folder / report.STATES
+            self.server, self.states = open_store(init_key, algorithms[0], self.population, files)
+        else:
+            self.population = place(clients, devices)
+            self.server, self.states = initialize(init_key, self.what, self.population)
+        blank = self._compile(chunk)
         self.journals = [
             Journal(algorithm, clients, self.evaluations, blank, own)
             for algorithm, own in zip(algorithms, folders, strict=True)
@@ -185,6 +198,8 @@ class _Run:
             folder.mkdir(parents=True, exist_ok=True)
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, self._fingerprint(key, clients, algorithms))
             self._restore()
+        if isinstance(self.states, Store) and not self.done:
+            fill(init_key, algorithms[0], self.population, self.states)
 
     def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
@@ -194,7 +209,8 @@ class _Run:
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
-            parts = zip(self.journals, self._split(self.server), self._split(self.states), strict=True)
+            states = self.states.states() if isinstance(self.states, Store) else self.states
+            parts = zip(self.journals, self._split(self.server), self._split(states), strict=True)
             results = [journal.finish(server, states, self.done) for journal, server, states in parts]
         return results
 
@@ -241,11 +257,16 @@ class _Run:
 
     def _state(self) -> dict[str, Tree]:
         recorded = [journal.recorded for journal in self.journals]
-        return {"server": self.server, "states": self.states, "recorded": recorded}
+        states = self.states.side if isinstance(self.states, Store) else self.states
+        return {"server": self.server, "states": states, "recorded": recorded}
 
     def _save(self) -> None:
         assert self.checkpoints is not None
+        if isinstance(self.states, Store):
+            self.states.flush()
         self.checkpoints.save(self.done, self._state())
+        if isinstance(self.states, Store):
+            self.states.commit()
         self.saved_at = time.monotonic()
 
     def _restore(self) -> None:
@@ -253,7 +274,11 @@ class _Run:
         found = self.checkpoints.restore(self._state())
         if found is not None:
             self.done, state = found
-            self.server, self.states = state["server"], state["states"]
+            self.server = state["server"]
+            if isinstance(self.states, Store):
+                self.states.restore(state["states"])
+            else:
+                self.states = state["states"]
             for journal, recorded in zip(self.journals, state["recorded"], strict=True):
                 journal.restore(recorded, self.done)
 
@@ -267,33 +292,46 @@ class _Run:
             return [tree]
         return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.key))]
 
-    def _compile(self, chunk: int | Literal["auto"] | None) -> Callable:
-        """The program of up to as many rounds as lie between two evaluations."""
-        segment = max(np.diff([0, *self.evaluations]))
+    def _compile(self, chunk: int | Literal["auto"] | None) -> Records:
+        """Make `step` and `evaluate`; zeros for what a whole run will record."""
         if chunk is None:
             chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
         if chunk == "auto":
             chunk = self._measure_chunk()
-        return compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
-
-    def _blank(self) -> Records:
-        """Zeros for what a whole run will record; the program is traced here, and not again when it is called."""
-        step = self.step
-        shapes = step.func.eval_shape(*step.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
-        own = 2 if self.points else 1
+        if isinstance(self.states, Store):
+            stream = self._stream(chunk)
+            self.step, self.evaluate, shapes, own = stream.rounds, stream.evaluate, stream.record, 0
+        else:
+            # A program of up to as many rounds as lie between two evaluations; traced here, and not again when called.
+            segment = max(np.diff([0, *self.evaluations]))
+            step = compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
+            self.step, self.evaluate = step, compile_evaluation(self.what, self.population)
+            shapes = step.func.eval_shape(*step.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
+            own = 2 if self.points else 1
         return jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[own:]), leaf.dtype), shapes)
 
+    def _stream(self, chunk: int) -> Stream:
+        assert isinstance(self.what, Algorithm)
+        return Stream(self.what, self.population, chunk, self.key, self.server, self.states)
+
     def _measure_chunk(self) -> int:
-        """The fastest of a few chunk sizes for one round, by the second of two calls."""
+        """The fastest of a few chunk sizes for one round, or one block of it, by the second of two calls."""
         own = self.population.clients.number // self.population.mesh.size
         sizes = [size for size in (1, 8, 32, 128, 512) if size <= max(own, 1)]
         seconds = {}
         for size in sizes:
-            step = compile_rounds(self.what, self.population, chunk=size, segment=1)
+            if isinstance(self.states, Store):
+                trial = functools.partial(self._stream(size).first_block, self.key)
+            else:
+                trial = functools.partial(
+                    compile_rounds(self.what, self.population, chunk=size, segment=1), self.key, 0, 1
+                )
             for _ in range(2):
-                copies = jax.tree.map(jnp.copy, (self.server, self.states))
+                given = self.server, self.states
+                if not isinstance(self.states, Store):
+                    given = jax.tree.map(jnp.copy, given)
                 start = time.monotonic()
-                jax.block_until_ready(step(self.key, 0, 1, *copies))
+                jax.block_until_ready(trial(*given))
                 seconds[size] = time.monotonic() - start
         return min(seconds, key=seconds.__getitem__)
 
@@ -308,6 +346,7 @@ class _Run:
             "clients": self.population.number,
             "examples": int(np.sum(clients.train_size)),
             "devices": self.population.mesh.size,
+            "store": self.store,
             "values": values,
             "mechanism": [repr(algorithm.mechanism) for algorithm in algorithms],
         }

@@ -1,0 +1,182 @@
+"""Seconds per round and memory of streamed populations, beside one whose client states are on the device.
+
+python -m benchmarks.population --json population.json --png population.png
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
+import pathlib
+import statistics
+import tempfile
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+
+from jaxfl.algorithms import centaur
+from jaxfl.data import load
+from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.models import mlp
+from jaxfl.privacy import Poisson
+from jaxfl.stream import Stream, fill, open_store, place_examples
+from jaxfl.types import Clients
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """CENTAUR on digits: each client keeps the head of an MLP; Poisson cohorts."""
+
+    populations: tuple[int, ...] = (10_000, 100_000, 1_000_000)
+    """Streamed, each with the first of `cohorts`; the first also with its states on the device."""
+    cohorts: tuple[int, ...] = (1_000, 100, 10_000)
+    """Expected numbers of participants; all but the first with the second of `populations`."""
+    hidden: tuple[int, ...] = (200, 64)
+    """Widths of the MLP; a head has 10 times the last one and 1 numbers."""
+    examples: int = 20
+    """Training examples of a client: 30 steps for its head, 2 for the extractor."""
+    rounds: int = 5
+    """Rounds of a turn, which are streamed without a pause."""
+    turns: int = 7
+    """Turns of every case, one case after the other."""
+    json: pathlib.Path | None = None
+    """Write all figures there."""
+    png: pathlib.Path | None = None
+    """Draw them there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One process."""
+
+    store: str
+    population: int
+    cohort: int
+
+
+def main(config: Config) -> list[dict[str, Any]]:
+    """Let the cases take turns, each in a process of its own, and print medians."""
+    first, cohort = config.populations[0], config.cohorts[0]
+    cases = [Case("device", first, cohort), *(Case("host", number, cohort) for number in config.populations)]
+    cases += [Case("host", config.populations[1], other) for other in config.cohorts[1:]]
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for case in cases:
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(there, case, config), daemon=True)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+        here.recv()  # ready: compiling beside others would disturb nothing but patience
+    seconds: list[list[float]] = [[] for _ in cases]
+    for _ in range(config.turns):
+        for pipe, own in zip(pipes, seconds, strict=True):
+            pipe.send("turn")
+            own.append(pipe.recv())
+    rows = []
+    print(f"{'store':8}{'population':>11}{'cohort':>8}{'s/round':>9}{'ratio':>7}{'memory MB':>11}{'states MB':>11}")
+    for case, pipe, process, own in zip(cases, pipes, processes, seconds, strict=True):
+        pipe.send("stop")
+        memory, states = pipe.recv()
+        process.join()
+        ratio = statistics.median(a / b for a, b in zip(own, seconds[0], strict=True))
+        rows.append({**dataclasses.asdict(case), "seconds": own, "ratio": ratio, "memory": memory, "states": states})
+        print(
+            f"{case.store:8}{case.population:11}{case.cohort:8}{statistics.median(own):9.3f}{ratio:7.2f}"
+            f"{memory / 1e6:11.0f}{states / 1e6:11.0f}"
+        )
+    if config.json is not None:
+        config.json.write_text(json.dumps({"config": dataclasses.asdict(config), "rows": rows}, indent=2, default=str))
+    if config.png is not None:
+        draw(config.png, rows, len(config.populations))
+    return rows
+
+
+def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Config) -> None:
+    """Run a turn whenever asked; in the end tell the peak of this process's own memory, and the size of its states."""
+    peak = [0]
+    threading.Thread(target=watch, args=(peak,), daemon=True).start()
+    model = mlp((8, 8, 1), 10, hidden=config.hidden)
+    algorithm = centaur(
+        model, clip=0.1, noise_multiplier=1.0, sampling=Poisson(case.cohort / case.population), batch_size=10
+    )
+    clients, key = make(case.population, config.examples), jax.random.key(0)
+    if case.store == "host":
+        population = place_examples(clients)
+        server, states = open_store(key, algorithm, population, None)
+        fill(key, algorithm, population, states)
+        step = Stream(algorithm, population, 1, key, server, states).rounds
+        size = states.bytes_per_client * case.population
+    else:
+        population = place(clients)
+        server, states = initialize(key, algorithm, population)
+        step = compile_rounds(algorithm, population, chunk=1, segment=config.rounds)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(states))
+    done = 0
+    while True:
+        start = time.perf_counter()
+        server, states, records = step(key, done, config.rounds, server, states)
+        jax.device_get((records, jax.tree.leaves(server)[0]))
+        pipe.send((time.perf_counter() - start) / config.rounds)
+        done += config.rounds
+        if pipe.recv() == "stop":
+            pipe.send((peak[0], size))
+            return
+
+
+def make(number: int, examples: int) -> Clients:
+    """Clients whose training examples are drawn from digits, with rows in a file of its own."""
+    digits, rng = load("digits"), np.random.default_rng(0)
+    with tempfile.TemporaryFile() as file:
+        train = np.memmap(file, np.int32, "w+", shape=(number, examples))
+    for part in np.array_split(train, 1 + number // 10_000):
+        part[:] = rng.integers(0, len(digits.train_labels), part.shape, np.int32)
+    return Clients(
+        inputs=digits.train_inputs,
+        labels=digits.train_labels,
+        train=train,
+        train_size=np.full(number, examples, np.int32),
+        test=train[:, :1],
+        test_size=np.ones(number, np.int32),
+    )
+
+
+def watch(peak: list[int]) -> None:
+    """Follow this process's memory without the pages of files, which the system drops where it needs room."""
+    status = pathlib.Path("/proc/self/status")
+    while True:
+        line = next(line for line in status.read_text().splitlines() if line.startswith("RssAnon"))
+        peak[0] = max(peak[0], int(line.split()[1]) * 1024)
+        time.sleep(0.01)
+
+
+def draw(path: pathlib.Path, rows: list[dict[str, Any]], populations: int) -> None:
+    """Seconds and memory against the population, and memory against the cohort."""
+    from matplotlib.figure import Figure
+
+    by_population = rows[1 : 1 + populations]
+    by_cohort = sorted([by_population[1], *rows[1 + populations :]], key=lambda row: row["cohort"])
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    panels = figure.subplots(1, 3)
+    x = [row["population"] for row in by_population]
+    panels[0].plot(x, [statistics.median(row["seconds"]) for row in by_population], "o-", label="streamed")
+    panels[0].axhline(statistics.median(rows[0]["seconds"]), linestyle="--", label=f"{x[0]} on the device")
+    panels[0].set(xlabel="population", ylabel="seconds per round", xscale="log", ylim=(0, None))
+    panels[0].legend()
+    panels[1].plot(x, [row["memory"] / 1e6 for row in by_population], "o-", label="memory")
+    panels[1].plot(x, [row["states"] / 1e6 for row in by_population], "o-", label="states on the disk")
+    panels[1].set(xlabel="population", ylabel="MB", xscale="log", yscale="log")
+    panels[1].legend()
+    cohorts = [row["cohort"] for row in by_cohort]
+    panels[2].plot(cohorts, [row["memory"] / 1e6 for row in by_cohort], "o-")
+    panels[2].set(xlabel="cohort", ylabel="memory, MB", xscale="log", ylim=(0, None))
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

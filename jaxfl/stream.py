@@ -1,0 +1,273 @@
+"""Rounds and evaluations of more clients than a device holds: rows go to the devices and back, in blocks.
+
+The host keeps client states (`jaxfl.store`) and each client's rows of the example store; the devices hold the example
+store itself, each the whole of it. A round's cohort is drawn from all clients and goes through the devices in blocks of
+a fixed number of slots, which add to the same sums. While a block is at work, the rows of the one before are written
+back and those of the one after, of this round or the next, are read and sent.
+"""
+
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Int, Key
+
+from jaxfl.engine import (
+    Draw,
+    Population,
+    Records,
+    Sums,
+    account_of,
+    add_participants,
+    compiler_options,
+    draw,
+    finish_round,
+)
+from jaxfl.evaluate import PerClient, compile_evaluation
+from jaxfl.privacy.mechanism import Poisson
+from jaxfl.store import Store
+from jaxfl.types import Account, Algorithm, Clients, Tree
+
+_BLOCK_BYTES = 2**24
+"""Rows of one block on all devices: small beside memory, large beside the cost of a call."""
+
+
+class Block(NamedTuple):
+    """A part of a round's cohort: its clients by slot (C: an empty slot), and whether it is the round's last."""
+
+    index: Int[Array, ""]
+    drawn: Draw
+    ids: Int[np.ndarray, "S"]
+    last: bool
+
+
+def place_examples(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
+    """Put the example store on every device; the clients' rows stay where they are.
+
+    Args:
+        clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
+        devices: which devices to use; all of the default backend where None.
+
+    Raises:
+        ValueError: several processes.
+    """
+    if jax.process_count() > 1:
+        raise ValueError(f"store='host' is for one process, not {jax.process_count()}: give store='device'")
+    devices = devices or jax.devices()
+    mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.number))]), ("clients",))
+    store = jax.device_put((clients.inputs, clients.labels), NamedSharding(mesh, P()))
+    by_client = P("clients")
+    layout = Clients(P(), P(), by_client, by_client, by_client, by_client)  # pyrefly: ignore[bad-argument-type]
+    return Population(Clients(*store, *map(np.asarray, clients[2:])), clients.number, mesh, layout)
+
+
+def open_store(
+    key: Key[Array, ""], algorithm: Algorithm, population: Population, folder: pathlib.Path | None
+) -> tuple[Tree, Store]:
+    """Server state, replicated, and a store for the client states, whose rows are not there yet (see `fill`)."""
+
+    def server(key: Key[Array, ""]) -> Tree:
+        return algorithm.init(key, population.clients)[0]
+
+    like = jax.eval_shape(lambda key: algorithm.init(key, population.clients)[1], key)
+    everyone = NamedSharding(population.mesh, P())
+    return jax.jit(server, out_shardings=everyone)(key), Store(folder, like, population.number)
+
+
+def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, store: Store) -> None:
+    """Write all clients' initial states, a block at a time."""
+    size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
+
+    def rows(key: Key[Array, ""], first: Int[Array, ""]) -> Tree:
+        # States that are broadcast to all clients are never made for all: the compiler slices what is broadcast.
+        states = algorithm.init(key, population.clients)[1]
+        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
+
+    program = jax.jit(rows, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
+    for first in range(0, store.number, size):
+        first = min(first, store.number - size)
+        store.write(np.arange(first, first + size), jax.device_get(program(key, jax.device_put(np.int32(first)))))
+    store.commit()
+
+
+class Stream:
+    """Rounds and evaluations by blocks; results are those of `compile_rounds` and `compile_evaluation`.
+
+    Args:
+        algorithm: what a round does.
+        population: of `place_examples`.
+        chunk: clients vectorised at a time on each device.
+        key: the run's; like `server` and `store`, for shapes only.
+        server: server state.
+        store: client states.
+    """
+
+    def __init__(
+        self, algorithm: Algorithm, population: Population, chunk: int, key: Key[Array, ""], server: Tree, store: Store
+    ) -> None:
+        self.algorithm, self.population = algorithm, population
+        mesh, clients = population.mesh, population.clients
+        self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
+        self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), population.layout)
+        per_client = store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
+        sampling = algorithm.mechanism.sampling
+        expected = sampling.expected(population.number)
+        most = expected + 6 * math.sqrt(expected) if isinstance(sampling, Poisson) else expected
+        block = max(_BLOCK_BYTES // per_client, chunk * mesh.size)
+        self.slots = self._whole(min(block, math.ceil(most)))
+        self.tested = self._whole(block)
+        self._compile(chunk, key, server, store)
+
+    def rounds(
+        self, key: Key[Array, ""], start: int, count: int, server: Tree, store: Store
+    ) -> tuple[Tree, Store, Records]:
+        """Some rounds, as a program of `compile_rounds` does them; the records are on the host."""
+        key, total, before = jax.device_put(key, self.everyone), self.zero, None
+        records: list[Records] = []
+
+        def settle(block: Block, states: Tree, record: Records | None) -> None:
+            real = block.ids < store.number
+            store.write(block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states)))
+            if record is not None:
+                records.append(jax.device_get(record))
+
+        for block in self._blocks(key, start, count, store):
+            ids, clients, states = self._load(block.ids, store)  # while the block before is at work
+            if before is not None:
+                states = self._renew(block.ids, states, *before[:2])
+            total, states = self.add(clients, key, block.index, block.drawn, ids, total, server, states)
+            record = None
+            if block.last:
+                server, record = self.finish(key, block.index, block.drawn, total, server)
+                total = self.zero
+            if before is not None:
+                settle(*before)  # while this block is at work
+            before = block, states, record
+            if block.last and self.algorithm.mechanism.adaptive:  # the next draw follows from these states
+                settle(*before)
+                before = None
+        if before is not None:
+            settle(*before)
+        return server, store, jax.tree.map(lambda *rounds: np.stack(rounds), *records)
+
+    def evaluate(self, key: Key[Array, ""], server: Tree, store: Store) -> PerClient:
+        """Scores of all clients, on the host."""
+        found, before = [], None
+        for first in range(0, store.number, self.tested):
+            ids = np.arange(first, first + self.tested, dtype=np.int32)
+            _, clients, states = self._load(ids, store, tests=True)
+            scores = self.score(clients, jax.device_put(np.int32(first), self.everyone), key, server, states)
+            if before is not None:
+                found.append(jax.device_get(before))  # while these are at work
+            before = scores
+        found.append(jax.device_get(before))
+        return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: store.number], *found)
+
+    def first_block(self, key: Key[Array, ""], server: Tree, store: Store) -> tuple[Sums, Tree]:
+        """What the first round's first block gives; nothing is kept."""
+        block = next(self._blocks(jax.device_put(key, self.everyone), 0, 1, store))
+        ids, clients, states = self._load(block.ids, store)
+        return self.add(clients, key, block.index, block.drawn, ids, self.zero, server, states)
+
+    def _compile(self, chunk: int, key: Key[Array, ""], server: Tree, store: Store) -> None:
+        algorithm, population = self.algorithm, self.population
+        options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
+
+        def draw_(key: Key[Array, ""], index: Int[Array, ""], account: Account | None) -> Draw:
+            return draw(algorithm, population.number, jax.random.fold_in(key, index), index, account)
+
+        def add(
+            clients: Clients,
+            key: Key[Array, ""],
+            index: Int[Array, ""],
+            drawn: Draw,
+            ids: Array,
+            total: Sums | None,
+            server: Tree,
+            states: Tree,
+        ) -> tuple[Sums, Tree]:
+            block, key = population._replace(clients=clients), jax.random.fold_in(key, index)
+            return add_participants(algorithm, block, chunk, key, drawn, ids, total, server, states)
+
+        def finish(key: Key[Array, ""], index: Int[Array, ""], drawn: Draw, total: Sums, server: Tree) -> tuple:
+            return finish_round(algorithm, jax.random.fold_in(key, index), drawn, total, server)
+
+        def renew(states: Tree, before: Tree, source: Int[Array, "S"]) -> Tree:
+            return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
+
+        self.draw = jax.jit(draw_, out_shardings=self.everyone, **options)
+        self.add = jax.jit(add, donate_argnames="states", **options)
+        self.finish = jax.jit(finish, donate_argnames="server", out_shardings=self.everyone, **options)
+        self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)
+        self.score = compile_evaluation(algorithm, population).func
+
+        index = np.int32(0)
+        drawn = self.draw.eval_shape(key, index, self._account(store))
+        ids, clients, states = self._load(np.full(self.slots, store.number, np.int32), store)
+        total, _ = jax.eval_shape(add, clients, key, index, drawn, ids, None, server, states)
+        self.record = jax.eval_shape(finish, key, index, drawn, total, server)[1]
+        zero = jax.jit(
+            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total), out_shardings=self.by_client
+        )
+        self.zero = zero()
+
+    def _blocks(self, key: Key[Array, ""], start: int, count: int, store: Store) -> Iterator[Block]:
+        """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
+        rounds = (jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count))
+        draws = ((index, self.draw(key, index, self._account(store))) for index in rounds)
+        for index, drawn in draws if self.algorithm.mechanism.adaptive else _ahead(draws):
+            cohort = np.flatnonzero(jax.device_get(drawn.sampled))
+            for first in range(0, max(1, len(cohort)), self.slots):
+                ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), store.number)
+                parts = np.array_split(cohort[first : first + self.slots], len(ids))
+                for row, part in zip(ids, parts, strict=True):  # each device gets as many
+                    row[: len(part)] = part
+                yield Block(index, drawn, ids.reshape(-1).astype(np.int32), first + self.slots >= len(cohort))
+
+    def _load(self, ids: Int[np.ndarray, "S"], store: Store, tests: bool = False) -> tuple[Array, Clients, Tree]:
+        """Some clients' rows on the devices, with their test examples or without; an empty slot has anyone's."""
+        clients, rows = self.population.clients, np.minimum(ids, store.number - 1)
+        test = clients.test if tests else clients.test[:, :0]
+        own = Clients(
+            clients.inputs,
+            clients.labels,
+            *(array[rows] for array in (clients.train, clients.train_size, test, clients.test_size)),
+        )
+        return jax.device_put((ids, own, store.read(rows)), (self.by_client, self.layout, self.by_client))
+
+    def _renew(self, ids: Int[np.ndarray, "S"], states: Tree, before: Block, new: Tree) -> Tree:
+        """The same rows, with the newest states of clients that were in the block before."""
+        source = np.arange(self.slots, dtype=np.int32)
+        both, here, there = np.intersect1d(ids, before.ids, return_indices=True)
+        real = both < self.population.number
+        if not real.any():
+            return states
+        source[here[real]] = self.slots + there[real]
+        return self.renew(states, new, jax.device_put(source, self.everyone))
+
+    def _account(self, store: Store) -> Account | None:
+        account = account_of(self.algorithm, store.files)
+        if account is None:
+            return None
+        return jax.device_put(store.read(np.arange(store.number), account), self.everyone)
+
+    def _whole(self, slots: int) -> int:
+        """As many for each device, and not more than there are clients."""
+        devices = self.population.mesh.size
+        return -(-min(max(slots, 1), self.population.number) // devices) * devices
+
+
+def _ahead(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items, each of which is begun before the one before it is given out."""
+    last = next(items)
+    for item in items:
+        yield last
+        last = item
+    yield last

@@ -1,0 +1,132 @@
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from algorithms_table import ALGORITHMS, MODEL, small_clients
+
+from jaxfl.algorithms import fedavg
+from jaxfl.checkpoint import Checkpoints
+from jaxfl.privacy.mechanism import Mechanism, Poisson
+from jaxfl.simulation import simulate
+from jaxfl.store import Store
+from jaxfl.stream import Stream, fill, open_store, place_examples
+
+KEY = jax.random.key(7)
+
+
+def quiet(name, **options):
+    defaults: dict[str, Any] = {"progress": False, "rounds": 4, "eval_every": 4}
+    return simulate(KEY, ALGORITHMS[name](), small_clients(), **defaults | options)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize(("name", "block"), [("centaur", 2**24), ("adp_pfl_released", 1)])
+def test_results_are_those_of_the_device_store(name, block, monkeypatch):
+    monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", block)  # of 1 byte: a client for each device
+    device, host = quiet(name), quiet(name, store="host")
+    present = device.ledger.participants
+    # The first call is one round; the other three are streamed without a pause.
+    assert (present[2:] & present[1:-1]).any(), "nobody is in two cohorts that follow each other"
+    np.testing.assert_array_equal(present, host.ledger.participants)
+    states = jax.tree.map(lambda leaf: leaf[: len(present[0])], device.states)
+    found, expected = (host.server, host.states, host.ledger, host.history), (device.server, states, *device[5:3:-1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_compiles_once_whatever_the_cohort(monkeypatch):
+    monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", 1)
+    algorithm = fedavg(MODEL, batch_size=4, mechanism=Mechanism(sampling=Poisson(0.5)))
+    population = place_examples(small_clients())
+    server, store = open_store(KEY, algorithm, population, None)
+    fill(KEY, algorithm, population, store)
+    stream = Stream(algorithm, population, 1, KEY, server, store)
+    for start, count in ((0, 3), (3, 1), (4, 2)):
+        server, store, records = stream.rounds(KEY, start, count, server, store)
+        assert len(records.nonfinite) == count
+    for program in (stream.draw, stream.add, stream.finish):
+        assert program._cache_size() == 1  # pyrefly: ignore[missing-attribute]
+
+
+def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    """A copy of the files at a moment is what a kill leaves then."""
+    saved, kills = {}, []
+    folder = tmp_path / "run"
+
+    def watched(owner, name):
+        plain = getattr(owner, name)
+
+        def step(self, *args):
+            if name == "save":
+                rows = [store.read(np.arange(store.number)) for store in stores]
+                saved[args[0]] = args[1]["states"].copy(), rows[0]
+            plain(self, *args)
+            kills.append(tmp_path / f"{len(kills)}-{name}")
+            shutil.copytree(folder, kills[-1])
+
+        monkeypatch.setattr(owner, name, step)
+
+    stores = []
+    init = Store.__init__
+    monkeypatch.setattr(Store, "__init__", lambda self, *args: (stores.append(self), init(self, *args))[1])
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+        for owner, name in ((Store, "write"), (Store, "flush"), (Store, "commit"), (Checkpoints, "save")):
+            watched(owner, name)
+        whole = quiet("local_only", rounds=4, eval_every=1, store="host", folder=folder)
+        monkeypatch.undo()
+    assert {kill.name.split("-")[1] for kill in kills} == {"write", "flush", "commit", "save"}
+    checked = set()
+    for kill in kills:
+        steps = [int(path.name) for path in (kill / "ckpt").glob("*") if path.name.isdigit()]
+        if steps:
+            side, rows = saved[max(steps)]
+            store = Store(kill / "states", whole.states, 11)
+            store.restore(side)
+            equal(store.read(np.arange(11)), rows)
+            checked.add((max(steps), kill.name.split("-")[1]))
+    assert {(2, "save"), (2, "commit"), (2, "write"), (2, "flush"), (3, "save")} <= checked
+    torn = next(kill for kill in kills if kill.name.endswith("flush") and (kill / "ckpt" / "2").exists())
+    equal(quiet("local_only", rounds=4, eval_every=1, store="host", folder=torn)[:2], whole[:2])
+
+
+def test_rows_that_a_checkpoint_needs_do_not_move(tmp_path):
+    like = {"head": jax.ShapeDtypeStruct((5, 2), np.float32)}
+    store = Store(tmp_path, like, 5)
+    store.write(np.arange(5), {"head": np.zeros((5, 2), np.float32)})
+    store.commit()
+    store.write(np.array([1, 3]), {"head": np.ones((2, 2), np.float32)})
+    store.commit()
+    side = store.side.copy()
+    store.write(np.array([3, 4]), {"head": np.full((2, 2), 2, np.float32)})
+    store.states()
+    again = Store(tmp_path, like, 5)
+    again.restore(side)
+    assert again.read(np.arange(5))["head"][:, 0].tolist() == [0, 1, 0, 1, 0]
+    assert again.states()["head"][:, 0].tolist() == [0, 1, 0, 1, 0]
+    with pytest.raises(ValueError, match="read-only"):
+        again.states()["head"][0] = 1
+
+
+def test_rows_of_clients_are_not_copied():
+    clients = small_clients()
+    assert all(np.shares_memory(a, b) for a, b in zip(clients[2:], place_examples(clients).clients[2:]))
+
+
+def test_wrong_stores_are_refused(tmp_path, monkeypatch):
+    quiet("local_only", rounds=1, folder=tmp_path)
+    with pytest.raises(ValueError, match="holds a run with store='device', not 'host'"):
+        quiet("local_only", rounds=1, folder=tmp_path, store="host")
+    with pytest.raises(ValueError, match="lacks the client states"):
+        Store(tmp_path / "gone", jax.ShapeDtypeStruct((5, 2), np.float32), 5).restore(np.zeros(5, np.uint8))
+    with monkeypatch.context() as patch:
+        patch.setattr("jax.process_count", lambda: 2)
+        with pytest.raises(ValueError, match=r"store='host'.*one process"):
+            quiet("local_only", store="host")
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 0))
+    with pytest.raises(ValueError, match=r"0\.0 GiB free.*TMPDIR"):
+        quiet("local_only", store="host")

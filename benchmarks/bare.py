@@ -12,7 +12,8 @@ from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfl.engine import Population, compiler_options
+from jaxfl.backend import compiler_options
+from jaxfl.engine import Population
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
 from jaxfl.types import Model, Params

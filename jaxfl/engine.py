@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
+from jaxfl.backend import compiler_options
 from jaxfl.data.clients import shard
 from jaxfl.local.masks import keep
 from jaxfl.privacy.clip import clip
@@ -164,18 +165,6 @@ def compile_rounds(
     options = compiler_options(population.mesh)
     program = jax.jit(run, donate_argnames=("server", "states"), compiler_options=options)
     return functools.partial(program, population.clients)
-
-
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA's defaults leave to be had on a CPU: a FedDPA round on two cores takes 0.8 of the time.
-
-    Where each core is a device of its own, threads within an operation would only disturb the others.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return {}
-    wide = {"xla_cpu_prefer_vector_width": 512}  # where the processor has such vectors
-    alone = {"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
-    return wide | alone if mesh.size > 1 else wide
 
 
 def _round(

@@ -97,14 +97,19 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
 
 def initialize(key: Key[Array, "*P"], algorithm: Algorithm | Points, population: Population) -> tuple[Tree, Tree]:
     """Server state, replicated, and client states, on the devices of their clients."""
-    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
-    shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), by_client))
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
 
     def init(clients: Clients, key: Key[Array, "*P"]) -> tuple[Tree, Tree]:
         return over_points(lambda algorithm, key: algorithm.init(key, clients), algorithm)(key)
 
+    shardings = _shardings(algorithm, population)
     return jax.jit(init, out_shardings=shardings, compiler_options=quick)(population.clients, key)
+
+
+def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
+    """Of server state and client states."""
+    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
+    return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
 
 
 def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
@@ -145,6 +150,7 @@ def compile_rounds(
 
     def run(clients: Clients, key: Key[Array, "*P"], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
         def rounds_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> tuple:
+            @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
             def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
                 round_key = jax.random.fold_in(key, index)
                 return _round(algorithm, population._replace(clients=clients), chunk, round_key, index, server, states)
@@ -163,7 +169,13 @@ def compile_rounds(
         return over_points(rounds_of, algorithm)(key, server, states)
 
     options = compiler_options(population.mesh)
-    program = jax.jit(run, donate_argnames=("server", "states"), compiler_options=options)
+    server_sharding, by_client = _shardings(algorithm, population)
+    program = jax.jit(
+        run,
+        donate_argnames=("server", "states"),
+        out_shardings=(server_sharding, by_client, server_sharding),
+        compiler_options=options,
+    )
     return functools.partial(program, population.clients)
 
 
@@ -237,6 +249,7 @@ def _cohort(
     participants = jnp.sum(slots.sampled)
     order = jnp.nonzero(slots.sampled, size=-(-own // chunk) * chunk, fill_value=own)[0]
 
+    @functools.partial(jax.jit, inline=True)
     def one(slot: Int[Array, ""], states: Tree) -> tuple[_Cohort, Tree]:
         return _participant(algorithm, key, slots, slot, server, states, clients)
 

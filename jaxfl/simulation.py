@@ -1,6 +1,7 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -14,11 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Key
 
 from jaxfl import report
 from jaxfl._validate import check_count
+from jaxfl.backend import of_mesh
 from jaxfl.checkpoint import Checkpoints
+from jaxfl.chunks import Program, fastest, fitting
 from jaxfl.engine import Points, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import compile_evaluation
 from jaxfl.journal import Journal, Result
@@ -54,8 +58,9 @@ def simulate(
         clients: from `jaxfl.data.make_clients`.
         rounds: T.
         eval_every: rounds between evaluations of all clients (default: a tenth of the rounds).
-        chunk: clients vectorised at a time on each device; None: 1 on a CPU, measured elsewhere;
-            "auto": measured. Changes speed and memory, not results.
+        chunk: clients vectorised at a time on each device; None: 1 on a CPU, "auto" elsewhere. "auto" measures a few
+            sizes on a round of this run, once (see `jaxfl.chunks.fastest`). Halved, with a warning, where memory does
+            not hold it. Changes speed and memory, not results.
         devices: where to run (default: all devices).
         folder: the run's own folder (see `jaxfl.report.run_folder`); None writes nothing.
         progress: show a bar with round, accuracy and epsilon so far.
@@ -172,9 +177,14 @@ class _Run:
         self.rounds, self.population = rounds, place(clients, devices)
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
         init_key, self.key, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        self.key = self._everywhere(self.key)
         self.server, self.states = initialize(init_key, self.what, self.population)
         self.evaluate = compile_evaluation(self.what, self.population)
-        self.step = self._compile(chunk)
+        self.chunk = of_mesh(self.population.mesh).chunk if chunk is None else chunk
+        segment = int(max(np.diff([0, *self.evaluations])))
+        self.build = functools.cache(
+            lambda chunk: compile_rounds(self.what, self.population, chunk=chunk, segment=segment)
+        )
         blank = self._blank()
         self.journals = [
             Journal(algorithm, clients, self.evaluations, blank, own)
@@ -200,20 +210,22 @@ class _Run:
 
     def go(self, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
         """Run, evaluate and save until all rounds are done."""
-        pace = math.inf
+        pace, program = math.inf, None
         while self.done < self.rounds:
+            program = program or self._compile()
             target = next(r for r in self.evaluations if r > self.done)
             count = int(min(target - self.done, max(1, _SEGMENT_SECONDS // pace)))
             start = time.monotonic()
-            self.server, self.states, records = self.step(self.key, self.done, count, self.server, self.states)
+            arguments = self._arguments(self.done, count)
+            with jax.transfer_guard("disallow"):
+                self.server, self.states, records = program.step(*arguments)
             records = jax.device_get(records)
-            seconds = (time.monotonic() - start) / count
-            pace = seconds if math.isfinite(pace) else 1.0  # the first call also compiles
+            pace = (time.monotonic() - start) / count
             self._record(records, count)
             if self.done in self.evaluations:
                 self._evaluate()
                 log(self.journals[0].metrics[-1])
-            update(self.done, self._text())
+            update(self.done, f"{self._text()}  chunk {program.chunk}")
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
             if self.checkpoints and (late or self.done == self.rounds or interrupted()):
                 self._save()
@@ -267,35 +279,29 @@ class _Run:
             return [tree]
         return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.key))]
 
-    def _compile(self, chunk: int | Literal["auto"] | None) -> Callable:
-        """The program of up to as many rounds as lie between two evaluations."""
-        segment = max(np.diff([0, *self.evaluations]))
-        if chunk is None:
-            chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
-        if chunk == "auto":
-            chunk = self._measure_chunk()
-        return compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
-
     def _blank(self) -> Records:
-        """Zeros for what a whole run will record; the program is traced here, and not again when it is called."""
-        step = self.step
-        shapes = step.func.eval_shape(*step.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
+        """Zeros for what a whole run will record."""
+        step = self.build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
+        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1))[2]  # pyrefly: ignore[missing-attribute]
         own = 2 if self.points else 1
         return jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[own:]), leaf.dtype), shapes)
 
-    def _measure_chunk(self) -> int:
-        """The fastest of a few chunk sizes for one round, by the second of two calls."""
-        own = self.population.clients.number // self.population.mesh.size
-        sizes = [size for size in (1, 8, 32, 128, 512) if size <= max(own, 1)]
-        seconds = {}
-        for size in sizes:
-            step = compile_rounds(self.what, self.population, chunk=size, segment=1)
-            for _ in range(2):
-                copies = jax.tree.map(jnp.copy, (self.server, self.states))
-                start = time.monotonic()
-                jax.block_until_ready(step(self.key, 0, 1, *copies))
-                seconds[size] = time.monotonic() - start
-        return min(seconds, key=seconds.__getitem__)
+    def _compile(self) -> Program:
+        """The program of up to as many rounds as lie between two evaluations."""
+        if self.chunk != "auto":
+            return fitting(self.build, self.chunk, self._arguments(0, 1))
+        algorithm, mesh = self.journals[0].algorithm, self.population.mesh
+        facts = (algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling))
+        most = self.population.clients.number // mesh.size
+        return fastest(self.build, most, self._arguments(0, 1), mesh, facts)
+
+    def _arguments(self, start: int, count: int) -> tuple:
+        """Of a call; the numbers lie on all devices, so that the call moves nothing by itself."""
+        numbers = self._everywhere((np.int32(start), np.int32(count)))
+        return self.key, *numbers, self.server, self.states
+
+    def _everywhere(self, tree: Tree) -> Tree:
+        return jax.device_put(tree, NamedSharding(self.population.mesh, PartitionSpec()))
 
     def _fingerprint(self, key: Key[Array, "*P"], clients: Clients, algorithms: list[Algorithm]) -> dict[str, Any]:
         values = {name: column.tolist() for name, column in self.points.values.items()} if self.points else {}

@@ -77,7 +77,7 @@ class Convolution(nn.Module):
         if self.stride == 2:
             x, kernel, padding = *_to_blocks(x, kernel, padding), 0
         # The backward pass is traced after the caller's choice of a precision has ended: it takes it from here.
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         filtered = self.form == "fast" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
         precision = "highest" if filtered else precision
         options = Options(padding, self.relu, self.pool, self.pairs, self.squares, filtered, precision)

@@ -46,8 +46,10 @@ def with_precision(model: Model, precision: Precision) -> Model:
 
         return call
 
-    networks = {name: getattr(model, name) for name in ("extract", "classify", "apply")}
-    changed = {name: network and at(network) for name, network in networks.items()}
     return model._replace(
-        name=f"{model.name}_{precision}", norms=model.norms if precision == "float32" else None, **changed
+        name=f"{model.name}_{precision}",
+        extract=model.extract and at(model.extract),
+        classify=model.classify and at(model.classify),
+        apply=at(model.apply),
+        norms=model.norms if precision == "float32" else None,
     )

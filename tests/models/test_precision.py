@@ -74,7 +74,7 @@ def test_training_in_bfloat16_reaches_the_same_loss():
         params, _ = jax.jit(lambda p: train_model(jax.random.key(1), model, p, data, **options))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         x = model.prepare(data.inputs[:400])
-        return float(cross_entropy(model.apply(params, x), data.labels[:400], jnp.ones(400)))
+        return float(cross_entropy(model.apply(params, x), jnp.asarray(data.labels[:400]), jnp.ones(400)))
 
     model = MODELS["mlp"](hidden=(32,))
     exact, rounded = final(model), final(with_precision(model, "bfloat16"))
@@ -85,9 +85,10 @@ def test_training_in_bfloat16_reaches_the_same_loss():
 def test_rounds_in_bfloat16_keep_float32_state():
     model = with_precision(MODELS["mlp"](hidden=(16,)), "bfloat16")
     algorithm = dp_fedavg(model, clip=0.3, noise_multiplier=1.0, sampling=Full(), batch_size=4)
-    population = place(small_clients())
+    clients = small_clients()
+    population = place(clients)
     server, states = initialize(jax.random.key(0), algorithm, population)
-    data = ClientData(*(jnp.asarray(leaf) for leaf in (*small_clients()[:2], small_clients().train[0])), jnp.int32(9))
+    data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     client = jax.tree.map(lambda leaf: leaf[0], states)
     message, *_ = jax.eval_shape(algorithm.client_update, jax.random.key(1), server, client, data)
     assert {leaf.dtype for leaf in jax.tree.leaves(message.update)} == {jnp.dtype("float32")}

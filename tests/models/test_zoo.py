@@ -1,5 +1,6 @@
 import functools
 import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfl.backend import backend
+from jaxfl.backend import Form, backend
 from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 from jaxfl.models.layers import Convolution
 
@@ -71,13 +72,15 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
         x_shape, params = (jax.eval_shape(f, a) for f, a in ((model.prepare, x), (model.init, jax.random.key(0))))
         return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(model.apply)(params, x_shape)))
 
-    expected = {form: operations(form=form) for form in ("fast", "products", "plain")}
+    expected = {form: operations(form=form) for form in get_args(Form)}
     assert len(set(expected.values())) == 3
-    assert ["conv_general_dilated" in text for text in expected.values()] == [False, False, True]
-    for form, text in expected.items():
+    assert {form: "conv_general_dilated" in text for form, text in expected.items()} == {
+        "fast": False, "products": False, "plain": True,
+    }  # fmt: skip
+    for form in get_args(Form):
         record = backend("cpu")._replace(convolution=form)
         monkeypatch.setattr("jaxfl.models.zoo.backend", lambda record=record: record)
-        assert operations() == text
+        assert operations() == expected[form]
 
 
 def test_clients_vectorised_equal_a_loop():

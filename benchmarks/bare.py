@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import busy_clock, in_turn, medians
-from jaxfl.engine import Population, compiler_options
+from jaxfl.backend import compiler_options
+from jaxfl.engine import Population
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
 from jaxfl.types import Model, Params, Tree

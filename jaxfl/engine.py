@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
+from jaxfl.backend import compiler_options
 from jaxfl.data.clients import shard
 from jaxfl.local.masks import keep
 from jaxfl.privacy.clip import clip
@@ -105,14 +106,19 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
 
 def initialize(key: Key[Array, "*P"], algorithm: Algorithm | Points, population: Population) -> tuple[Tree, Tree]:
     """Server state, replicated, and client states, on the devices of their clients."""
-    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
-    shardings = tuple(NamedSharding(population.mesh, spec) for spec in (P(), by_client))
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
 
     def init(clients: Clients, key: Key[Array, "*P"]) -> tuple[Tree, Tree]:
         return over_points(lambda algorithm, key: algorithm.init(key, clients), algorithm)(key)
 
+    shardings = _shardings(algorithm, population)
     return jax.jit(init, out_shardings=shardings, compiler_options=quick)(population.clients, key)
+
+
+def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
+    """Of server state and client states."""
+    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
+    return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
 
 
 def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
@@ -153,6 +159,7 @@ def compile_rounds(
 
     def run(clients: Clients, key: Key[Array, "*P"], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
         def rounds_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> tuple:
+            @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
             def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
                 round_key = jax.random.fold_in(key, index)
                 return _round(algorithm, population._replace(clients=clients), chunk, round_key, index, server, states)
@@ -171,20 +178,14 @@ def compile_rounds(
         return over_points(rounds_of, algorithm)(key, server, states)
 
     options = compiler_options(population.mesh)
-    program = jax.jit(run, donate_argnames=("server", "states"), compiler_options=options)
+    server_sharding, by_client = _shardings(algorithm, population)
+    program = jax.jit(
+        run,
+        donate_argnames=("server", "states"),
+        out_shardings=(server_sharding, by_client, server_sharding),
+        compiler_options=options,
+    )
     return functools.partial(program, population.clients)
-
-
-def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """What XLA's defaults leave to be had on a CPU: a FedDPA round on two cores takes 0.8 of the time.
-
-    Where each core is a device of its own, threads within an operation would only disturb the others.
-    """
-    if mesh.devices.flat[0].platform != "cpu":
-        return {}
-    wide = {"xla_cpu_prefer_vector_width": 512}  # where the processor has such vectors
-    alone = {"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"}
-    return wide | alone if mesh.size > 1 else wide
 
 
 def _round(
@@ -307,6 +308,7 @@ def _cohort(
     participants = jnp.sum(slots.sampled)
     order = jnp.nonzero(slots.sampled, size=-(-own // chunk) * chunk, fill_value=own)[0]
 
+    @functools.partial(jax.jit, inline=True)
     def one(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree]:
         return _participant(algorithm, key, slots, slot, server, states, clients)
 

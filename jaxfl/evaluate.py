@@ -11,7 +11,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from jaxfl.engine import Points, Population, compiler_options, over_points
+from jaxfl.backend import compiler_options
+from jaxfl.engine import Points, Population, over_points
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
 _BATCH = 64

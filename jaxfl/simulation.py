@@ -1,7 +1,6 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import contextlib
-import functools
 import math
 import os
 import pathlib
@@ -17,14 +16,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl import report
+from jaxfl import hosts, report
 from jaxfl._validate import check_choice, check_count
+from jaxfl.backend import backend
 from jaxfl.checkpoint import Checkpoints
-from jaxfl.engine import Points, Records, compile_rounds, initialize, place
-from jaxfl.evaluate import compile_evaluation
+from jaxfl.engine import Points, Records
 from jaxfl.journal import Journal, Result
-from jaxfl.store import Store
-from jaxfl.stream import Stream, fill, open_store, place_examples
+from jaxfl.resident import Resident
+from jaxfl.stream import Stream
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -58,8 +57,9 @@ def simulate(
         clients: from `jaxfl.data.make_clients`.
         rounds: T.
         eval_every: rounds between evaluations of all clients (default: a tenth of the rounds).
-        chunk: clients vectorised at a time on each device; None: 1 on a CPU, measured elsewhere;
-            "auto": measured. Changes speed and memory, not results.
+        chunk: clients vectorised at a time on each device; None: 1 on a CPU, "auto" elsewhere. "auto" measures a few
+            sizes on a round of this run, once (see `jaxfl.chunks.fastest`). Halved, with a warning, where memory does
+            not hold it. Changes speed and memory, not results.
         devices: where to run (default: all devices).
         store: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
             temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
@@ -177,63 +177,71 @@ class _Run:
         check_count("eval_every", eval_every)
         for algorithm in algorithms:
             algorithm.mechanism.check_fits(clients.number, rounds)
-        self.what, self.points = points or algorithms[0], points
-        self.rounds, self.store = rounds, store
+        self.rounds, self.clients, self.points = rounds, clients, points
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
-        init_key, self.key, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        chunk = backend(devices[0].platform if devices else None).chunk if chunk is None else chunk
         if store == "host":
-            self.population = place_examples(clients, devices)
-            files = None if folder is None else folder / report.STATES
-            self.server, self.states = open_store(init_key, algorithms[0], self.population, files)
+            states = None if folder is None else folder / report.STATES
+            self.runner = Stream(init_key, key_of_rounds, algorithms[0], clients, devices, chunk, states)
         else:
-            self.population = place(clients, devices)
-            self.server, self.states = initialize(init_key, self.what, self.population)
-        blank = self._compile(chunk)
+            segment = int(max(np.diff([0, *self.evaluations])))
+            what = points or algorithms[0]
+            self.runner = Resident(init_key, key_of_rounds, what, clients, devices, chunk, segment)
+        blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
+        writes = jax.process_index() == 0
         self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, own)
+            Journal(algorithm, clients, self.evaluations, blank, own if writes else None)
             for algorithm, own in zip(algorithms, folders, strict=True)
         ]
         self.done, self.saved_at, self.checkpoints = 0, time.monotonic(), None
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, self._fingerprint(key, clients, algorithms))
+            fingerprint = self._fingerprint(key, algorithms, store)
+            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, fingerprint)
             self._restore()
-        if isinstance(self.states, Store) and not self.done:
-            fill(init_key, algorithms[0], self.population, self.states)
 
     def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         try:
-            with report.progress_bar(name, self.rounds, progress) as update, _deferred_interrupt() as interrupted:
+            shown = progress and jax.process_index() == 0
+            with report.progress_bar(name, self.rounds, shown) as update, _deferred_interrupt() as interrupted:
                 self.go(update, log, interrupted)
+        except Exception as error:
+            if jax.process_count() > 1 and self.checkpoints is not None:
+                error.add_note(
+                    f"process {jax.process_index()} of {jax.process_count()} stopped after round {self.done}; "
+                    f"the last checkpoint is {self.checkpoints.newest()}: start all processes again to go on from it"
+                )
+            raise
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
-            states = self.states.states() if isinstance(self.states, Store) else self.states
-            parts = zip(self.journals, self._split(self.server), self._split(states), strict=True)
-            results = [journal.finish(server, states, self.done) for journal, server, states in parts]
-        return results
+            results = [journal.finish(self.done) for journal in self.journals]
+        servers, states = self._split(self.runner.server), self._split(self.runner.all_states())
+        parts = zip(results, servers, states, strict=True)
+        return [result._replace(server=server, states=own) for result, server, own in parts]
 
     def go(self, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
         """Run, evaluate and save until all rounds are done."""
-        pace = math.inf
+        pace, program = math.inf, None
         while self.done < self.rounds:
+            program = program or self.runner.compile(self._facts())
             target = next(r for r in self.evaluations if r > self.done)
             count = int(min(target - self.done, max(1, _SEGMENT_SECONDS // pace)))
             start = time.monotonic()
-            self.server, self.states, records = self.step(self.key, self.done, count, self.server, self.states)
-            records = jax.device_get(records)
-            seconds = (time.monotonic() - start) / count
-            pace = seconds if math.isfinite(pace) else 1.0  # the first call also compiles
+            records = self.runner.rounds(self.done, count)
+            pace = (time.monotonic() - start) / count
             self._record(records, count)
             if self.done in self.evaluations:
                 self._evaluate()
                 log(self.journals[0].metrics[-1])
-            update(self.done, self._text())
+            update(self.done, f"{self._text()}  chunk {program.chunk}")
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-            if self.checkpoints and (late or self.done == self.rounds or interrupted()):
-                self._save()
-            if interrupted():
+            pace, late, stop = hosts.largest(pace, late, interrupted())
+            if self.checkpoints and (late or stop or self.done == self.rounds):
+                self._save(self.checkpoints)
+            if stop:
                 raise KeyboardInterrupt
 
     def _record(self, records: Records, count: int) -> None:
@@ -243,7 +251,7 @@ class _Run:
 
     def _evaluate(self) -> None:
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
-        scores = jax.device_get(self.evaluate(key, self.server, self.states))
+        scores = self.runner.evaluate(key)
         for journal, own in zip(self.journals, self._split(scores), strict=True):
             journal.evaluated(self.evaluations.index(self.done), own)
 
@@ -256,17 +264,10 @@ class _Run:
         return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
 
     def _state(self) -> dict[str, Tree]:
-        recorded = [journal.recorded for journal in self.journals]
-        states = self.states.side if isinstance(self.states, Store) else self.states
-        return {"server": self.server, "states": states, "recorded": recorded}
+        return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}
 
-    def _save(self) -> None:
-        assert self.checkpoints is not None
-        if isinstance(self.states, Store):
-            self.states.flush()
-        self.checkpoints.save(self.done, self._state())
-        if isinstance(self.states, Store):
-            self.states.commit()
+    def _save(self, checkpoints: Checkpoints) -> None:
+        self.runner.save(lambda: checkpoints.save(self.done, self._state()))
         self.saved_at = time.monotonic()
 
     def _restore(self) -> None:
@@ -274,11 +275,7 @@ class _Run:
         found = self.checkpoints.restore(self._state())
         if found is not None:
             self.done, state = found
-            self.server = state["server"]
-            if isinstance(self.states, Store):
-                self.states.restore(state["states"])
-            else:
-                self.states = state["states"]
+            self.runner.restore(state)
             for journal, recorded in zip(self.journals, state["recorded"], strict=True):
                 journal.restore(recorded, self.done)
 
@@ -290,52 +287,14 @@ class _Run:
         """A tree of each run."""
         if self.points is None:
             return [tree]
-        return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.key))]
+        return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.journals))]
 
-    def _compile(self, chunk: int | Literal["auto"] | None) -> Records:
-        """Make `step` and `evaluate`; zeros for what a whole run will record."""
-        if chunk is None:
-            chunk = 1 if self.population.mesh.devices.flat[0].platform == "cpu" else "auto"
-        if chunk == "auto":
-            chunk = self._measure_chunk()
-        if isinstance(self.states, Store):
-            stream = self._stream(chunk)
-            self.step, self.evaluate, shapes, own = stream.rounds, stream.evaluate, stream.record, 0
-        else:
-            # A program of up to as many rounds as lie between two evaluations; traced here, and not again when called.
-            segment = max(np.diff([0, *self.evaluations]))
-            step = compile_rounds(self.what, self.population, chunk=chunk, segment=int(segment))
-            self.step, self.evaluate = step, compile_evaluation(self.what, self.population)
-            shapes = step.func.eval_shape(*step.args, self.key, 0, 1, self.server, self.states)[2]  # pyrefly: ignore[missing-attribute]
-            own = 2 if self.points else 1
-        return jax.tree.map(lambda leaf: np.zeros((self.rounds, *leaf.shape[own:]), leaf.dtype), shapes)
+    def _facts(self) -> tuple[str, ...]:
+        """What a good chunk depends on, besides shapes and devices."""
+        algorithm = self.journals[0].algorithm
+        return algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)
 
-    def _stream(self, chunk: int) -> Stream:
-        assert isinstance(self.what, Algorithm)
-        return Stream(self.what, self.population, chunk, self.key, self.server, self.states)
-
-    def _measure_chunk(self) -> int:
-        """The fastest of a few chunk sizes for one round, or one block of it, by the second of two calls."""
-        own = self.population.clients.number // self.population.mesh.size
-        sizes = [size for size in (1, 8, 32, 128, 512) if size <= max(own, 1)]
-        seconds = {}
-        for size in sizes:
-            if isinstance(self.states, Store):
-                trial = functools.partial(self._stream(size).first_block, self.key)
-            else:
-                trial = functools.partial(
-                    compile_rounds(self.what, self.population, chunk=size, segment=1), self.key, 0, 1
-                )
-            for _ in range(2):
-                given = self.server, self.states
-                if not isinstance(self.states, Store):
-                    given = jax.tree.map(jnp.copy, given)
-                start = time.monotonic()
-                jax.block_until_ready(trial(*given))
-                seconds[size] = time.monotonic() - start
-        return min(seconds, key=seconds.__getitem__)
-
-    def _fingerprint(self, key: Key[Array, "*P"], clients: Clients, algorithms: list[Algorithm]) -> dict[str, Any]:
+    def _fingerprint(self, key: Key[Array, "*P"], algorithms: list[Algorithm], store: str) -> dict[str, Any]:
         values = {name: column.tolist() for name, column in self.points.values.items()} if self.points else {}
         return {
             "method": algorithms[0].name,
@@ -343,10 +302,10 @@ class _Run:
             "key": np.asarray(jax.random.key_data(key)).tolist(),
             "rounds": self.rounds,
             "evaluations": self.evaluations,
-            "clients": self.population.number,
-            "examples": int(np.sum(clients.train_size)),
-            "devices": self.population.mesh.size,
-            "store": self.store,
+            "clients": self.clients.number,
+            "examples": int(np.sum(self.clients.train_size)),
+            "devices": self.runner.population.mesh.size,
+            "store": store,
             "values": values,
             "mechanism": [repr(algorithm.mechanism) for algorithm in algorithms],
         }

@@ -6,10 +6,11 @@ a fixed number of slots, which add to the same sums. While a block is at work, t
 back and those of the one after, of this round or the next, are read and sent.
 """
 
+import functools
 import math
 import pathlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 
-from jaxfl.engine import (
-    Draw,
-    Population,
-    Records,
-    Sums,
-    account_of,
-    add_participants,
-    compiler_options,
-    draw,
-    finish_round,
-)
+from jaxfl.backend import compiler_options
+from jaxfl.chunks import Program, fastest, fitting
+from jaxfl.engine import Draw, Population, Records, Sums, account_of, add_participants, draw, finish_round
 from jaxfl.evaluate import PerClient, compile_evaluation
 from jaxfl.privacy.mechanism import Poisson
 from jaxfl.store import Store
@@ -98,54 +91,85 @@ def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, stor
 
 
 class Stream:
-    """Rounds and evaluations by blocks; results are those of `compile_rounds` and `compile_evaluation`.
+    """Rounds and evaluations by blocks; results are those of `jaxfl.resident.Resident`, whose methods it has.
 
     Args:
+        init_key: of the first state.
+        key: of the rounds.
         algorithm: what a round does.
-        population: of `place_examples`.
-        chunk: clients vectorised at a time on each device.
-        key: the run's; like `server` and `store`, for shapes only.
-        server: server state.
-        store: client states.
+        clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
+        devices: where to run (None: all devices).
+        chunk: clients vectorised at a time on each device; "auto": measured.
+        folder: of the client states (None: a temporary one).
+
+    Raises:
+        ValueError: several processes; too little space in the folder.
     """
 
     def __init__(
-        self, algorithm: Algorithm, population: Population, chunk: int, key: Key[Array, ""], server: Tree, store: Store
+        self,
+        init_key: Key[Array, ""],
+        key: Key[Array, ""],
+        algorithm: Algorithm,
+        clients: Clients,
+        devices: list[jax.Device] | None,
+        chunk: int | Literal["auto"],
+        folder: pathlib.Path | None,
     ) -> None:
-        self.algorithm, self.population = algorithm, population
-        mesh, clients = population.mesh, population.clients
+        self.init_key, self.algorithm, self.population = init_key, algorithm, place_examples(clients, devices)
+        self.chunk, mesh = chunk, self.population.mesh
+        self.server, self.store = open_store(init_key, algorithm, self.population, folder)
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
-        self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), population.layout)
-        per_client = store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
+        self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
+        self.key, self.restored = jax.device_put(key, self.everyone), False
+        per_client = self.store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
         sampling = algorithm.mechanism.sampling
-        expected = sampling.expected(population.number)
+        expected = sampling.expected(self.population.number)
         most = expected + 6 * math.sqrt(expected) if isinstance(sampling, Poisson) else expected
-        block = max(_BLOCK_BYTES // per_client, chunk * mesh.size)
+        block = max(_BLOCK_BYTES // per_client, (1 if chunk == "auto" else chunk) * mesh.size)
         self.slots = self._whole(min(block, math.ceil(most)))
         self.tested = self._whole(block)
-        self._compile(chunk, key, server, store)
+        self._programs()
 
-    def rounds(
-        self, key: Key[Array, ""], start: int, count: int, server: Tree, store: Store
-    ) -> tuple[Tree, Store, Records]:
-        """Some rounds, as a program of `compile_rounds` does them; the records are on the host."""
-        key, total, before = jax.device_put(key, self.everyone), self.zero, None
+    def record(self) -> Records:
+        """Shapes of what one round reports."""
+        return self._record
+
+    def compile(self, facts: tuple[str, ...]) -> Program:
+        """Write the first states, unless a checkpoint had some; choose the chunk, and compile for it."""
+        if not self.restored:
+            fill(self.init_key, self.algorithm, self.population, self.store)
+        block = next(self._blocks(0, 1))
+        ids, clients, states = self._load(block.ids)
+        arguments = clients, self.key, block.index, block.drawn, ids, self.server, self.zero, states
+        if self.chunk == "auto":
+            self.program = fastest(self._build, self.slots, arguments, self.population.mesh, ("streamed", *facts))
+        else:
+            self.program = fitting(self._build, self.chunk, arguments)
+        return self.program
+
+    def rounds(self, start: int, count: int) -> Records:
+        """Some rounds, from the one of number `start`; what they report, on the host."""
+        total, before = self.zero, None
         records: list[Records] = []
 
         def settle(block: Block, states: Tree, record: Records | None) -> None:
-            real = block.ids < store.number
-            store.write(block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states)))
+            real = block.ids < self.store.number
+            self.store.write(block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states)))
             if record is not None:
                 records.append(jax.device_get(record))
 
-        for block in self._blocks(key, start, count, store):
-            ids, clients, states = self._load(block.ids, store)  # while the block before is at work
+        for block in self._blocks(start, count):
+            ids, clients, states = self._load(block.ids)  # while the block before is at work
             if before is not None:
                 states = self._renew(block.ids, states, *before[:2])
-            total, states = self.add(clients, key, block.index, block.drawn, ids, total, server, states)
+            with jax.transfer_guard("disallow"):
+                total, states = self.program.step(
+                    clients, self.key, block.index, block.drawn, ids, self.server, total, states
+                )
             record = None
             if block.last:
-                server, record = self.finish(key, block.index, block.drawn, total, server)
+                self.server, record = self.finish(self.key, block.index, block.drawn, total, self.server)
                 total = self.zero
             if before is not None:
                 settle(*before)  # while this block is at work
@@ -155,28 +179,41 @@ class Stream:
                 before = None
         if before is not None:
             settle(*before)
-        return server, store, jax.tree.map(lambda *rounds: np.stack(rounds), *records)
+        return jax.tree.map(lambda *rounds: np.stack(rounds), *records)
 
-    def evaluate(self, key: Key[Array, ""], server: Tree, store: Store) -> PerClient:
+    def evaluate(self, key: Key[Array, ""]) -> PerClient:
         """Scores of all clients, on the host."""
         found, before = [], None
-        for first in range(0, store.number, self.tested):
+        for first in range(0, self.store.number, self.tested):
             ids = np.arange(first, first + self.tested, dtype=np.int32)
-            _, clients, states = self._load(ids, store, tests=True)
-            scores = self.score(clients, jax.device_put(np.int32(first), self.everyone), key, server, states)
+            _, clients, states = self._load(ids, tests=True)
+            scores = self.score(clients, jax.device_put(np.int32(first), self.everyone), key, self.server, states)
             if before is not None:
                 found.append(jax.device_get(before))  # while these are at work
             before = scores
         found.append(jax.device_get(before))
-        return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: store.number], *found)
+        return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *found)
 
-    def first_block(self, key: Key[Array, ""], server: Tree, store: Store) -> tuple[Sums, Tree]:
-        """What the first round's first block gives; nothing is kept."""
-        block = next(self._blocks(jax.device_put(key, self.everyone), 0, 1, store))
-        ids, clients, states = self._load(block.ids, store)
-        return self.add(clients, key, block.index, block.drawn, ids, self.zero, server, states)
+    def saved(self) -> dict[str, Tree]:
+        """What a checkpoint keeps: of the client states, where their rows lie."""
+        return {"server": self.server, "states": self.store.side}
 
-    def _compile(self, chunk: int, key: Key[Array, ""], server: Tree, store: Store) -> None:
+    def save(self, write: Callable[[], Any]) -> None:
+        """Bring the rows to the disk, let `write` write a checkpoint, and keep from then on the rows that it needs."""
+        self.store.flush()
+        write()
+        self.store.commit()
+
+    def restore(self, saved: dict[str, Tree]) -> None:
+        """Go on from what a checkpoint kept."""
+        self.store.restore(saved["states"])
+        self.server, self.restored = saved["server"], True
+
+    def all_states(self) -> Tree:
+        """Client states, mapped and read-only."""
+        return self.store.states()
+
+    def _programs(self) -> None:
         algorithm, population = self.algorithm, self.population
         options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
@@ -184,13 +221,14 @@ class Stream:
             return draw(algorithm, population.number, jax.random.fold_in(key, index), index, account)
 
         def add(
+            chunk: int,
             clients: Clients,
             key: Key[Array, ""],
             index: Int[Array, ""],
             drawn: Draw,
-            ids: Array,
-            total: Sums | None,
+            ids: Int[Array, "S"],
             server: Tree,
+            total: Sums | None,
             states: Tree,
         ) -> tuple[Sums, Tree]:
             block, key = population._replace(clients=clients), jax.random.fold_in(key, index)
@@ -202,45 +240,52 @@ class Stream:
         def renew(states: Tree, before: Tree, source: Int[Array, "S"]) -> Tree:
             return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
 
+        @functools.cache
+        def build(chunk: int) -> functools.partial:
+            program = jax.jit(
+                functools.partial(add, chunk), donate_argnames="states", out_shardings=self.by_client, **options
+            )
+            return functools.partial(program)
+
+        self._build = build
         self.draw = jax.jit(draw_, out_shardings=self.everyone, **options)
-        self.add = jax.jit(add, donate_argnames="states", **options)
         self.finish = jax.jit(finish, donate_argnames="server", out_shardings=self.everyone, **options)
         self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)
         self.score = compile_evaluation(algorithm, population).func
-
         index = np.int32(0)
-        drawn = self.draw.eval_shape(key, index, self._account(store))
-        ids, clients, states = self._load(np.full(self.slots, store.number, np.int32), store)
-        total, _ = jax.eval_shape(add, clients, key, index, drawn, ids, None, server, states)
-        self.record = jax.eval_shape(finish, key, index, drawn, total, server)[1]
+        drawn = self.draw.eval_shape(self.key, index, self._account())
+        ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))
+        example = clients, self.key, index, drawn, ids, self.server, None, states
+        total, _ = jax.eval_shape(functools.partial(add, 1), *example)
+        self._record = jax.eval_shape(finish, self.key, index, drawn, total, self.server)[1]
         zero = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total), out_shardings=self.by_client
         )
         self.zero = zero()
 
-    def _blocks(self, key: Key[Array, ""], start: int, count: int, store: Store) -> Iterator[Block]:
+    def _blocks(self, start: int, count: int) -> Iterator[Block]:
         """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
         rounds = (jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count))
-        draws = ((index, self.draw(key, index, self._account(store))) for index in rounds)
+        draws = ((index, self.draw(self.key, index, self._account())) for index in rounds)
         for index, drawn in draws if self.algorithm.mechanism.adaptive else _ahead(draws):
             cohort = np.flatnonzero(jax.device_get(drawn.sampled))
             for first in range(0, max(1, len(cohort)), self.slots):
-                ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), store.number)
+                ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), self.store.number)
                 parts = np.array_split(cohort[first : first + self.slots], len(ids))
                 for row, part in zip(ids, parts, strict=True):  # each device gets as many
                     row[: len(part)] = part
                 yield Block(index, drawn, ids.reshape(-1).astype(np.int32), first + self.slots >= len(cohort))
 
-    def _load(self, ids: Int[np.ndarray, "S"], store: Store, tests: bool = False) -> tuple[Array, Clients, Tree]:
+    def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, Tree]:
         """Some clients' rows on the devices, with their test examples or without; an empty slot has anyone's."""
-        clients, rows = self.population.clients, np.minimum(ids, store.number - 1)
+        clients, rows = self.population.clients, np.minimum(ids, self.store.number - 1)
         test = clients.test if tests else clients.test[:, :0]
         own = Clients(
             clients.inputs,
             clients.labels,
             *(array[rows] for array in (clients.train, clients.train_size, test, clients.test_size)),
         )
-        return jax.device_put((ids, own, store.read(rows)), (self.by_client, self.layout, self.by_client))
+        return jax.device_put((ids, own, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
 
     def _renew(self, ids: Int[np.ndarray, "S"], states: Tree, before: Block, new: Tree) -> Tree:
         """The same rows, with the newest states of clients that were in the block before."""
@@ -252,11 +297,11 @@ class Stream:
         source[here[real]] = self.slots + there[real]
         return self.renew(states, new, jax.device_put(source, self.everyone))
 
-    def _account(self, store: Store) -> Account | None:
-        account = account_of(self.algorithm, store.files)
+    def _account(self) -> Account | None:
+        account = account_of(self.algorithm, self.store.files)
         if account is None:
             return None
-        return jax.device_put(store.read(np.arange(store.number), account), self.everyone)
+        return jax.device_put(self.store.read(np.arange(self.store.number), account), self.everyone)
 
     def _whole(self, slots: int) -> int:
         """As many for each device, and not more than there are clients."""

@@ -266,12 +266,16 @@ def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
+def cache_folder() -> Path:
+    """`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`; it may not exist yet."""
+    return Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl").expanduser()
+
+
 def _cache_file(name: str, folder: Path) -> Path:
-    root = Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl").expanduser()
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
     facts = (_CACHE_FORMAT, name, folder.name, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return root / f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
+    return cache_folder() / f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
 def _read_cache(path: Path) -> dict[str, Any] | None:

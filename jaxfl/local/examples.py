@@ -66,7 +66,10 @@ def noisy_gradient(
         return jax.grad(probed)(jnp.zeros(len(labels)))
 
     losses_fn = functools.partial(losses, apply)
-    clipped_sum = _one_by_one if norms is None else functools.partial(_by_norms, squares)
+    if norms is None:
+        clipped_sum = _one_by_one
+    else:  # an accelerator's TensorFloat-32 would round norms and gradients differently
+        clipped_sum = jax.default_matmul_precision("float32")(functools.partial(_by_norms, squares))
 
     def add(i: Int[Array, ""], total: tuple) -> tuple:
         rows = data.rows[lax.dynamic_slice(order, (i * chunk,), (chunk,))]

@@ -1,6 +1,17 @@
 """Networks as pure functions."""
 
+from jaxfl.models.precision import with_precision
 from jaxfl.models.wrap import from_flax
 from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 
-__all__ = ["build", "digits_cnn", "feddpa_cnn", "from_flax", "lenet", "lenet_groupnorm", "mlp", "resnet20"]
+__all__ = [
+    "build",
+    "digits_cnn",
+    "feddpa_cnn",
+    "from_flax",
+    "lenet",
+    "lenet_groupnorm",
+    "mlp",
+    "resnet20",
+    "with_precision",
+]

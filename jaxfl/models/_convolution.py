@@ -10,7 +10,8 @@ m + k - 1 products, the points, instead of m k,
 
     y = A^T [(G u) * (B x)],   x of m + k - 1 rows, u the k taps,
 
-which about halves both operations and patches. Where it does not pay, the patches hold the rows too, for one point.
+which about halves both operations and patches. Where it does not pay, the patches hold the rows too, for one point; so
+they do where products are rounded to less than float32, since filtering loses two digits.
 The rest is arranged so that XLA's CPU loops run once over long contiguous rows.
 
 References:
@@ -35,6 +36,8 @@ class Options(NamedTuple):
     pool: bool
     pairs: bool
     squares: bool
+    filtered: bool
+    precision: str | None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -48,7 +51,7 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
     plan = _plan(x, kernel, options)
     weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)
     patches = _patches(x, plan, options.padding)
-    products = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))))
+    products = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))), precision=options.precision)
     y = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
     y, route = _pool(y, options.pairs) if options.pool else (y, y)
     y = y + bias[:, None, None, None]
@@ -76,7 +79,7 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
     d_products = _from_rows(dy, plan)
     d_x = None
     if weights is not None:
-        d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))))
+        d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision)
         d_x = _from_patches(d_patches, x.shape, plan, options.padding)
     if options.squares:
         padded, odd = _padded(x, plan, options.padding), kernel.shape[0] % 2
@@ -85,7 +88,7 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
         else:
             squares = _kernel_squares(padded, _batch_first(dy), kernel.shape, options.pairs)
         return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
-    d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))))
+    d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision)
     d_kernel = _from_points(d_kernel, plan)
     d_kernel = _unpair_kernel(d_kernel, kernel.shape) if options.pairs else d_kernel.reshape(kernel.shape)
     return d_x, d_kernel, d_bias.sum((1, 2, 3))
@@ -120,7 +123,7 @@ def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
     # With few channels or taps the transforms cost more than the products they save. Larger tiles save more, and lose
     # more digits: 5 rows of a 5x5 kernel are off by some 5e-6 of the largest value.
     rows = 1
-    if size == 5 or (size == 3 and channels >= 8):
+    if options.filtered and (size == 5 or (size == 3 and channels >= 8)):
         rows = 5 if high % 5 == 0 and high % 4 else 4
     return _Plan(high, wide, -(-high // rows), rows, columns, _filter(rows, size))
 
@@ -285,7 +288,9 @@ def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pa
 def _batch_first(x: Array) -> Array:
     """(k, h, w, n) -> (n, k, h, w), by a product with the identity: XLA's transposition misses the cache every time."""
     k, h, w, n = x.shape
-    x = lax.dot_general(jnp.eye(n), x.reshape(-1, n), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+    x = lax.dot_general(
+        jnp.eye(n, dtype=x.dtype), x.reshape(-1, n), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+    )
     return x.reshape(n, k, h, w)
 
 

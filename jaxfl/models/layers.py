@@ -3,10 +3,12 @@
 With few channels every elementwise, pooling and slicing operation then runs over a batch of contiguous floats,
 where channels-last would have only 6 to 32 of them. Flattening gives the order (channels, H, W), as in PyTorch.
 
-A convolution has two forms that load the same parameters:
+A convolution has three forms that load the same parameters:
 
-- "fast": its own rule of differentiation, reverse mode only.
-- "plain": `lax.conv_general_dilated` and `lax.reduce_window`, any mode of differentiation.
+- "fast": products of matrices by minimal filtering, with its own rule of differentiation, reverse mode only. At less
+  than float32 precision it is the next form.
+- "products": the same without the filtering, in one product of matrices per pass.
+- "plain": `lax.conv_general_dilated` and `lax.reduce_window`, channels last, any mode of differentiation.
 
 A layer with `squares=True` has the same values, but its backward pass gives each parameter the sum over examples
 of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
@@ -23,9 +25,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
-
-Form = Literal["fast", "plain"]
 
 # PyTorch's default: uniform in +-1/sqrt(fan_in), kernels and biases alike.
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -48,7 +49,7 @@ class Convolution(nn.Module):
         stride: 1, or 2 without pooling.
         bias: whether to add one.
         pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
-        form: "fast" or "plain", see the module's docstring.
+        form: "fast", "products" or "plain", see the module's docstring.
         squares: see the module's docstring.
     """
 
@@ -68,14 +69,19 @@ class Convolution(nn.Module):
         """Feature maps."""
         channels, padding = x.shape[0] // 2 if self.pairs else x.shape[0], self.padding
         shape = (self.size, self.size, channels, self.features)
-        kernel, bias = self.param("kernel", _kernel_init, shape), jnp.zeros(self.features)
+        kernel, bias = self.param("kernel", _kernel_init, shape), jnp.zeros(self.features, x.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
         if self.form == "plain" and not self.squares:
             return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)
         if self.stride == 2:
             x, kernel, padding = *_to_blocks(x, kernel, padding), 0
-        return convolve(x, kernel, bias, Options(padding, self.relu, self.pool, self.pairs, self.squares))
+        # The backward pass is traced after the caller's choice of a precision has ended: it takes it from here.
+        precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
+        filtered = self.form == "fast" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
+        precision = "highest" if filtered else precision
+        options = Options(padding, self.relu, self.pool, self.pairs, self.squares, filtered, precision)
+        return convolve(x, kernel, bias, options)
 
 
 def _to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
@@ -95,10 +101,12 @@ def _to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
 
 def _plain(x: Array, kernel: Array, bias: Array, padding: int, stride: int, relu: bool, pool: bool) -> Array:
     pads = ((padding, padding), (padding, padding))
-    y = lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("CHWN", "HWIO", "CHWN"))
-    y = y + bias[:, None, None, None]
+    x = x.transpose(3, 1, 2, 0)
+    y = lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    y = y + bias[None, None, None]
     y = nn.relu(y) if relu else y
-    return lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") if pool else y
+    y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") if pool else y
+    return y.transpose(3, 1, 2, 0)
 
 
 class Dense(nn.Module):
@@ -174,6 +182,7 @@ class GroupNorm(nn.Module):
         channels, h, w, n = x.shape
         scale = self.param("scale", nn.initializers.ones, (channels,))
         bias = self.param("bias", nn.initializers.zeros, (channels,))
+        dtype, x = x.dtype, x.astype(jnp.float32)  # moments lose too many digits below float32
         spread = functools.partial(jnp.repeat, repeats=channels // self.groups, axis=0)
         moments = jnp.stack([x.sum((1, 2)), (x * x).sum((1, 2))]).reshape(2, self.groups, -1, n).sum(2)
         mean, square = moments / (h * w * channels // self.groups)
@@ -182,7 +191,7 @@ class GroupNorm(nn.Module):
         if self.squares:
             return _affine_squares(x * gain[:, None, None] - (mean * gain)[:, None, None], scale, bias)
         gain = gain * scale[:, None]
-        return x * gain[:, None, None] + (bias[:, None] - mean * gain)[:, None, None]
+        return (x * gain[:, None, None] + (bias[:, None] - mean * gain)[:, None, None]).astype(dtype)
 
 
 def _affine(x: Array, scale: Array, bias: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import flax.linen as nn
 import jax
@@ -11,8 +11,9 @@ from jax import Array
 from jaxtyping import Float, Shaped
 
 from jaxfl._validate import check_choice, check_count
+from jaxfl.backend import Form, backend
 from jaxfl.models._convolution import to_pairs
-from jaxfl.models.layers import Convolution, Dense, Form, GroupNorm
+from jaxfl.models.layers import Convolution, Dense, GroupNorm
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]
@@ -185,7 +186,7 @@ def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[in
     return _model("mlp", network, _flat, input_shape)._replace(norms=norms)
 
 
-def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form = "fast") -> Model:
+def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None = None) -> Model:
     """LeNet: two 5x5 convolutions (6 and 16 channels, ReLU, 2x2 max-pool), dense 120, 84 and `classes`.
 
     62,006 parameters for 32x32x3 and 44,426 for 28x28x1 with 10 classes.
@@ -193,7 +194,8 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form = "fas
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        form: "fast", or "plain" where forward-mode differentiation is needed (see `jaxfl.models.layers`).
+        form: of convolutions (see `jaxfl.models.layers`): "plain" where forward-mode differentiation is needed; None:
+            what suits JAX's default backend.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
     62006
@@ -202,7 +204,9 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form = "fas
     return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form)
 
 
-def lenet_groupnorm(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form = "fast") -> Model:
+def lenet_groupnorm(
+    input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
+) -> Model:
     """LeNet with GroupNorm after every hidden layer: its features keep their scale whatever is done to its weights.
 
     Convolutions have no bias.
@@ -211,19 +215,19 @@ def lenet_groupnorm(input_shape: Shape = (32, 32, 3), classes: int = 10, groups:
         input_shape: (H, W, C).
         classes: number of logits.
         groups: of GroupNorm, 1 or 2.
-        form: "fast", or "plain" where forward-mode differentiation is needed.
+        form: as for `lenet`.
 
     >>> lenet_groupnorm().layers[:4]
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
     """
     _check(input_shape, classes)
-    check_choice("form", form, ("fast", "plain"))
+    form = _form(form)
     check_choice("groups", groups, (1, 2))
     network = functools.partial(_NormLenet, groups, classes, form)
     return _model("lenet_groupnorm", network, functools.partial(_maps, padding=None), input_shape)
 
 
-def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form = "fast") -> Model:
+def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form | None = None) -> Model:
     """FedDPA's network for a dataset, as in its published code.
 
     - cifar10, cifar100 (32x32x3): three 3x3 convolutions with 16, 32, 32 channels and padding 1, each with ReLU
@@ -235,7 +239,7 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
     Args:
         dataset: name, as above.
         classes: number of logits (default: the dataset's: 10, 100 for cifar100, 62 for emnist and femnist).
-        form: "fast", or "plain" where forward-mode differentiation is needed.
+        form: as for `lenet`.
 
     Deviations: the published networks name dropout layers, but the code's Fisher pass switches them to evaluation
     and nothing switches back, so no unit is ever dropped: there are none here.
@@ -262,13 +266,13 @@ _FEDDPA_CLASSES = {
 }  # fmt: skip
 
 
-def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form = "fast") -> Model:
+def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None) -> Model:
     """Small network for 8x8 digits: two 3x3 convolutions (8 and 16 channels, padding 1, pool), dense 32."""
     convolutions = [{"features": 8, "size": 3, "padding": 1}, {"features": 16, "size": 3, "padding": 1}]
     return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
 
 
-def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form = "fast") -> Model:
+def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None) -> Model:
     """ResNet20: a 3x3 convolution, 3 stages of 3 residual blocks with 16, 32 and 64 channels, mean, `classes`.
 
     The later stages begin with stride 2. 269,072 parameters besides the head, for 3 channels.
@@ -277,21 +281,20 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
         input_shape: (H, W, C).
         classes: number of logits.
         groups: of GroupNorm, in place of BatchNorm, whose running statistics would leave a client unclipped.
-        form: "fast", or "plain" where forward-mode differentiation is needed.
+        form: as for `lenet`.
 
     References:
         He et al., Deep Residual Learning for Image Recognition, CVPR 2016 (section 4.2, option A).
         Hsieh et al., The Non-IID Data Quagmire of Decentralized Machine Learning, ICML 2020 (GroupNorm with 2 groups).
     """
     _check(input_shape, classes)
-    check_choice("form", form, ("fast", "plain"))
+    form = _form(form)
     check_count("groups", groups)
     if 16 % groups:
         raise ValueError(f"groups={groups!r}: give a divisor of the 16 channels of the first stage")
     network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes, form)
     model = _model("resnet20", network, functools.partial(_maps, padding=None), input_shape)
-    # The maps of a whole batch leave a CPU's caches.
-    return model._replace(microbatch=8) if jax.default_backend() == "cpu" else model
+    return model._replace(microbatch=backend().microbatch)
 
 
 def build(name: str, input_shape: Shape, classes: int) -> Model:
@@ -322,11 +325,11 @@ def _cnn(
     widths: tuple[int, ...],
     input_shape: Shape,
     classes: int,
-    form: Form,
+    form: Form | None,
     relu: bool = True,
 ) -> Model:
     _check(input_shape, classes)
-    check_choice("form", form, ("fast", "plain"))
+    form = _form(form)
     # A product with few outputs is slow: pairs of columns have twice as many, for (k + 1) / k times the operations.
     padding = None
     first = convolutions[0]
@@ -336,6 +339,13 @@ def _cnn(
         convolutions = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
     network = functools.partial(_Cnn, tuple(convolutions), widths, classes, relu, form)
     return _model(name, network, functools.partial(_maps, padding=padding), input_shape)
+
+
+def _form(form: Form | None) -> Form:
+    """The form that was asked for, or the backend's."""
+    form = backend().convolution if form is None else form
+    check_choice("form", form, get_args(Form))
+    return form
 
 
 def _check(input_shape: Shape, classes: int) -> None:

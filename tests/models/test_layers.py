@@ -72,7 +72,8 @@ def _assert_forms_agree(fast, x):
         value = lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))  # noqa: E731
         return jax.jit(jax.value_and_grad(value, (0, 1)))(params, x)
 
-    jax.tree.map(_assert_close, both(fast), both(fast.clone(form="plain")))
+    for form in ("products", "plain"):
+        jax.tree.map(_assert_close, both(fast), both(fast.clone(form=form)))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def _assert_forms_agree(fast, x):
         (1, 0, True, 3, 9),
     ],
 )
-def test_gradients_equal_the_plain_form(size, padding, pool, channels, high):
+def test_gradients_equal_those_of_the_other_forms(size, padding, pool, channels, high):
     x = jax.random.normal(jax.random.key(0), (channels, high, 8, 4))
     fast = Convolution(5, size, padding=padding, pool=pool)
     _assert_forms_agree(fast, x)
@@ -97,7 +98,7 @@ def test_gradients_equal_the_plain_form(size, padding, pool, channels, high):
 @pytest.mark.parametrize(
     ("size", "padding", "high", "wide"), [(3, 1, 8, 8), (3, 1, 7, 6), (3, 0, 9, 8), (5, 2, 8, 7), (2, 0, 6, 7)]
 )
-def test_stride_2_equals_the_plain_form(size, padding, high, wide):
+def test_stride_2_equals_the_other_forms(size, padding, high, wide):
     x = jax.random.normal(jax.random.key(0), (3, high, wide, 4))
     fast = Convolution(5, size, padding=padding, stride=2, pool=False, bias=False)
     _assert_forms_agree(fast, x)

@@ -1,4 +1,6 @@
 import functools
+import re
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxfl.backend import Form, backend
 from jaxfl.models import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 from jaxfl.models.layers import Convolution
 
@@ -45,17 +48,39 @@ def test_published_sizes():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_fast_and_plain_forms_agree_in_values_and_gradients(name):
-    fast, plain, x = MODELS[name](), MODELS[name](form="plain"), images(name)
+def test_forms_agree_in_values_and_gradients(name):
+    fast, x = MODELS[name](), images(name)
     params = fast.init(jax.random.key(1))
     target = jax.random.normal(jax.random.key(2), (3, 10))
 
     def value(model):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target)))(params)
 
-    (a, da), (b, db) = value(fast), value(plain)
-    assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
-    jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
+    a, da = value(fast)
+    for form in ("products", "plain"):
+        b, db = value(MODELS[name](form=form))
+        assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
+        jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
+
+
+@pytest.mark.parametrize("name", ["lenet", "lenet_groupnorm", "feddpa_mnist", "resnet20"])
+def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
+    make, x = MODELS[name], images(name)
+
+    def operations(**form):
+        model = make(**form)
+        x_shape, params = (jax.eval_shape(f, a) for f, a in ((model.prepare, x), (model.init, jax.random.key(0))))
+        return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(model.apply)(params, x_shape)))
+
+    expected = {form: operations(form=form) for form in get_args(Form)}
+    assert len(set(expected.values())) == 3
+    assert {form: "conv_general_dilated" in text for form, text in expected.items()} == {
+        "fast": False, "products": False, "plain": True,
+    }  # fmt: skip
+    for form in get_args(Form):
+        record = backend("cpu")._replace(convolution=form)
+        monkeypatch.setattr("jaxfl.models.zoo.backend", lambda record=record: record)
+        assert operations() == expected[form]
 
 
 def test_clients_vectorised_equal_a_loop():
@@ -96,7 +121,7 @@ def test_convolution_against_numpy():
         expected[:, i, j] = np.einsum("chwn,hwcf->fn", window, kernel) + bias[:, None]
     expected = np.maximum(expected, 0)
     for pool in (False, True):
-        for form in ("fast", "plain"):
+        for form in ("fast", "products", "plain"):
             found = jnp.asarray(Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x)))
             pooled = expected[:, :6].reshape(4, 3, 2, 3, 2, 3).max((2, 4)) if pool else expected
             np.testing.assert_allclose(found, pooled, rtol=1e-4, atol=1e-4)

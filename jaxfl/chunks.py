@@ -1,0 +1,134 @@
+"""How many clients are vectorised at a time: measured once and remembered, and halved where memory ends."""
+
+import functools
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxfl import hosts, report
+from jaxfl.data.load import cache_folder
+
+_LOG = logging.getLogger("jaxfl")
+_SIZES = (1, 8, 32, 128, 512)
+_REMEMBERED: dict[str, dict[str, Any]] = {}
+
+
+class Program(NamedTuple):
+    """Rounds, compiled for one chunk."""
+
+    step: Callable[..., tuple]
+    """Of the arguments that it was compiled for; among the last two are those that it donates."""
+    chunk: int
+    memory: float
+    """Bytes of temporary arrays on each device, per client vectorised at a time."""
+
+
+Build = Callable[[int], functools.partial]
+"""Of a chunk: a jitted function with its first arguments (see `jaxfl.engine.compile_rounds`)."""
+
+
+def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
+    """Compile for a chunk, and for the arguments of a call."""
+    step = build(chunk)
+    compiled = step.func.lower(*step.args, *arguments).compile()  # pyrefly: ignore[missing-attribute]
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    return Program(functools.partial(compiled, *step.args), chunk, temporary / chunk)
+
+
+def fitting(build: Build, chunk: int, arguments: tuple) -> Program:
+    """The program for a chunk, or for half of it as often as memory demands.
+
+    Whether memory holds a program shows in one call on copies: a call that fails has donated its arguments too.
+    """
+    program = _tried(build, chunk, arguments, calls=int(chunk > 1))
+    while program is None:
+        _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
+        chunk //= 2
+        program = _tried(build, chunk, arguments, calls=int(chunk > 1))
+    return program[0]
+
+
+def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]) -> Program:
+    """The program of the fastest of a few chunks, by the second of two calls; remembered, and logged with its figures.
+
+    The choice is kept in this process, and in the cache folder (`JAXFL_CACHE_DIR`), by the arrays' shapes, the kind
+    and number of devices, the version of JAX and `facts`.
+
+    Args:
+        build: makes the program of a chunk.
+        most: the largest chunk that has any use.
+        arguments: of a call: one round.
+        mesh: the devices.
+        facts: what else the choice depends on.
+    """
+    shapes = str(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments)))
+    device = mesh.devices.flat[0].device_kind
+    name = hashlib.sha256(repr((shapes, device, mesh.size, jax.__version__, facts)).encode()).hexdigest()[:16]
+    known = _recall(name)
+    most_known, least_known = hosts.largest(known or 0, -(known or 0))
+    if known and most_known == -least_known:  # by all processes
+        program = fitting(build, known, arguments)
+        _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
+        return program
+    programs, seconds = {}, {}
+    for size in (size for size in _SIZES if size <= max(most, 1)):
+        found = _tried(build, size, arguments, calls=2)
+        if found is None:
+            _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, max(seconds))
+            break
+        programs[size], seconds[size] = found
+    slowest = dict(zip(seconds, hosts.largest(*seconds.values()), strict=True))
+    best = programs[min(slowest, key=slowest.__getitem__)]
+    _remember(name, {"chunk": best.chunk, "device": device, "facts": facts, "seconds": seconds, "memory": best.memory})
+    measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
+    _LOG.info("chunk %d of %s; %s", best.chunk, measured, _megabytes(best), extra={"program": best})
+    return best
+
+
+def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float] | None:
+    """A program and the seconds of its last call on copies of the state; None where memory does not hold it."""
+    seconds = 0.0
+    try:
+        program = compile_chunk(build, chunk, arguments)
+        for _ in range(calls):
+            copies = jax.tree.map(jnp.copy, arguments[-2:])
+            start = time.monotonic()
+            jax.block_until_ready(program.step(*arguments[:-2], *copies))
+            seconds = time.monotonic() - start
+    except jax.errors.JaxRuntimeError as error:
+        # Of several processes all would have to halve.
+        if chunk == 1 or jax.process_count() > 1 or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    return program, seconds
+
+
+def _megabytes(program: Program) -> str:
+    return f"{program.memory / 1e6:.3g} MB of temporary memory per client vectorised"
+
+
+def _remember(name: str, choice: dict[str, Any]) -> None:
+    """A folder that cannot be written is no error."""
+    _REMEMBERED[name] = choice
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        report.write_json(cache_folder() / f"chunk-{name}.json", choice)
+    except OSError as error:
+        _LOG.info("the choice is kept for this process only: %s", error)
+
+
+def _recall(name: str) -> int | None:
+    """The chunk that was chosen."""
+    if name not in _REMEMBERED:
+        try:
+            _REMEMBERED[name] = json.loads((cache_folder() / f"chunk-{name}.json").read_text())
+        except (OSError, ValueError):
+            return None
+    return _REMEMBERED[name]["chunk"]

@@ -1,0 +1,55 @@
+"""Networks at less precision than their weights."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxfl._validate import check_choice
+from jaxfl.types import Model
+
+Precision = Literal["float32", "tf32", "bfloat16"]
+
+_PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": None}
+
+
+def with_precision(model: Model, precision: Precision) -> Model:
+    """The model with its network computed at a precision, in training and evaluation.
+
+    Weights stay in float32, and so does all that is done to them: gradients, optimizer, updates, clipping, noise and
+    sums. Private steps on single examples clip each gradient as it was computed: below float32, `norms` would be those
+    of gradients that are rounded otherwise, so they are dropped. Fisher information (`squares`) is computed as before.
+
+    Args:
+        model: any.
+        precision: "float32": products of matrices in float32, which accelerators do not do by themselves; "tf32": with
+            10 bits of mantissa, where the accelerator has TensorFloat-32, and as "float32" elsewhere; "bfloat16":
+            weights and activations of the network in bfloat16, logits and features returned in float32.
+
+    >>> from jaxfl.models import mlp
+    >>> with_precision(mlp((8, 8, 1)), "bfloat16").name
+    'mlp_bfloat16'
+    """
+    check_choice("precision", precision, get_args(Precision))
+
+    def at(network: Callable[..., Array]) -> Callable[..., Array]:
+        @functools.wraps(network)
+        def call(params: Any, x: Array) -> Array:
+            with jax.default_matmul_precision(_PRODUCTS[precision]):
+                if precision != "bfloat16":
+                    return network(params, x)
+                low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x))
+                return network(*low).astype(jnp.float32)
+
+        return call
+
+    return model._replace(
+        name=f"{model.name}_{precision}",
+        extract=model.extract and at(model.extract),
+        classify=model.classify and at(model.classify),
+        apply=at(model.apply),
+        norms=model.norms if precision == "float32" else None,
+    )

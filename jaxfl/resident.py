@@ -1,0 +1,103 @@
+"""Rounds and evaluations of clients whose states and examples lie on the devices."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Key
+
+from jaxfl.chunks import Program, fastest, fitting
+from jaxfl.engine import Points, Records, compile_rounds, initialize, place
+from jaxfl.evaluate import PerClient, compile_evaluation
+from jaxfl.types import Algorithm, Clients, Tree
+
+
+class Resident:
+    """The state of one run, or of all points of a sweep, and the programs that advance it.
+
+    `jaxfl.stream.Stream` does the same for more clients than the devices hold.
+
+    Args:
+        init_key: of the first state.
+        key: of the rounds.
+        what: an algorithm, or the points of a sweep.
+        clients: host arrays.
+        devices: where to run (None: all devices).
+        chunk: clients vectorised at a time; "auto": measured.
+        segment: the most rounds of a call.
+    """
+
+    def __init__(
+        self,
+        init_key: Key[Array, "*P"],
+        key: Key[Array, "*P"],
+        what: Algorithm | Points,
+        clients: Clients,
+        devices: list[jax.Device] | None,
+        chunk: int | Literal["auto"],
+        segment: int,
+    ) -> None:
+        self.what, self.population, self.chunk = what, place(clients, devices), chunk
+        self.key = self._everywhere(key)
+        self.server, self.states = initialize(init_key, what, self.population)
+        self.program: Program | None = None
+        self._build = functools.cache(lambda chunk: compile_rounds(what, self.population, chunk=chunk, segment=segment))
+        self._evaluation = compile_evaluation(what, self.population)
+
+    def record(self) -> Records:
+        """Shapes of what one round of one run reports."""
+        step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
+        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1))[2]  # pyrefly: ignore[missing-attribute]
+        own = 1 if isinstance(self.what, Algorithm) else 2
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[own:], leaf.dtype), shapes)
+
+    def compile(self, facts: tuple[str, ...]) -> Program:
+        """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
+        arguments = self._arguments(0, 1)
+        if self.chunk == "auto":
+            most = self.population.clients.number // self.population.mesh.size
+            self.program = fastest(self._build, most, arguments, self.population.mesh, facts)
+        else:
+            self.program = fitting(self._build, self.chunk, arguments)
+        return self.program
+
+    def rounds(self, start: int, count: int) -> Records:
+        """Some rounds, from the one of number `start`; what they report, on the host, in at least `count` rows."""
+        assert self.program is not None
+        arguments = self._arguments(start, count)
+        with jax.transfer_guard("disallow"):
+            self.server, self.states, records = self.program.step(*arguments)
+        return jax.device_get(records)
+
+    def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
+        """Scores of all clients, on the host."""
+        return jax.device_get(self._evaluation(key, self.server, self.states))
+
+    def saved(self) -> dict[str, Tree]:
+        """What a checkpoint keeps."""
+        return {"server": self.server, "states": self.states}
+
+    def save(self, write: Callable[[], Any]) -> None:
+        """Let `write` write a checkpoint."""
+        write()
+
+    def restore(self, saved: dict[str, Tree]) -> None:
+        """Go on from what a checkpoint kept."""
+        self.server, self.states = saved["server"], saved["states"]
+
+    def all_states(self) -> Tree:
+        """Client states."""
+        return self.states
+
+    def _arguments(self, start: int, count: int) -> tuple:
+        """Of a call; the numbers lie on all devices, so that the call moves nothing by itself."""
+        numbers = self._everywhere((np.int32(start), np.int32(count)))
+        return self.key, *numbers, self.server, self.states
+
+    def _everywhere(self, tree: Tree) -> Tree:
+        return jax.device_put(tree, NamedSharding(self.population.mesh, P()))

@@ -1,0 +1,98 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import small_clients
+from jax import lax
+from jax.extend.core import jaxprs_in_params
+
+from jaxfl.algorithms import dp_fedavg
+from jaxfl.data import load
+from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.local.train import cross_entropy, train_model
+from jaxfl.models import lenet, mlp, with_precision
+from jaxfl.privacy.mechanism import Full
+from jaxfl.types import ClientData
+
+MODELS = {"mlp": functools.partial(mlp, (8, 8, 1)), "lenet": lenet}
+
+
+def gradient_of(model, shape):
+    """Value and gradient of a loss as a function of the parameters."""
+    inputs = np.random.default_rng(0).integers(0, 256, (8, *shape), np.uint8)
+    x, labels, weights = model.prepare(jnp.asarray(inputs)), jnp.arange(8), jnp.ones(8)
+    return jax.value_and_grad(lambda params: cross_entropy(model.apply(params, x), labels, weights))
+
+
+def shape_of(name):
+    return (32, 32, 3) if name == "lenet" else (8, 8, 1)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet"])
+def test_bfloat16_differs_by_its_rounding(name):
+    """Each number of a few layers is off by up to 2^-9 of itself; minimal filtering would lose what is left."""
+    model = MODELS[name]()
+    params = model.init(jax.random.key(0))
+    a, exact = jax.jit(gradient_of(model, shape_of(name)))(params)
+    b, rounded = jax.jit(gradient_of(with_precision(model, "bfloat16"), shape_of(name)))(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves((b, rounded))} == {jnp.dtype("float32")}
+    assert a == pytest.approx(float(b), rel=0.01)
+    off = optax.tree.norm(optax.tree.sub(exact, rounded)) / optax.tree.norm(exact)
+    assert 2**-12 < float(jnp.asarray(off)) < 0.08
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("tf32", "HIGH"), ("float32", "HIGHEST")])
+@pytest.mark.parametrize("name", ["mlp", "lenet"])
+def test_all_products_of_both_passes_have_the_precision(name, precision, expected):
+    model = with_precision(MODELS[name](), precision)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                found.append(equation.params["precision"])
+            jax.tree.map(visit, list(jaxprs_in_params(equation.params)))
+
+    visit(jax.make_jaxpr(gradient_of(model, shape_of(name)))(params).jaxpr)
+    assert len(found) >= 6
+    assert set(found) == {(lax.Precision[expected],) * 2}
+
+
+def test_training_in_bfloat16_reaches_the_same_loss():
+    digits = load("digits")
+    data = ClientData(
+        jnp.asarray(digits.train_inputs), jnp.asarray(digits.train_labels), jnp.arange(400), jnp.int32(400)
+    )
+
+    def final(model):
+        params = model.init(jax.random.key(0))
+        options = {"optimizer": optax.sgd(0.1), "batch_size": 20, "epochs": 8}
+        params, _ = jax.jit(lambda p: train_model(jax.random.key(1), model, p, data, **options))(params)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+        x = model.prepare(data.inputs[:400])
+        return float(cross_entropy(model.apply(params, x), jnp.asarray(data.labels[:400]), jnp.ones(400)))
+
+    model = MODELS["mlp"](hidden=(32,))
+    exact, rounded = final(model), final(with_precision(model, "bfloat16"))
+    assert exact < 0.5
+    assert rounded == pytest.approx(exact, rel=0.02)
+
+
+def test_rounds_in_bfloat16_keep_float32_state():
+    model = with_precision(MODELS["mlp"](hidden=(16,)), "bfloat16")
+    algorithm = dp_fedavg(model, clip=0.3, noise_multiplier=1.0, sampling=Full(), batch_size=4)
+    clients = small_clients()
+    population = place(clients)
+    server, states = initialize(jax.random.key(0), algorithm, population)
+    data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+    client = jax.tree.map(lambda leaf: leaf[0], states)
+    message, *_ = jax.eval_shape(algorithm.client_update, jax.random.key(1), server, client, data)
+    assert {leaf.dtype for leaf in jax.tree.leaves(message.update)} == {jnp.dtype("float32")}
+    after = compile_rounds(algorithm, population, chunk=1, segment=1)(jax.random.key(1), 0, 1, server, states)[0].params
+    assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype("float32")}
+    low = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.bfloat16).astype(np.float32), jax.device_get(after))
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after, low))))

@@ -1,0 +1,30 @@
+import pathlib
+import re
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jaxfl
+from jaxfl.backend import backend, compiler_options
+
+
+def test_only_the_backend_names_platforms():
+    folder = pathlib.Path(jaxfl.__file__).parent
+    naming = re.compile(r"default_backend|\.platform\b|[\"'](cpu|gpu|tpu|cuda)[\"']|xla_cpu")
+    found = {path.name for path in folder.rglob("*.py") if naming.search(path.read_text())}
+    assert found == {"backend.py", "__init__.py"}  # the latter asks for a CPU's devices before JAX has started
+
+
+def test_each_platform_has_its_formulation():
+    assert backend() == backend("cpu")
+    assert backend("cpu").chunk == 1
+    assert backend("gpu").chunk == backend("tpu").chunk == "auto"
+    assert not backend("gpu").compiler
+
+
+def test_cores_that_are_devices_run_no_threads_within_an_operation():
+    one, two = (Mesh(np.array(jax.devices()[:n]), ("clients",)) for n in (1, 2))
+    assert "xla_cpu_multi_thread_eigen" not in compiler_options(one)
+    assert compiler_options(two)["xla_cpu_multi_thread_eigen"] is False
+    assert compiler_options(one).items() <= compiler_options(two).items()

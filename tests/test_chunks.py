@@ -1,0 +1,126 @@
+import functools
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithms_table import ALGORITHMS, small_clients
+
+from jaxfl import chunks
+from jaxfl.simulation import _Run, simulate
+
+KEY = jax.random.key(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(chunks, "_REMEMBERED", {})
+    monkeypatch.setattr(chunks, "_SIZES", (1, 4))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Chunks that were compiled, in turn."""
+    made, original = [], chunks.compile_chunk
+
+    def spy(build, chunk, arguments):
+        made.append(chunk)
+        return original(build, chunk, arguments)
+
+    monkeypatch.setattr(chunks, "compile_chunk", spy)
+    return made
+
+
+def run(chunk, **options):
+    return simulate(KEY, ALGORITHMS["dp_fedavg"](), small_clients(), rounds=2, chunk=chunk, progress=False, **options)
+
+
+def assert_same(a, b):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a.server, b.server)
+
+
+def test_a_measured_chunk_is_said_and_remembered(compiled, caplog):
+    caplog.set_level(logging.INFO, "jaxfl")
+    first = run("auto")
+    assert compiled == [1, 4]
+    program = caplog.records[-1].program  # pyrefly: ignore[missing-attribute]
+    assert program.memory > 0
+    assert f"chunk {program.chunk} of 1: " in caplog.text
+    assert "4: " in caplog.text
+    assert "MB of temporary memory per client" in caplog.text
+    assert_same(first, run("auto"))
+    chunks._REMEMBERED.clear()  # another process finds it on disk
+    run("auto")
+    assert compiled == [1, 4, program.chunk, program.chunk]
+    assert "remembered" in caplog.records[-1].message
+    fewer = small_clients((9, 4, 7))
+    simulate(KEY, ALGORITHMS["dp_fedavg"](), fewer, rounds=2, chunk="auto", progress=False)
+    assert len(compiled) > 4  # another cohort
+
+
+def test_the_fastest_chunk_is_taken(compiled, monkeypatch, caplog):
+    clock = iter([0.0, 1.0, 1.0, 4.0, 4.0, 99.0, 99.0, 101.0])  # second calls: 3 s at chunk 1, 2 s at chunk 4
+    caplog.set_level(logging.INFO, "jaxfl")
+    monkeypatch.setattr(chunks, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    step = jax.jit(lambda data, key, start, rounds, server, states: (server, states, start))
+    build = lambda chunk: functools.partial(step, jnp.zeros(3))  # noqa: E731
+    arguments = (KEY, jnp.int32(0), jnp.int32(1), jnp.zeros(2), jnp.zeros(2))
+    mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
+    assert chunks.fastest(build, 11, arguments, mesh, ()).chunk == 4
+    assert "chunk 4 of 1: 3 s, 4: 2 s" in caplog.text
+
+
+def breaking_above(most, monkeypatch, message="RESOURCE_EXHAUSTED: Out of memory while trying to allocate"):
+    """Programs that take their arguments and fail where a chunk is larger than `most`."""
+    original = chunks.compile_chunk
+
+    def compile_chunk(build, chunk, arguments):
+        program = original(build, chunk, arguments)
+
+        def step(*arguments):
+            results = program.step(*arguments)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[-2:]))
+            if chunk > most:
+                raise jax.errors.JaxRuntimeError(message)
+            return results
+
+        return program._replace(step=step)
+
+    monkeypatch.setattr(chunks, "compile_chunk", compile_chunk)
+
+
+def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, caplog):
+    expected = run(1)
+    breaking_above(2, monkeypatch)
+    assert_same(run(5), expected)
+    assert compiled == [1, 5, 2]
+    assert "chunk=5 does not fit the device's memory: going on with chunk=2" in caplog.text
+
+
+def test_measuring_stops_where_memory_ends(compiled, monkeypatch, caplog):
+    breaking_above(2, monkeypatch)
+    assert np.isfinite(run("auto").metrics[-1]["accuracy"])
+    assert compiled == [1, 4]
+    assert "chunk=4 does not fit the device's memory: 1 is the largest tried" in caplog.text
+
+
+@pytest.mark.parametrize(("chunk", "message"), [(1, "RESOURCE_EXHAUSTED: Out of memory"), (4, "INTERNAL: bad")])
+def test_other_failures_are_not_answered(chunk, message, monkeypatch):
+    breaking_above(0, monkeypatch, message)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        run(chunk)
+
+
+def test_rounds_move_nothing_by_themselves(monkeypatch):
+    arguments = _Run._arguments
+
+    def implicit(self, start, count):
+        key, _, _, server, states = arguments(self, start, count)
+        return key, np.int32(start), np.int32(count), server, states
+
+    monkeypatch.setattr(_Run, "_arguments", implicit)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        run(1)

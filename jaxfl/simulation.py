@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl import report
+from jaxfl import hosts, report
 from jaxfl._validate import check_count
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.engine import Points, Records, compile_rounds, initialize, place
@@ -176,8 +176,9 @@ class _Run:
         self.evaluate = compile_evaluation(self.what, self.population)
         self.step = self._compile(chunk)
         blank = self._blank()
+        writes = jax.process_index() == 0
         self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, own)
+            Journal(algorithm, clients, self.evaluations, blank, own if writes else None)
             for algorithm, own in zip(algorithms, folders, strict=True)
         ]
         self.done, self.saved_at, self.checkpoints = 0, time.monotonic(), None
@@ -189,8 +190,16 @@ class _Run:
     def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         try:
-            with report.progress_bar(name, self.rounds, progress) as update, _deferred_interrupt() as interrupted:
+            shown = progress and jax.process_index() == 0
+            with report.progress_bar(name, self.rounds, shown) as update, _deferred_interrupt() as interrupted:
                 self.go(update, log, interrupted)
+        except Exception as error:
+            if jax.process_count() > 1 and self.checkpoints is not None:
+                error.add_note(
+                    f"process {jax.process_index()} of {jax.process_count()} stopped after round {self.done}; "
+                    f"the last checkpoint is {self.checkpoints.newest()}: start all processes again to go on from it"
+                )
+            raise
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
@@ -215,9 +224,10 @@ class _Run:
                 log(self.journals[0].metrics[-1])
             update(self.done, self._text())
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-            if self.checkpoints and (late or self.done == self.rounds or interrupted()):
+            pace, late, stop = hosts.largest(pace, late, interrupted())
+            if self.checkpoints and (late or stop or self.done == self.rounds):
                 self._save()
-            if interrupted():
+            if stop:
                 raise KeyboardInterrupt
 
     def _record(self, records: Records, count: int) -> None:
@@ -295,7 +305,7 @@ class _Run:
                 start = time.monotonic()
                 jax.block_until_ready(step(self.key, 0, 1, *copies))
                 seconds[size] = time.monotonic() - start
-        return min(seconds, key=seconds.__getitem__)
+        return sizes[int(np.argmin(hosts.largest(*seconds.values())))]
 
     def _fingerprint(self, key: Key[Array, "*P"], clients: Clients, algorithms: list[Algorithm]) -> dict[str, Any]:
         values = {name: column.tolist() for name, column in self.points.values.items()} if self.points else {}

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def largest(*values: float) -> list[float]:
+def largest(*values: float | int) -> list[float | int]:
     """The largest of each value over all processes, as float32: what they decide by it is decided alike."""
     if jax.process_count() == 1:
         return list(values)

@@ -46,9 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="how many in all; on this machine, unless --process is given")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of process 0's machine")
     parser.add_argument("--process", type=int, help="which one this machine starts, from 0")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="file, or -m module, and its arguments")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments")
+    parser.add_argument("file", nargs=argparse.REMAINDER, help="or a file to run, and its arguments")
     options = parser.parse_args(arguments)
-    if options.program in ([], ["-m"]):
+    if not (options.module or options.file):
         raise ValueError("program is missing: give a file, or -m and a module")
     given = [name for name in ("processes", "coordinator", "process") if getattr(options, name) is not None]
     if given not in ([], ["processes"], ["processes", "coordinator", "process"]):
@@ -60,6 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"processes={options.processes}, process={options.process}: give process from 0 to processes - 1"
         )
 
+    program = ["-m", *options.module] if options.module else options.file
     environment, coordinator, numbers = os.environ.copy(), options.coordinator, [options.process]
     if given == ["processes"]:
         coordinator, numbers = f"127.0.0.1:{_free_port()}", list(range(options.processes))
@@ -70,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     for number in numbers:
         code = f"from jaxfl.launch import _join; _join({coordinator!r}, {options.processes}, {number})"
         shown = None if number == numbers[0] else subprocess.DEVNULL
-        command = [sys.executable, "-c", code, *options.program]
+        command = [sys.executable, "-c", code, *program]
         children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0)
     number, code = _wait(children)
     if code:

@@ -4,6 +4,7 @@ This file is also the program that they run.
 """
 
 import functools
+import json
 import os
 import pathlib
 import re
@@ -26,9 +27,11 @@ from jaxfl.simulation import _Run
 KEY = jax.random.key(3)
 
 
-def results(method, **options):
+def results(**options):
     """Leaves of all that a run leaves behind, of all processes' clients."""
-    run = simulate(KEY, ALGORITHMS[method](), small_clients(), rounds=3, eval_every=1, progress=False, **options)
+    run = simulate(
+        KEY, ALGORITHMS["adp_pfl_released"](), small_clients(), rounds=3, eval_every=1, progress=False, **options
+    )
     gathered = multihost_utils.process_allgather(run.states, tiled=True)
     states = [np.asarray(leaf)[: len(run.scores.loss)] for leaf in jax.tree.leaves(gathered)]
     losses = [row["train_loss"] for row in run.metrics]
@@ -41,20 +44,20 @@ def sweep_results(**options):
     return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores.loss)]
 
 
-def program(method, folder, *options):
-    """Of one process: run, and write what is left behind; `die` in the second round, `sweep` afterwards."""
+def program(folder, *options):
+    """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards."""
     if "die" in options:
         simulation = sys.modules["jaxfl.simulation"]
         simulation._CHECKPOINT_SECONDS = -1.0
         record = _Run._record
 
         def die(run, *arguments):
-            if run.done == 1 and jax.process_index() == jax.process_count() - 1:
+            if run.done == 2 and jax.process_index() == jax.process_count() - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             record(run, *arguments)
 
         _Run._record = die
-    found = results(method, folder=folder)
+    found = results(folder=folder)
     if "sweep" in options:
         found += sweep_results()
     if jax.process_index() == 0:
@@ -79,28 +82,36 @@ def start(monkeypatch):
     return run
 
 
-def check_equal(folder, expected):
+@functools.cache
+def expected():
+    """Of one process with one device."""
+    return results(devices=jax.devices()[:1])
+
+
+def check_equal(folder, wanted):
     with np.load(folder / "found.npz") as found:
-        assert len(found) == len(expected)
-        for name, leaf in zip(found, expected):
+        assert len(found) == len(wanted)
+        for name, leaf in zip(found, wanted):
             np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("processes", "devices", "method"), [(1, 8, "centaur"), (4, 1, "adp_pfl_released")])
-def test_devices_and_processes_change_nothing(processes, devices, method, start, tmp_path):
-    assert start(processes, devices, method, tmp_path) == 0
-    check_equal(tmp_path, results(method, devices=jax.devices()[:1]))
+@pytest.mark.xdist_group("hosts")
+def test_eight_devices_change_nothing(start, tmp_path):
+    assert start(1, 8, tmp_path) == 0
+    check_equal(tmp_path, expected())
 
 
-def test_a_lost_process_stops_the_others_and_the_run_goes_on(start, tmp_path, capfd):
-    assert start(2, 2, "centaur", tmp_path, "die") == 128 + signal.SIGKILL
+@pytest.mark.xdist_group("hosts")
+def test_a_lost_process_stops_the_others_and_other_processes_go_on(start, tmp_path, capfd):
+    assert start(4, 1, tmp_path, "die") == 128 + signal.SIGKILL
     said = capfd.readouterr().err
-    assert re.search(r"process 0 of 2 stopped after round [12]; the last checkpoint is .*/ckpt/1: start", said)
-    assert re.search(r"process 1 of 2 was ended by SIGKILL.*same command", said)
-    assert start(2, 2, "centaur", tmp_path, "sweep") == 0
-    assert [row["round"] for row in map(eval, (tmp_path / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3]
-    one = jax.devices()[:1]
-    check_equal(tmp_path, results("centaur", devices=one) + sweep_results(devices=one))
+    assert re.search(r"process 0 of 4 stopped after round [23]; the last checkpoint is .*/ckpt/2: start", said)
+    assert re.search(r"process 3 of 4 was ended by SIGKILL.*same command", said)
+    assert start(2, 2, tmp_path, "sweep") == 0
+    assert "Traceback" not in capfd.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    check_equal(tmp_path, expected() + sweep_results(devices=jax.devices()[:1]))
 
 
 @pytest.mark.parametrize(

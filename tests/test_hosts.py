@@ -30,7 +30,7 @@ KEY = jax.random.key(3)
 def results(**options):
     """Leaves of all that a run leaves behind, of all processes' clients."""
     run = simulate(
-        KEY, ALGORITHMS["adp_pfl_released"](), small_clients(), rounds=3, eval_every=1, progress=False, **options
+        KEY, ALGORITHMS["adp_pfl_public"](), small_clients(), rounds=3, eval_every=1, progress=False, **options
     )
     gathered = multihost_utils.process_allgather(run.states, tiled=True)
     states = [np.asarray(leaf)[: len(run.scores.loss)] for leaf in jax.tree.leaves(gathered)]

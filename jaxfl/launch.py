@@ -61,19 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"processes={options.processes}, process={options.process}: give process from 0 to processes - 1"
         )
 
-    program = ["-m", *options.module] if options.module else options.file
-    environment, coordinator, numbers = os.environ.copy(), options.coordinator, [options.process]
-    if given == ["processes"]:
-        coordinator, numbers = f"127.0.0.1:{_free_port()}", list(range(options.processes))
-        environment["JAX_COORDINATOR_BIND_ADDRESS"] = coordinator  # no other machine has to reach it
-        own = min(16, len(os.sched_getaffinity(0)) // options.processes)
-        environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, own)))
-    children = {}
-    for number in numbers:
-        code = f"from jaxfl.launch import _join; _join({coordinator!r}, {options.processes}, {number})"
-        shown = None if number == numbers[0] else subprocess.DEVNULL
-        command = [sys.executable, "-c", code, *program]
-        children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0)
+    children = _start(options, alone=given == ["processes"])
     number, code = _wait(children)
     if code:
         name = "the process of this machine" if number is None else f"process {number} of {options.processes}"
@@ -83,8 +71,27 @@ def main(arguments: list[str] | None = None) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _start(options: argparse.Namespace, alone: bool) -> dict[int | None, subprocess.Popen]:
+    """This machine's processes by their number: all where it is alone, else one."""
+    program = ["-m", *options.module] if options.module else options.file
+    environment, coordinator, numbers = os.environ.copy(), options.coordinator, [options.process]
+    if alone:
+        coordinator, numbers = f"127.0.0.1:{_free_port()}", list(range(options.processes))
+        environment["JAX_COORDINATOR_BIND_ADDRESS"] = coordinator  # no other machine has to reach it
+        share = min(16, len(os.sched_getaffinity(0)) // options.processes)
+        environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, share)))
+    children = {}
+    for number in numbers:
+        code = f"from jaxfl.launch import _join; _join({coordinator!r}, {options.processes}, {number})"
+        command = [sys.executable, "-c", code, *program]
+        shown = None if number == numbers[0] else subprocess.DEVNULL  # they all print the same
+        # In a group of its own, so that Ctrl-C reaches it once, through this process.
+        children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0)
+    return children
+
+
 def _wait(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int]:
-    """Number and exit code of the child that failed first, or of one that did not, once all have ended."""
+    """Number and exit code of the process that failed first, once all have ended; code 0 if none failed."""
     stops = 0
 
     def stop(number: int, frame: Any) -> None:
@@ -94,20 +101,20 @@ def _wait(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int
             child.send_signal(signal.SIGINT if stops == 1 else signal.SIGKILL)
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    first, deadline = None, math.inf
-    while any(child.poll() is None for child in children.values()):
-        failed = [number for number, child in children.items() if child.returncode]
-        if failed and deadline == math.inf:
-            first, deadline = failed[0], time.monotonic() + _GRACE_SECONDS
+    first, deadline, running = (None, 0), math.inf, True
+    while running:
+        time.sleep(0.05)
+        codes = {number: child.poll() for number, child in children.items()}
+        running, failed = None in codes.values(), {number: code for number, code in codes.items() if code}
+        if failed and not first[1]:  # of those that ended together, signals before the errors that follow from them
+            first = min(failed.items(), key=lambda item: item[1])
+            deadline = time.monotonic() + _GRACE_SECONDS
         if time.monotonic() > deadline:
             for child in children.values():
                 child.kill()
-        time.sleep(0.05)
     for number, handler in previous.items():
         signal.signal(number, handler)
-    if deadline == math.inf:
-        first = max(children, key=lambda number: abs(children[number].returncode))
-    return first, children[first].returncode
+    return first
 
 
 def _join(coordinator: str | None, processes: int | None, process: int | None) -> None:

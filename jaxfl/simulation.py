@@ -203,9 +203,9 @@ class _Run:
         finally:
             if self.checkpoints is not None:
                 self.checkpoints.close()
-            parts = zip(self.journals, self._split(self.server), self._split(self.states), strict=True)
-            results = [journal.finish(server, states, self.done) for journal, server, states in parts]
-        return results
+            results = [journal.finish(self.done) for journal in self.journals]
+        parts = zip(results, self._split(self.server), self._split(self.states), strict=True)
+        return [result._replace(server=server, states=states) for result, server, states in parts]
 
     def go(self, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
         """Run, evaluate and save until all rounds are done."""

@@ -47,8 +47,8 @@ def sweep_results(**options):
 def program(folder, *options):
     """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards."""
     if "die" in options:
-        simulation = sys.modules["jaxfl.simulation"]
-        simulation._CHECKPOINT_SECONDS = -1.0
+        patch = pytest.MonkeyPatch()
+        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
         record = _Run._record
 
         def die(run, *arguments):
@@ -56,7 +56,7 @@ def program(folder, *options):
                 os.kill(os.getpid(), signal.SIGKILL)
             record(run, *arguments)
 
-        _Run._record = die
+        patch.setattr(_Run, "_record", die)
     found = results(folder=folder)
     if "sweep" in options:
         found += sweep_results()
@@ -69,7 +69,7 @@ def start(monkeypatch):
     """Run this file in some processes with some devices each."""
     root = pathlib.Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", str(root))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.jax_compilation_cache_dir))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.values["jax_compilation_cache_dir"]))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
     def run(processes, devices, *arguments):

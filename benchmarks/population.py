@@ -1,10 +1,12 @@
 """Seconds per round and memory of streamed populations, beside one whose client states are on the device.
 
-python -m benchmarks.population --json population.json --png population.png
+python -m benchmarks.population
+
+Each case in a process of its own, which take turns. Memory is the peak of a process's own, without the pages of files, which
+the system drops where it needs room.
 """
 
 import dataclasses
-import json
 import multiprocessing
 import multiprocessing.connection
 import pathlib
@@ -17,13 +19,15 @@ from typing import Any
 import jax
 import numpy as np
 import tyro
+from matplotlib.figure import Figure
 
+from benchmarks.common import OUT, chart, finish, from_zero
 from jaxfl.algorithms import centaur
 from jaxfl.data import load
-from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.models import mlp
 from jaxfl.privacy import Poisson
-from jaxfl.stream import Stream, fill, open_store, place_examples
+from jaxfl.resident import Resident
+from jaxfl.stream import Stream
 from jaxfl.types import Clients
 
 
@@ -43,10 +47,7 @@ class Config:
     """Rounds of a turn, which are streamed without a pause."""
     turns: int = 7
     """Turns of every case, one case after the other."""
-    json: pathlib.Path | None = None
-    """Write all figures there."""
-    png: pathlib.Path | None = None
-    """Draw them there."""
+    out: pathlib.Path = OUT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Case:
     cohort: int
 
 
-def main(config: Config) -> list[dict[str, Any]]:
+def main(config: Config) -> None:
     """Let the cases take turns, each in a process of its own, and print medians."""
     first, cohort = config.populations[0], config.cohorts[0]
     cases = [Case("device", first, cohort), *(Case("host", number, cohort) for number in config.populations)]
@@ -79,22 +80,17 @@ def main(config: Config) -> list[dict[str, Any]]:
             pipe.send("turn")
             own.append(pipe.recv())
     rows = []
-    print(f"{'store':8}{'population':>11}{'cohort':>8}{'s/round':>9}{'ratio':>7}{'memory MB':>11}{'states MB':>11}")
     for case, pipe, process, own in zip(cases, pipes, processes, seconds, strict=True):
         pipe.send("stop")
         memory, states = pipe.recv()
         process.join()
-        ratio = statistics.median(a / b for a, b in zip(own, seconds[0], strict=True))
-        rows.append({**dataclasses.asdict(case), "seconds": own, "ratio": ratio, "memory": memory, "states": states})
-        print(
-            f"{case.store:8}{case.population:11}{case.cohort:8}{statistics.median(own):9.3f}{ratio:7.2f}"
-            f"{memory / 1e6:11.0f}{states / 1e6:11.0f}"
-        )
-    if config.json is not None:
-        config.json.write_text(json.dumps({"config": dataclasses.asdict(config), "rows": rows}, indent=2, default=str))
-    if config.png is not None:
-        draw(config.png, rows, len(config.populations))
-    return rows
+        row = dataclasses.asdict(case) | {"seconds": statistics.median(own)}
+        row |= {"over_device": statistics.median(a / b for a, b in zip(own, seconds[0], strict=True))}
+        rows.append(row | {"memory_mb": memory / 1e6, "states_mb": states / 1e6})
+    largest = rows[len(config.populations)]
+    headline = f"{largest['population']} clients streamed take {largest['over_device']:.2f} of the seconds of "
+    headline += f"{first} on the device, {largest['memory_mb']:.0f} MB against {rows[0]['memory_mb']:.0f}"
+    finish(config, "population", headline, rows, draw(rows, len(config.populations)), {"seconds": seconds})
 
 
 def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Config) -> None:
@@ -107,21 +103,16 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
     )
     clients, key = make(case.population, config.examples), jax.random.key(0)
     if case.store == "host":
-        population = place_examples(clients)
-        server, states = open_store(key, algorithm, population, None)
-        fill(key, algorithm, population, states)
-        step = Stream(algorithm, population, 1, key, server, states).rounds
-        size = states.bytes_per_client * case.population
+        runner = Stream(key, key, algorithm, clients, None, 1, None)
+        size = runner.store.bytes_per_client * case.population
     else:
-        population = place(clients)
-        server, states = initialize(key, algorithm, population)
-        step = compile_rounds(algorithm, population, chunk=1, segment=config.rounds)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(states))
+        runner = Resident(key, key, algorithm, clients, None, 1, config.rounds)
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.states))
+    runner.compile(())
     done = 0
     while True:
         start = time.perf_counter()
-        server, states, records = step(key, done, config.rounds, server, states)
-        jax.device_get((records, jax.tree.leaves(server)[0]))
+        runner.rounds(done, config.rounds)
         pipe.send((time.perf_counter() - start) / config.rounds)
         done += config.rounds
         if pipe.recv() == "stop":
@@ -155,27 +146,25 @@ def watch(peak: list[int]) -> None:
         time.sleep(0.01)
 
 
-def draw(path: pathlib.Path, rows: list[dict[str, Any]], populations: int) -> None:
+def draw(rows: list[dict[str, Any]], populations: int) -> Figure:
     """Seconds and memory against the population, and memory against the cohort."""
-    from matplotlib.figure import Figure
-
     by_population = rows[1 : 1 + populations]
     by_cohort = sorted([by_population[1], *rows[1 + populations :]], key=lambda row: row["cohort"])
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
-    panels = figure.subplots(1, 3)
+    figure, (seconds, memory, cohorts) = chart(12, 3.4, panels=3)
     x = [row["population"] for row in by_population]
-    panels[0].plot(x, [statistics.median(row["seconds"]) for row in by_population], "o-", label="streamed")
-    panels[0].axhline(statistics.median(rows[0]["seconds"]), linestyle="--", label=f"{x[0]} on the device")
-    panels[0].set(xlabel="population", ylabel="seconds per round", xscale="log", ylim=(0, None))
-    panels[0].legend()
-    panels[1].plot(x, [row["memory"] / 1e6 for row in by_population], "o-", label="memory")
-    panels[1].plot(x, [row["states"] / 1e6 for row in by_population], "o-", label="states on the disk")
-    panels[1].set(xlabel="population", ylabel="MB", xscale="log", yscale="log")
-    panels[1].legend()
-    cohorts = [row["cohort"] for row in by_cohort]
-    panels[2].plot(cohorts, [row["memory"] / 1e6 for row in by_cohort], "o-")
-    panels[2].set(xlabel="cohort", ylabel="memory, MB", xscale="log", ylim=(0, None))
-    figure.savefig(path, dpi=120)
+    seconds.plot(x, [row["seconds"] for row in by_population], "o-", label="streamed")
+    seconds.axhline(rows[0]["seconds"], linestyle="--", label=f"{x[0]} on the device")
+    seconds.set(xlabel="population", ylabel="seconds per round", xscale="log")
+    memory.plot(x, [row["memory_mb"] for row in by_population], "o-", label="memory")
+    memory.plot(x, [row["states_mb"] for row in by_population], "o-", label="states on the disk")
+    memory.set(xlabel="population", ylabel="MB", xscale="log", yscale="log")
+    cohorts.plot([row["cohort"] for row in by_cohort], [row["memory_mb"] for row in by_cohort], "o-")
+    cohorts.set(xlabel="cohort", ylabel="memory, MB", xscale="log")
+    for axes in (seconds, cohorts):
+        from_zero(axes)
+    for axes in (seconds, memory):
+        axes.legend()
+    return figure
 
 
 if __name__ == "__main__":

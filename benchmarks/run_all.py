@@ -41,6 +41,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         "chunks_lenet": ["chunks"],
         "memory_lenet": ["memory"],
         "scaling_lenet": ["scaling"],
+        "population": ["population"],
         "compiling": ["compiling"],
         "round": ["round"],
     }
@@ -50,6 +51,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         own["chunks_lenet"] += ["--population", "64", "--chunks", "1", "8", "32", "--cohorts", "16", "--repeats", "3"]
         own["memory_lenet"] += ["--cohorts", "50", "2000", "--examples", "32", "--steps", "1"]
         own["scaling_lenet"] += ["--devices", "1", "2", "8", "--repeats", "3"]
+        own["population"] += ["--populations", "2000", "100000", "--cohorts", "200", "--turns", "3"]
         own["compiling"] += ["--workloads", "lenet", "mlp"]
         own["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
     else:

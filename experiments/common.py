@@ -236,7 +236,9 @@ def number(value: float | str) -> str:
 
 
 def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
-    """Print a table, and write it as Markdown and JSON, with one plot of all methods, into `out`."""
+    """Print a table, and write it as Markdown and JSON, with one plot of all methods, into `out`; process 0 does."""
+    if jax.process_index() != 0:
+        return
     header, body = HEADER, [cells(row) for row in rows]
     if any(row.statement["examples"] for row in rows):
         header, body = (*header, "ε example"), [(*line, _example(row)) for line, row in zip(body, rows)]
@@ -256,7 +258,9 @@ def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
 
 
 def plot_metric(path: pathlib.Path, title: str, rows: Sequence[Row], metric: str, label: str) -> None:
-    """One metric by round, mean over seeds."""
+    """One metric by round, mean over seeds; process 0 draws it."""
+    if jax.process_index() != 0:
+        return
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

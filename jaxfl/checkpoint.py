@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxfl import hosts
 from jaxfl.types import Tree
 
 
@@ -35,9 +36,13 @@ class Checkpoints:
         """The newest state with its number of rounds, on the devices that `like` is on; None if there is none.
 
         Raises:
-            ValueError: the folder holds another run.
+            ValueError: the folder holds another run, or is not the same one for all processes.
         """
-        rounds = self._manager.latest_step()
+        rounds, folder = self._manager.latest_step(), self._manager.directory
+        seen = -1 if not folder.exists() else rounds or 0
+        most, least = hosts.largest(seen, -seen)
+        if most != -least:
+            raise ValueError(f"folder={str(folder.parent)!r} differs by process: give one that all of them share")
         if rounds is None:
             return None
         found = self._manager.restore(rounds, args=ocp.args.Composite(fingerprint=ocp.args.JsonRestore()))
@@ -51,6 +56,11 @@ class Checkpoints:
         restored = self._manager.restore(rounds, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
         leaves = [restored["state"][name] for name in _by_name(like)]
         return rounds, jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def newest(self) -> str:
+        """Where the newest state is, if anywhere."""
+        rounds = self._manager.latest_step()
+        return "none" if rounds is None else str(self._manager.directory / str(rounds))
 
     def close(self) -> None:
         """Release the folder."""

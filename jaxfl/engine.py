@@ -94,14 +94,31 @@ class Sums(NamedTuple):
 def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
     """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
 
+    Of several processes, each puts the clients of its own devices there, and reads no other examples.
+
     Args:
-        clients: host arrays.
-        devices: which devices to use; all of the default backend where None.
+        clients: host arrays, the same in all processes.
+        devices: which devices to use; all of the default backend, of all processes, where None.
+
+    Raises:
+        ValueError: a process would have no clients.
     """
-    devices = devices or jax.devices()
-    mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.number))]), ("clients",))
-    sharded = shard(clients, mesh.size)
-    return Population(jax.device_put(sharded, NamedSharding(mesh, P("clients"))), clients.number, mesh)
+    devices = sorted(devices or jax.devices(), key=lambda device: device.process_index)[: max(1, clients.number)]
+    mesh = Mesh(np.array(devices), ("clients",))
+    own = [b for b, device in enumerate(devices) if device.process_index == jax.process_index()]
+    if len({device.process_index for device in devices}) < jax.process_count():
+        raise ValueError(
+            f"{len(devices)} devices for {clients.number} clients leave some of {jax.process_count()} processes "
+            "without any: give devices of every process and more clients, or start fewer processes"
+        )
+    sharding = NamedSharding(mesh, P("clients"))
+
+    def put(blocks: np.ndarray) -> Array:
+        shape = (len(blocks) // len(own) * mesh.size, *blocks.shape[1:])
+        shards = [jax.device_put(block, devices[b]) for b, block in zip(own, np.split(blocks, len(own)))]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    return Population(jax.tree.map(put, shard(clients, mesh.size, own)), clients.number, mesh)
 
 
 def initialize(key: Key[Array, "*P"], algorithm: Algorithm | Points, population: Population) -> tuple[Tree, Tree]:
@@ -116,7 +133,7 @@ def initialize(key: Key[Array, "*P"], algorithm: Algorithm | Points, population:
 
 
 def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
-    """Of server state and client states."""
+    """Of a server, and anything that every process reads; of client states."""
     by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
     return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
 
@@ -178,12 +195,9 @@ def compile_rounds(
         return over_points(rounds_of, algorithm)(key, server, states)
 
     options = compiler_options(population.mesh)
-    server_sharding, by_client = _shardings(algorithm, population)
+    all_, own = _shardings(algorithm, population)
     program = jax.jit(
-        run,
-        donate_argnames=("server", "states"),
-        out_shardings=(server_sharding, by_client, server_sharding),
-        compiler_options=options,
+        run, donate_argnames=("server", "states"), out_shardings=(all_, own, all_), compiler_options=options
     )
     return functools.partial(program, population.clients)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
@@ -55,7 +56,8 @@ def compile_evaluation(
 
         return over_points(scores_of, algorithm)(key, server, states)
 
-    program = jax.jit(evaluate, compiler_options=compiler_options(population.mesh))
+    everywhere = NamedSharding(population.mesh, P())  # every process reads the scores of all clients
+    program = jax.jit(evaluate, out_shardings=everywhere, compiler_options=compiler_options(population.mesh))
     return functools.partial(program, population.clients, 0)
 
 

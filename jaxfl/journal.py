@@ -84,8 +84,8 @@ class Journal:
         self.recorded = jax.tree.map(np.array, recorded)
         self.metrics = [self._row(i) for i, r in enumerate(self.evaluations) if r <= done]
 
-    def finish(self, server: Tree, states: Tree, done: int) -> Result:
-        """Account for the rounds that were done and write the reports."""
+    def finish(self, done: int) -> Result:
+        """Account for the rounds that were done and write the reports; an error may have left no server and states."""
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
         made = sum(r <= done for r in self.evaluations)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
@@ -93,7 +93,7 @@ class Journal:
         statement = privacy_statement(ledger, self.algorithm.mechanism, self.number) if done else {}
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
-        return Result(server, states, self.metrics, scores, history, ledger, statement)
+        return Result(None, None, self.metrics, scores, history, ledger, statement)
 
     def _row(self, index: int) -> dict[str, float | int]:
         """One row of metrics: scores of all clients, and means over the rounds since the previous row."""

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import rich.progress
 
@@ -33,7 +34,8 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
     text = json.dumps({"method": method} | values, sort_keys=True, default=str)
     folder = pathlib.Path(root) / method / hashlib.sha256(text.encode()).hexdigest()[:10] / f"seed={seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / CONFIG, json.loads(text) | {"seed": seed})
+    if jax.process_index() == 0:
+        write_json(folder / CONFIG, json.loads(text) | {"seed": seed})
     return folder
 
 
@@ -119,6 +121,9 @@ def tensorboard_writer(folder: pathlib.Path | None, wanted: bool) -> Iterator[Ca
         raise ValueError("tensorboard=True needs tensorboardX: pip install 'jaxfl[tb]'") from None
     if folder is None:
         raise ValueError("tensorboard=True with folder=None: give the run a folder")
+    if jax.process_index() != 0:
+        yield lambda row: None
+        return
     with SummaryWriter(str(folder)) as writer:
 
         def log(row: dict[str, Any]) -> None:

@@ -9,7 +9,8 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import chunks
-from jaxfl.simulation import _Run, simulate
+from jaxfl.resident import Resident
+from jaxfl.simulation import simulate
 
 KEY = jax.random.key(1)
 
@@ -115,12 +116,12 @@ def test_other_failures_are_not_answered(chunk, message, monkeypatch):
 
 
 def test_rounds_move_nothing_by_themselves(monkeypatch):
-    arguments = _Run._arguments
+    arguments = Resident._arguments
 
     def implicit(self, start, count):
         key, _, _, server, states = arguments(self, start, count)
         return key, np.int32(start), np.int32(count), server, states
 
-    monkeypatch.setattr(_Run, "_arguments", implicit)
+    monkeypatch.setattr(Resident, "_arguments", implicit)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
         run(1)

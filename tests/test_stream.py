@@ -11,7 +11,7 @@ from jaxfl.checkpoint import Checkpoints
 from jaxfl.privacy.mechanism import Mechanism, Poisson
 from jaxfl.simulation import simulate
 from jaxfl.store import Store
-from jaxfl.stream import Stream, fill, open_store, place_examples
+from jaxfl.stream import Stream, place_examples
 
 KEY = jax.random.key(7)
 
@@ -41,14 +41,11 @@ def test_results_are_those_of_the_device_store(name, block, monkeypatch):
 def test_compiles_once_whatever_the_cohort(monkeypatch):
     monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", 1)
     algorithm = fedavg(MODEL, batch_size=4, mechanism=Mechanism(sampling=Poisson(0.5)))
-    population = place_examples(small_clients())
-    server, store = open_store(KEY, algorithm, population, None)
-    fill(KEY, algorithm, population, store)
-    stream = Stream(algorithm, population, 1, KEY, server, store)
+    stream = Stream(KEY, KEY, algorithm, small_clients(), None, 1, None)
+    stream.compile(())  # of one block, ahead of time: it would refuse any other shape
     for start, count in ((0, 3), (3, 1), (4, 2)):
-        server, store, records = stream.rounds(KEY, start, count, server, store)
-        assert len(records.nonfinite) == count
-    for program in (stream.draw, stream.add, stream.finish):
+        assert len(stream.rounds(start, count).nonfinite) == count
+    for program in (stream.draw, stream.finish):
         assert program._cache_size() == 1  # pyrefly: ignore[missing-attribute]
 
 

@@ -57,7 +57,7 @@ def make_clients(
     return Clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
 
 
-def shard(clients: Clients, shards: int) -> Clients:
+def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
     """Lay clients out so that an equal split of each leading axis gives each device its own clients.
 
     Clients are padded to a multiple of `shards` with empty ones, and block b is the b-th run of
@@ -69,6 +69,8 @@ def shard(clients: Clients, shards: int) -> Clients:
     Args:
         clients: Clients over one store, as `make_clients` returns them.
         shards: Number of devices.
+        own: Which blocks to lay out, one after the other (None: all): those of this process's devices. Examples of
+            no other block are read.
 
     Raises:
         ValueError: `shards` is not a whole number of at least 1.
@@ -93,13 +95,14 @@ def shard(clients: Clients, shards: int) -> Clients:
     blocks = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
     kept = [np.unique(np.concatenate([train[b][real["train"][b]], test[b][real["test"][b]]])) for b in blocks]
     length = max(1, *map(len, kept))
-    store = np.zeros((shards, length, *inputs.shape[1:]), inputs.dtype)
-    names = np.zeros((shards, length), labels.dtype)
-    for b, rows in enumerate(kept):
-        store[b, : len(rows)], names[b, : len(rows)] = inputs[rows], labels[rows]
+    own = range(shards) if own is None else own
+    store = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
+    names = np.zeros((len(own), length), labels.dtype)
+    for i, b in enumerate(own):
+        store[i, : len(kept[b])], names[i, : len(kept[b])] = inputs[kept[b]], labels[kept[b]]
     local = {
         name: np.concatenate(
-            [np.where(real[name][b], np.searchsorted(own, rows[b]), 0) for b, own in zip(blocks, kept)]
+            [np.where(real[name][blocks[b]], np.searchsorted(kept[b], rows[blocks[b]]), 0) for b in own]
         )
         for name, rows in (("train", train), ("test", test))
     }
@@ -107,9 +110,9 @@ def shard(clients: Clients, shards: int) -> Clients:
         inputs=store.reshape(-1, *inputs.shape[1:]),
         labels=names.reshape(-1),
         train=local["train"].astype(np.int32),
-        train_size=train_size,
+        train_size=np.concatenate([train_size[blocks[b]] for b in own]),
         test=local["test"].astype(np.int32),
-        test_size=test_size,
+        test_size=np.concatenate([test_size[blocks[b]] for b in own]),
     )
 
 

@@ -1,0 +1,150 @@
+"""Several processes: results of one, whatever their number and whatever stopped them.
+
+This file is also the program that they run.
+"""
+
+import functools
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from algorithms_table import ALGORITHMS, MODEL, small_clients
+from jax.experimental import multihost_utils
+
+from jaxfl import launch, report, simulate, sweep
+from jaxfl.algorithms import fedprox
+from jaxfl.data import shard
+from jaxfl.engine import place
+from jaxfl.simulation import _Run
+
+KEY = jax.random.key(3)
+
+
+def results(**options):
+    """Leaves of all that a run leaves behind, of all processes' clients."""
+    run = simulate(
+        KEY, ALGORITHMS["adp_pfl_public"](), small_clients(), rounds=3, eval_every=1, progress=False, **options
+    )
+    gathered = multihost_utils.process_allgather(run.states, tiled=True)
+    states = [np.asarray(leaf)[: len(run.scores.loss)] for leaf in jax.tree.leaves(gathered)]
+    losses = [row["train_loss"] for row in run.metrics]
+    return [*jax.tree.leaves(run.server), *states, *run.history, run.ledger.participants, losses]
+
+
+def sweep_results(**options):
+    method = functools.partial(fedprox, MODEL, batch_size=4)
+    runs = sweep(KEY, method, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, progress=False, **options)
+    return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores.loss)]
+
+
+def program(folder, *options):
+    """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards."""
+    if "die" in options:
+        patch = pytest.MonkeyPatch()
+        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+        record = _Run._record
+
+        def die(run, *arguments):
+            if run.done == 2 and jax.process_index() == jax.process_count() - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            record(run, *arguments)
+
+        patch.setattr(_Run, "_record", die)
+    found = results(folder=folder)
+    if "sweep" in options:
+        found += sweep_results()
+    if jax.process_index() == 0:
+        report.write_arrays(pathlib.Path(folder) / "found.npz", {str(i): leaf for i, leaf in enumerate(found)})
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Run this file in some processes with some devices each."""
+    root = pathlib.Path(__file__).parents[1]
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.values["jax_compilation_cache_dir"]))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+    def run(processes, devices, *arguments):
+        monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))
+        command = [__file__, *map(str, arguments)]
+        if processes == 1:
+            return subprocess.run([sys.executable, *command], check=False).returncode
+        return launch.main(["--processes", str(processes), *command])
+
+    return run
+
+
+@functools.cache
+def expected():
+    """Of one process with one device."""
+    return results(devices=jax.devices()[:1])
+
+
+def check_equal(folder, wanted):
+    with np.load(folder / "found.npz") as found:
+        assert len(found) == len(wanted)
+        for name, leaf in zip(found, wanted):
+            np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.xdist_group("hosts")
+def test_eight_devices_change_nothing(start, tmp_path):
+    assert start(1, 8, tmp_path) == 0
+    check_equal(tmp_path, expected())
+
+
+@pytest.mark.xdist_group("hosts")
+def test_a_lost_process_stops_the_others_and_other_processes_go_on(start, tmp_path, capfd):
+    assert start(4, 1, tmp_path, "die") == 128 + signal.SIGKILL
+    said = capfd.readouterr().err
+    assert re.search(r"process 0 of 4 stopped after round [23]; the last checkpoint is .*/ckpt/2: start", said)
+    assert re.search(r"process 3 of 4 was ended by SIGKILL.*same command", said)
+    assert start(2, 2, tmp_path, "sweep") == 0
+    assert "Traceback" not in capfd.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    check_equal(tmp_path, expected() + sweep_results(devices=jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ([], "program"),
+        (["-m"], "program"),
+        (["--processes", "0", "x"], "processes=0"),
+        (["--process", "1", "x"], "process"),
+        (["--coordinator", "a:1", "--processes", "2", "--process", "2", "x"], "process=2"),
+    ],
+)
+def test_wrong_options_name_themselves(options, name):
+    with pytest.raises(ValueError, match=name):
+        launch.main(options)
+
+
+def test_a_process_reads_no_examples_of_others():
+    clients = small_clients()
+    whole = shard(clients, 4)
+    rows = np.concatenate([[*clients.train[c, : clients.train_size[c]], *clients.test[c]] for c in (3, 4, 5, 9, 10)])
+    inputs = np.full_like(clients.inputs, 99)
+    inputs[rows] = clients.inputs[rows]
+    part = shard(clients._replace(inputs=inputs), 4, [1, 3])
+    for all_, own in zip(whole, part):
+        np.testing.assert_array_equal(np.concatenate([np.split(all_, 4)[b] for b in (1, 3)]), own)
+
+
+def test_a_process_without_clients_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="2 devices for 11 clients"):
+        place(small_clients(), jax.devices()[:2])
+
+
+if __name__ == "__main__":
+    program(*sys.argv[1:])

@@ -2,8 +2,8 @@
 
 python -m benchmarks.population
 
-Each case in a process of its own, which take turns. Memory is the peak of a process's own, without the pages of files, which
-the system drops where it needs room.
+Each case in a process of its own, which take turns. Memory is the peak of a process's own, without the pages of files,
+which the system drops where it needs room.
 """
 
 import dataclasses

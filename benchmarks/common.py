@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import importlib.metadata
 import json
 import os
@@ -63,21 +64,22 @@ def busy_clock() -> Callable[[], float]:
     return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
 
-def apart(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """The value of a module-level function in a fresh process.
+def apart(function: Callable[..., Any], *arguments: Any, processes: int = 1, **environment: str) -> Any:
+    """The value of a module-level function in a fresh process, or in the first of several that `jaxfl.launch` starts.
 
     Args:
         function: of JSON values, to a JSON value.
         arguments: its own.
+        processes: that share the machine, and all call the function.
         environment: variables beside this process's.
 
     Raises:
         RuntimeError: the process failed; its last words are in the message.
     """
     module = function.__globals__["__spec__"].name  # `__main__` has a name of its own only there
-    code = "import importlib, json, sys; f = getattr(importlib.import_module(sys.argv[1]), sys.argv[2]); "
-    code += "print(json.dumps(f(*json.loads(sys.argv[3]))))"
-    command = [sys.executable, "-c", code, module, function.__name__, json.dumps(arguments)]
+    launch = ["-m", "jaxfl.launch", "--processes", str(processes)] if processes > 1 else []
+    call = ["-m", __name__, module, function.__name__, json.dumps(arguments)]
+    command = [sys.executable, *launch, *call]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
         words = done.stderr.strip()[-2000:]
@@ -147,3 +149,8 @@ def finish(
     config.out.mkdir(parents=True, exist_ok=True)
     write_json(config.out / f"{name}.json", figures | dict(facts or {}))
     figure.savefig(config.out / f"{name}.png", dpi=120)
+
+
+if __name__ == "__main__":  # of `apart`
+    module, name, arguments = sys.argv[1:]
+    print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(arguments))))

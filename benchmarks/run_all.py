@@ -50,7 +50,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
             own[f"throughput_{name}"] += ["--repeats", "5"]
         own["chunks_lenet"] += ["--population", "64", "--chunks", "1", "8", "32", "--cohorts", "16", "--repeats", "3"]
         own["memory_lenet"] += ["--cohorts", "50", "2000", "--examples", "32", "--steps", "1"]
-        own["scaling_lenet"] += ["--devices", "1", "2", "8", "--repeats", "3"]
+        own["scaling_lenet"] += ["--devices", "1", "2", "8", "--processes", "2", "--repeats", "3"]
         own["population"] += ["--populations", "2000", "100000", "--cohorts", "200", "--turns", "3"]
         own["compiling"] += ["--workloads", "lenet", "mlp"]
         own["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]

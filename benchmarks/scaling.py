@@ -1,10 +1,10 @@
-"""Client updates per second on 1 to 8 CPU devices, whatever the machine has.
+"""Client updates per second on 1 to 8 CPU devices, and in several processes of a device each, whatever the machine has.
 
 python -m benchmarks.scaling
 
-Each number of devices in a process of its own, one after the other: absolute figures drift with the machine's speed, so
-that the product of matrices measured in turn with the rounds stands beside them. More devices than cores show what they
-cost.
+Each number in a process of its own (or in those that `jaxfl.launch` starts, whose sums go through sockets), one after the
+other: absolute figures drift with the machine's speed, so that the product of matrices measured in turn with the rounds
+stands beside them. More devices than cores show what they cost.
 """
 
 import dataclasses
@@ -34,6 +34,8 @@ class Config:
     clients: int = 48
     """A number that all numbers of devices divide, where no padding is to be timed."""
     devices: tuple[int, ...] = (1, 2, 4, 8)
+    processes: tuple[int, ...] = (2, 4)
+    """Of a device each."""
     repeats: int = 7
     out: pathlib.Path = OUT
 
@@ -45,12 +47,25 @@ def main(config: Config) -> None:
         forced = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
         figures = apart(measure, config.workload, config.clients, config.repeats, **forced)
         speedup = figures["clients_per_s"] / rows[0]["clients_per_s"] if rows else 1.0
-        rows.append({"devices": devices} | figures | {"speedup": speedup})
-    headline = ", ".join(f"{row['devices']}: {row['clients_per_s']:.4g}" for row in rows)
+        rows.append({"devices": devices, "processes": 1} | figures | {"speedup": speedup})
+    for processes in config.processes:
+        forced = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        figures = apart(measure, config.workload, config.clients, config.repeats, processes=processes, **forced)
+        speedup = figures["clients_per_s"] / rows[0]["clients_per_s"]
+        rows.append({"devices": processes, "processes": processes} | figures | {"speedup": speedup})
+    single = [row for row in rows if row["processes"] == 1]
+    headline = ", ".join(f"{row['devices']}: {row['clients_per_s']:.4g}" for row in single)
     headline = f"{config.workload}, cores: {cores()}, clients/s by devices: {headline}"
+    if config.processes:
+        apiece = ", ".join(f"{row['processes']}: {row['clients_per_s']:.4g}" for row in rows if row["processes"] > 1)
+        headline += f"; by processes: {apiece}"
     figure, (axes,) = chart()
-    counts = [row["devices"] for row in rows]
-    axes.plot(counts, [row["clients_per_s"] for row in rows], marker="o", label="measured")
+    counts = [row["devices"] for row in single]
+    axes.plot(counts, [row["clients_per_s"] for row in single], marker="o", label="devices of one process")
+    several = [row for row in rows if row["processes"] > 1]
+    if several:
+        x, y = ([row[name] for row in several] for name in ("processes", "clients_per_s"))
+        axes.plot(x, y, marker="s", label="processes of one device")
     line = [min(count, cores()) * rows[0]["clients_per_s"] / counts[0] for count in counts]
     axes.plot(counts, line, linestyle="--", color="grey", label=f"in proportion (cores: {cores()})")
     axes.set_xscale("log", base=2)
@@ -62,7 +77,7 @@ def main(config: Config) -> None:
 
 
 def measure(workload: Name, clients: int, repeats: int) -> dict[str, float]:
-    """Clients per second on all of this process's devices, and the share of the matrix-product peak."""
+    """Clients per second on all devices, and the share of the matrix-product peak."""
     work = dataclasses.replace(WORKLOADS[workload], clients=clients)
     population = place(clients_of(*examples_of(work)))
     product, flops = matrix_product(population)

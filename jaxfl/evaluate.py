@@ -17,7 +17,7 @@ from jaxfl.engine import Points, Population, over_points
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
 _BATCH = 64
-"""Examples per forward pass; the loop over them follows the client's own size."""
+"""Examples per forward pass, at most; the loop over them follows the client's own size."""
 
 
 class PerClient(NamedTuple):
@@ -67,8 +67,9 @@ def _client(
     model, size = algorithm.model, clients.test_size[slot]
     data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
     params = algorithm.personalize(key, server, jax.tree.map(lambda leaf: leaf[slot], states), data)
-    batch = min(_BATCH, clients.test.shape[1])
-    rows = jnp.pad(clients.test[slot], (0, -clients.test.shape[1] % batch))
+    width = clients.test.shape[1]
+    batch = -(-width // max(1, -(-width // _BATCH)))  # blocks of one size, with little padding
+    rows = jnp.pad(clients.test[slot], (0, -width % max(1, batch)))
 
     def block(i: Int[Array, ""], carry: tuple) -> tuple:
         own = lax.dynamic_slice(rows, (i * batch,), (batch,))

@@ -2,9 +2,9 @@
 
 python -m benchmarks.scaling
 
-Each number in a process of its own (or in those that `jaxfl.launch` starts, whose sums go through sockets), one after the
-other: absolute figures drift with the machine's speed, so that the product of matrices measured in turn with the rounds
-stands beside them. More devices than cores show what they cost.
+Each number in a process of its own (or in those that `jaxfl.launch` starts, whose sums go through sockets), one after
+the other: absolute figures drift with the machine's speed, so that the product of matrices measured in turn with the
+rounds stands beside them. More devices than cores show what they cost.
 """
 
 import dataclasses

@@ -46,7 +46,8 @@ class Resident:
         self.key = self._everywhere(key)
         self.server, self.states = initialize(init_key, what, self.population)
         self.program: Program | None = None
-        self._build = functools.cache(lambda chunk: compile_rounds(what, self.population, chunk=chunk, segment=segment))
+        population = self.population  # not `self`, which would keep programs until the garbage collector comes
+        self._build = functools.cache(lambda chunk: compile_rounds(what, population, chunk=chunk, segment=segment))
         self._evaluation = compile_evaluation(what, self.population)
 
     def record(self) -> Records:

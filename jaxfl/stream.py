@@ -214,7 +214,8 @@ class Stream:
         return self.store.states()
 
     def _programs(self) -> None:
-        algorithm, population = self.algorithm, self.population
+        # Not `self`, in what it keeps: programs would stay until the garbage collector comes.
+        algorithm, population, by_client = self.algorithm, self.population, self.by_client
         options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
         def draw_(key: Key[Array, ""], index: Int[Array, ""], account: Account | None) -> Draw:
@@ -243,7 +244,7 @@ class Stream:
         @functools.cache
         def build(chunk: int) -> functools.partial:
             program = jax.jit(
-                functools.partial(add, chunk), donate_argnames="states", out_shardings=self.by_client, **options
+                functools.partial(add, chunk), donate_argnames="states", out_shardings=by_client, **options
             )
             return functools.partial(program)
 

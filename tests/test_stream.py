@@ -1,4 +1,6 @@
+import gc
 import shutil
+import weakref
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from algorithms_table import ALGORITHMS, MODEL, small_clients
 from jaxfl.algorithms import fedavg
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.privacy.mechanism import Mechanism, Poisson
+from jaxfl.resident import Resident
 from jaxfl.simulation import simulate
 from jaxfl.store import Store
 from jaxfl.stream import Stream, place_examples
@@ -127,3 +130,20 @@ def test_wrong_stores_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 0))
     with pytest.raises(ValueError, match=r"0\.0 GiB free.*TMPDIR"):
         quiet("local_only", store="host")
+
+
+@pytest.mark.parametrize("runner", [Resident, Stream])
+def test_a_run_leaves_no_programs_behind(runner, monkeypatch):
+    """Nor until the garbage collector comes: a process has little room to map machine code."""
+    made, compile_ = [], runner.compile
+
+    def watched(self, facts):
+        made.append(weakref.ref(self))
+        return compile_(self, facts)
+
+    monkeypatch.setattr(runner, "compile", watched)
+    gc.disable()
+    quiet("local_only", rounds=1, eval_every=1, store="device" if runner is Resident else "host")
+    left = made[0]()
+    gc.enable()
+    assert left is None

@@ -43,7 +43,7 @@ def main(config: Config) -> None:
     work = dataclasses.replace(WORKLOADS[config.workload], clients=config.population)
     population = place(clients_of(*examples_of(work)))
     own = population.clients.number // population.mesh.size
-    usual = usual_chunk(population)
+    usual = usual_chunk(algorithm_of(work), population)
     sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= own]
     sizes += [(usual, cohort) for cohort in config.cohorts if (usual, cohort) not in sizes]
     rounds = {str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0]) for size in sizes}

@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from jaxfl.backend import cores
 from jaxfl.report import write_json
 
 OUT = pathlib.Path("runs/benchmarks")
@@ -85,11 +86,6 @@ def apart(function: Callable[..., Any], *arguments: Any, processes: int = 1, **e
         words = done.stderr.strip()[-2000:]
         raise RuntimeError(f"{module}.{function.__name__}{arguments} ended with {done.returncode}: {words}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def measure(workload: Name, begun: float) -> dict[str, float]:
     population = place(clients_of(*examples_of(work)))
     jax.block_until_ready(population.clients)
     ends.append(time.time())
-    own = compile_round(algorithm_of(work), population, usual_chunk(population))
+    own = compile_round(algorithm_of(work), population, usual_chunk(algorithm_of(work), population))
     ends += [time.time() - own.compile_s, time.time()]
     own.run()
     ends.append(time.time())

@@ -77,7 +77,8 @@ def measure(workload: Name, examples: int, steps: int, population: int, cohort: 
     data = sum(leaf.nbytes for leaf in placed.clients) / 1e6
     gc.collect()
     _forget_peak()
-    own = compile_round(algorithm_of(work, FixedSize(cohort)), placed, usual_chunk(placed))
+    algorithm = algorithm_of(work, FixedSize(cohort))
+    own = compile_round(algorithm, placed, usual_chunk(algorithm, placed))
     compiling = _peak()
     _forget_peak()
     own.run()

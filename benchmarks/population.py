@@ -101,12 +101,12 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
     algorithm = centaur(
         model, clip=0.1, noise_multiplier=1.0, sampling=Poisson(case.cohort / case.population), batch_size=10
     )
-    clients, key = make(case.population, config.examples), jax.random.key(0)
+    clients, keys = make(case.population, config.examples), jax.random.split(jax.random.key(0))
     if case.store == "host":
-        runner = Stream(key, key, algorithm, clients, None, 1, None)
+        runner = Stream(keys[0], keys[1], algorithm, clients, None, 1, None)
         size = runner.store.bytes_per_client * case.population
     else:
-        runner = Resident(key, key, algorithm, clients, None, 1, config.rounds)
+        runner = Resident(keys[0], keys[1], algorithm, clients, None, 1, config.rounds)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.states))
     runner.compile(())
     done = 0

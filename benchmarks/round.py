@@ -85,7 +85,8 @@ def _split(name: Name, config: Config) -> list[dict[str, Any]]:
     work = WORKLOADS[name]
     inputs, labels = examples_of(work)
     population = place(clients_of(inputs, labels, config.tests))
-    algorithm, chunk = algorithm_of(work, FixedSize(work.clients)), usual_chunk(population)
+    algorithm = algorithm_of(work, FixedSize(work.clients))
+    chunk = usual_chunk(algorithm, population)
     key = jax.random.key(0)
     server, states = initialize(key, algorithm, population)
     programs = _parts(work, algorithm, population, chunk, server, states)

@@ -12,7 +12,7 @@ import pathlib
 
 import tyro
 
-from benchmarks.common import OUT, apart, chart, cores, finish, from_zero, in_turn, medians, ratio
+from benchmarks.common import OUT, apart, chart, finish, from_zero, in_turn, medians, ratio
 from benchmarks.workloads import (
     WORKLOADS,
     Name,
@@ -23,6 +23,7 @@ from benchmarks.workloads import (
     matrix_product,
     round_flops,
 )
+from jaxfl.backend import cores
 from jaxfl.engine import place
 
 

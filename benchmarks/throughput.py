@@ -60,7 +60,7 @@ def main(config: Config) -> None:
     work = dataclasses.replace(work, clients=config.clients or work.clients)
     inputs, labels = examples_of(work)
     population, model = place(clients_of(inputs, labels), jax.devices()[: config.devices]), model_of(work)
-    chunk = config.chunk or usual_chunk(population)
+    chunk = config.chunk or usual_chunk(algorithm_of(work), population)
     own = compile_round(algorithm_of(work), population, chunk)
     product, product_flops = matrix_product(population)
     rounds: dict[str, Callable[[], Any]] = {"matrix product": product, "jaxfl": own.run}

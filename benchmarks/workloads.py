@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfl.algorithms import dp_fedavg, feddpa
+from jaxfl.backend import compiler_options, of_devices
+from jaxfl.chunks import compile_chunk, fastest
 from jaxfl.data import from_arrays, make_clients
-from jaxfl.engine import Population, compile_rounds, compiler_options, initialize
+from jaxfl.engine import Population, compile_rounds, initialize
 from jaxfl.models import build, feddpa_cnn, lenet, mlp, resnet20
 from jaxfl.privacy import Full
 from jaxfl.privacy.mechanism import Sampling
@@ -77,11 +79,17 @@ def algorithm_of(work: Workload, sampling: Sampling = Full()) -> Algorithm:
     return dp_fedavg(model_of(work), clip=1.0, optimizer=optax.sgd(0.01), steps=work.steps, **private)
 
 
-def usual_chunk(population: Population) -> int:
-    """Clients vectorised at a time unless another number is asked for: 1 on a CPU, up to 128 elsewhere."""
-    if population.mesh.devices.flat[0].platform == "cpu":
-        return 1
-    return min(128, population.clients.number // population.mesh.size)
+def usual_chunk(algorithm: Algorithm, population: Population) -> int:
+    """Clients vectorised at a time unless another number is asked for: as in `simulate`."""
+    mesh = population.mesh
+    chunk = of_devices(list(mesh.devices.flat)).chunk
+    if chunk != "auto":
+        return chunk
+    key = jax.random.key(0)
+    arguments = (key, 0, 1, *initialize(key, algorithm, population))
+    build_rounds = functools.partial(compile_rounds, algorithm, population, segment=1)
+    most = population.clients.number // mesh.size
+    return fastest(lambda chunk: build_rounds(chunk=chunk), most, arguments, mesh, ("benchmark",)).chunk
 
 
 class Round(NamedTuple):
@@ -96,19 +104,19 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
     """One round, compiled apart from its data."""
     key = jax.random.key(0)
     state = list(initialize(key, algorithm, population))
-    step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
+    build_rounds = functools.partial(compile_rounds, algorithm, population, segment=1)
     start = time.perf_counter()
-    program = step.func.lower(*step.args, key, 0, 1, *state).compile()  # pyrefly: ignore[missing-attribute]
+    program = compile_chunk(lambda chunk: build_rounds(chunk=chunk), chunk, (key, 0, 1, *state))
     seconds = time.perf_counter() - start
     done = 0
 
     def run() -> None:
         nonlocal done
-        state[:] = program(*step.args, key, done, 1, *state)[:2]
+        state[:] = program.step(key, done, 1, *state)[:2]
         jax.block_until_ready(state)
         done += 1
 
-    return Round(run, seconds, program.memory_analysis().temp_size_in_bytes / 1e6)
+    return Round(run, seconds, program.memory * chunk / 1e6)
 
 
 def round_flops(work: Workload) -> float:

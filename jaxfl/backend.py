@@ -4,7 +4,7 @@ Only this file names platforms. All formulations give the same results, up to ro
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,6 +12,11 @@ from jax.sharding import Mesh
 
 Form = Literal["fast", "products", "plain"]
 """How a convolution is computed; see `jaxfl.models.layers`."""
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Backend(NamedTuple):
@@ -33,7 +38,7 @@ class Backend(NamedTuple):
 
 _CPU = Backend(
     # One device per core runs small models about 1.6 times as fast as one device with a thread per core.
-    devices=min(16, len(os.sched_getaffinity(0))),
+    devices=min(16, cores()),
     chunk=1,
     convolution="fast",
     microbatch=8,
@@ -60,12 +65,12 @@ def backend(platform: str | None = None) -> Backend:
     return _CPU if (platform or jax.default_backend()) == "cpu" else _ACCELERATOR
 
 
-def of_mesh(mesh: Mesh) -> Backend:
-    """The formulation for the devices of a mesh."""
-    return backend(mesh.devices.flat[0].platform)
+def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
+    """The formulation for some devices; None: for JAX's default."""
+    return backend(devices[0].platform if devices else None)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Options of XLA for programs on a mesh."""
-    own = of_mesh(mesh)
+    own = of_devices(list(mesh.devices.flat))
     return {**own.compiler, **own.compiler_split} if mesh.size > 1 else {**own.compiler}

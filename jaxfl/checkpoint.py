@@ -9,6 +9,9 @@ import orbax.checkpoint as ocp
 from jaxfl import hosts
 from jaxfl.types import Tree
 
+_BEFORE = {"store": "device"}
+"""What held before a fingerprint said so."""
+
 
 class Checkpoints:
     """The newest two states of a run in one folder, written atomically.
@@ -47,7 +50,7 @@ class Checkpoints:
             return None
         found = self._manager.restore(rounds, args=ocp.args.Composite(fingerprint=ocp.args.JsonRestore()))
         for name, value in self._fingerprint.items():
-            if found["fingerprint"].get(name) != value:
+            if found["fingerprint"].get(name, _BEFORE.get(name)) != value:
                 raise ValueError(
                     f"folder={str(self._manager.directory.parent)!r} holds a run with {name}="
                     f"{found['fingerprint'].get(name)!r}, not {value!r}: choose another folder or delete this one"

@@ -45,7 +45,8 @@ def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
 def fitting(build: Build, chunk: int, arguments: tuple) -> Program:
     """The program for a chunk, or for half of it as often as memory demands.
 
-    Whether memory holds a program shows in one call on copies: a call that fails has donated its arguments too.
+    Whether memory holds a program shows in one call on copies of the state, which must find room beside it: a call that
+    fails has donated its arguments too.
     """
     program = _tried(build, chunk, arguments, calls=int(chunk > 1))
     while program is None:
@@ -66,7 +67,7 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
         most: the largest chunk that has any use.
         arguments: of a call: one round.
         mesh: the devices.
-        facts: what else the choice depends on.
+        facts: what else the choice depends on; batches and local steps are not among it.
     """
     shapes = str(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments)))
     device = mesh.devices.flat[0].device_kind
@@ -104,7 +105,12 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
             seconds = time.monotonic() - start
     except jax.errors.JaxRuntimeError as error:
         # Of several processes all would have to halve.
-        if chunk == 1 or jax.process_count() > 1 or "RESOURCE_EXHAUSTED" not in str(error):
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        if chunk == 1 or jax.process_count() > 1:
+            error.add_note(
+                f"chunk={chunk} does not fit the device's memory: give a smaller `chunk`, more devices, or store='host'"
+            )
             raise
         return None
     return program, seconds

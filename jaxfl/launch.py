@@ -22,6 +22,8 @@ from typing import Any
 
 import jax
 
+from jaxfl.backend import cores
+
 _HEARTBEAT_SECONDS = 30
 """A process that gives no sign of life for so long is lost."""
 
@@ -78,7 +80,7 @@ def _start(options: argparse.Namespace, alone: bool) -> dict[int | None, subproc
     if alone:
         coordinator, numbers = f"127.0.0.1:{_free_port()}", list(range(options.processes))
         environment["JAX_COORDINATOR_BIND_ADDRESS"] = coordinator  # no other machine has to reach it
-        share = min(16, len(os.sched_getaffinity(0)) // options.processes)
+        share = min(16, cores() // options.processes)
         environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, share)))
     children = {}
     for number in numbers:
@@ -135,8 +137,11 @@ def _join(coordinator: str | None, processes: int | None, process: int | None) -
             sys.argv[:] = sys.argv[1:]
             sys.path[0] = str(pathlib.Path(sys.argv[0]).absolute().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except Exception:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
         traceback.print_exc()
+        sys.stdout.flush()
         if not process:  # without process 0 the others end at once: let them say why
             time.sleep(2)
         os._exit(1)  # a regular exit would wait for processes that wait for this one

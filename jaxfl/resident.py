@@ -48,7 +48,6 @@ class Resident:
         self.program: Program | None = None
         population = self.population  # not `self`, which would keep programs until the garbage collector comes
         self._build = functools.cache(lambda chunk: compile_rounds(what, population, chunk=chunk, segment=segment))
-        self._evaluation = compile_evaluation(what, self.population)
 
     def record(self) -> Records:
         """Shapes of what one round of one run reports."""
@@ -65,6 +64,7 @@ class Resident:
             self.program = fastest(self._build, most, arguments, self.population.mesh, facts)
         else:
             self.program = fitting(self._build, self.chunk, arguments)
+        self._evaluation = compile_evaluation(self.what, self.population, chunk=self.program.chunk)
         return self.program
 
     def rounds(self, start: int, count: int) -> Records:
@@ -101,4 +101,11 @@ class Resident:
         return self.key, *numbers, self.server, self.states
 
     def _everywhere(self, tree: Tree) -> Tree:
-        return jax.device_put(tree, NamedSharding(self.population.mesh, P()))
+        sharding = NamedSharding(self.population.mesh, P())
+        if sharding.is_fully_addressable:
+            return jax.device_put(tree, sharding)
+        return jax.jit(_same, out_shardings=sharding)(tree)  # `device_put` is for one process
+
+
+def _same(tree: Tree) -> Tree:
+    return tree

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from jaxtyping import Key
 
 from jaxfl import hosts, report
 from jaxfl._validate import check_choice, check_count
-from jaxfl.backend import backend
+from jaxfl.backend import of_devices
 from jaxfl.checkpoint import Checkpoints
-from jaxfl.engine import Points, Records
+from jaxfl.chunks import Program
+from jaxfl.engine import Points, Population, Records
+from jaxfl.evaluate import PerClient
 from jaxfl.journal import Journal, Result
 from jaxfl.resident import Resident
 from jaxfl.stream import Stream
@@ -49,7 +51,8 @@ def simulate(
     """Run an algorithm for some rounds and account for it.
 
     With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, curves.png and checkpoints, and a
-    later call with the same arguments goes on where it stopped, bit-identically, whatever stopped it.
+    later call with the same arguments goes on where it stopped, whatever stopped it: bit-identically, unless another
+    chunk is measured.
 
     Args:
         key: the whole run's randomness.
@@ -152,6 +155,45 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
     return next(iter(lengths.values()))
 
 
+class Runner(Protocol):
+    """State of a run, and the programs that advance it: on the devices (`Resident`), or streamed to them (`Stream`)."""
+
+    server: Tree
+    population: Population
+
+    def record(self) -> Records:
+        """Shapes of what one round of one run reports."""
+        ...
+
+    def compile(self, facts: tuple[str, ...]) -> Program:
+        """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
+        ...
+
+    def rounds(self, start: int, count: int) -> Records:
+        """Some rounds, from the one of number `start`; what they report, on the host, in at least `count` rows."""
+        ...
+
+    def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
+        """Scores of all clients, on the host."""
+        ...
+
+    def saved(self) -> dict[str, Tree]:
+        """What a checkpoint keeps."""
+        ...
+
+    def save(self, write: Callable[[], Any]) -> None:
+        """Let `write` write a checkpoint."""
+        ...
+
+    def restore(self, saved: dict[str, Tree]) -> None:
+        """Go on from what a checkpoint kept."""
+        ...
+
+    def all_states(self) -> Tree:
+        """Client states."""
+        ...
+
+
 class _Run:
     """The host's loop over rounds, of one run or of all points of a sweep, and their checkpoints."""
 
@@ -180,10 +222,10 @@ class _Run:
         self.rounds, self.clients, self.points = rounds, clients, points
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
-        chunk = backend(devices[0].platform if devices else None).chunk if chunk is None else chunk
+        chunk = of_devices(devices).chunk if chunk is None else chunk
         if store == "host":
             states = None if folder is None else folder / report.STATES
-            self.runner = Stream(init_key, key_of_rounds, algorithms[0], clients, devices, chunk, states)
+            self.runner: Runner = Stream(init_key, key_of_rounds, algorithms[0], clients, devices, chunk, states)
         else:
             segment = int(max(np.diff([0, *self.evaluations])))
             what = points or algorithms[0]

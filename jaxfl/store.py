@@ -11,6 +11,8 @@ from jaxtyping import Int, Shaped, UInt8
 
 from jaxfl.types import Tree
 
+_ROWS = "rows.bin"
+
 
 class Store:
     """Client states [C, ...] in a file with two places for each row, and `side`, which says in which one it is.
@@ -36,11 +38,13 @@ class Store:
         self.bytes_per_client = row.itemsize
         # An open map outlives its file's name, so that a temporary file needs no cleaning up.
         with contextlib.nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as name:
-            path = pathlib.Path(name) / "rows.bin"
+            path = pathlib.Path(name) / _ROWS
             path.parent.mkdir(parents=True, exist_ok=True)
             self.found = path.exists()
             if not self.found:
                 self._check_space(path.parent)
+            elif path.stat().st_size != 2 * number * row.itemsize:
+                raise ValueError(f"folder={str(folder)!r} holds client states of another run: choose another folder")
             mode = "r+" if self.found else "w+"
             self.rows = np.memmap(path, row, mode, shape=(2, number)) if leaves else np.empty((2, number), row)
         self.files = jax.tree.unflatten(structure, [self.rows[str(i)] for i in range(len(leaves))])
@@ -75,6 +79,8 @@ class Store:
     def restore(self, side: UInt8[np.ndarray, "C"]) -> None:
         """Go back to the rows of a checkpoint; a ValueError where they are gone."""
         if not self.found and self.bytes_per_client:
+            assert self.folder is not None
+            (self.folder / _ROWS).unlink()  # another call would take these zeros for states
             raise ValueError(
                 f"folder={str(self.folder)!r} lacks the client states of its run's checkpoint: put them back, or "
                 "delete the run"

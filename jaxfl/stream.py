@@ -143,9 +143,11 @@ class Stream:
         ids, clients, states = self._load(block.ids)
         arguments = clients, self.key, block.index, block.drawn, ids, self.server, self.zero, states
         if self.chunk == "auto":
-            self.program = fastest(self._build, self.slots, arguments, self.population.mesh, ("streamed", *facts))
+            mesh = self.population.mesh
+            self.program = fastest(self._build, self.slots // mesh.size, arguments, mesh, ("streamed", *facts))
         else:
             self.program = fitting(self._build, self.chunk, arguments)
+        self.score = compile_evaluation(self.algorithm, self.population, chunk=self.program.chunk).func
         return self.program
 
     def rounds(self, start: int, count: int) -> Records:
@@ -252,7 +254,6 @@ class Stream:
         self.draw = jax.jit(draw_, out_shardings=self.everyone, **options)
         self.finish = jax.jit(finish, donate_argnames="server", out_shardings=self.everyone, **options)
         self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)
-        self.score = compile_evaluation(algorithm, population).func
         index = np.int32(0)
         drawn = self.draw.eval_shape(self.key, index, self._account())
         ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))

@@ -125,7 +125,8 @@ def local_accuracy(
     """Mean accuracy over clients of what a run, or each point of a sweep, left behind; kept in its folder."""
     path = folder / "local.json"
     if not path.exists():
-        left = [(jax.random.key(seed), result.server, result.states) for result in results]
+        key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
+        left = [(key, result.server, result.states) for result in results]
         arguments = left[0] if isinstance(what, Algorithm) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
         scores = np.atleast_2d(compile_evaluation(what, place(clients))(*arguments).accuracy)
         write_json(path, np.nanmean(scores, axis=1).tolist())

@@ -7,7 +7,7 @@ Of an example (x, y), the Jacobian of the loss's gradient and its risk (ADP-PFL,
     \qquad R(x) = \|J(x)\|_F.
 
 It has a row per parameter and a column per input: exact ways are for small models and for tests. All of them work with
-both forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
+all forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
 
 Inputs count as `Model.prepare` makes them: normalised.
 """

@@ -12,7 +12,15 @@ from jaxfl._validate import check_choice, check_count, check_fraction, check_pos
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, client_epsilons
 from jaxfl.privacy.mechanism import Full, Mechanism, Poisson, Sampling
-from jaxfl.privacy.observers import View, affordable, aggregate_view, check_filter, plain_view, upload_view
+from jaxfl.privacy.observers import (
+    OPEN_UPLOADS,
+    View,
+    affordable,
+    aggregate_view,
+    check_filter,
+    plain_view,
+    upload_view,
+)
 from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload"]
@@ -55,9 +63,9 @@ def epsilon(
             change the whole update, from one end of the clip's ball to the other: replace-one for both observers, and
             no credit for sampling. Examples that are clipped one by one have `example_epsilon`.
 
-    Guarantee: client-level; zero-out for the aggregate, replace-one for the uploads. Assumes that noise, weights
-        and sampling do not depend on private data, or only through what was released under the mechanism's filter, and
-        that the clip covers a client's whole update.
+    Guarantee: of a client, or of one of its examples (`unit`); zero-out of a client for the aggregate, replace-one for
+        the uploads. Assumes that noise, weights and sampling do not depend on private data, or only through what was
+        released under the mechanism's filter, and that the clip covers a client's whole update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> round(epsilon(run, Mechanism(clip=1.0, noise_multiplier=10.0), accountant="pld").value, 3)
@@ -79,6 +87,9 @@ def epsilon(
             return _filtered(mechanism.least_total, clients, accountant, delta)
     # Under a filter the sums count as the uploads that they are made of.
     sums = observer == "aggregate" and mechanism.least_total is None
+    if not sums and not np.any(ledger.client_noise):  # at once, without an array of rounds and a million clients
+        infinite = np.where(np.any(ledger.participants, axis=0), math.inf, 0.0)
+        return Epsilon(float(infinite.max()), infinite, "none", OPEN_UPLOADS)
     view = (aggregate_view if sums else upload_view)(ledger, mechanism)
     if sums and unit == "example":
         view = plain_view(view.multiplier / 2, "Gaussian, replace-one (half the multiplier)", view.silent)

@@ -16,6 +16,8 @@ from jaxtyping import Bool, Float
 from jaxfl.privacy.mechanism import ROUNDING, FixedSize, Mechanism, Poisson
 from jaxfl.types import Ledger
 
+OPEN_UPLOADS = "the server sees uploads without noise"
+
 
 class View(NamedTuple):
     """Gaussian mechanisms by round and client; multipliers are std over the change that one client's absence makes.
@@ -80,7 +82,7 @@ def upload_view(ledger: Ledger, mechanism: Mechanism) -> View:
     with np.errstate(divide="ignore"):
         multiplier = np.where(present, _costs(ledger) ** -0.5, math.inf)
     theorem = "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in"
-    return plain_view(multiplier, theorem, "the server sees uploads without noise")
+    return plain_view(multiplier, theorem, OPEN_UPLOADS)
 
 
 def affordable(ledger: Ledger, least_total: float) -> Bool[np.ndarray, "T C"]:

@@ -118,7 +118,9 @@ def _observer(ledger: Ledger, mechanism: Mechanism, observer: Observer) -> dict[
     for accountant in ("rdp", "pld"):
         total = epsilon(ledger, mechanism, observer=observer, accountant=accountant)
         alone = epsilon(ledger, mechanism, observer=observer, accountant=accountant, one_round=True)
-        example = epsilon(ledger, mechanism, observer=observer, accountant=accountant, unit="example")
+        example = total  # of an upload they are one; a sum hides less of an example that is replaced
+        if observer == "aggregate":
+            example = epsilon(ledger, mechanism, observer=observer, accountant=accountant, unit="example")
         result[accountant] = {"one_round": _number(alone.value), "example": _number(example.value)} | _entry(total)
     return result
 

@@ -30,8 +30,8 @@ class Config:
     dataset: str = "mnist"
     """Its first examples of two classes are the client's."""
     examples: int = 500
-    probes: tuple[int, ...] = (1, 2, 4, 8)
-    drawn: tuple[int, ...] = (96, 500)
+    probes: tuple[int, ...] = (1, 2, 3, 8)
+    drawn: tuple[int, ...] = (48, 500)
     seeds: int = 15
     """Estimates of which the error is the root mean square."""
     repeats: int = 9

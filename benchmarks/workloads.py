@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfl.algorithms import dp_fedavg, feddpa
 from jaxfl.backend import compiler_options, of_devices
-from jaxfl.chunks import compile_chunk, fastest
+from jaxfl.chunks import Build, compile_chunk, fastest
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine import Population, compile_rounds, initialize
 from jaxfl.models import build, feddpa_cnn, lenet, mlp, resnet20
@@ -87,9 +87,8 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
         return chunk
     key = jax.random.key(0)
     arguments = (key, 0, 1, *initialize(key, algorithm, population))
-    build_rounds = functools.partial(compile_rounds, algorithm, population, segment=1)
     most = population.clients.number // mesh.size
-    return fastest(lambda chunk: build_rounds(chunk=chunk), most, arguments, mesh, ("benchmark",)).chunk
+    return fastest(_rounds_of(algorithm, population), most, arguments, mesh, ("benchmark",)).chunk
 
 
 class Round(NamedTuple):
@@ -104,9 +103,8 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
     """One round, compiled apart from its data."""
     key = jax.random.key(0)
     state = list(initialize(key, algorithm, population))
-    build_rounds = functools.partial(compile_rounds, algorithm, population, segment=1)
     start = time.perf_counter()
-    program = compile_chunk(lambda chunk: build_rounds(chunk=chunk), chunk, (key, 0, 1, *state))
+    program = compile_chunk(_rounds_of(algorithm, population), chunk, (key, 0, 1, *state))
     seconds = time.perf_counter() - start
     done = 0
 
@@ -117,6 +115,10 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
         done += 1
 
     return Round(run, seconds, program.memory * chunk / 1e6)
+
+
+def _rounds_of(algorithm: Algorithm, population: Population) -> Build:
+    return lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=1)
 
 
 def round_flops(work: Workload) -> float:

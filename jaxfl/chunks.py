@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
     compiled = step.func.lower(*step.args, *arguments).compile()  # pyrefly: ignore[missing-attribute]
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return Program(functools.partial(compiled, *step.args), chunk, temporary / chunk)
+
+
+def choose(
+    build: Build, chunk: int | Literal["auto"], most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]
+) -> Program:
+    """The program for a chunk, or for the fastest one; see `fitting` and `fastest`."""
+    return fastest(build, most, arguments, mesh, facts) if chunk == "auto" else fitting(build, chunk, arguments)
 
 
 def fitting(build: Build, chunk: int, arguments: tuple) -> Program:

@@ -91,6 +91,12 @@ class Sums(NamedTuple):
     nonfinite: Int[Array, ""]
 
 
+def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
+    """One axis `clients`: the devices (None: all of the default backend) by process, no more than there are clients."""
+    found = sorted(devices or jax.devices(), key=lambda device: device.process_index)
+    return Mesh(np.array(found[: max(1, clients.number)]), ("clients",))
+
+
 def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
     """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
 
@@ -103,8 +109,8 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     Raises:
         ValueError: a process would have no clients.
     """
-    devices = sorted(devices or jax.devices(), key=lambda device: device.process_index)[: max(1, clients.number)]
-    mesh = Mesh(np.array(devices), ("clients",))
+    mesh = mesh_of(clients, devices)
+    devices = list(mesh.devices.flat)
     own = [b for b, device in enumerate(devices) if device.process_index == jax.process_index()]
     if len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(

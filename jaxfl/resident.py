@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Key
 
-from jaxfl.chunks import Program, fastest, fitting
+from jaxfl.chunks import Program, choose
 from jaxfl.engine import Points, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import PerClient, compile_evaluation
 from jaxfl.types import Algorithm, Clients, Tree
@@ -59,11 +59,9 @@ class Resident:
     def compile(self, facts: tuple[str, ...]) -> Program:
         """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
         arguments = self._arguments(0, 1)
-        if self.chunk == "auto":
-            most = self.population.clients.number // self.population.mesh.size
-            self.program = fastest(self._build, most, arguments, self.population.mesh, facts)
-        else:
-            self.program = fitting(self._build, self.chunk, arguments)
+        mesh = self.population.mesh
+        most = self.population.clients.number // mesh.size
+        self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
         self._evaluation = compile_evaluation(self.what, self.population, chunk=self.program.chunk)
         return self.program
 

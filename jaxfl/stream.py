@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.chunks import Program, fastest, fitting
-from jaxfl.engine import Draw, Population, Records, Sums, account_of, add_participants, draw, finish_round
+from jaxfl.chunks import Program, choose
+from jaxfl.engine import Draw, Population, Records, Sums, account_of, add_participants, draw, finish_round, mesh_of
 from jaxfl.evaluate import PerClient, compile_evaluation
 from jaxfl.privacy.mechanism import Poisson
 from jaxfl.store import Store
@@ -53,8 +53,7 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     """
     if jax.process_count() > 1:
         raise ValueError(f"store='host' is for one process, not {jax.process_count()}: give store='device'")
-    devices = devices or jax.devices()
-    mesh = Mesh(np.array(devices[: max(1, min(len(devices), clients.number))]), ("clients",))
+    mesh = mesh_of(clients, devices)
     store = jax.device_put((clients.inputs, clients.labels), NamedSharding(mesh, P()))
     by_client = P("clients")
     layout = Clients(P(), P(), by_client, by_client, by_client, by_client)  # pyrefly: ignore[bad-argument-type]
@@ -142,11 +141,9 @@ class Stream:
         block = next(self._blocks(0, 1))
         ids, clients, states = self._load(block.ids)
         arguments = clients, self.key, block.index, block.drawn, ids, self.server, self.zero, states
-        if self.chunk == "auto":
-            mesh = self.population.mesh
-            self.program = fastest(self._build, self.slots // mesh.size, arguments, mesh, ("streamed", *facts))
-        else:
-            self.program = fitting(self._build, self.chunk, arguments)
+        mesh = self.population.mesh
+        most, facts = self.slots // mesh.size, ("streamed", *facts)
+        self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
         self.score = compile_evaluation(self.algorithm, self.population, chunk=self.program.chunk).func
         return self.program
 

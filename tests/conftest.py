@@ -16,6 +16,15 @@ jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parent
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
+@pytest.fixture(autouse=True)
+def _few_memory_maps():
+    """Compiled programs that are kept hold memory maps; XLA crashes where they exceed Linux's default of 65,530."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def tfds_dir() -> str:
     """Folder with prepared real datasets; tests that need it skip where it is absent."""

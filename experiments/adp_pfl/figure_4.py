@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import dp_accounting
+import jax
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -174,8 +175,9 @@ def main() -> None:
     folder = config.out / "figure_4" / config.scale / data.name
     show(title, [row_of(name, own) for name, own in results.items()], folder)
     rows = [row for entry, own in zip(entries, results.values()) for row in reached(*entry, own, setting.delta)]
-    write_csv(folder / "figure_4.csv", rows)
-    plot(folder / "figure_4.png", title, rows)
+    if jax.process_index() == 0:
+        write_csv(folder / "figure_4.csv", rows)
+        plot(folder / "figure_4.png", title, rows)
 
 
 if __name__ == "__main__":

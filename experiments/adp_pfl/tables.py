@@ -42,7 +42,7 @@ from experiments.common import (
     sweep_each,
     sweep_folder,
 )
-from jaxfl import Result
+from jaxfl import Result, hosts
 from jaxfl.data import Dataset
 from jaxfl.engine import Points, place
 from jaxfl.evaluate import compile_evaluation
@@ -124,13 +124,16 @@ def local_accuracy(
 ) -> list[float]:
     """Mean accuracy over clients of what a run, or each point of a sweep, left behind; kept in its folder."""
     path = folder / "local.json"
-    if not path.exists():
+    known = json.loads(path.read_text()) if path.exists() else []
+    if hosts.largest(not known)[0]:  # all processes test, or none
         key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
         left = [(key, result.server, result.states) for result in results]
         arguments = left[0] if isinstance(what, Algorithm) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
         scores = np.atleast_2d(compile_evaluation(what, place(clients))(*arguments).accuracy)
-        write_json(path, np.nanmean(scores, axis=1).tolist())
-    return json.loads(path.read_text())
+        known = np.nanmean(scores, axis=1).tolist()
+        if jax.process_index() == 0:
+            write_json(path, known)
+    return known
 
 
 def report(title: str, lines: Sequence[Line], folder: pathlib.Path) -> None:
@@ -141,9 +144,10 @@ def report(title: str, lines: Sequence[Line], folder: pathlib.Path) -> None:
         show(f"{title}; {reading}", rows, folder / reading.replace(", ", "_").replace(" ", "_"))
     text = "\n".join(_summary(reading, lines) for reading in readings)
     text = f"{title}: accuracy % of local models (of the global one) [honest ε: aggregate RDP, upload]\n\n{text}"
-    print(text)
-    (folder / "summary.md").write_text(text)
-    _plot(folder / "accuracy.png", title, readings, lines)
+    if jax.process_index() == 0:
+        print(text)
+        (folder / "summary.md").write_text(text)
+        _plot(folder / "accuracy.png", title, readings, lines)
 
 
 def _rows(entry: Entry, model: Model, setting: Setting, common: dict[str, Any]) -> list[Row]:

@@ -10,12 +10,13 @@ A convolution has three forms that load the same parameters:
 - "products": the same without the filtering, in one product of matrices per pass.
 - "plain": `lax.conv_general_dilated` and `lax.reduce_window`, channels last, any mode of differentiation.
 
+A group normalisation has two: "plain", and the others, which have their own rule of differentiation.
+
 A layer with `squares=True` has the same values, but its backward pass gives each parameter the sum over examples
 of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
 affects its own term only. Such a layer must be used once in a network.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -27,6 +28,8 @@ from jaxtyping import Float
 
 from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
+from jaxfl.models._group_norm import Options as NormOptions
+from jaxfl.models._group_norm import normalize
 
 # PyTorch's default: uniform in +-1/sqrt(fan_in), kernels and biases alike.
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -161,11 +164,11 @@ _dense_norms.defvjp(
 class GroupNorm(nn.Module):
     """y = (x - mean) / sqrt(var + epsilon) * scale + bias, with moments per example and group of channels.
 
-    By sums per channel and one multiply-add per element.
-
     Args:
         groups: number of groups of consecutive channels; it divides their number.
         epsilon: added to the variance.
+        relu: whether to apply ReLU, after a shortcut is added.
+        form: see the module's docstring.
         squares: see the module's docstring.
 
     References:
@@ -174,37 +177,27 @@ class GroupNorm(nn.Module):
 
     groups: int
     epsilon: float = 1e-5
+    relu: bool = False
+    form: Form = "fast"
     squares: bool = False
 
     @nn.compact
-    def __call__(self, x: Float[Array, "channels H W B"]) -> Float[Array, "channels H W B"]:
-        """Normalised maps."""
-        channels, h, w, n = x.shape
-        scale = self.param("scale", nn.initializers.ones, (channels,))
-        bias = self.param("bias", nn.initializers.zeros, (channels,))
+    def __call__(
+        self, x: Float[Array, "channels H W B"], shortcut: Float[Array, "channels H W B"] | None = None
+    ) -> Float[Array, "channels H W B"]:
+        """Normalised maps, plus a shortcut."""
+        scale = self.param("scale", nn.initializers.ones, (len(x),))
+        bias = self.param("bias", nn.initializers.zeros, (len(x),))
+        options = NormOptions(self.groups, self.epsilon, self.relu, self.squares)
         dtype, x = x.dtype, x.astype(jnp.float32)  # moments lose too many digits below float32
-        spread = functools.partial(jnp.repeat, repeats=channels // self.groups, axis=0)
-        moments = jnp.stack([x.sum((1, 2)), (x * x).sum((1, 2))]).reshape(2, self.groups, -1, n).sum(2)
-        mean, square = moments / (h * w * channels // self.groups)
-        gain = spread(lax.rsqrt(jnp.maximum(square - mean**2, 0) + self.epsilon))
-        mean = spread(mean)
-        if self.squares:
-            return _affine_squares(x * gain[:, None, None] - (mean * gain)[:, None, None], scale, bias)
-        gain = gain * scale[:, None]
-        return (x * gain[:, None, None] + (bias[:, None] - mean * gain)[:, None, None]).astype(dtype)
+        apply = _plain_norm if self.form == "plain" and not self.squares else normalize
+        return apply(x, shortcut, scale, bias, options).astype(dtype)
 
 
-def _affine(x: Array, scale: Array, bias: Array) -> Array:
-    return x * scale[:, None, None, None] + bias[:, None, None, None]
-
-
-_affine_squares = jax.custom_vjp(_affine)
-_affine_squares.defvjp(
-    lambda x, scale, bias: (_affine(x, scale, bias), (x, scale)),
-    # An example's gradient is its sum over (H, W), and is squared after it.
-    lambda saved, dy: (
-        dy * saved[1][:, None, None, None],
-        ((dy * saved[0]).sum((1, 2)) ** 2).sum(1),
-        (dy.sum((1, 2)) ** 2).sum(1),
-    ),
-)
+def _plain_norm(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions) -> Array:
+    groups = x.reshape(options.groups, -1, *x.shape[1:])
+    mean, var = groups.mean((1, 2, 3), keepdims=True), groups.var((1, 2, 3), keepdims=True)
+    y = ((groups - mean) * lax.rsqrt(var + options.epsilon)).reshape(x.shape)
+    y = y * scale[:, None, None, None] + bias[:, None, None, None]
+    y = y if shortcut is None else y + shortcut
+    return nn.relu(y) if options.relu else y

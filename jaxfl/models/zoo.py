@@ -106,7 +106,7 @@ class _NormLenet(nn.Module):
         modes = {"form": self.form, "squares": self.squares}
         self.conv = [Convolution(n, 5, relu=False, pool=False, bias=False, **modes) for n in (6, 16)]
         self.dense = [Dense(n, squares=self.squares) for n in (120, 84)]
-        self.norm = [GroupNorm(self.groups, squares=self.squares) for _ in range(4)]
+        self.norm = [GroupNorm(self.groups, **modes) for _ in range(4)]
         self.head = Dense(self.classes, squares=self.squares)
 
     def extract(self, x: Array) -> Array:
@@ -146,17 +146,16 @@ class _ResNet(nn.Module):
         widths = (self.widths[0], *(width for width in self.widths for _ in range(2 * self.blocks)))
         halve = {1 + 2 * self.blocks * stage for stage in range(1, len(self.widths))}
         self.conv = [convolution(features=f, stride=2 if i in halve else 1) for i, f in enumerate(widths)]
-        self.norm = [GroupNorm(self.groups, squares=self.squares) for _ in widths]
+        self.norm = [GroupNorm(self.groups, relu=True, **modes) for _ in widths]
         self.head = Dense(self.classes, squares=self.squares)
 
     def extract(self, x: Array) -> Array:
-        x = nn.relu(self.norm[0](self.conv[0](x)))
+        x = self.norm[0](self.conv[0](x))
         for i in range(1, len(self.conv), 2):
-            y = nn.relu(self.norm[i](self.conv[i](x)))
-            y = self.norm[i + 1](self.conv[i + 1](y))
+            y = self.conv[i + 1](self.norm[i](self.conv[i](x)))
             step = self.conv[i].stride
-            short = x[:, ::step, ::step]
-            x = nn.relu(y + jnp.pad(short, ((0, len(y) - len(short)), (0, 0), (0, 0), (0, 0))))
+            shortcut = jnp.pad(x[:, ::step, ::step], ((0, len(y) - len(x)), (0, 0), (0, 0), (0, 0)))
+            x = self.norm[i + 1](y, shortcut)
         return x.mean((1, 2)).T
 
     def classify(self, features: Array) -> Array:

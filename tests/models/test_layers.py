@@ -52,6 +52,7 @@ def _squares(layer, params, x, batch_axis, first):
         (Convolution(2, 5), (2, 14, 9, 3)),
         (Convolution(4, 3, padding=1, stride=2, pool=False, bias=False), (8, 7, 6, 3)),
         (GroupNorm(2), (4, 3, 5, 6)),
+        (GroupNorm(2, relu=True), (4, 3, 5, 6)),
         (Dense(3), (6, 4)),
     ],
     ids=str,
@@ -116,11 +117,32 @@ def test_pairs_equal_pixels():
     jax.tree.map(_assert_close, both(Convolution(6, 5, pairs=True), to_pairs(padded)), both(pixels, x))
 
 
-def test_group_norm_against_numpy():
+def _group_norm(relu):
     x = np.random.default_rng(0).normal(2.0, 3.0, (6, 4, 5, 3)).astype(np.float32)
-    scale, bias = np.arange(1, 7, dtype=np.float32), np.linspace(-1, 1, 6, dtype=np.float32)
+    shortcut = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+    params = {"scale": np.arange(1, 7, dtype=np.float32), "bias": np.linspace(-1, 1, 6, dtype=np.float32)}
+    return GroupNorm(3, relu=relu), *jax.tree.map(jnp.asarray, (params, x, shortcut))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_group_norm_against_numpy(relu):
+    layer, params, x, shortcut = _group_norm(relu)
     groups = x.reshape(3, 2, 4, 5, 3)
     mean, var = groups.mean((1, 2, 3), keepdims=True), groups.var((1, 2, 3), keepdims=True)
-    expected = ((groups - mean) / np.sqrt(var + 1e-5)).reshape(x.shape) * scale[:, None, None, None]
-    got = GroupNorm(3).apply({"params": {"scale": scale, "bias": bias}}, jnp.asarray(x))
-    np.testing.assert_allclose(np.asarray(got), expected + bias[:, None, None, None], rtol=1e-4, atol=1e-4)
+    scale, bias = (params[name][:, None, None, None] for name in ("scale", "bias"))
+    expected = ((groups - mean) / np.sqrt(var + 1e-5)).reshape(x.shape) * scale + bias
+    for added in (None, shortcut):
+        total = expected if added is None else expected + added
+        got = np.asarray(layer.apply({"params": params}, x, added))
+        np.testing.assert_allclose(got, np.maximum(total, 0) if relu else total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_group_norms_gradients_are_those_of_automatic_differentiation(relu):
+    layer, *values = _group_norm(relu)
+
+    def gradients(layer, *values):
+        total = lambda params, *maps: jnp.sum(jnp.sin(layer.apply({"params": params}, *maps)))  # noqa: E731
+        return jax.jit(jax.grad(total, (0, 1, 2)))(*values)
+
+    jax.tree.map(_assert_close, gradients(layer, *values), gradients(layer.clone(form="plain"), *values))

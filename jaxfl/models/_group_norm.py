@@ -1,0 +1,97 @@
+"""Group normalisation with a shortcut and ReLU as one function with its own rule of differentiation.
+
+Activations are batch-minor: (channels, H, W, batch). With moments E over a group of channels of one example,
+
+    z = (x - E[x]) g,   g = 1 / sqrt(E[x^2] - E[x]^2 + epsilon),   y = relu(scale z + bias + shortcut),
+    dx = g (scale dy - E[scale dy] - z E[scale dy z]).
+
+Both passes take two sums per channel and example in one sweep, then one multiply-add per element, with W and batch as
+one axis: XLA's CPU loops are long then even where the batch is small.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float
+
+
+class Options(NamedTuple):
+    """What a normalisation does; see `jaxfl.models.layers.GroupNorm`."""
+
+    groups: int
+    epsilon: float
+    relu: bool
+    squares: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def normalize(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> Array:
+    """Normalised maps (c, h, w, n) of x (c, h, w, n), with scale and bias (c,)."""
+    return _forward(x, shortcut, scale, bias, options)[0]
+
+
+def _forward(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> tuple[Array, tuple]:
+    rows = _rows(x)
+    mean, square = _group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
+    gain = lax.rsqrt(jnp.maximum(square - mean**2, 0) + options.epsilon)
+    slope = gain * scale[:, None]
+    slope, offset = _along_rows(jnp.stack([slope, bias[:, None] - mean * slope]), x.shape)
+    y = rows * slope + offset
+    y = y if shortcut is None else y + _rows(shortcut)
+    y = jax.nn.relu(y) if options.relu else y
+    return y.reshape(x.shape), (rows, shortcut, scale, mean, gain, y if options.relu else None)
+
+
+def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array, Array | None, Array, Array]:
+    rows, shortcut, scale, mean, gain, y = saved
+    shape, dy = dy.shape, _rows(dy)
+    dy = dy if y is None else jnp.where(y > 0, dy, 0)
+    d_bias, d_scale = _sums(dy, dy * rows, shape)
+    d_scale = (d_scale - mean * d_bias) * gain
+    level, slope = _group_means(jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]]), shape, options)
+    slope = slope * gain
+    factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
+    by_dy, by_x, offset = _along_rows(factors, shape)
+    dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
+    if options.squares:  # an example's gradient is its sum over (H, W), and is squared after it
+        d_scale, d_bias = d_scale**2, d_bias**2
+    return dx, None if shortcut is None else dy.reshape(shape), d_scale.sum(1), d_bias.sum(1)
+
+
+normalize.defvjp(_forward, _backward)
+
+
+def _rows(x: Array) -> Array:
+    """(c, h, w, n) -> (c, h, w n)."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
+    """Sums of rows over (H, W), of both in one sweep; first over H: else it would add n numbers at a time."""
+
+    def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
+        return left[0] + right[0], left[1] + right[1]
+
+    zero = jnp.zeros((), a.dtype)
+    sums = jnp.stack(lax.reduce((a, b), (zero, zero), add, (1,)))
+    return sums.reshape(2, len(a), *shape[2:]).sum(2)
+
+
+def _group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
+    """Of each channel's group, from sums per channel."""
+    channels, high, wide, batch = shape
+    size = channels // options.groups
+    means = sums.reshape(2, options.groups, size, batch).sum(2) / (size * high * wide)
+    return jnp.repeat(means, size, axis=1)
+
+
+def _along_rows(factors: Float[Array, "k c n"], shape: tuple[int, ...]) -> Float[Array, "k c 1 wn"]:
+    """A copy of each factor for every column.
+
+    By a product of matrices: XLA would fuse a repetition into every use, element by element.
+    """
+    copies = jnp.tile(jnp.eye(shape[3]), shape[2])
+    return jnp.matmul(factors, copies, precision="highest")[:, :, None]

@@ -19,7 +19,7 @@ References:
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,13 +52,13 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
     weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)
     patches = _patches(x, plan, options.padding)
     products = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))), precision=options.precision)
-    y = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
-    y, route = _pool(y, options.pairs) if options.pool else (y, y)
+    rows = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
+    y, winner = _pool(rows, plan, options.pairs) if options.pool else (_join(rows, plan.high), None)
     y = y + bias[:, None, None, None]
-    if not options.relu:
-        return y, patches, weights, route
-    y = jax.nn.relu(y)
-    return y, patches, weights, jnp.where(y > 0, route, _NOBODY) if options.pool else y > 0
+    y = jax.nn.relu(y) if options.relu else y
+    if winner is None:
+        return y, patches, weights, y > 0
+    return y, patches, weights, jnp.where(y > 0, winner, _NOBODY) if options.relu else winner
 
 
 def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:
@@ -70,13 +70,13 @@ def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Arr
 def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, Array, Array]:
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
-    pooled = dy
     if options.pool:
         d_bias = jnp.where(route < _NOBODY, dy, 0)
-        dy = _unpool(route, dy, options.pairs, (plan.high, plan.wide))
+        rows = _unpool(route, dy, plan, options.pairs)
     else:
-        d_bias = dy = jnp.where(route, dy, 0) if options.relu else dy
-    d_products = _from_rows(dy, plan)
+        d_bias = jnp.where(route, dy, 0) if options.relu else dy
+        rows = _split(d_bias, plan.rows, plan.tiles)
+    d_products = _from_rows(rows, plan)
     d_x = None
     if weights is not None:
         d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision)
@@ -84,9 +84,9 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
     if options.squares:
         padded, odd = _padded(x, plan, options.padding), kernel.shape[0] % 2
         if d_x is None and options.pool and odd:
-            squares = _pooled_squares(padded, route, pooled, kernel.shape, options.pairs)
+            squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
         else:
-            squares = _kernel_squares(padded, _batch_first(dy), kernel.shape, options.pairs)
+            squares = _kernel_squares(padded, _batch_first(_join(rows, plan.high)), kernel.shape, options.pairs)
         return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
     d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision)
     d_kernel = _from_points(d_kernel, plan)
@@ -241,18 +241,28 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: int)
     return jnp.stack(rows, 2).reshape(c, -1, w, n)[:, padding : padding + h]
 
 
-def _to_rows(products: Array, plan: _Plan) -> Array:
-    """A^T M: (q, f, tiles, w, n) -> (f, h, w, n)."""
-    y = jnp.stack([_combine(a, products) for a in plan.filter.outputs.T], 2)
-    return y.reshape(len(y), -1, *y.shape[3:])[:, : plan.high]
+def _to_rows(products: Array, plan: _Plan) -> list[Array]:
+    """A^T M: (q, f, tiles, w, n) -> the rows of a tile, each (f, tiles, w, n)."""
+    return [_combine(a, products) for a in plan.filter.outputs.T]
 
 
-def _from_rows(dy: Array, plan: _Plan) -> Array:
-    """Transpose of `_to_rows`: (f, h, w, n) -> (q, f, tiles w n)."""
-    dy = jnp.pad(dy, ((0, 0), (0, plan.tiles * plan.rows - plan.high), (0, 0), (0, 0)))
-    dy = dy.reshape(len(dy), plan.tiles, plan.rows, *dy.shape[2:])
-    points = [_combine(a, [dy[:, :, i] for i in range(plan.rows)]) for a in plan.filter.outputs]
-    return jnp.stack(points).reshape(len(points), len(dy), -1)
+def _from_rows(rows: list[Array], plan: _Plan) -> Array:
+    """Transpose of `_to_rows`: -> (q, f, tiles w n)."""
+    points = jnp.stack([_combine(a, rows) for a in plan.filter.outputs])
+    return points.reshape(*points.shape[:2], -1)
+
+
+def _join(rows: Sequence[Array], high: int) -> Array:
+    """Rows of a tile -> (f, high, w, n)."""
+    y = jnp.stack(rows, 2)
+    return y.reshape(len(y), -1, *y.shape[3:])[:, :high]
+
+
+def _split(y: Array, rows: int, tiles: int) -> list[Array]:
+    """Transpose of `_join`."""
+    y = jnp.pad(y, ((0, 0), (0, tiles * rows - y.shape[1]), (0, 0), (0, 0)))
+    y = y.reshape(len(y), tiles, rows, *y.shape[2:])
+    return [y[:, :, i] for i in range(rows)]
 
 
 def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) -> Array:
@@ -297,30 +307,40 @@ def _batch_first(x: Array) -> Array:
 _NOBODY = 4
 
 
-def _pool(y: Array, pairs: bool) -> tuple[Array, Array]:
+def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
     """Maximum of each 2x2 window, and the place (0 to 3, in reading order) of its first maximum in one byte.
 
-    With pairs the first half of the channels are the left columns, the second the right ones.
+    From rows to pooled maps in one loop, where a tile has an even number of them: what is between is never written.
     """
-    f, h, w, n = y.shape
+    high = plan.high // 2
+    if plan.rows % 2:
+        rows = _split(_join(rows, 2 * high), 2, high)
+    windows = [_windows(above, below, pairs) for above, below in zip(rows[::2], rows[1::2], strict=True)]
+    values, winners = zip(*windows, strict=True)
+    return _join(values, high), _join(winners, high)
+
+
+def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
+    """With pairs the first half of the channels are the left columns, the second the right ones."""
+    f, tiles, wide, n = above.shape
     if pairs:
-        y = y[:, : h // 2 * 2].reshape(2, f // 2, h // 2, 2, w, n)
-        a, b, c, d = y[0, :, :, 0], y[1, :, :, 0], y[0, :, :, 1], y[1, :, :, 1]
+        (a, b), (c, d) = jnp.split(above, 2), jnp.split(below, 2)
     else:
-        y = y[:, : h // 2 * 2, : w // 2 * 2].reshape(f, h // 2, 2, w // 2, 2, n)
-        a, b, c, d = y[:, :, 0, :, 0], y[:, :, 0, :, 1], y[:, :, 1, :, 0], y[:, :, 1, :, 1]
+        columns = [row[:, :, : wide // 2 * 2].reshape(f, tiles, -1, 2, n) for row in (above, below)]
+        a, b, c, d = (row[:, :, :, side] for row in columns for side in range(2))
     above, below = jnp.maximum(a, b), jnp.maximum(c, d)
     winner = jnp.where(above >= below, jnp.where(a >= b, 0, 1), jnp.where(c >= d, 2, 3))
     return jnp.maximum(above, below), winner.astype(jnp.int8)
 
 
-def _unpool(winner: Array, g: Array, pairs: bool, shape: tuple[int, int]) -> Array:
-    """Transpose of `_pool`, to maps of a shape (h, w)."""
-    a, b, c, d = (jnp.where(winner == place, g, 0) for place in range(4))
-    f, h, w, n = g.shape
-    if pairs:
-        y = jnp.stack([jnp.stack([a, c], 2), jnp.stack([b, d], 2)]).reshape(2 * f, 2 * h, w, n)
-    else:
-        y = jnp.stack([jnp.stack([a, b], 3), jnp.stack([c, d], 3)], 2).reshape(f, 2 * h, 2 * w, n)
-    spare = (shape[0] - y.shape[1], shape[1] - y.shape[2])
-    return jnp.pad(y, ((0, 0), (0, spare[0]), (0, spare[1]), (0, 0))) if any(spare) else y
+def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
+    """Transpose of `_pool`."""
+    odd = plan.rows % 2
+    windows, tiles = (1, g.shape[1]) if odd else (plan.rows // 2, plan.tiles)
+    rows = []
+    for place, slope in zip(_split(winner, windows, tiles), _split(g, windows, tiles), strict=True):
+        for left in (0, 2):
+            sides = [jnp.where(place == left + side, slope, 0) for side in range(2)]
+            row = jnp.concatenate(sides) if pairs else jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
+            rows.append(jnp.pad(row, ((0, 0), (0, 0), (0, plan.wide - row.shape[2]), (0, 0))))
+    return _split(_join(rows, plan.high), plan.rows, plan.tiles) if odd else rows

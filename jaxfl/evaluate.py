@@ -1,6 +1,7 @@
 """Accuracy of every client on its own test split, with the weights that `personalize` returns."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxtyping import Float, Int, Key
 
 from jaxfl.backend import compiler_options
 from jaxfl.engine import Points, Population, over_points
+from jaxfl.local.train import blocks_of
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
 _BATCH = 64
@@ -67,19 +69,27 @@ def _client(
     model, size = algorithm.model, clients.test_size[slot]
     data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
     params = algorithm.personalize(key, server, jax.tree.map(lambda leaf: leaf[slot], states), data)
-    width = clients.test.shape[1]
-    batch = -(-width // max(1, -(-width // _BATCH)))  # blocks of one size, with little padding
-    rows = jnp.pad(clients.test[slot], (0, -width % max(1, batch)))
+    width = max(1, clients.test.shape[1])
+    batch = -(-width // -(-width // _BATCH))  # batches of one size, with little padding
+    blocks, per_block = blocks_of(width, batch)
+    shape = (blocks, per_block, batch)
+    rows = jnp.pad(clients.test[slot], (0, math.prod(shape) - clients.test.shape[1])).reshape(shape)
+    real = (jnp.arange(rows.size) < size).reshape(shape)
 
-    def block(i: Int[Array, ""], carry: tuple) -> tuple:
-        own = lax.dynamic_slice(rows, (i * batch,), (batch,))
-        logits = model.apply(params, model.prepare(clients.inputs[own]))
-        labels, real = clients.labels[own], i * batch + jnp.arange(batch) < size
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        correct = jnp.argmax(logits, axis=-1) == labels
-        return carry[0] + jnp.sum(correct & real), carry[1] + jnp.sum(jnp.where(real, losses, 0.0))
+    def block(number: Int[Array, ""], carry: tuple) -> tuple:
+        # Laid out ahead, as in training: within the inner loop the network would be fused with it.
+        x, labels = jax.vmap(model.prepare)(clients.inputs[rows[number]]), clients.labels[rows[number]]
 
-    correct, loss = lax.fori_loop(0, -(-size // batch), block, (jnp.zeros((), jnp.int32), jnp.zeros(())))
+        def test(i: Int[Array, ""], carry: tuple) -> tuple:
+            logits, tested = model.apply(params, x[i]), real[number, i]
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[i])
+            correct = jnp.argmax(logits, axis=-1) == labels[i]
+            return carry[0] + jnp.sum(correct & tested), carry[1] + jnp.sum(jnp.where(tested, losses, 0.0))
+
+        return lax.fori_loop(0, jnp.minimum(per_block, batches - number * per_block), test, carry)
+
+    batches, none = -(-size // batch), (jnp.zeros((), jnp.int32), jnp.zeros(()))
+    correct, loss = lax.fori_loop(0, -(-batches // per_block), block, none)
     nothing = jnp.where(size > 0, 1.0, jnp.nan)
     return PerClient(nothing * correct / jnp.maximum(size, 1), nothing * loss / jnp.maximum(size, 1))
 

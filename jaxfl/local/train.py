@@ -99,7 +99,7 @@ def train(
         raise ValueError(f"sam_radius={sam_radius!r} reads every batch twice: give 0 where examples are private")
     padded = data.rows.shape[0]
     batch = min(batch_size, padded)
-    blocks, per_block = _blocks(padded, batch)
+    blocks, per_block = blocks_of(padded, batch)
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
     shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)
@@ -247,8 +247,8 @@ def check_local(batch_size: int, epochs: int, steps: int | None) -> None:
         check_count("steps", steps)
 
 
-def _blocks(padded: int, batch: int) -> tuple[int, int]:
-    """Number of blocks of an epoch, and batches in each."""
+def blocks_of(padded: int, batch: int) -> tuple[int, int]:
+    """How many blocks, and batches in each, cover so many examples: a block is gathered and laid out at once."""
     batches = -(-padded // batch)
     blocks = max(1, round(batches * batch / _BLOCK_EXAMPLES))
     per_block = -(-batches // blocks)

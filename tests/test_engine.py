@@ -142,8 +142,13 @@ def test_client_state_moves_only_with_participation():
     np.testing.assert_array_equal(moved[:11], expected)
 
 
-def test_evaluation_equals_a_plain_loop():
+@pytest.mark.parametrize("tests", [None, 300])
+def test_evaluation_equals_a_plain_loop(tests):
     clients = small_clients()
+    if tests:  # several blocks of batches, the last of them broken
+        rows = np.random.default_rng(0).integers(len(clients.labels), size=(clients.number, tests)).astype(np.int32)
+        sizes = np.resize(np.array([300, 0, 1, 60, 61, 180, 299], np.int32), clients.number)
+        clients = clients._replace(test=rows, test_size=sizes)
     algorithm = fedavg(MODEL, optimizer=optax.sgd(0.1), epochs=3)
     population = place(clients)
     server, states = initialize(KEY, algorithm, population)
@@ -151,6 +156,9 @@ def test_evaluation_equals_a_plain_loop():
     chunked = compile_evaluation(algorithm, population, chunk=4)(KEY, server, states)
     for i in range(clients.number):
         rows = clients.test[i, : clients.test_size[i]]
+        if len(rows) == 0:
+            assert np.isnan(scores.accuracy[i])
+            continue
         logits = MODEL.apply(server.params, MODEL.prepare(jnp.asarray(clients.inputs[rows])))
         expected = np.mean(np.argmax(logits, axis=1) == clients.labels[rows])
         assert scores.accuracy[i] == pytest.approx(expected)

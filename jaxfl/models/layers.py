@@ -189,9 +189,11 @@ class GroupNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (len(x),))
         bias = self.param("bias", nn.initializers.zeros, (len(x),))
         options = NormOptions(self.groups, self.epsilon, self.relu, self.squares)
-        dtype, x = x.dtype, x.astype(jnp.float32)  # moments lose too many digits below float32
         apply = _plain_norm if self.form == "plain" and not self.squares else normalize
-        return apply(x, shortcut, scale, bias, options).astype(dtype)
+        # Moments lose too many digits below float32.
+        full = (x, shortcut, scale, bias)
+        maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), full)
+        return apply(maps, shortcut, scale, bias, options).astype(x.dtype)
 
 
 def _plain_norm(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions) -> Array:

@@ -137,12 +137,18 @@ def test_group_norm_against_numpy(relu):
         np.testing.assert_allclose(got, np.maximum(total, 0) if relu else total, rtol=1e-4, atol=1e-4)
 
 
+def _gradients(layer, *values):
+    total = lambda params, *maps: jnp.sum(jnp.sin(layer.apply({"params": params}, *maps)))  # noqa: E731
+    return jax.jit(jax.grad(total, (0, 1, 2)))(*values)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 def test_group_norms_gradients_are_those_of_automatic_differentiation(relu):
     layer, *values = _group_norm(relu)
+    jax.tree.map(_assert_close, _gradients(layer, *values), _gradients(layer.clone(form="plain"), *values))
 
-    def gradients(layer, *values):
-        total = lambda params, *maps: jnp.sum(jnp.sin(layer.apply({"params": params}, *maps)))  # noqa: E731
-        return jax.jit(jax.grad(total, (0, 1, 2)))(*values)
 
-    jax.tree.map(_assert_close, gradients(layer, *values), gradients(layer.clone(form="plain"), *values))
+def test_group_norms_gradients_have_the_type_of_their_values():
+    layer, *values = _group_norm(relu=True)
+    half = jax.tree.map(lambda value: value.astype(jnp.bfloat16), values)
+    assert {leaf.dtype for leaf in jax.tree.leaves(_gradients(layer, *half))} == {jnp.dtype("bfloat16")}

@@ -1,13 +1,16 @@
 """Differentially private, personalized federated learning with thousands of simulated clients."""
 
 import contextlib
+import os
 
 import jax
 
-from jaxfl.backend import backend
+from jaxfl.backend import FLAGS, backend
 
+# Both are read when JAX's backend starts; an option of the same name that was set before stands.
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), FLAGS]))
 if jax.config.values["jax_num_cpu_devices"] < 1:
-    # Accelerators ignore it. Once JAX's backend has started it is too late, and JAX raises.
+    # Accelerators ignore it. Where it is too late, JAX raises.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 

@@ -53,6 +53,14 @@ _CPU = Backend(
 _ACCELERATOR = Backend(None, "auto", "products", None, {}, {})
 
 
+FLAGS = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
+"""Of XLA, for the whole process, since compilations cannot be given it.
+
+An operation that is fused with no other, such as params - server, is compiled for tiles of 16 numbers without it, and
+takes four times as long.
+"""
+
+
 def backend(platform: str | None = None) -> Backend:
     """The formulation for a platform.
 

@@ -75,6 +75,10 @@ class Convolution(nn.Module):
         kernel, bias = self.param("kernel", _kernel_init, shape), jnp.zeros(self.features, x.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
+        if self.is_initializing():  # parameters follow from shapes: to trace the maps would take most of the time
+            sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
+            sides = [(side + 2 * padding - self.size) // self.stride + 1 for side in sides]
+            return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
         if self.form == "plain" and not self.squares:
             return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)
         if self.stride == 2:
@@ -188,6 +192,8 @@ class GroupNorm(nn.Module):
         """Normalised maps, plus a shortcut."""
         scale = self.param("scale", nn.initializers.ones, (len(x),))
         bias = self.param("bias", nn.initializers.zeros, (len(x),))
+        if self.is_initializing():
+            return x
         options = NormOptions(self.groups, self.epsilon, self.relu, self.squares)
         apply = _plain_norm if self.form == "plain" and not self.squares else normalize
         # Moments lose too many digits below float32.

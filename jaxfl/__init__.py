@@ -8,7 +8,8 @@ import jax
 from jaxfl.backend import FLAGS, backend
 
 # Both are read when JAX's backend starts; an option of the same name that was set before stands.
-os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*os.environ.get("XLA_FLAGS", "").split(), FLAGS]))
+if FLAGS not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 if jax.config.values["jax_num_cpu_devices"] < 1:
     # Accelerators ignore it. Where it is too late, JAX raises.
     with contextlib.suppress(RuntimeError):

@@ -1,3 +1,4 @@
+import os
 import pathlib
 import re
 
@@ -6,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jaxfl
-from jaxfl.backend import backend, compiler_options
+from jaxfl.backend import FLAGS, backend, compiler_options
 
 
 def test_only_the_backend_names_platforms():
@@ -21,6 +22,12 @@ def test_each_platform_has_its_formulation():
     assert backend("cpu").chunk == 1
     assert backend("gpu").chunk == backend("tpu").chunk == "auto"
     assert not backend("gpu").compiler
+
+
+def test_flags_are_added_to_those_that_are_set():
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags.count(FLAGS) == 1
+    assert "--xla_backend_optimization_level=0" in flags  # of the suite
 
 
 def test_cores_that_are_devices_run_no_threads_within_an_operation():

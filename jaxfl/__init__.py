@@ -5,11 +5,10 @@ import os
 
 import jax
 
-from jaxfl.backend import FLAGS, backend
+from jaxfl.backend import backend, with_flags
 
 # Both are read when JAX's backend starts; an option of the same name that was set before stands.
-if FLAGS not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
 if jax.config.values["jax_num_cpu_devices"] < 1:
     # Accelerators ignore it. Where it is too late, JAX raises.
     with contextlib.suppress(RuntimeError):

@@ -53,12 +53,18 @@ _CPU = Backend(
 _ACCELERATOR = Backend(None, "auto", "products", None, {}, {})
 
 
-FLAGS = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
-"""Of XLA, for the whole process, since compilations cannot be given it.
+def with_flags(flags: str) -> str:
+    """XLA_FLAGS with an option for the whole process, since compilations cannot be given it.
 
-An operation that is fused with no other, such as params - server, is compiled for tiles of 16 numbers without it, and
-takes four times as long.
-"""
+    An operation that is fused with no other, such as params - server, is compiled for tiles of 16 numbers without it,
+    and takes four times as long. Flags that name a file stay as they are: XLA takes all of them for its name.
+
+    >>> with_flags("/etc/xla_flags")
+    '/etc/xla_flags'
+    """
+    own = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
+    named = bool(flags.strip()) and not flags.lstrip().startswith("--")
+    return flags if named or own in flags else f"{flags} {own}"
 
 
 def backend(platform: str | None = None) -> Backend:

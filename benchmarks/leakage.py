@@ -30,9 +30,9 @@ class Config:
     dataset: str = "mnist"
     """Its first examples of two classes are the client's."""
     examples: int = 500
-    probes: tuple[int, ...] = (1, 2, 3, 8)
+    probes: tuple[int, ...] = (1, 2, 4, 6, 8)
     drawn: tuple[int, ...] = (48, 500)
-    seeds: int = 15
+    seeds: int = 30
     """Estimates of which the error is the root mean square."""
     repeats: int = 9
     out: pathlib.Path = OUT

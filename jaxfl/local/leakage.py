@@ -34,9 +34,9 @@ def client_risk(
     params: Params,
     data: ClientData,
     *,
-    probes: int = 3,
+    probes: int = 6,
     examples: int | None = 48,
-    batch_size: int = 8,
+    batch_size: int = 24,
     reading: Literal["gradient", "output"] = "gradient",
 ) -> Float[Array, ""]:
     r"""Mean risk of a client's own examples, block by block; a function of private data, like any other statistic.
@@ -71,7 +71,7 @@ def client_risk(
     number = jnp.minimum(data.size, most)
     chosen, factors = jnp.arange(padded), jnp.ones(padded)
     if most < padded:
-        weights = factors if reading == "output" else _doubts(model, params, data, batch)
+        weights = factors if reading == "output" else _doubts(model, params, data)
         drawn, weighted = _draw(drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size)
         few = data.size <= most
         chosen, factors = jnp.where(few, chosen[:most], drawn), jnp.where(few, 1.0, weighted)
@@ -101,13 +101,14 @@ def probe_risk(
     r"""Risk of each example, estimated without bias in its square.
 
     .. math::
-        \hat R(x)^2 = \|J(x) u\|^2 + \frac{1}{P-1} \sum_{p=2}^P \|(I - u u^\top) J(x)^\top v_p\|^2,
-        \qquad u = J(x)^\top v_1 / \|J(x)^\top v_1\|,
+        \hat R(x)^2 = \|J(x) u\|^2 + \frac{1}{P-S} \sum_{p=S+1}^P \|(I - u u^\top) J(x)^\top v_p\|^2,
+        \qquad S = \min(\lfloor P / 2 \rfloor, 4),
 
-    v random signs: exact along the direction that the first probe finds, by probes across it. Few directions make most
-    of a classifier's Jacobian, often one. Probes alone, :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a
-    third at P = 4, and alike for the examples of a batch. The root is too small by an eighth of its square's relative
-    variance, to second order: from three probes on that is estimated and added.
+    v random signs: exact along the unit vector u that the first S probes find, the leading one of their
+    :math:`J(x)^\top v_p`, and by the others across it. Few directions make most of a classifier's Jacobian, often one.
+    Probes alone, :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a third at P = 4, and alike for the examples
+    of a batch. The root is too small by an eighth of its square's relative variance, to second order: from two probes
+    across on that is estimated and added.
 
     :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the derivative of :math:`\nabla_x \ell` along v
     in the parameters: the forward pass and the one for the input's gradient once, and their derivatives once per probe,
@@ -132,29 +133,32 @@ def probe_risk(
 
     derivative = jax.linearize(slope, params)[1]
 
-    def probe(i: Int[Array, ""] | int) -> Array:
-        return derivative(_signs(jax.random.fold_in(key, i), params))
+    def probe(i: Int[Array, ""]) -> Float[Array, "B N"]:
+        return _flat(derivative(_signs(jax.random.fold_in(key, i), params)), axis)
 
-    first = probe(0)
-    size = jnp.sqrt(_inner(first, first, axis))
+    found = max(1, min(probes // 2, 4))
+    first = lax.map(probe, jnp.arange(found))
     if probes == 1:
-        return size
-    unit = first / jnp.expand_dims(jnp.where(size > 0, size, 1.0), tuple(i for i in range(x.ndim) if i != axis))
+        return jnp.linalg.norm(first[0], axis=1)
+    leading = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))[1][:, :, -1]
+    direction = jnp.einsum("bs,sbn->bn", leading, first)
+    size = jnp.linalg.norm(direction, axis=1, keepdims=True)
+    unit = direction / jnp.where(size > 0, size, 1.0)
 
     def across(_: None, i: Int[Array, ""]) -> tuple[None, Float[Array, "B"]]:
         along = probe(i)
-        return None, jnp.maximum(_inner(along, along, axis) - _inner(along, unit, axis) ** 2, 0.0)
+        return None, jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
 
-    def gain(x: Array, label: Int[Array, ""], unit: Array) -> Float[Array, ""]:
-        tangent = jax.jvp(_gradient(model, params, label, axis), (x,), (unit,))[1]
+    def gain(x: Array, label: Int[Array, ""], unit: Float[Array, "N"]) -> Float[Array, ""]:
+        tangent = jax.jvp(_gradient(model, params, label, axis), (x,), (unit.reshape(x.shape),))[1]
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
-    gains = jax.vmap(gain, (axis, 0, axis))(x, labels, unit)
-    rests = lax.scan(across, None, jnp.arange(1, probes))[1]
+    gains = jax.vmap(gain, (axis, 0, 0))(x, labels, unit)
+    rests = lax.scan(across, None, jnp.arange(found, probes))[1]
     square = gains + jnp.mean(rests, axis=0)
-    if probes == 2:
+    if len(rests) == 1:
         return jnp.sqrt(square)
-    relative = jnp.var(rests, axis=0, ddof=1) / (probes - 1) / jnp.where(square > 0, square, 1.0) ** 2
+    relative = jnp.var(rests, axis=0, ddof=1) / len(rests) / jnp.where(square > 0, square, 1.0) ** 2
     return jnp.sqrt(square) * (1 + relative / 8)
 
 
@@ -165,7 +169,7 @@ def exact_risk(
     labels: Int[Array, "B"],
     *,
     by: Literal["columns", "jacrev"] = "columns",
-    chunk: int = 64,
+    chunk: int = 16,
 ) -> Float[Array, "B"]:
     """Risk of each example by its whole Jacobian, one example after the other.
 
@@ -208,15 +212,16 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
 
     def add(total: Float[Array, "B"], seed: Float[Array, "K"]) -> tuple[Float[Array, "B"], None]:
         (slope,) = pull(jnp.broadcast_to(seed, logits.shape))
-        return total + jnp.sqrt(_inner(slope, slope, axis)), None
+        return total + jnp.linalg.norm(_flat(slope, axis), axis=1), None
 
     classes = logits.shape[1]
     return lax.scan(add, jnp.zeros(len(logits)), jnp.eye(classes))[0] / classes
 
 
-def _doubts(model: Model, params: Params, data: ClientData, batch: int) -> Float[Array, "N"]:
+def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
     """1 - p(y|x) of each row, block by block."""
     padded = data.rows.shape[0]
+    batch = min(padded, 64)  # forward passes alone take more at once than derivatives
     rows = jnp.pad(data.rows, (0, -padded % batch))
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
@@ -270,9 +275,9 @@ def _losses(model: Model, params: Params, x: Array, labels: Int[Array, "B"]) -> 
     return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), labels)
 
 
-def _inner(x: Array, y: Array, axis: int) -> Float[Array, "B"]:
-    """Inner products of examples, which lie along an axis."""
-    return jnp.sum(x * y, axis=tuple(i for i in range(x.ndim) if i != axis))
+def _flat(x: Array, axis: int) -> Float[Array, "B N"]:
+    """A row per example, which lie along an axis."""
+    return jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 
 def _prepared(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:

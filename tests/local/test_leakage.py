@@ -70,6 +70,21 @@ def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
     assert np.median(np.abs(np.asarray(plain) / exact - 1)) > 0.1
 
 
+def test_several_probes_find_a_leading_direction_more_surely():
+    """Half of six probes; of three, one. Without it the rest's two probes would still be off by a third."""
+    model, params, inputs, _ = points()
+    one = jnp.asarray(10 * inputs[:1], jnp.float32)  # the direction of s x w^T leads, that of r I is seen too
+    exact = exact_risk(model, params, one, jnp.zeros(1, int))[0]
+    keys = jax.random.split(KEY, 500)
+
+    def spread(probes: int) -> float:
+        found = jax.vmap(lambda key: probe_risk(key, model, params, one, jnp.zeros(1, int), probes)[0])(keys)
+        return float(np.std(found / exact))
+
+    assert spread(3) > 0.1
+    assert spread(6) < 0.3 * spread(3)
+
+
 @pytest.mark.parametrize(("build", "shape"), [(mlp, (4, 4, 1)), (digits_cnn, (4, 4, 3)), (lenet, (16, 16, 1))])
 def test_networks(build, shape):
     model = build(shape)

@@ -106,7 +106,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "top-k": {"mask": "top_k"},
     "random": {"mask": "random"},
 }
-_FIXED = ("fixed", "DP-FedAvg", "DP-LG")
+NOISE_ALONE = "DP-LG, noise alone"
+"""DP-LG's noise on a shared head that learns nothing: what its noise does to the personal layers, without sharing."""
+_FIXED = ("fixed", "DP-FedAvg", "DP-LG", NOISE_ALONE)
 """Methods that give all rounds the same budget."""
 
 
@@ -171,12 +173,13 @@ def builder(method: str, reading: Reading | None, model: Model, setting: Setting
 
     def build(epsilon: float, scale: Any = 0.0, **values: Any) -> Algorithm:
         claim = epsilon if printed and isinstance(epsilon, float) else None  # of no use to a compiled program
-        if method == "DP-LG":
-            private: dict[str, Any] = {"clip": setting.clip, "delta": setting.delta} | local_options(setting)
-            algorithm = dp_lg(model, noise_multiplier=scale, sampling=sampling, **private)
+        if method in ("DP-LG", NOISE_ALONE):
+            share = 1e-6 if method == NOISE_ALONE else 1.0  # of the clip bound, for updates
+            private: dict[str, Any] = {"clip": setting.clip * share, "delta": setting.delta} | local_options(setting)
+            algorithm = dp_lg(model, noise_multiplier=scale / share, sampling=sampling, **private)
             if printed:
                 stated = None if claim is None else (claim, "as in ADP-PFL")
-                added = {"noise_multiplier": 0.0, "client_noise": scale, "claim": stated}
+                added = {"noise_multiplier": 0.0, "client_noise": scale / share, "claim": stated}
                 algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, **added))
             return algorithm
         options: dict[str, Any] = private_options(setting) | _OPTIONS[method] | values

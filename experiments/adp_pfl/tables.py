@@ -157,7 +157,7 @@ def _rows(entry: Entry, model: Model, setting: Setting, common: dict[str, Any]) 
         rows = []
         for name, method in _single(entry, model, setting).items():
             (results,) = run_each({name: lambda _, method=method: method}, **common).values()
-            tested = method if entry == LOCAL else tested_locally(method, setting)
+            tested = tested_locally(method, setting)
             local = [
                 local_accuracy(run_folder(out, name, config, seed), tested, make(seed), seed, [own])[0]
                 for seed, own in zip(seeds, results, strict=True)

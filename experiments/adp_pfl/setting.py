@@ -176,10 +176,11 @@ def builder(method: str, reading: Reading | None, model: Model, setting: Setting
         if method in ("DP-LG", NOISE_ALONE):
             share = 1e-6 if method == NOISE_ALONE else 1.0  # of the clip bound, for updates
             private: dict[str, Any] = {"clip": setting.clip * share, "delta": setting.delta} | local_options(setting)
-            algorithm = dp_lg(model, noise_multiplier=scale / share, sampling=sampling, **private)
+            noise = scale / share
+            algorithm = dp_lg(model, noise_multiplier=noise, sampling=sampling, **private)
             if printed:
                 stated = None if claim is None else (claim, "as in ADP-PFL")
-                added = {"noise_multiplier": 0.0, "client_noise": scale / share, "claim": stated}
+                added = {"noise_multiplier": 0.0, "client_noise": noise, "claim": stated}
                 algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, **added))
             return algorithm
         options: dict[str, Any] = private_options(setting) | _OPTIONS[method] | values

@@ -145,16 +145,16 @@ def probe_risk(
     size = jnp.linalg.norm(direction, axis=1, keepdims=True)
     unit = direction / jnp.where(size > 0, size, 1.0)
 
-    def across(_: None, i: Int[Array, ""]) -> tuple[None, Float[Array, "B"]]:
+    def across(i: Int[Array, ""]) -> Float[Array, "B"]:
         along = probe(i)
-        return None, jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
+        return jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
 
     def gain(x: Array, label: Int[Array, ""], unit: Float[Array, "N"]) -> Float[Array, ""]:
         tangent = jax.jvp(_gradient(model, params, label, axis), (x,), (unit.reshape(x.shape),))[1]
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
     gains = jax.vmap(gain, (axis, 0, 0))(x, labels, unit)
-    rests = lax.scan(across, None, jnp.arange(found, probes))[1]
+    rests = lax.map(across, jnp.arange(found, probes))
     square = gains + jnp.mean(rests, axis=0)
     if len(rests) == 1:
         return jnp.sqrt(square)

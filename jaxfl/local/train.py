@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_count, nonzero
 from jaxfl.local.examples import noisy_gradient
@@ -67,8 +67,8 @@ def train(
     r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
     Every epoch visits the client's examples once, in a fresh random order, in batches of `batch_size`
-    whose last one may be smaller; the number of steps follows the client's own size. With `private`, steps are those
-    of DP-SGD instead: each on a Poisson batch of its own.
+    whose last one may be smaller; the number of steps follows the client's own size. Weights that have turned NaN take
+    no further blocks of batches. With `private`, steps are those of DP-SGD instead: each on a Poisson batch of its own.
 
     Args:
         key: order of the examples.
@@ -145,20 +145,25 @@ def train(
         order = jnp.pad(order, (0, blocks * per_block * batch - padded))
         here = jnp.minimum(batches, total - index * batches)
 
-        def block(number: Int[Array, ""], carry: tuple) -> tuple:
+        def goes_on(progress: tuple) -> Bool[Array, ""]:
+            number, carry = progress
+            return (number * per_block < here) & ~_lost(carry[0])
+
+        def block(progress: tuple) -> tuple:
+            number, carry = progress
             start = number * per_block * batch
             positions = (start + jnp.arange(per_block * batch)).reshape(shape)
             rows = data.rows[lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)]
             x, labels = jax.vmap(jax.vmap(prepare))(data.inputs[rows]), data.labels[rows]
             weights = (positions < data.size).astype(jnp.float32)
-            return lax.fori_loop(
+            return number + 1, lax.fori_loop(
                 0,
                 jnp.minimum(per_block, here - number * per_block),
                 lambda i, carry: step(x[i], labels[i], weights[i], carry),
                 carry,
             )
 
-        return lax.fori_loop(0, -(-here // per_block), block, carry)
+        return lax.while_loop(goes_on, block, (0, carry))[1]
 
     start = (params, optimizer.init(params), jnp.zeros(()))
     if private is not None:
@@ -253,6 +258,11 @@ def blocks_of(padded: int, batch: int) -> tuple[int, int]:
     blocks = max(1, round(batches * batch / _BLOCK_EXAMPLES))
     per_block = -(-batches // blocks)
     return -(-batches // per_block), per_block
+
+
+def _lost(params: Params) -> Bool[Array, ""]:
+    """Whether the first numbers of the leaves add up to NaN: no step mends it. Reading all would take time."""
+    return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(params) if leaf.size))
 
 
 def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]) -> Int[Array, "N"]:

@@ -9,19 +9,19 @@ import reference
 from algorithms_table import MODEL
 from reference import DIGITS, client, numpy_gradient
 
-from jaxfl.local.train import ascend, cross_entropy, fit_head, train
+from jaxfl.local.train import ascend, blocks_of, cross_entropy, fit_head, train
 
 KEY = jax.random.key(3)
 
 
-def fit(data, key=KEY, **options):
+def fit(data, key=KEY, params=None, **options):
     defaults: dict[str, Any] = {
         "apply": MODEL.apply,
         "prepare": MODEL.prepare,
         "optimizer": optax.sgd(0.1),
         "batch_size": 4,
     }
-    return train(key, MODEL.init(jax.random.key(0)), data, **defaults | options)
+    return train(key, params or MODEL.init(jax.random.key(0)), data, **defaults | options)
 
 
 def orders(key, epochs, padded, size):
@@ -61,6 +61,27 @@ def test_steps_take_as_many_passes_as_needed():
     assert info["steps"] == 4
     jax.tree.map(np.testing.assert_array_equal, by_steps, by_epochs)
     assert fit(client(8, 8), steps=3)[1]["steps"] == 3
+
+
+def test_weights_that_are_lost_take_no_further_blocks():
+    # All losses are NaN. An optimizer may pass over such gradients, and then goes on.
+    def steps_taken(breaks):
+        def update(updates, state, params=None):
+            return {"weight": jnp.where(breaks, jnp.nan, 0.0), "steps": jnp.ones(())}, state
+
+        fitted, info = fit(
+            client(600, 600),
+            batch_size=16,
+            epochs=2,
+            params={"weight": jnp.ones(()), "steps": jnp.zeros(())},
+            apply=lambda params, x: jnp.full((len(x), 10), jnp.nan) * params["weight"],
+            optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update),
+        )
+        assert jnp.isnan(info["loss"])
+        return int(fitted["steps"])
+
+    assert steps_taken(breaks=True) == blocks_of(600, 16)[1]
+    assert steps_taken(breaks=False) == 2 * -(-600 // 16)
 
 
 def test_empty_client_keeps_its_parameters():

@@ -163,6 +163,8 @@ def adp_pfl(
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
         params, risk = optax.tree.add(server.params, message.update), None
+        lost = ~jnp.isfinite(optax.tree.sum(params))
+        data = data._replace(size=jnp.where(lost, 0, data.size))  # no time for the risk and mask of what is not counted
         masking, probing = jax.random.split(jax.random.fold_in(key, epochs))  # training took the numbers below
         if base.mechanism.release is not None:
             risk = risk_fn(probing, model, params, data)
@@ -172,6 +174,7 @@ def adp_pfl(
             kept = select(masking, params, sent, data)
             sent = keep(kept, sent)
             info |= {"kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))}
+        sent = jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), sent)  # a mask would hide it
         return Message(sent, release=risk), client, info
 
     def replace(server: Server, aggregate: Tree, info: Tree) -> Server:

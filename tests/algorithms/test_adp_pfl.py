@@ -64,6 +64,18 @@ def test_weights_are_averaged_as_fedavg_does():
     assert all(leaf.any() for leaf in jax.tree.leaves(nobody.server.params))
 
 
+@pytest.mark.parametrize("mask", ["fisher", "random"])
+def test_a_mask_does_not_hide_that_weights_are_lost(mask):
+    def breaks_one(updates, state, params=None):
+        return jax.tree.map(lambda leaf: jnp.zeros_like(leaf).at[..., -1].set(jnp.nan), updates), state
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), breaks_one)
+    algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, percentile=99.0, **PRIVATE | {"optimizer": optimizer})
+    server, _ = algorithm.init(KEY, small_clients())
+    message, _, _ = algorithm.client_update(KEY, server, (), client_data())
+    assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(message.update))
+
+
 @pytest.mark.parametrize("mask", ["fisher", "top_k", "random"])
 def test_a_client_sends_what_is_above_the_percentile(mask):
     algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, percentile=80.0, **PRIVATE)

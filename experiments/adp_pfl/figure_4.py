@@ -141,7 +141,7 @@ def plot(path: pathlib.Path, title: str, rows: Sequence[Reached]) -> None:
             known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
             name = method if known else f"{method}: {'no finite ε' if own else 'none reached'}"
             axes.plot([x for x, _ in known], [y for _, y in known], marker=".", label=name)
-        axes.set(title=label, xlabel="accuracy that is reached", ylabel="consumed by a client, mean")
+        axes.set(title=label, xlabel="accuracy that is reached", ylabel="consumed by a client, mean", xlim=(0, 1))
         axes.set_ylim(bottom=0)
         axes.legend(fontsize="small")
     figure.suptitle(title)

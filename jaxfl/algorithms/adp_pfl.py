@@ -62,6 +62,8 @@ def adp_pfl(
     3. keeps the coordinates :math:`M = [\hat F > \tau]` of large Fisher information, by (13)-(15),
     4. sends :math:`\mathrm{clip}_C(M \odot \Delta_i)`, with noise on **all** coordinates.
 
+    One whose trained weights are not finite measures nothing, and its update is dropped, whatever a mask would keep.
+
     The noise is that of the round's budget (10), (11), and of the client's share of it,
     :math:`\epsilon_i^t = \epsilon^t \min_j R_j / R_i` (12): in the first round, and until its risk is known, all of it.
     `jaxfl.privacy.schedule` makes it of an epsilon: `round_noise`, `client_noise`, `paper_noise`.

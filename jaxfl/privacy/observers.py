@@ -17,6 +17,8 @@ from jaxfl.privacy.mechanism import ROUNDING, FixedSize, Mechanism, Poisson
 from jaxfl.types import Ledger
 
 OPEN_UPLOADS = "the server sees uploads without noise"
+_ENOUGH = 1e100
+"""Larger multipliers are taken for this one, which is the more cautious: accountants square them."""
 
 
 class View(NamedTuple):
@@ -135,7 +137,7 @@ def _poisson_view(
 
 def _multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        return np.where(weights > 0, np.sqrt(variance) / weights, math.inf)
+        return np.where(weights > 0, np.minimum(np.sqrt(variance) / weights, _ENOUGH), math.inf)
 
 
 def _variances(ledger: Ledger) -> tuple[Float[np.ndarray, "T C1"], Float[np.ndarray, "T C2"], Float[np.ndarray, "T"]]:

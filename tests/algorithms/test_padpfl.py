@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from algorithms_table import MODEL, SIZES, client_data, small_clients
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxfl.algorithms import fedavg, fedprox, padpfl
@@ -73,6 +73,7 @@ def test_variance_is_the_larger_of_target_and_present(p, s, z):
 
 
 @given(impact_factors, st.floats(0.5, 20), st.floats(20, 500))
+@example([0.0, 0.0, 1.0, 2e-154], 1.0, 20.0)  # the square of that client's multiplier is no float
 @settings(deadline=None, max_examples=20)
 def test_sound_keeps_both_targets_for_any_factors(p, target, upload):
     table = np.stack([np.roll(p, t) for t in range(3)]) / sum(p)

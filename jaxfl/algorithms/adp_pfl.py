@@ -14,7 +14,7 @@ from jaxfl._validate import check_choice, check_positive, traced
 from jaxfl.algorithms.fedavg import fedavg
 from jaxfl.local.fisher import client_fisher, normalize_over_all
 from jaxfl.local.leakage import client_risk
-from jaxfl.local.masks import keep, top_percentile_mask
+from jaxfl.local.masks import sparsify, top_percentile_mask
 from jaxfl.privacy.mechanism import Mechanism, Release, Sampling
 from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server, init_account
@@ -174,9 +174,8 @@ def adp_pfl(
         sent = params if upload == "weights" else message.update
         if mask is not None:
             kept = select(masking, params, sent, data)
-            sent = keep(kept, sent)
+            sent = sparsify(kept, sent)
             info |= {"kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))}
-        sent = jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), sent)  # a mask would hide it
         return Message(sent, release=risk), client, info
 
     def replace(server: Server, aggregate: Tree, info: Tree) -> Server:

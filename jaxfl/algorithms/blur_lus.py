@@ -8,7 +8,7 @@ from jaxtyping import Key
 
 from jaxfl._validate import check_fraction, check_positive, nonzero
 from jaxfl.algorithms.fedavg import dp_fedavg
-from jaxfl.local.masks import keep, top_k_masks
+from jaxfl.local.masks import sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server
@@ -62,6 +62,6 @@ def blur_lus(
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
-        return Message(keep(top_k_masks(message.update, model.layers, density), message.update)), client, info
+        return Message(sparsify(top_k_masks(message.update, model.layers, density), message.update)), client, info
 
     return base._replace(name="blur_lus", client_update=client_update)

@@ -10,7 +10,7 @@ from jaxtyping import Key, UInt32
 
 from jaxfl._validate import check_choice, check_count, check_fraction, check_positive, nonzero, traced
 from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
-from jaxfl.local.masks import keep, random_masks, top_k_masks
+from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
@@ -176,7 +176,7 @@ def dp_pfeddsu(
             penalty=adaptive_norm if nonzero(weight) else None,
         )
         support = now(extractor)[1]
-        update = keep(support, optax.tree.sub(extractor, server.params))
+        update = sparsify(support, optax.tree.sub(extractor, server.params))
         return Message(update, support if private and fidelity == "paper" else None), head, info
 
     def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Params]:

@@ -8,7 +8,7 @@ from jaxtyping import Key, UInt32
 
 from jaxfl._validate import check_fraction
 from jaxfl.algorithms.fedavg import dp_fedavg
-from jaxfl.local.masks import keep, random_masks
+from jaxfl.local.masks import keep, random_masks, sparsify
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
@@ -65,7 +65,7 @@ def fed_smp(
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, Server(server.params, server.optimizer), client, data)
-        return Message(keep(server.support, message.update)), client, info
+        return Message(sparsify(server.support, message.update)), client, info
 
     def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:
         del info

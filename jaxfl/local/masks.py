@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Bool, Float, Int, Key
@@ -30,6 +31,15 @@ def merge(mask: Tree, inside: Tree, outside: Tree) -> Tree:
 def keep(mask: Tree, tree: Tree) -> Tree:
     r""":math:`M \odot a`, and exactly 0 outside whatever stands there."""
     return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
+
+
+def sparsify(mask: Tree, sent: Tree) -> Tree:
+    r""":math:`M \odot a` of what a client sends; all NaN where `a` is not finite.
+
+    The engine drops a client whose update is not finite, and a mask may cut just the coordinates that show it.
+    """
+    lost = ~jnp.isfinite(optax.tree.sum(sent))
+    return jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), keep(mask, sent))
 
 
 def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*S"]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.local.fisher import normalize_over_all
-from jaxfl.local.masks import random_masks, top_k_mask, top_k_masks, top_percentile_mask
+from jaxfl.local.masks import keep, random_masks, sparsify, top_k_mask, top_k_masks, top_percentile_mask
 
 
 def by_sorting(values, count):
@@ -26,6 +26,15 @@ def by_sorting(values, count):
 def test_top_k_is_the_head_of_a_stable_sort(values, count):
     values = np.array(values, np.float32).reshape(3, 4)
     np.testing.assert_array_equal(top_k_mask(jnp.asarray(values), count), by_sorting(values, count))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_a_mask_does_not_hide_what_is_not_finite(value):
+    tree = {"a": jnp.arange(4.0), "b": jnp.ones((2, 2))}
+    mask = {"a": jnp.array([True, False, True, True]), "b": jnp.zeros((2, 2), bool)}
+    jax.tree.map(np.testing.assert_array_equal, sparsify(mask, tree), keep(mask, tree))
+    tree["a"] = tree["a"].at[1].set(value)
+    assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(sparsify(mask, tree)))
 
 
 def test_top_k_of_many_values_and_of_clients_together():

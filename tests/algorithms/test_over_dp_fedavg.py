@@ -80,12 +80,13 @@ def test_off_the_public_mask_nothing_is_sent_or_moves():
 
 
 def test_a_public_mask_does_not_hide_that_weights_are_lost():
-    algorithm = fed_smp(MODEL, density=0.1, **LOCAL, **PRIVATE)
-    server, _ = update_of(algorithm)
+    server, _ = fed_smp(MODEL, density=0.1, **PRIVATE).init(KEY, small_clients())
     off = tuple(np.argwhere(~np.asarray(server.support["dense_0"]["kernel"]))[0])
 
     def breaks_one(updates, state, params=None):
-        return {**updates, "dense_0": {**updates["dense_0"], "kernel": jnp.zeros((64, 16)).at[off].set(jnp.nan)}}, state
+        updates = optax.tree.zeros_like(updates)
+        updates["dense_0"]["kernel"] = updates["dense_0"]["kernel"].at[off].set(jnp.nan)
+        return updates, state
 
     optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), breaks_one)
     _, message = update_of(fed_smp(MODEL, density=0.1, **LOCAL | {"optimizer": optimizer}, **PRIVATE))

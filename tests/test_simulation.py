@@ -16,7 +16,7 @@ from algorithms_table import ALGORITHMS, MODEL, small_clients
 
 from jaxfl import report
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.privacy.mechanism import Mechanism, Poisson
+from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
 from jaxfl.simulation import simulate
 
 KEY = jax.random.key(1)
@@ -95,6 +95,14 @@ def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path
     steps = sorted(int(p.name) for p in (tmp_path / "ckpt").iterdir() if p.name.isdigit())
     assert steps[-1] == 2
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_updates_that_were_dropped_are_told_at_the_end(caplog):
+    quiet(ALGORITHMS["fedavg"](), small_clients())
+    assert not caplog.records
+    diverging = fedavg(MODEL, optimizer=optax.sgd(lambda step: jnp.inf), mechanism=Mechanism(sampling=Full()))
+    quiet(diverging, small_clients())
+    assert "fedavg: 20 of 22 updates were not finite and were dropped" in caplog.text  # one client has no examples
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """One run as its host sees it: what rounds and evaluations gave, what it cost, and the reports in its folder."""
 
-import logging
 import pathlib
 from typing import Any, NamedTuple
 
@@ -13,8 +12,6 @@ from jaxfl.evaluate import PerClient, summarize
 from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.statement import privacy_statement
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
-
-_LOG = logging.getLogger("jaxfl")
 
 
 class Result(NamedTuple):
@@ -94,13 +91,6 @@ class Journal:
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
         statement = privacy_statement(ledger, self.algorithm.mechanism, self.number) if done else {}
-        if dropped := int(self.recorded.records.nonfinite[:done].sum()):
-            _LOG.warning(
-                "%s: %d of %d updates were not finite and were dropped: lower the learning rate or the noise",
-                self.algorithm.name,
-                dropped,
-                ledger.participants.sum(),
-            )
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
         return Result(None, None, self.metrics, scores, history, ledger, statement)

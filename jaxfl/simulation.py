@@ -1,6 +1,7 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import contextlib
+import logging
 import math
 import os
 import pathlib
@@ -27,6 +28,8 @@ from jaxfl.journal import Journal, Result
 from jaxfl.resident import Resident
 from jaxfl.stream import Stream
 from jaxfl.types import Algorithm, Clients, Tree
+
+_LOG = logging.getLogger("jaxfl")
 
 _SEGMENT_SECONDS = 10.0
 """Rounds between two looks at the host: short enough for progress and Ctrl-C."""
@@ -260,6 +263,7 @@ class _Run:
             if self.checkpoints is not None:
                 self.checkpoints.close()
             results = [journal.finish(self.done) for journal in self.journals]
+            self._tell_dropped(name)
         servers, states = self._split(self.runner.server), self._split(self.runner.all_states())
         parts = zip(results, servers, states, strict=True)
         return [result._replace(server=server, states=own) for result, server, own in parts]
@@ -304,6 +308,14 @@ class _Run:
         accuracy = " to ".join(f"{value:.3f}" for value in ends) or "-"
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
+
+    def _tell_dropped(self, name: str) -> None:
+        """Warn once, for all points together; each one's `metrics.jsonl` has its own."""
+        records = [journal.recorded.records for journal in self.journals]
+        dropped = sum(own.nonfinite.sum() for own in records)
+        if dropped and jax.process_index() == 0:
+            text = "%s: %d of %d updates were not finite and were dropped: lower the learning rate or the noise"
+            _LOG.warning(text, name, dropped, sum(own.ledger.participants.sum() for own in records))
 
     def _state(self) -> dict[str, Tree]:
         return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}

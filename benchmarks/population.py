@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from benchmarks.common import OUT, chart, finish, from_zero
 from jaxfl.algorithms import centaur
 from jaxfl.data import load
+from jaxfl.engine import all_keys
 from jaxfl.models import mlp
 from jaxfl.privacy import Poisson
 from jaxfl.resident import Resident
@@ -103,10 +104,10 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
     )
     clients, keys = make(case.population, config.examples), jax.random.split(jax.random.key(0))
     if case.store == "host":
-        runner = Stream(keys[0], keys[1], algorithm, clients, None, 1, None)
+        runner = Stream(keys[0], all_keys(keys[1]), algorithm, clients, None, 1, None)
         size = runner.store.bytes_per_client * case.population
     else:
-        runner = Resident(keys[0], keys[1], algorithm, clients, None, 1, config.rounds)
+        runner = Resident(keys[0], all_keys(keys[1]), algorithm, clients, None, 1, config.rounds)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.states))
     runner.compile(())
     done = 0

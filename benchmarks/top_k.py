@@ -112,7 +112,7 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
         head_optimizer=optax.sgd(0.01),
     )
     clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
-    server, state = algorithm.init(jax.random.key(0), clients)
+    server, state = algorithm.init(jax.random.key(0), clients.number)
     own = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     first = jax.tree.map(lambda leaf: leaf[0], state)
     program = jax.jit(lambda key, server, state: algorithm.client_update(key, server, state, own)[0].update)

@@ -143,6 +143,7 @@ def sweep_each(
             make(seed),
             rounds=rounds,
             eval_every=eval_every,
+            paired_noise=True,  # less noisy differences between points; nothing here is private
             folder=sweep_folder(out, method, values, config, seed),
         )
         for seed in seeds

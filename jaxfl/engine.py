@@ -7,6 +7,7 @@ Keys are derived by round, then purpose, then client id, so that neither chunk s
 order of a cohort changes a client's randomness.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -26,10 +27,25 @@ from jaxfl.data.clients import shard
 from jaxfl.local.masks import keep
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanism import Release, RoundNoise, adapt, round_numbers, server_noise
-from jaxfl.privacy.noise import add_gaussian
-from jaxfl.types import Account, Algorithm, ClientData, Clients, Ledger, Message, Tree
+from jaxfl.privacy.noise import add_gaussian, derive, single
+from jaxfl.types import Account, Algorithm, ClientData, Clients, Ledger, Message, StepNoise, Tree
 
 _SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE, _RELEASE = range(5)
+
+
+class Keys(NamedTuple):
+    """A run's streams of randomness; each a key, or 128 secret bits (see `jaxfl.privacy.noise`)."""
+
+    clients: Key[Array, ""]
+    """What clients draw by themselves, such as the order of their examples."""
+    cohort: Key[Array, "*S"]
+    """Who takes part."""
+    noise: Key[Array, "*S"]
+    """All noise, and the batches of private local steps."""
+
+    def at(self, index: Int[Array, ""]) -> "Keys":
+        """Those of a round."""
+        return Keys(*(derive(key, index) for key in self))
 
 
 class Population(NamedTuple):
@@ -77,6 +93,7 @@ class _Slots(NamedTuple):
     sampled: Bool[Array, "S"]
     weights: Float[Array, "S"]
     noise: Float[Array, "S"]
+    example_noise: Float[Array, "S"]
     cost: Float[Array, "S"]
 
 
@@ -127,15 +144,20 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     return Population(jax.tree.map(put, shard(clients, mesh.size, own)), clients.number, mesh)
 
 
+def all_keys(key: Key[Array, "*P"]) -> Keys:
+    """One key for all streams, whose purposes keep them apart."""
+    return Keys(key, key, key)
+
+
 def initialize(key: Key[Array, "*P"], algorithm: Algorithm | Points, population: Population) -> tuple[Tree, Tree]:
     """Server state, replicated, and client states, on the devices of their clients."""
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
 
-    def init(clients: Clients, key: Key[Array, "*P"]) -> tuple[Tree, Tree]:
-        return over_points(lambda algorithm, key: algorithm.init(key, clients), algorithm)(key)
+    def init(key: Key[Array, "*P"]) -> tuple[Tree, Tree]:
+        return over_points(lambda algorithm, key: algorithm.init(key, population.clients.number), algorithm)(key)
 
     shardings = _shardings(algorithm, population)
-    return jax.jit(init, out_shardings=shardings, compiler_options=quick)(population.clients, key)
+    return jax.jit(init, out_shardings=shardings, compiler_options=quick)(key)
 
 
 def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
@@ -167,11 +189,11 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
 def compile_rounds(
     algorithm: Algorithm | Points, population: Population, *, chunk: int, segment: int
 ) -> functools.partial[tuple[Tree, Tree, Records]]:
-    """One program for up to `segment` rounds: `(key, start, rounds, server, states) -> (server, states, records)`.
+    """One program for up to `segment` rounds: `(keys, start, rounds, server, states) -> (server, states, records)`.
 
     `start` and `rounds` are dynamic, so one compilation serves a whole run; `server` and `states` are
     donated. Rows of the records beyond `rounds` are zero. Of `Points`, all but `start` and `rounds` have a leading
-    axis P.
+    axis P. A key in place of `Keys` is taken for all of them.
 
     Args:
         algorithm: what a round does.
@@ -180,12 +202,14 @@ def compile_rounds(
         segment: the largest number of rounds per call.
     """
 
-    def run(clients: Clients, key: Key[Array, "*P"], start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
-        def rounds_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> tuple:
+    def run(clients: Clients, keys: Any, start: Any, rounds: Any, server: Tree, states: Tree) -> tuple:
+        keys = keys if isinstance(keys, Keys) else all_keys(keys)
+
+        def rounds_of(algorithm: Algorithm, keys: Keys, server: Tree, states: Tree) -> tuple:
             @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
             def one_round(index: Int[Array, ""], server: Tree, states: Tree) -> tuple[Tree, Tree, Records]:
-                round_key = jax.random.fold_in(key, index)
-                return _round(algorithm, population._replace(clients=clients), chunk, round_key, index, server, states)
+                own = population._replace(clients=clients)
+                return _round(algorithm, own, chunk, keys.at(index), index, server, states)
 
             first = jnp.asarray(start, jnp.int32)
             shapes = jax.eval_shape(one_round, first, server, states)[2]
@@ -198,7 +222,7 @@ def compile_rounds(
 
             return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (server, states, records))
 
-        return over_points(rounds_of, algorithm)(key, server, states)
+        return over_points(rounds_of, algorithm)(keys, server, states)
 
     options = compiler_options(population.mesh)
     all_, own = _shardings(algorithm, population)
@@ -212,17 +236,17 @@ def _round(
     algorithm: Algorithm,
     population: Population,
     chunk: int,
-    key: Key[Array, ""],
+    keys: Keys,
     index: Int[Array, ""],
     server: Tree,
     states: Tree,
 ) -> tuple[Tree, Tree, Records]:
     account = account_of(algorithm, states)
     account = jax.tree.map(lambda leaf: leaf[: population.number], account)
-    drawn = draw(algorithm, population.number, key, index, account)
+    drawn = draw(algorithm, population.number, keys, index, account)
     ids = jnp.arange(population.clients.number)
-    total, states = add_participants(algorithm, population, chunk, key, drawn, ids, None, server, states)
-    server, records = finish_round(algorithm, key, drawn, total, server)
+    total, states = add_participants(algorithm, population, chunk, keys, drawn, ids, None, server, states)
+    server, records = finish_round(algorithm, keys, drawn, total, server)
     return server, states, records
 
 
@@ -235,11 +259,11 @@ def account_of(algorithm: Algorithm, states: Tree) -> Account | None:
     return states.account
 
 
-def draw(algorithm: Algorithm, count: int, key: Key[Array, ""], index: Int[Array, ""], account: Account | None) -> Draw:
+def draw(algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], account: Account | None) -> Draw:
     """Sample a round's cohort from all `count` clients."""
     mechanism = algorithm.mechanism
     numbers = round_numbers(mechanism, count, index)
-    sampled = mechanism.sampling.sample(jax.random.fold_in(key, _SAMPLE), count)
+    sampled = mechanism.sampling.sample(single(derive(keys.cohort, _SAMPLE)), count)
     cost = jnp.zeros(1)
     if account is not None:
         numbers, cost, afford = adapt(mechanism, numbers, account)
@@ -251,7 +275,7 @@ def add_participants(
     algorithm: Algorithm,
     population: Population,
     chunk: int,
-    key: Key[Array, ""],
+    keys: Keys,
     drawn: Draw,
     ids: Int[Array, "S"],
     total: Sums | None,
@@ -266,7 +290,7 @@ def add_participants(
 
     def add(total: Sums | None, slots: _Slots, server: Tree, states: Tree, clients: Clients) -> tuple[Sums, Tree]:
         total = jax.tree.map(lambda leaf: leaf[0], total)
-        total, states = _cohort(algorithm, chunk, key, slots, total, server, states, clients)
+        total, states = _cohort(algorithm, chunk, keys, slots, total, server, states, clients)
         return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
@@ -279,25 +303,34 @@ def add_participants(
     )(total, _slots(drawn, ids), server, states, population.clients)
 
 
-def finish_round(
-    algorithm: Algorithm, key: Key[Array, ""], drawn: Draw, total: Sums, server: Tree
-) -> tuple[Tree, Records]:
+def finish_round(algorithm: Algorithm, keys: Keys, drawn: Draw, total: Sums, server: Tree) -> tuple[Tree, Records]:
     """Add up the devices' sums; then the server's noise, the division and the server's step."""
     mechanism, numbers = algorithm.mechanism, drawn.numbers
     total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), total)
     update, std = total.update, jnp.zeros(())
     if mechanism.server_noisy:
         std = server_noise(numbers, total.variance)
-        update = add_gaussian(jax.random.fold_in(key, _SERVER_NOISE), update, std * mechanism.clip)
+        update = add_gaussian(derive(keys.noise, _SERVER_NOISE), update, std * mechanism.clip)
     realised = jnp.where(total.weight > 0, total.weight, 1.0)
     denominator = numbers.denominator if mechanism.denominator == "expected" else realised
     aggregate = jax.tree.map(lambda leaf: leaf / denominator.astype(leaf.dtype), update)
 
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
     info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
-    server = algorithm.server_update(server, aggregate, info)
+    moved = algorithm.server_update(server, aggregate)
+    if mechanism.denominator == "participants":  # it shows an empty cohort anyway
+        moved = jax.tree.map(lambda new, old: jnp.where(total.weight > 0, new, old), moved, server)
+    server = moved
     released = jnp.float32(math.inf if mechanism.release is None else mechanism.release.noise)
-    ledger = Ledger(drawn.sampled, numbers.client_noise, numbers.weights, std, numbers.noise_multiplier, released)
+    ledger = Ledger(
+        drawn.sampled,
+        numbers.client_noise,
+        numbers.weights,
+        std,
+        numbers.noise_multiplier,
+        released,
+        numbers.example_noise,
+    )
     return server, Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
@@ -309,13 +342,16 @@ def _slots(drawn: Draw, ids: Int[Array, "S"]) -> _Slots:
         return values.at[rows].get(mode="fill", fill_value=0)
 
     sampled = drawn.sampled.at[ids].get(mode="fill", fill_value=False)
-    return _Slots(ids, sampled, at(drawn.numbers.weights), at(drawn.numbers.client_noise), at(drawn.cost))
+    numbers = drawn.numbers
+    return _Slots(
+        ids, sampled, at(numbers.weights), at(numbers.client_noise), at(numbers.example_noise), at(drawn.cost)
+    )
 
 
 def _cohort(
     algorithm: Algorithm,
     chunk: int,
-    key: Key[Array, ""],
+    keys: Keys,
     slots: _Slots,
     total: Sums | None,
     server: Tree,
@@ -330,7 +366,7 @@ def _cohort(
 
     @functools.partial(jax.jit, inline=True)
     def one(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree]:
-        return _participant(algorithm, key, slots, slot, server, states, clients)
+        return _participant(algorithm, keys, slots, slot, server, states, clients)
 
     if total is None:
         shapes, _ = jax.eval_shape(one, jnp.zeros((), order.dtype), states)
@@ -353,7 +389,7 @@ def _cohort(
 
 def _participant(
     algorithm: Algorithm,
-    key: Key[Array, ""],
+    keys: Keys,
     slots: _Slots,
     slot: Int[Array, ""],
     server: Tree,
@@ -366,8 +402,16 @@ def _participant(
     ids, weight = slots.ids[slot], jnp.where(real, slots.weights[slot], 0.0)
     old = jax.tree.map(lambda leaf: leaf[slot], states)
     data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
-    client_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT), ids)
+    client_key = derive(keys.clients, _CLIENT, ids)
+    if mechanism.examples is not None:
+        noise = StepNoise(slots.example_noise[slot], derive(keys.noise, _CLIENT, ids))
+        data = dataclasses.replace(data, noise=noise)
     message, new, info = algorithm.client_update(client_key, server, old, data)
+    if mechanism.examples is not None and "private_steps" not in info:
+        raise ValueError(
+            f"mechanism.examples={mechanism.examples!r}, but client_update of {algorithm.name!r} makes no private "
+            "steps: give it to jaxfl.local.train.train as `private`, and return the info of that, or leave it out"
+        )
     if message.mask is not None and mechanism.broken is None:
         raise ValueError(
             "message.mask is private, so the noise on it has no finite epsilon: say why in mechanism.broken"
@@ -378,13 +422,13 @@ def _participant(
     update = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0), update)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     if mechanism.clients_noisy:  # also on a dropped update: the accountant counts this noise
-        noise_key = jax.random.fold_in(jax.random.fold_in(key, _CLIENT_NOISE), ids)
-        update = add_gaussian(noise_key, update, slots.noise[slot] * mechanism.clip)
+        update = add_gaussian(derive(keys.noise, _CLIENT_NOISE, ids), update, slots.noise[slot] * mechanism.clip)
     if message.mask is not None:
         update = keep(message.mask, update)
     if mechanism.adaptive:
-        release_key = jax.random.fold_in(jax.random.fold_in(key, _RELEASE), ids)
-        released = _released(release_key, mechanism.release, message, old.account.released, finite)
+        released = _released(
+            derive(keys.noise, _RELEASE, ids), mechanism.release, message, old.account.released, finite
+        )
         new = new._replace(account=Account(released, old.account.spent + slots.cost[slot]))
 
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
@@ -400,7 +444,7 @@ def _participant(
 
 
 def _released(
-    key: Key[Array, ""], release: Release | None, message: Message, old: Float[Array, ""], finite: Bool[Array, ""]
+    key: Key[Array, "*S"], release: Release | None, message: Message, old: Float[Array, ""], finite: Bool[Array, ""]
 ) -> Float[Array, ""]:
     """The number that everyone knows of a client after a round."""
     if release is None:

@@ -13,3 +13,8 @@ def largest(*values: float | int) -> list[float | int]:
     if jax.process_count() == 1:
         return list(values)
     return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
+
+
+def of_first(array: np.ndarray) -> np.ndarray:
+    """The first process's array, for all of them."""
+    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import rich.progress
 
-CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, CHECKPOINTS, STATES = (
-    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", "states",
+CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, CHECKPOINTS, STATES, NOISE_KEY = (
+    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", "states", "noise.key",
 )  # fmt: skip
 
 

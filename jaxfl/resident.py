@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Key
 
 from jaxfl.chunks import Program, choose
-from jaxfl.engine import Points, Records, compile_rounds, initialize, place
+from jaxfl.engine import Keys, Points, Records, compile_rounds, initialize, place
 from jaxfl.evaluate import PerClient, compile_evaluation
 from jaxfl.types import Algorithm, Clients, Tree
 
@@ -24,7 +24,7 @@ class Resident:
 
     Args:
         init_key: of the first state.
-        key: of the rounds.
+        keys: of the rounds.
         what: an algorithm, or the points of a sweep.
         clients: host arrays.
         devices: where to run (None: all devices).
@@ -35,7 +35,7 @@ class Resident:
     def __init__(
         self,
         init_key: Key[Array, "*P"],
-        key: Key[Array, "*P"],
+        keys: Keys,
         what: Algorithm | Points,
         clients: Clients,
         devices: list[jax.Device] | None,
@@ -43,7 +43,7 @@ class Resident:
         segment: int,
     ) -> None:
         self.what, self.population, self.chunk = what, place(clients, devices), chunk
-        self.key = self._everywhere(key)
+        self.keys = self._everywhere(keys)
         self.server, self.states = initialize(init_key, what, self.population)
         self.program: Program | None = None
         population = self.population  # not `self`, which would keep programs until the garbage collector comes
@@ -96,7 +96,7 @@ class Resident:
     def _arguments(self, start: int, count: int) -> tuple:
         """Of a call; the numbers lie on all devices, so that the call moves nothing by itself."""
         numbers = self._everywhere((np.int32(start), np.int32(count)))
-        return self.key, *numbers, self.server, self.states
+        return self.keys, *numbers, self.server, self.states
 
     def _everywhere(self, tree: Tree) -> Tree:
         sharding = NamedSharding(self.population.mesh, P())

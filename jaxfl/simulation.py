@@ -1,30 +1,33 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
+import collections
 import contextlib
 import logging
 import math
 import os
 import pathlib
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Key, UInt32
 
 from jaxfl import hosts, report
 from jaxfl._validate import check_choice, check_count
 from jaxfl.backend import of_devices
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.chunks import Program
-from jaxfl.engine import Points, Population, Records
+from jaxfl.engine import Keys, Points, Population, Records
 from jaxfl.evaluate import PerClient
 from jaxfl.journal import Journal, Result
+from jaxfl.privacy.noise import derive
 from jaxfl.resident import Resident
 from jaxfl.stream import Stream
 from jaxfl.types import Algorithm, Clients, Tree
@@ -35,6 +38,9 @@ _SEGMENT_SECONDS = 10.0
 """Rounds between two looks at the host: short enough for progress and Ctrl-C."""
 
 _CHECKPOINT_SECONDS = 30.0
+
+_POINT = 2**31
+"""No round has this number: keys of points are derived apart from those of rounds."""
 
 
 def simulate(
@@ -48,6 +54,7 @@ def simulate(
     devices: list[jax.Device] | None = None,
     store: Literal["device", "host"] = "device",
     folder: str | os.PathLike | None = None,
+    secret_noise: bool = False,
     progress: bool = True,
     tensorboard: bool = False,
 ) -> Result:
@@ -71,6 +78,9 @@ def simulate(
             temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
             cohort are sent ahead of its round. `states` of the result is then mapped and read-only.
         folder: the run's own folder (see `jaxfl.report.run_folder`); None writes nothing.
+        secret_noise: draw 128 fresh bits of the system for noise, cohorts and private local steps, in place of `key`,
+            from which a small seed can be found by trying. They lie in the folder's `noise.key` alone, which only its
+            owner can read and a resumed run needs. The run cannot be repeated.
         progress: show a bar with round, accuracy and epsilon so far.
         tensorboard: also write event files into the folder (extra `[tb]`).
 
@@ -81,7 +91,10 @@ def simulate(
     """
     folder = None if folder is None else pathlib.Path(folder)
     with report.tensorboard_writer(folder, tensorboard) as log:
-        run = _Run(key, [algorithm], None, clients, rounds, eval_every, chunk, devices, store, folder, [folder])
+        streams = _Streams(secret=secret_noise)
+        run = _Run(
+            key, streams, [algorithm], None, clients, rounds, eval_every, chunk, devices, store, folder, [folder]
+        )
         return run.finish_after(algorithm.name, progress, log)[0]
 
 
@@ -97,6 +110,8 @@ def sweep(
     chunk: int | Literal["auto"] | None = None,
     devices: list[jax.Device] | None = None,
     folder: str | os.PathLike | None = None,
+    paired_noise: bool = False,
+    secret_noise: bool = False,
     progress: bool = True,
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
@@ -105,7 +120,7 @@ def sweep(
     stopped sweep goes on where it was. With a folder, each point writes its reports into a folder below.
 
     Args:
-        key: one for all points, which then share their randomness, or one per point `[P]`.
+        key: one for all points, which then share all randomness but the noise (`paired_noise`), or one per point `[P]`.
         build: keyword arguments to algorithm, for instance `functools.partial(dp_pfeddsu, model, ...)`. Values may be
             learning rates, clip bounds, noise multipliers, weights of penalties, densities: numbers that decide
             neither shapes nor Python branches.
@@ -117,6 +132,9 @@ def sweep(
         chunk: clients vectorised at a time, as in `simulate`.
         devices: as in `simulate`.
         folder: of the whole sweep; None writes nothing.
+        paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
+            noisy, but from two of them everyone can tell the clean updates: at most one may be published.
+        secret_noise: as in `simulate`, for each point anew.
         progress: as in `simulate`.
 
     Raises:
@@ -144,7 +162,8 @@ def sweep(
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
-    run = _Run(keys, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders)
+    streams = _Streams(secret=secret_noise, paired=paired_noise)
+    run = _Run(keys, streams, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders)
     return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
 
 
@@ -156,6 +175,51 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
     if len(set(lengths.values())) != 1 or not max(lengths.values()):
         raise ValueError(f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1")
     return next(iter(lengths.values()))
+
+
+class _Streams(NamedTuple):
+    """Where a run's randomness comes from."""
+
+    secret: bool
+    """Cohorts and noise from fresh bits of the system."""
+    paired: bool = False
+    """The same noise for points of the same key."""
+
+    def keys(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> Keys:
+        """The streams of one run, or of each point; secret ones as the folder has them, or new."""
+        if not self.secret:
+            return Keys(key, key, key if self.paired or not key.ndim else _apart(key))
+        count = 1 if self.paired else key.size
+        bits = _secret_bits(count, folder if jax.process_index() == 0 else None)
+        noise = jax.random.wrap_key_data(jnp.asarray(hosts.of_first(bits)), impl="threefry2x32")
+        noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
+        return Keys(key, noise, noise)
+
+
+def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
+    """Keys that all differ: of equal ones the first as it is, as `simulate` has it."""
+    found, apart = collections.Counter[bytes](), []
+    for own, data in zip(key, np.asarray(jax.random.key_data(key))):
+        number = found[data.tobytes()]
+        found[data.tobytes()] += 1
+        apart.append(derive(own, _POINT, number) if number else own)
+    return jnp.stack(apart)
+
+
+def _secret_bits(count: int, folder: pathlib.Path | None) -> UInt32[np.ndarray, "P 2 2"]:
+    """128 bits for each point: those that the folder has, or fresh ones, which the owner alone may read there."""
+    path = None if folder is None else folder / report.NOISE_KEY
+    if path is not None and path.exists():
+        found = np.frombuffer(path.read_bytes(), np.uint32)
+        if found.size != 4 * count:
+            raise ValueError(f"{str(path)!r} holds {found.size // 4} keys, not {count}: choose another folder")
+        return found.reshape(count, 2, 2)
+    fresh = secrets.token_bytes(16 * count)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(fresh)
+    return np.frombuffer(fresh, np.uint32).reshape(count, 2, 2)
 
 
 class Runner(Protocol):
@@ -203,6 +267,7 @@ class _Run:
     def __init__(
         self,
         key: Key[Array, "*P"],
+        streams: _Streams,
         algorithms: list[Algorithm],
         points: Points | None,
         clients: Clients,
@@ -225,14 +290,15 @@ class _Run:
         self.rounds, self.clients, self.points = rounds, clients, points
         self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        keys, self.streams = streams.keys(key_of_rounds, folder), streams
         chunk = of_devices(devices).chunk if chunk is None else chunk
         if store == "host":
             states = None if folder is None else folder / report.STATES
-            self.runner: Runner = Stream(init_key, key_of_rounds, algorithms[0], clients, devices, chunk, states)
+            self.runner: Runner = Stream(init_key, keys, algorithms[0], clients, devices, chunk, states)
         else:
             segment = int(max(np.diff([0, *self.evaluations])))
             what = points or algorithms[0]
-            self.runner = Resident(init_key, key_of_rounds, what, clients, devices, chunk, segment)
+            self.runner = Resident(init_key, keys, what, clients, devices, chunk, segment)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
         writes = jax.process_index() == 0
         self.journals = [

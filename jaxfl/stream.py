@@ -22,7 +22,18 @@ from jaxtyping import Int, Key
 
 from jaxfl.backend import compiler_options
 from jaxfl.chunks import Program, choose
-from jaxfl.engine import Draw, Population, Records, Sums, account_of, add_participants, draw, finish_round, mesh_of
+from jaxfl.engine import (
+    Draw,
+    Keys,
+    Population,
+    Records,
+    Sums,
+    account_of,
+    add_participants,
+    draw,
+    finish_round,
+    mesh_of,
+)
 from jaxfl.evaluate import PerClient, compile_evaluation
 from jaxfl.privacy.mechanism import Poisson
 from jaxfl.store import Store
@@ -66,9 +77,9 @@ def open_store(
     """Server state, replicated, and a store for the client states, whose rows are not there yet (see `fill`)."""
 
     def server(key: Key[Array, ""]) -> Tree:
-        return algorithm.init(key, population.clients)[0]
+        return algorithm.init(key, population.number)[0]
 
-    like = jax.eval_shape(lambda key: algorithm.init(key, population.clients)[1], key)
+    like = jax.eval_shape(lambda key: algorithm.init(key, population.number)[1], key)
     everyone = NamedSharding(population.mesh, P())
     return jax.jit(server, out_shardings=everyone)(key), Store(folder, like, population.number)
 
@@ -79,7 +90,7 @@ def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, stor
 
     def rows(key: Key[Array, ""], first: Int[Array, ""]) -> Tree:
         # States that are broadcast to all clients are never made for all: the compiler slices what is broadcast.
-        states = algorithm.init(key, population.clients)[1]
+        states = algorithm.init(key, population.number)[1]
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
 
     program = jax.jit(rows, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
@@ -94,7 +105,7 @@ class Stream:
 
     Args:
         init_key: of the first state.
-        key: of the rounds.
+        keys: of the rounds.
         algorithm: what a round does.
         clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
         devices: where to run (None: all devices).
@@ -108,7 +119,7 @@ class Stream:
     def __init__(
         self,
         init_key: Key[Array, ""],
-        key: Key[Array, ""],
+        keys: Keys,
         algorithm: Algorithm,
         clients: Clients,
         devices: list[jax.Device] | None,
@@ -120,7 +131,7 @@ class Stream:
         self.server, self.store = open_store(init_key, algorithm, self.population, folder)
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
-        self.key, self.restored = jax.device_put(key, self.everyone), False
+        self.keys, self.restored = jax.device_put(keys, self.everyone), False
         per_client = self.store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
         sampling = algorithm.mechanism.sampling
         expected = sampling.expected(self.population.number)
@@ -140,7 +151,7 @@ class Stream:
             fill(self.init_key, self.algorithm, self.population, self.store)
         block = next(self._blocks(0, 1))
         ids, clients, states = self._load(block.ids)
-        arguments = clients, self.key, block.index, block.drawn, ids, self.server, self.zero, states
+        arguments = clients, self.keys, block.index, block.drawn, ids, self.server, self.zero, states
         mesh = self.population.mesh
         most, facts = self.slots // mesh.size, ("streamed", *facts)
         self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
@@ -164,11 +175,11 @@ class Stream:
                 states = self._renew(block.ids, states, *before[:2])
             with jax.transfer_guard("disallow"):
                 total, states = self.program.step(
-                    clients, self.key, block.index, block.drawn, ids, self.server, total, states
+                    clients, self.keys, block.index, block.drawn, ids, self.server, total, states
                 )
             record = None
             if block.last:
-                self.server, record = self.finish(self.key, block.index, block.drawn, total, self.server)
+                self.server, record = self.finish(self.keys, block.index, block.drawn, total, self.server)
                 total = self.zero
             if before is not None:
                 settle(*before)  # while this block is at work
@@ -217,13 +228,13 @@ class Stream:
         algorithm, population, by_client = self.algorithm, self.population, self.by_client
         options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
-        def draw_(key: Key[Array, ""], index: Int[Array, ""], account: Account | None) -> Draw:
-            return draw(algorithm, population.number, jax.random.fold_in(key, index), index, account)
+        def draw_(keys: Keys, index: Int[Array, ""], account: Account | None) -> Draw:
+            return draw(algorithm, population.number, keys.at(index), index, account)
 
         def add(
             chunk: int,
             clients: Clients,
-            key: Key[Array, ""],
+            keys: Keys,
             index: Int[Array, ""],
             drawn: Draw,
             ids: Int[Array, "S"],
@@ -231,11 +242,11 @@ class Stream:
             total: Sums | None,
             states: Tree,
         ) -> tuple[Sums, Tree]:
-            block, key = population._replace(clients=clients), jax.random.fold_in(key, index)
-            return add_participants(algorithm, block, chunk, key, drawn, ids, total, server, states)
+            block = population._replace(clients=clients)
+            return add_participants(algorithm, block, chunk, keys.at(index), drawn, ids, total, server, states)
 
-        def finish(key: Key[Array, ""], index: Int[Array, ""], drawn: Draw, total: Sums, server: Tree) -> tuple:
-            return finish_round(algorithm, jax.random.fold_in(key, index), drawn, total, server)
+        def finish(keys: Keys, index: Int[Array, ""], drawn: Draw, total: Sums, server: Tree) -> tuple:
+            return finish_round(algorithm, keys.at(index), drawn, total, server)
 
         def renew(states: Tree, before: Tree, source: Int[Array, "S"]) -> Tree:
             return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
@@ -252,11 +263,11 @@ class Stream:
         self.finish = jax.jit(finish, donate_argnames="server", out_shardings=self.everyone, **options)
         self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)
         index = np.int32(0)
-        drawn = self.draw.eval_shape(self.key, index, self._account())
+        drawn = self.draw.eval_shape(self.keys, index, self._account())
         ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))
-        example = clients, self.key, index, drawn, ids, self.server, None, states
+        example = clients, self.keys, index, drawn, ids, self.server, None, states
         total, _ = jax.eval_shape(functools.partial(add, 1), *example)
-        self._record = jax.eval_shape(finish, self.key, index, drawn, total, self.server)[1]
+        self._record = jax.eval_shape(finish, self.keys, index, drawn, total, self.server)[1]
         zero = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total), out_shardings=self.by_client
         )
@@ -265,7 +276,7 @@ class Stream:
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
         """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
         rounds = (jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count))
-        draws = ((index, self.draw(self.key, index, self._account())) for index in rounds)
+        draws = ((index, self.draw(self.keys, index, self._account())) for index in rounds)
         for index, drawn in draws if self.algorithm.mechanism.adaptive else _ahead(draws):
             cohort = np.flatnonzero(jax.device_get(drawn.sampled))
             for first in range(0, max(1, len(cohort)), self.slots):

@@ -4,9 +4,12 @@ Letters in shapes: C clients, N examples of a client (padded), M test examples, 
 T rounds, D examples in the store, d parameters.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key, Shaped, UInt8
@@ -46,13 +49,49 @@ class Clients(NamedTuple):
         return self.train.shape[0]
 
 
-class ClientData(NamedTuple):
-    """What one client sees: the store and its own rows; the first `size` rows are real."""
+class StepNoise(NamedTuple):
+    """Noise of one client's private local steps (see `jaxfl.privacy.mechanism.PerExample`), given by the engine."""
 
-    inputs: Inputs | HostInputs
-    labels: Int[Array | np.ndarray, "D"]
-    rows: Int[Array | np.ndarray, "N"]
-    size: Int[Array | np.ndarray, ""]
+    multiplier: Float[Array, ""]
+    """Std on the sum of clipped gradients over their clip bound; the ledger has this number."""
+    key: Key[Array, "..."]
+    """Of the batches and of the noise."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ClientData:
+    """What one client sees: its own examples, by position; the first `size` of `padded` positions are real.
+
+    The examples of all clients lie in one store, which a client reads through `take` alone.
+    """
+
+    # Without shapes: of vectorised clients, all have a further axis.
+    _inputs: Any
+    _labels: Any
+    _rows: Any
+    size: Any
+    noise: StepNoise | None = None
+
+    @property
+    def padded(self) -> int:
+        """Number of positions N, real ones and padding."""
+        return len(self._rows)
+
+    def take(self, positions: Int[Array, "..."]) -> tuple[Shaped[Array, "..."], Int[Array, "..."]]:
+        """Inputs and labels at some positions; zeros at those that are padding."""
+        rows, real = jnp.asarray(self._rows)[positions], positions < self.size
+
+        def read(store: Shaped[Array | np.ndarray, "D ..."]) -> Array:
+            found = jnp.asarray(store)[rows]
+            return jnp.where(jnp.expand_dims(real, tuple(range(real.ndim, found.ndim))), found, 0)
+
+        return read(self._inputs), read(self._labels)
+
+    def part(self, start: Int[Array, ""] | int, length: int) -> "ClientData":
+        """The client with `length` of its positions, from the one of number `start`."""
+        rows = jax.lax.dynamic_slice_in_dim(jnp.asarray(self._rows), start, length)
+        return dataclasses.replace(self, _rows=rows, size=jnp.clip(self.size - start, 0, length))
 
 
 class Model(NamedTuple):
@@ -110,18 +149,19 @@ class Account(NamedTuple):
 class Algorithm(NamedTuple):
     """A method: pure functions over one client and the server, and one static mechanism.
 
-    - `init(key, clients) -> (server, client_states)`; client states have a leading axis C.
+    - `init(key, number) -> (server, client_states)`; client states have a leading axis C, the number of clients.
     - `client_update(key, server, client, data) -> (message, client, info)` sees ONE client.
-    - `server_update(server, aggregate, info) -> server`; the aggregate is clipped, weighted, noised and
-      divided already.
+    - `server_update(server, aggregate) -> server`; the aggregate is clipped, weighted, noised and divided already, and
+      all that the server gets: `info` is for reports. Where the denominator is the realised one, a round without
+      participants leaves the server as it is.
     - `personalize(key, server, client, data) -> params`: the weights that client is evaluated with.
     """
 
     name: str
     model: Model
-    init: Callable[[Key[Array, ""], Clients], tuple[Tree, Tree]]
+    init: Callable[[Key[Array, ""], int], tuple[Tree, Tree]]
     client_update: Callable[[Key[Array, ""], Tree, Tree, ClientData], tuple[Message, Tree, dict[str, Array]]]
-    server_update: Callable[[Tree, Tree, dict[str, Array]], Tree]
+    server_update: Callable[[Tree, Tree], Tree]
     personalize: Callable[[Key[Array, ""], Tree, Tree, ClientData], Params]
     mechanism: "Mechanism"
 
@@ -139,3 +179,5 @@ class Ledger(NamedTuple):
     noise_multiplier: Float[Any, "T"]
     release_noise: Float[Any, "#T"] = np.full(1, np.inf)
     """Std of the noise on each participant's released number over its range; infinity: none was released."""
+    example_noise: Float[Any, "#T #C"] = np.zeros((1, 1))
+    """Std of the noise that each participant's local steps put on their sums of clipped gradients; 0: none."""

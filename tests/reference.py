@@ -1,11 +1,13 @@
 """A plain twin of the engine: a Python loop over clients and a NumPy server, written apart from it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxfl.data import load
-from jaxfl.types import Account, ClientData
+from jaxfl.types import Account, ClientData, StepNoise
 
 DIGITS = load("digits")
 
@@ -14,10 +16,10 @@ def run(key, algorithm, clients, rounds):
     """Rounds as the engine's documentation states them, one client at a time."""
     mechanism, count = algorithm.mechanism, clients.train.shape[0]
     init_key, run_key, _ = jax.random.split(key, 3)
-    server, states = algorithm.init(init_key, clients)
+    server, states = algorithm.init(init_key, clients.number)
     states = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(count)]
     update_fn = jax.jit(algorithm.client_update)
-    aggregates = []
+    aggregates = []  # of rounds that moved the server
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
         sample_key, client_key, client_noise_key, server_noise_key, release_key = (
@@ -35,11 +37,14 @@ def run(key, algorithm, clients, rounds):
             cost = 4 / noise**2 + (0 if release is None else 1 / release.noise**2)
             spent = np.array([s.account.spent for s in states])
             sampled = sampled & (spent + cost <= 0.9999 / mechanism.least_total**2)
-        total, infos, variance = None, [], 0.0
+        total, variance = None, 0.0
         for i in np.flatnonzero(sampled):
             data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i])
-            old = states[i]
-            message, states[i], info = update_fn(jax.random.fold_in(client_key, i), server, old, data)
+            old, own_key = states[i], jax.random.fold_in(client_key, i)
+            if mechanism.examples is not None:
+                own = np.broadcast_to(mechanism.examples.noise_multiplier, (count,))[i]
+                data = dataclasses.replace(data, noise=StepNoise(jnp.float32(own), own_key))
+            message, states[i], _ = update_fn(own_key, server, old, data)
             if mechanism.adaptive:
                 told = old.account.released
                 if release is not None:
@@ -61,7 +66,8 @@ def run(key, algorithm, clients, rounds):
             update = jax.tree.map(lambda u, w=weights[i]: w * u, update)
             total = update if total is None else jax.tree.map(np.add, total, update)
             variance += (weights[i] * noise[i]) ** 2
-            infos.append(info)
+        if total is None and mechanism.denominator == "participants":
+            continue  # the denominator shows that nobody was there
         if total is None:
             data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
             shape = jax.eval_shape(update_fn, client_key, server, states[0], data)[0].update
@@ -74,8 +80,7 @@ def run(key, algorithm, clients, rounds):
         realised = float(weights[sampled].sum()) or 1.0
         denominator = weights.sum() * share if mechanism.denominator == "expected" else realised
         aggregate = jax.tree.map(lambda leaf, d=denominator: (leaf / d).astype(np.float32), total)
-        info = {name: np.mean([one[name] for one in infos]) for name in (infos[0] if infos else {})}
-        server = algorithm.server_update(server, aggregate, info | {"participants": np.float32(len(infos))})
+        server = algorithm.server_update(server, aggregate)
         aggregates.append(aggregate)
     return server, states, aggregates
 

@@ -124,7 +124,7 @@ def test_noise_has_the_stated_std_on_the_stated_support(name):
     if not mechanism.noisy:
         pytest.skip("no noise")
     init_key, *_ = jax.random.split(KEY, 3)
-    start, _ = algorithm.init(init_key, clients)
+    start, _ = algorithm.init(init_key, len(SIZES))
     server, _, records = run(clients, 1, KEY)
     mean = clip(start.params, CLIP)[0] if name in SEND_WEIGHTS else start.params
     noise = np.concatenate([v.ravel() for v in jax.tree.leaves(optax.tree.sub(server.params, mean))])

@@ -10,6 +10,7 @@ from algorithms_table import ALGORITHMS, MODEL, small_clients
 
 from jaxfl.algorithms import fedavg
 from jaxfl.checkpoint import Checkpoints
+from jaxfl.engine import all_keys
 from jaxfl.privacy.mechanism import Mechanism, Poisson
 from jaxfl.resident import Resident
 from jaxfl.simulation import simulate
@@ -44,7 +45,7 @@ def test_results_are_those_of_the_device_store(name, block, monkeypatch):
 def test_compiles_once_whatever_the_cohort(monkeypatch):
     monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", 1)
     algorithm = fedavg(MODEL, batch_size=4, mechanism=Mechanism(sampling=Poisson(0.5)))
-    stream = Stream(KEY, KEY, algorithm, small_clients(), None, 1, None)
+    stream = Stream(KEY, all_keys(KEY), algorithm, small_clients(), None, 1, None)
     stream.compile(())  # of one block, ahead of time: it would refuse any other shape
     for start, count in ((0, 3), (3, 1), (4, 2)):
         assert len(stream.rounds(start, count).nonfinite) == count

@@ -55,9 +55,9 @@ SWEEPS: dict[str, Any] = {
 @pytest.mark.parametrize("name", SWEEPS)
 def test_every_point_is_the_run_of_its_values(name):
     build, values = SWEEPS[name]
-    sweeps = [sweep(KEY, build, values, small_clients(), **SETTING)]
+    sweeps = [sweep(KEY, build, values, small_clients(), paired_noise=True, **SETTING)]
     if name == "dp_pfeddsu":
-        sweeps.append(sweep(KEY, build, values, small_clients(), batch=2, **SETTING))
+        sweeps.append(sweep(KEY, build, values, small_clients(), paired_noise=True, batch=2, **SETTING))
     for point in range(2):
         row = {name: column[point] for name, column in values.items()}
         alone = simulate(KEY, build(**row), small_clients(), **SETTING)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Key
 
 from experiments.common import Method, Row, plot_metric, run_methods, show
@@ -188,19 +188,19 @@ def split(scenario: Scenario, setting: Setting, data: Dataset, seed: int) -> Cli
 def change_half_way(method: Algorithm, at: int) -> Algorithm:
     """The same method, whose clients train on the first half of their rows before round `at`, and then on the other."""
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Tree, Tree]:
-        server, states = method.init(key, clients)
+    def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
+        server, states = method.init(key, number)
         return (server, jnp.zeros((), jnp.int32)), states
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
-        half = data.rows.shape[0] // 2
-        rows = lax.dynamic_slice(data.rows, (jnp.where(server[1] < at, 0, half),), (half,))
-        return method.client_update(key, server[0], client, data._replace(rows=rows, size=jnp.asarray(data.size) // 2))
+        half = data.padded // 2
+        own = dataclasses.replace(data.part(jnp.where(server[1] < at, 0, half), half), size=jnp.asarray(data.size) // 2)
+        return method.client_update(key, server[0], client, own)
 
     return method._replace(
         init=init,
         client_update=client_update,
-        server_update=lambda server, *rest: (method.server_update(server[0], *rest), server[1] + 1),
+        server_update=lambda server, aggregate: (method.server_update(server[0], aggregate), server[1] + 1),
         personalize=lambda key, server, client, data: method.personalize(key, server[0], client, data),
     )
 

@@ -1,5 +1,6 @@
 """ADP-PFL: budgets by round and by client, and updates on the coordinates of large Fisher information."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from jaxfl.local.masks import sparsify, top_percentile_mask
 from jaxfl.privacy.mechanism import Mechanism, Release, Sampling
 from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server, init_account
-from jaxfl.types import Account, Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
+from jaxfl.types import Account, Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 _BROKEN = (
     "each client's noise scale follows from its leakage risk, an exact function of its private data that the server is "
@@ -158,15 +159,15 @@ def adp_pfl(
             return top_percentile_mask(sent, percentile)
         return top_percentile_mask(optax.tree.random_like(key, sent, jax.random.uniform), percentile)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Tree]:
-        server, states = base.init(key, clients)
-        return server, Accounted(init_account(clients)) if base.mechanism.adaptive else states
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Tree]:
+        server, states = base.init(key, number)
+        return server, Accounted(init_account(number)) if base.mechanism.adaptive else states
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
         params, risk = optax.tree.add(server.params, message.update), None
         lost = ~jnp.isfinite(optax.tree.sum(params))
-        data = data._replace(size=jnp.where(lost, 0, data.size))  # no time for the risk and mask of what is not counted
+        data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))  # no risk and mask of what is not counted
         masking, probing = jax.random.split(jax.random.fold_in(key, epochs))  # training took the numbers below
         if base.mechanism.release is not None:
             risk = risk_fn(probing, model, params, data)
@@ -178,9 +179,8 @@ def adp_pfl(
             info |= {"kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))}
         return Message(sent, release=risk), client, info
 
-    def replace(server: Server, aggregate: Tree, info: Tree) -> Server:
-        anyone = info["participants"] > 0
-        return server._replace(params=jax.tree.map(lambda a, b: jnp.where(anyone, a, b), aggregate, server.params))
+    def replace(server: Server, aggregate: Tree) -> Server:
+        return server._replace(params=aggregate)
 
     return base._replace(
         init=init,

@@ -8,7 +8,7 @@ from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.train import check_local, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Params
+from jaxfl.types import Algorithm, ClientData, Message, Model, Params
 
 
 def dp_lg(
@@ -56,9 +56,9 @@ def dp_lg(
     check_local(batch_size, epochs, None)
     check_extractor(model)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
         extractor, head = split_head(model, model.init(key))
-        return init_server(head, server_optimizer), init_clients(extractor, clients)
+        return init_server(head, server_optimizer), init_clients(extractor, number)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         params, info = train_model(
@@ -78,7 +78,7 @@ def dp_lg(
         model=model,
         init=init,
         client_update=client_update,
-        server_update=lambda server, aggregate, info: server_step(server_optimizer, server, aggregate),
+        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=lambda key, server, client, data: {**client, **server.params},
         mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta),
     )

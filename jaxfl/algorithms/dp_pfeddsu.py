@@ -15,7 +15,7 @@ from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
 from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 _BROKEN = (
     "noise only on the support of each client's mask, which follows its private weights: neighbouring data may give "
@@ -179,12 +179,11 @@ def dp_pfeddsu(
         update = sparsify(support, optax.tree.sub(extractor, server.params))
         return Message(update, support if private and fidelity == "paper" else None), head, info
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Params]:
-        extractor, heads = init_parts(key, model, private_head(model), clients)
+    def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Params]:
+        extractor, heads = init_parts(key, model, private_head(model), number)
         return init_sparse(key, extractor, server_optimizer, masks), heads
 
-    def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:
-        del info
+    def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
         if not private:  # the noise off a public support is dropped
             aggregate = keep(server.support, aggregate)
         return sparse_step(server_optimizer, server, aggregate, masks)

@@ -11,7 +11,7 @@ from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, random_masks, sparsify
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
 def fed_smp(
@@ -59,16 +59,15 @@ def fed_smp(
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         return (), random_masks(public_key(public), params, model.layers, density)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[SparseServer, Tree]:
-        del clients
+    def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Tree]:
+        del number
         return init_sparse(key, model.init(key), server_optimizer, masks), ()
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, Server(server.params, server.optimizer), client, data)
         return Message(sparsify(server.support, message.update)), client, info
 
-    def server_update(server: SparseServer, aggregate: Tree, info: Tree) -> SparseServer:
-        del info
+    def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
         return sparse_step(server_optimizer, server, keep(server.support, aggregate), masks)
 
     return base._replace(name="fed_smp", init=init, client_update=client_update, server_update=server_update)

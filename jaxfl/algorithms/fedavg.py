@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 from jaxtyping import Float, Key
@@ -20,7 +18,7 @@ from jaxfl.local.penalties import proximal
 from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
 def local_only(
@@ -48,8 +46,8 @@ def local_only(
     """
     check_local(batch_size, epochs, steps)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Tree, Tree]:
-        return (), init_clients(model.init(key), clients)
+    def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
+        return (), init_clients(model.init(key), number)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server
@@ -70,7 +68,7 @@ def local_only(
         model=model,
         init=init,
         client_update=client_update,
-        server_update=lambda server, aggregate, info: server,
+        server_update=lambda server, aggregate: server,
         personalize=lambda key, server, client, data: client,
         mechanism=Mechanism(sampling=sampling, communicates=False),
     )
@@ -112,13 +110,10 @@ def fedavg(
     """
     check_local(batch_size, epochs, steps)
     check_positive("sam_radius", sam_radius, zero=True)
-    private = mechanism.examples
-    noise = jnp.zeros(()) if private is None else jnp.asarray(private.noise_multiplier, jnp.float32)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Tree]:
-        # A client's state is its own noise, where each has one; clients that fill up a mesh have none.
-        states = jnp.pad(noise, (0, clients.number - noise.size)) if noise.ndim else ()
-        return init_server(model.init(key), server_optimizer), states
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Tree]:
+        del number
+        return init_server(model.init(key), server_optimizer), ()
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         params, info = train_model(
@@ -132,9 +127,8 @@ def fedavg(
             steps=steps,
             penalty=(lambda params: penalty(params, server.params)) if penalty else None,
             sam_radius=sam_radius,
-            private=private,
+            private=mechanism.examples,
             norms=model.norms,
-            noise_multiplier=client if noise.ndim else None,
         )
         return Message(optax.tree.sub(params, server.params)), client, info
 
@@ -143,7 +137,7 @@ def fedavg(
         model=model,
         init=init,
         client_update=client_update,
-        server_update=lambda server, aggregate, info: server_step(server_optimizer, server, aggregate),
+        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=lambda key, server, client, data: server.params,
         mechanism=mechanism,
     )
@@ -246,19 +240,12 @@ def dp_fedavg_fb(
 
 
 def sends_weights(method: Algorithm) -> Algorithm:
-    """The same method whose clients send their weights, and whose server takes the mean of those for its own.
-
-    A round without participants leaves the server as it is.
-    """
+    """The same method whose clients send their weights, and whose server takes the mean of those for its own."""
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = method.client_update(key, server, client, data)
         return Message(optax.tree.add(server.params, message.update)), client, info
 
-    def server_update(server: Server, aggregate: Tree, info: Tree) -> Server:
-        some = info["participants"] > 0
-        return server._replace(
-            params=jax.tree.map(lambda new, old: jnp.where(some, new, old), aggregate, server.params)
-        )
-
-    return method._replace(client_update=client_update, server_update=server_update)
+    return method._replace(
+        client_update=client_update, server_update=lambda server, aggregate: server._replace(params=aggregate)
+    )

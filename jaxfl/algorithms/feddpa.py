@@ -17,7 +17,7 @@ from jaxfl.local.train import check_local, train_model
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
 def feddpa(
@@ -121,9 +121,9 @@ def feddpa(
         count = sum(leaf.size for leaf in jax.tree.leaves(personal))
         return params, info | {"personal": optax.tree.sum(personal) / count}
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
         params = model.init(key)
-        return init_server(params, optax.sgd(1.0)), init_clients(params, clients)
+        return init_server(params, optax.sgd(1.0)), init_clients(params, number)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         params, info = local_update(key, server, client, data)
@@ -137,7 +137,7 @@ def feddpa(
         model=model,
         init=init,
         client_update=client_update,
-        server_update=lambda server, aggregate, info: server_step(optax.sgd(1.0), server, aggregate),
+        server_update=lambda server, aggregate: server_step(optax.sgd(1.0), server, aggregate),
         personalize=personalize,
         mechanism=_mechanism(fidelity, sampling, noise_multiplier, clients, clip, delta, claim),
     )

@@ -12,7 +12,7 @@ from jaxfl._validate import check_count
 from jaxfl.local.train import check_local, fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
 class Parts(NamedTuple):
@@ -105,8 +105,8 @@ def fedrep(
         )
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
-        shared, personal = init_parts(key, model, parts, clients)
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        shared, personal = init_parts(key, model, parts, number)
         return init_server(shared, server_optimizer), personal
 
     return Algorithm(
@@ -114,7 +114,7 @@ def fedrep(
         model=model,
         init=init,
         client_update=client_update,
-        server_update=lambda server, aggregate, info: server_step(server_optimizer, server, aggregate),
+        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=fit,
         mechanism=mechanism,
     )
@@ -191,10 +191,10 @@ def private_head(model: Model) -> Parts:
     )
 
 
-def init_parts(key: Key[Array, ""], model: Model, parts: Parts, clients: Clients) -> tuple[Params, Params]:
+def init_parts(key: Key[Array, ""], model: Model, parts: Parts, number: int) -> tuple[Params, Params]:
     """What is shared, and the same personal part for every client."""
     shared, personal = parts.cut(model.init(key))
-    return shared, init_clients(personal, clients)
+    return shared, init_clients(personal, number)
 
 
 def check_extractor(model: Model) -> None:

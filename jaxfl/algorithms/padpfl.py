@@ -264,7 +264,7 @@ def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: f
         params,
         data,
         optimizer=optax.sgd(1.0),
-        batch_size=data.rows.shape[0],
+        batch_size=data.padded,
         steps=1,
         penalty=lambda params: proximal(params, center, mu),
     )

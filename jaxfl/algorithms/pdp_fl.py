@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Float
@@ -162,9 +161,8 @@ def pdp_fl(
     if aggregation == "normalised":
         return method
 
-    def server_update(server: Server, aggregate: Tree, info: Tree) -> Server:
-        count = jnp.maximum(info["participants"], 1.0)
-        return method.server_update(server, optax.tree.scale(1 / count, aggregate), info)
+    def server_update(server: Server, aggregate: Tree) -> Server:
+        return method.server_update(server, optax.tree.scale(1 / sampling.expected(len(asked)), aggregate))
 
     return method._replace(server_update=server_update)
 

@@ -13,7 +13,7 @@ from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train_model
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.server import Server, init_clients
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
 def pmtl(
@@ -88,9 +88,9 @@ def pmtl(
         return dp_fedavg_fb(model, head_epochs=finetune, **heads, **shared)._replace(name="pmtl")
     base = dp_fedavg(model, **shared)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
-        server, _ = base.init(key, clients)
-        return server, init_clients(server.params, clients)
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        server, _ = base.init(key, number)
+        return server, init_clients(server.params, number)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         params, info = train_model(

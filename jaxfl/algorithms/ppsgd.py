@@ -12,7 +12,7 @@ from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
 from jaxfl.local.train import squared_error, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, Number, Params
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
 def ppsgd(
@@ -102,8 +102,8 @@ def _one_step(
     parts = added_head(model)
     server_optimizer = optax.sgd(server_learning_rate)
 
-    def init(key: Key[Array, ""], clients: Clients) -> tuple[Server, Params]:
-        shared, personal = init_parts(key, model, parts, clients)
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        shared, personal = init_parts(key, model, parts, number)
         return init_server(shared, server_optimizer), personal
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
@@ -127,7 +127,7 @@ def _one_step(
         model=model,
         init=init,
         client_update=client_update,
-        server_update=lambda server, aggregate, info: server_step(server_optimizer, server, aggregate),
+        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=lambda key, server, client, data: parts.join(server.params, client),
         mechanism=mechanism,
     )

@@ -11,14 +11,14 @@ from jaxtyping import Float, Int, Key
 
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanism import PerExample
-from jaxfl.privacy.noise import add_gaussian
+from jaxfl.privacy.noise import add_gaussian, derive, single
 from jaxfl.types import ClientData, Params, Tree
 
 _CHUNK = 16
 
 
 def noisy_gradient(
-    key: Key[Array, ""],
+    key: Key[Array, "*S"],
     params: Params,
     data: ClientData,
     private: PerExample,
@@ -49,10 +49,10 @@ def noisy_gradient(
 
     References: Goodfellow, Efficient Per-Example Gradient Computations, 2015 (norms of dense layers).
     """  # noqa: D205
-    batch_key, noise_key = jax.random.split(key)
-    padded = data.rows.shape[0]
+    batch_key, noise_key = (derive(key, purpose) for purpose in range(2))
+    padded = data.padded
     chunk = min(private.chunk or (1 if norms is None else _CHUNK), padded)
-    coins = jax.random.uniform(batch_key, (padded,)) < private.rate
+    coins = jax.random.uniform(single(batch_key), (padded,)) < private.rate
     drawn = coins & (jnp.arange(padded) < data.size)
     count = jnp.sum(drawn)
     order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
@@ -72,8 +72,8 @@ def noisy_gradient(
         clipped_sum = jax.default_matmul_precision("float32")(functools.partial(_by_norms, squares))
 
     def add(i: Int[Array, ""], total: tuple) -> tuple:
-        rows = data.rows[lax.dynamic_slice(order, (i * chunk,), (chunk,))]
-        batch = data.inputs[rows], data.labels[rows], i * chunk + jnp.arange(chunk) < count
+        inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
+        batch = inputs, labels, i * chunk + jnp.arange(chunk) < count
         return optax.tree.add(total, clipped_sum(losses_fn, prepare, params, batch, private.clip))
 
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))

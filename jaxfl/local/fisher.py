@@ -51,14 +51,12 @@ def client_fisher(model: Model, params: Params, data: ClientData, batch_size: in
     Returns:
         A tree like `params`; zeros for a client without examples.
     """
-    batch_size = min(batch_size, len(data.rows))
-    blocks = -(-len(data.rows) // batch_size)
-    rows = jnp.pad(data.rows, (0, blocks * batch_size - len(data.rows)))
+    batch_size = min(batch_size, data.padded)
 
     def block(i: Array) -> tuple[Array, Array, Array]:
-        mine = jax.lax.dynamic_slice_in_dim(rows, i * batch_size, batch_size)
-        weights = (i * batch_size + jnp.arange(batch_size) < data.size).astype(jnp.float32)
-        return model.prepare(data.inputs[mine]), data.labels[mine], weights
+        positions = i * batch_size + jnp.arange(batch_size)
+        inputs, labels = data.take(positions)
+        return model.prepare(inputs), labels, (positions < data.size).astype(jnp.float32)
 
     def step(i: Array, carry: tuple[Tree, tuple[Array, Array, Array]]) -> tuple[Tree, tuple[Array, Array, Array]]:
         total, (x, labels, weights) = carry

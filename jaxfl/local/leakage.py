@@ -64,7 +64,7 @@ def client_risk(
     check_choice("reading", reading, ("gradient", "output"))
     if examples is not None:
         check_count("examples", examples)
-    padded = data.rows.shape[0]
+    padded = data.padded
     most = min(padded, examples or padded)
     batch = min(batch_size, most)
     drawing, probing = jax.random.split(key)
@@ -75,11 +75,11 @@ def client_risk(
         drawn, weighted = _draw(drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size)
         few = data.size <= most
         chosen, factors = jnp.where(few, chosen[:most], drawn), jnp.where(few, 1.0, weighted)
-    rows, factors = (jnp.pad(a, (0, -most % batch)) for a in (data.rows[chosen], factors))
+    chosen, factors = (jnp.pad(a, (0, -most % batch)) for a in (chosen, factors))
 
     def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
-        own, factor = (lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (rows, factors))
-        inputs, labels = data.inputs[own], data.labels[own]
+        own, factor = (lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (chosen, factors))
+        inputs, labels = data.take(own)
         if reading == "output":
             risks = output_risk(model, params, inputs)
         else:
@@ -220,16 +220,15 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
     """1 - p(y|x) of each row, block by block."""
-    padded = data.rows.shape[0]
-    batch = min(padded, 64)  # forward passes alone take more at once than derivatives
-    rows = jnp.pad(data.rows, (0, -padded % batch))
+    batch = min(data.padded, 64)  # forward passes alone take more at once than derivatives
+    places = data.padded + -data.padded % batch
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
-        own = lax.dynamic_slice_in_dim(rows, i * batch, batch)
-        losses = _losses(model, params, model.prepare(data.inputs[own]), data.labels[own])
+        inputs, labels = data.take(i * batch + jnp.arange(batch))
+        losses = _losses(model, params, model.prepare(inputs), labels)
         return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
 
-    return lax.fori_loop(0, -(-data.size // batch), block, jnp.zeros(len(rows)))[:padded]
+    return lax.fori_loop(0, -(-data.size // batch), block, jnp.zeros(places))[: data.padded]
 
 
 def _draw(

@@ -14,7 +14,8 @@ from jaxfl._validate import check_count, nonzero
 from jaxfl.local.examples import noisy_gradient
 from jaxfl.local.masks import keep
 from jaxfl.privacy.mechanism import PerExample
-from jaxfl.types import ClientData, Model, Number, Params, Tree
+from jaxfl.privacy.noise import derive
+from jaxfl.types import ClientData, Model, Number, Params, StepNoise, Tree
 
 _BLOCK_EXAMPLES = 128
 """Examples gathered and laid out at once: few enough that a small client among large ones does not pay for them."""
@@ -61,7 +62,6 @@ def train(
     sam_radius: Number = 0.0,
     microbatch: int | None = None,
     private: PerExample | None = None,
-    noise_multiplier: Float[Array, ""] | float | None = None,
     norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
@@ -88,16 +88,18 @@ def train(
         microbatch: how many examples go through `apply` at once, at most (None: the whole batch): a batch's gradient is
             the sum of its parts'.
         private: clips every example's gradient and adds noise, in its own number of steps on batches of its own; what a
-            mask or a penalty reads must then be public, or follow from the parameters alone.
-        noise_multiplier: the client's own, where `private` has one per client.
+            mask or a penalty reads must then be public, or follow from the parameters alone. How much noise, and its
+            key, are the engine's (`data.noise`), which writes them into the ledger; without it `key` and the one
+            multiplier of `private` are taken.
         norms: of the model that `apply` is of; makes private steps faster.
 
     Returns:
-        The trained parameters, and the mean loss over all steps with the number of steps.
+        The trained parameters, and the mean loss over all steps with the number of steps; also `private_steps`, where
+        they were private.
     """
     if private is not None and nonzero(sam_radius):
         raise ValueError(f"sam_radius={sam_radius!r} reads every batch twice: give 0 where examples are private")
-    padded = data.rows.shape[0]
+    padded = data.padded
     batch = min(batch_size, padded)
     blocks, per_block = blocks_of(padded, batch)
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
@@ -153,8 +155,8 @@ def train(
             number, carry = progress
             start = number * per_block * batch
             positions = (start + jnp.arange(per_block * batch)).reshape(shape)
-            rows = data.rows[lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)]
-            x, labels = jax.vmap(jax.vmap(prepare))(data.inputs[rows]), data.labels[rows]
+            inputs, labels = data.take(lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape))
+            x = jax.vmap(jax.vmap(prepare))(inputs)
             weights = (positions < data.size).astype(jnp.float32)
             return number + 1, lax.fori_loop(
                 0,
@@ -167,14 +169,15 @@ def train(
 
     start = (params, optimizer.init(params), jnp.zeros(()))
     if private is not None:
-        own = jnp.asarray(private.noise_multiplier if noise_multiplier is None else noise_multiplier)
+        noise = data.noise or StepNoise(jnp.asarray(private.noise_multiplier, jnp.float32).reshape(()), key)
         options: dict[str, Any] = {"apply": apply, "prepare": prepare, "loss": loss, "norms": norms}
         total = jnp.where(data.size > 0, private.steps, 0)
 
         def private_step(i: Int[Array, ""], carry: tuple) -> tuple:
             def noisy(params: Params) -> tuple[Array, Tree]:
+                step_key = derive(noise.key, i)
                 loss_part = noisy_gradient(
-                    jax.random.fold_in(key, i), params, data, private, noise_multiplier=own, **options
+                    step_key, params, data, private, noise_multiplier=noise.multiplier, **options
                 )
                 return optax.tree.add(loss_part, jax.value_and_grad(rest)(params))
 
@@ -184,7 +187,9 @@ def train(
     else:
         passes = -(-total // jnp.maximum(batches, 1))
         params, _, total_loss = lax.fori_loop(0, passes, epoch, start)
-    return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
+    steps_made = total.astype(jnp.float32)
+    info = {"loss": total_loss / jnp.maximum(total, 1), "steps": steps_made}
+    return params, info if private is None else info | {"private_steps": steps_made}
 
 
 def train_model(
@@ -226,19 +231,18 @@ def fit_head(
     if extract is None or classify is None:
         mask = {name: jax.tree.map(lambda _, own=name in model.head: own, params[name]) for name in params}
         return train_model(key, model, params, data, mask=mask, **options)
-    padded = data.rows.shape[0]
-    batch = min(_BLOCK_EXAMPLES // 2, padded)
-    rows = jnp.pad(data.rows, (0, -padded % batch))
+    batch = min(_BLOCK_EXAMPLES // 2, data.padded)
+    positions = jnp.arange(data.padded + -data.padded % batch)
 
     def block(start: Int[Array, ""]) -> Float[Array, "B F"]:
-        return extract(params, model.prepare(data.inputs[lax.dynamic_slice(rows, (start,), (batch,))]))
+        return extract(params, model.prepare(data.take(start + jnp.arange(batch))[0]))
 
     def put(i: Int[Array, ""], features: Float[Array, "N F"]) -> Float[Array, "N F"]:
         return lax.dynamic_update_slice(features, block(i * batch), (i * batch, 0))
 
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
-    features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(rows), shape.shape[1]), shape.dtype))
-    own = ClientData(features, data.labels[rows], jnp.arange(padded), data.size)
+    features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(positions), shape.shape[1]), shape.dtype))
+    own = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size)
     head = {name: params[name] for name in model.head}
     head, info = train(key, head, own, apply=classify, prepare=lambda x: x, **options)
     return {**params, **head}, info

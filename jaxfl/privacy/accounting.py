@@ -111,8 +111,8 @@ def example_epsilon(
     cohorts that are hidden, are given no credit.
 
     Args:
-        ledger: the rounds as they happened, or as planned.
-        mechanism: names the steps (`examples`).
+        ledger: the rounds as they happened, or as planned; of a client's rounds the one of least noise counts for all.
+        mechanism: names the steps (`examples`); their noise is read from the ledger.
         accountant: "rdp", or "pld" (tighter).
         delta: failure probability; None: the mechanism's.
 
@@ -131,7 +131,8 @@ def example_epsilon(
     if private is None:
         return Epsilon(math.inf, np.full(clients, math.inf), "none", "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
-    noise = np.broadcast_to(accountants.round_down(np.asarray(private.noise_multiplier, np.float64)), clients)
+    used = np.where(ledger.participants, ledger.example_noise, math.inf).min(axis=0, initial=math.inf)
+    noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
     kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
         kinds, kind_of_client = np.unique(
@@ -166,7 +167,8 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
     present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
     top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
     released = np.full(rounds, math.inf if mechanism.release is None else mechanism.release.noise)
-    plan = Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier, released)
+    examples = _rows(mechanism.example_noise_table, rounds)
+    plan = Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier, released, examples)
     if mechanism.least_total is None:
         return plan
     return plan._replace(participants=affordable(plan, mechanism.least_total))

@@ -115,12 +115,15 @@ class PerExample:
 
     Args:
         clip: C, L2 bound on the gradient of one example.
-        noise_multiplier: z, std of the noise on the sum over C; a number, or one per client `[C]`
-            (see `jaxfl.privacy.calibrate_examples`).
+        noise_multiplier: z, std of the noise on the sum over C; a number or `[1]`, the same for all, or one per client
+            `[C]` (see `jaxfl.privacy.calibrate_examples`).
         rate: q.
         steps: local steps per round.
         chunk: examples that are taken at once; changes speed and memory, not results. None: 16 where the model knows
             the norms of gradients (`Model.norms`); else 1, as a CPU likes it.
+
+    The engine hands each client its noise, writes it into the ledger, and refuses a `client_update` that trains
+    otherwise.
 
     Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
         the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of what the client sends.
@@ -252,6 +255,11 @@ class Mechanism:
         return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
 
     @property
+    def example_noise_table(self) -> Float[np.ndarray, "1 C"]:
+        """Noise multiplier of private local steps by client; 0 without them."""
+        return np.atleast_2d(np.asarray(0.0 if self.examples is None else self.examples.noise_multiplier, np.float64))
+
+    @property
     def adaptive(self) -> bool:
         """Whether the clients' noise or who takes part follows from earlier rounds."""
         return self.release is not None or self.least_total is not None
@@ -261,8 +269,7 @@ class Mechanism:
         self.sampling.expected(clients)
         tables = {"client_noise": self.client_noise_table, "weights": self.weight_table}
         tables["noise_multiplier"] = self.noise_multiplier_table[:, None]
-        if self.examples is not None:
-            tables["examples.noise_multiplier"] = np.atleast_2d(self.examples.noise_multiplier)
+        tables["examples.noise_multiplier"] = self.example_noise_table
         for name, table in tables.items():
             if table.shape[0] not in (1, rounds) or table.shape[1] not in (1, clients):
                 raise ValueError(f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients")
@@ -289,6 +296,7 @@ class RoundNoise(NamedTuple):
     client_noise: Float[Array, "#C"]
     weights: Float[Array, "#C"]
     denominator: Float[Array, ""]
+    example_noise: Float[Array, "#C"]
 
 
 def round_numbers(mechanism: Mechanism, clients: int, round_: Int[Array, ""]) -> RoundNoise:
@@ -304,6 +312,7 @@ def round_numbers(mechanism: Mechanism, clients: int, round_: Int[Array, ""]) ->
         client_noise=row(mechanism.client_noise_table),
         weights=weights,
         denominator=total * (mechanism.sampling.expected(clients) / clients),
+        example_noise=row(mechanism.example_noise_table),
     )
 
 

@@ -71,7 +71,7 @@ def test_a_mask_does_not_hide_that_weights_are_lost(mask):
 
     optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), breaks_one)
     algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, percentile=99.0, **PRIVATE | {"optimizer": optimizer})
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     message, _, _ = algorithm.client_update(KEY, server, (), client_data())
     assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(message.update))
 
@@ -79,7 +79,7 @@ def test_a_mask_does_not_hide_that_weights_are_lost(mask):
 @pytest.mark.parametrize("mask", ["fisher", "top_k", "random"])
 def test_a_client_sends_what_is_above_the_percentile(mask):
     algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, percentile=80.0, **PRIVATE)
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     message, _, info = algorithm.client_update(KEY, server, (), client_data())
     size = sum(leaf.size for leaf in jax.tree.leaves(server.params))
     kept = size - 1 - int(0.8 * (size - 1))
@@ -90,7 +90,7 @@ def test_a_client_sends_what_is_above_the_percentile(mask):
 
 def test_a_threshold_is_of_the_trained_models_scaled_fisher_information():
     algorithm = adp_pfl(MODEL, noise=1.0, threshold=0.05, **PRIVATE)
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     message, _, _ = algorithm.client_update(KEY, server, (), client_data())
     whole, _, _ = adp_pfl(MODEL, noise=1.0, mask=None, **PRIVATE).client_update(KEY, server, (), client_data())
     fisher = client_fisher(MODEL, optax.tree.add(server.params, whole.update), client_data())

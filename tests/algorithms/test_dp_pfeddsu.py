@@ -25,8 +25,7 @@ def run(algorithm, rounds=2):
 
 
 def update_of(algorithm, index=0):
-    clients = small_clients()
-    server, heads = algorithm.init(KEY, clients)
+    server, heads = algorithm.init(KEY, len(SIZES))
     head = jax.tree.map(lambda leaf: leaf[index], heads)
     message = algorithm.client_update(KEY, server, head, client_data(index))[0]
     return server, message
@@ -67,7 +66,7 @@ def test_random_masks_change_from_round_to_round():
 def test_off_the_public_mask_nothing_moves(source):
     algorithm = dp_pfeddsu(MODEL, mask_source=source, density=0.1, sparse_layers=1, **PRIVATE, **LOCAL)
     init_key = jax.random.split(KEY, 3)[0]
-    before, _ = algorithm.init(init_key, small_clients())
+    before, _ = algorithm.init(init_key, len(SIZES))
     after = run(algorithm, rounds=1).server
     kept = before.support["dense_1"]["kernel"]
     assert int(kept.sum()) == 14  # ceil(0.1 * 132)
@@ -114,7 +113,7 @@ def test_sound_private_masks_have_noise_everywhere():
     algorithm = dp_pfeddsu(
         MODEL, density=0.1, mask_source="local_step", **PRIVATE, **LOCAL | {"optimizer": optax.sgd(0.0)}
     )
-    before, _ = algorithm.init(jax.random.split(KEY, 3)[0], small_clients())
+    before, _ = algorithm.init(jax.random.split(KEY, 3)[0], len(SIZES))
     after = run(algorithm, rounds=1).server
     moved = jax.tree.map(lambda a, b: np.mean(np.asarray(a) != np.asarray(b)), before.params, after.params)
     assert min(jax.tree.leaves(moved)) > 0.98
@@ -129,8 +128,7 @@ def test_a_wider_backward_pass_moves_more_than_the_forward_mask():
 
 def test_the_first_forward_pass_is_on_masked_weights():
     algorithm = dp_pfeddsu(MODEL, density=0.1, **PRIVATE, **LOCAL)
-    clients = small_clients()
-    server, heads = algorithm.init(KEY, clients)
+    server, heads = algorithm.init(KEY, len(SIZES))
     params = algorithm.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), client_data())
     kept = jax.tree.map(lambda m, p: jnp.where(m, p, 0), server.mask, server.params)
     assert_same({name: params[name] for name in server.params}, kept)

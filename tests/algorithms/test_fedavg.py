@@ -29,7 +29,7 @@ def test_fedprox_adds_mu_times_the_distance_to_the_gradient():
     # With one example and batch 1, two steps: the second gradient has mu (w - w^t) more than FedAvg's.
     options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "batch_size": 16, "steps": 2}
     plain, prox = fedavg(MODEL, **options), fedprox(MODEL, mu=0.5, **options)
-    server, _ = plain.init(KEY, small_clients())
+    server, _ = plain.init(KEY, len(SIZES))
     one, _ = fedavg(MODEL, **options | {"steps": 1}).client_update(KEY, server, (), client_data())[::2]
     two, _ = plain.client_update(KEY, server, (), client_data())[::2]
     found, _ = prox.client_update(KEY, server, (), client_data())[::2]
@@ -46,7 +46,7 @@ def test_head_tuning_changes_the_evaluation_and_not_the_transcript():
 
 def test_head_tuning_moves_only_the_head():
     algorithm = dp_fedavg_fb(MODEL, head_optimizer=optax.sgd(0.5))
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     tuned = algorithm.personalize(KEY, server, (), client_data())
     for name in MODEL.layers:
         same = all(jax.tree.leaves(jax.tree.map(np.array_equal, tuned[name], server.params[name])))

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, client_data, small_clients
+from algorithms_table import CLIP, MODEL, SIZES, client_data
 
 from jaxfl.algorithms import fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon, paper_noise_multiplier
@@ -25,7 +25,7 @@ def build(**options):
 
 def moved(algorithm):
     """A server and a client that differ everywhere, and the client's update."""
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     client = jax.tree.map(lambda leaf: leaf + 0.1 * jax.random.normal(KEY, leaf.shape), server.params)
     message, after, info = algorithm.client_update(KEY, server, client, client_data())
     return server, client, message, after, info
@@ -70,7 +70,7 @@ def test_stages_touch_only_their_own_coordinates(reg):
 def test_first_round_has_finite_gradients():
     # Client and server start equal: both norms are 0 where they are differentiated.
     algorithm = build()
-    server, states = algorithm.init(KEY, small_clients())
+    server, states = algorithm.init(KEY, len(SIZES))
     message, *_ = algorithm.client_update(KEY, server, jax.tree.map(lambda leaf: leaf[0], states), client_data())
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(message.update))
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, client_data, small_clients
+from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import centaur, dp_fedavg, fedrep
 from jaxfl.local.train import fit_head, train
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def start(algorithm):
-    server, heads = algorithm.init(KEY, small_clients())
+    server, heads = algorithm.init(KEY, len(SIZES))
     return server, jax.tree.map(lambda leaf: leaf[0], heads)
 
 
@@ -69,7 +69,7 @@ def test_evaluation_refits_the_head_of_every_client_and_keeps_nothing():
 def start_heads(algorithm, result):
     """The heads as they were before the first round."""
     init_key = jax.random.split(KEY, 3)[0]
-    return jax.tree.map(lambda leaf: leaf[0], algorithm.init(init_key, small_clients())[1])
+    return jax.tree.map(lambda leaf: leaf[0], algorithm.init(init_key, len(SIZES))[1])
 
 
 def test_centaur_without_privacy_is_fedrep():

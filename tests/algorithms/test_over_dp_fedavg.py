@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, client_data, small_clients
+from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import blur_lus, dp_fedavg, dp_fedsam, fed_smp
 from jaxfl.local.train import cross_entropy
@@ -26,7 +26,7 @@ def run(algorithm, rounds=3):
 
 
 def update_of(algorithm):
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     return server, algorithm.client_update(KEY, server, (), client_data())[0]
 
 
@@ -53,11 +53,11 @@ def test_a_sharpness_aware_step_uses_the_gradient_uphill():
     algorithm = dp_fedsam(MODEL, radius=0.5, optimizer=optax.sgd(0.1), batch_size=16, **PRIVATE)
     server, message = update_of(algorithm)
     data = client_data()
-    own = data.rows[: int(data.size)]
+    own = data._rows[: int(data.size)]
 
     def objective(params):
-        logits = MODEL.apply(params, MODEL.prepare(data.inputs[own]))
-        return cross_entropy(logits, data.labels[own], jnp.ones(len(own)))
+        logits = MODEL.apply(params, MODEL.prepare(data._inputs[own]))
+        return cross_entropy(logits, data._labels[own], jnp.ones(len(own)))
 
     g = jax.grad(objective)(server.params)
     norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(g)))
@@ -72,7 +72,7 @@ def test_off_the_public_mask_nothing_is_sent_or_moves():
     assert message.mask is None
     assert int(server.support["dense_0"]["kernel"].sum()) == math.ceil(0.1 * KERNEL)
     assert_same(jax.tree.map(lambda u, m: jnp.where(m, 0, u), message.update, server.support), zeros(message.update))
-    before, _ = algorithm.init(jax.random.split(KEY, 3)[0], small_clients())
+    before, _ = algorithm.init(jax.random.split(KEY, 3)[0], len(SIZES))
     after = run(algorithm, rounds=1).server
     moved = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before.params, after.params)
     assert_same(moved, before.support)
@@ -80,7 +80,7 @@ def test_off_the_public_mask_nothing_is_sent_or_moves():
 
 
 def test_a_public_mask_does_not_hide_that_weights_are_lost():
-    server, _ = fed_smp(MODEL, density=0.1, **PRIVATE).init(KEY, small_clients())
+    server, _ = fed_smp(MODEL, density=0.1, **PRIVATE).init(KEY, len(SIZES))
     off = tuple(np.argwhere(~np.asarray(server.support["dense_0"]["kernel"]))[0])
 
     def breaks_one(updates, state, params=None):

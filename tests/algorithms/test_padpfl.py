@@ -146,12 +146,12 @@ def test_factors_may_change_by_round():
 
 def test_inexactness_is_the_ratio_of_gradients():
     method = build(mu=0.5, epochs=2)
-    server, _ = method.init(KEY, small_clients())
+    server, _ = method.init(KEY, len(SIZES))
     data = client_data()
     message, _, info = method.client_update(KEY, server, (), data)
     plain, _, _ = fedprox(MODEL, mu=0.5, epochs=2, **LOCAL).client_update(KEY, server, (), data)
     jax.tree.map(np.testing.assert_array_equal, message.update, plain.update)
-    x, labels = MODEL.prepare(data.inputs[data.rows]), data.labels[data.rows]
+    x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
     slope = jax.grad(lambda p: cross_entropy(MODEL.apply(p, x), labels, jnp.ones(len(labels))))
     after = optax.tree.add(slope(optax.tree.add(server.params, message.update)), optax.tree.scale(0.5, message.update))
     expected = optax.tree.norm(after) / optax.tree.norm(slope(server.params))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, client_data, small_clients
+from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedprox, pmtl
 from jaxfl.privacy.mechanism import Poisson
@@ -46,7 +46,7 @@ def test_pmtl_ft_without_penalty_is_dp_fedavg_fb():
 @pytest.mark.parametrize("options", [{"start": "own"}, {"start": "broadcast"}, {"finetune": 2}])
 def test_the_penalty_has_its_gradient(options):
     algorithm, prox = pmtl(MODEL, weight=0.5, **options, **LOCAL, **PRIVATE), fedprox(MODEL, mu=0.5, **LOCAL)
-    server, _ = prox.init(KEY, small_clients())
+    server, _ = prox.init(KEY, len(SIZES))
     state = server.params if "start" in options else ()
     found, _, _ = algorithm.client_update(KEY, server, state, client_data())
     expected, _, _ = prox.client_update(KEY, server, (), client_data())
@@ -57,7 +57,7 @@ def test_the_penalty_has_its_gradient(options):
 
 def test_a_client_trains_on_from_its_own_weights_and_keeps_them():
     algorithm = pmtl(MODEL, **LOCAL, **PRIVATE)
-    server, _ = algorithm.init(KEY, small_clients())
+    server, _ = algorithm.init(KEY, len(SIZES))
     own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
     still = pmtl(MODEL, **LOCAL | {"optimizer": optax.sgd(0.0)}, **PRIVATE)
     message, kept, _ = still.client_update(KEY, server, own, client_data())

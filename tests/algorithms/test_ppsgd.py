@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import CLIP, MODEL, client_data, small_clients
+from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl.algorithms import dp_fedavg, ppsgd
 from jaxfl.local.train import cross_entropy, fit_head, squared_error, train
@@ -22,7 +22,7 @@ def run(algorithm, rounds=3):
 
 
 def start(algorithm):
-    return algorithm.init(jax.random.split(KEY, 3)[0], small_clients())
+    return algorithm.init(jax.random.split(KEY, 3)[0], len(SIZES))
 
 
 def first(states):
@@ -68,8 +68,8 @@ def test_it_sends_the_gradient_of_the_sum_of_heads():
     server, states = start(algorithm)
     theta = jax.tree.map(lambda leaf: leaf + 0.1, first(states))
     data = client_data()
-    own = data.rows[: int(data.size)]
-    x, labels = MODEL.prepare(data.inputs[own]), data.labels[own]
+    own = data._rows[: int(data.size)]
+    x, labels = MODEL.prepare(data._inputs[own]), data._labels[own]
 
     def objective(params):
         both = MODEL.apply(params, x), MODEL.apply({**params, **theta}, x)

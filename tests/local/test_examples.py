@@ -1,3 +1,4 @@
+import dataclasses
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from reference import DIGITS, client, numpy_gradient
 from jaxfl.local.train import train
 from jaxfl.models import lenet
 from jaxfl.privacy.mechanism import PerExample
+from jaxfl.types import StepNoise
 
 KEY = jax.random.key(8)
 
@@ -55,7 +57,7 @@ def test_chunk_and_padding_change_nothing(private):
 def test_convolutions_are_differentiated_one_by_one():
     # With everything in the batch and no example clipped, it is the mean gradient.
     model, data = lenet((8 * 4, 32, 1), 10), client(5, 5)
-    data = data._replace(inputs=jnp.repeat(jnp.repeat(data.inputs, 4, axis=1), 4, axis=2))
+    data = dataclasses.replace(data, _inputs=jnp.repeat(jnp.repeat(data._inputs, 4, axis=1), 4, axis=2))
     options = {"apply": model.apply, "prepare": model.prepare, "params": model.init(KEY)}
     one, _ = fit(data, steps(rate=1.0, clip=1e6), **options)
     whole, _ = train(KEY, batch_size=5, optimizer=optax.sgd(1.0), data=data, **options)
@@ -85,11 +87,11 @@ def test_batches_are_poisson():
 
 def test_noise_has_the_stated_std():
     start = MODEL.init(jax.random.key(0))
-    for z, own in ((3.0, None), (np.full(4, 7.0), 3.0)):
-        noisy, quiet = (
-            fit(client(9, 13), steps(noise_multiplier=noise), noise_multiplier=mine, params=start)[0]
-            for noise, mine in ((z, own), (0.0, None))
-        )
+    plain = client(9, 13)
+    given = dataclasses.replace(plain, noise=StepNoise(jnp.float32(3.0), KEY))
+    for data, z in ((plain, 3.0), (given, np.full(4, 7.0))):  # the engine's number counts
+        noisy = fit(data, steps(noise_multiplier=z), params=start)[0]
+        quiet = fit(plain, steps(noise_multiplier=0.0), params=start)[0]
         noise = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(optax.tree.sub(noisy, quiet))])
         assert noise.std() == pytest.approx(3.0 * 0.5 / (0.4 * 9), rel=4 / math.sqrt(2 * noise.size))
 
@@ -98,7 +100,7 @@ def test_one_example_moves_a_step_by_at_most_the_bound():
     data = client(9, 9)
     moved = []
     for seed in range(8):
-        other = data._replace(labels=jnp.asarray(data.labels).at[104].set((data.labels[104] + 1) % 10))
+        other = dataclasses.replace(data, _labels=jnp.asarray(data._labels).at[104].set((data._labels[104] + 1) % 10))
         a, b = (fit(each, steps(clip=0.1), jax.random.key(seed))[0] for each in (data, other))
         moved.append(float(optax.tree.norm(optax.tree.sub(a, b))) * 0.4 * 9)
     assert max(moved) <= 2 * 0.1 * (1 + 1e-4)  # replaced, not zeroed out
@@ -137,11 +139,11 @@ def test_gradients_clipped_by_their_norms_are_the_same(chunk):
 def test_an_example_without_a_finite_gradient_contributes_nothing(norms):
     # Dropping the client's whole update instead would let one example move all of it.
     data = client(9, 9)
-    inputs = jnp.asarray(data.inputs, jnp.float32)
-    data = data._replace(inputs=inputs.at[103].set(jnp.inf))
+    inputs = jnp.asarray(data._inputs, jnp.float32)
+    data = dataclasses.replace(data, _inputs=inputs.at[103].set(jnp.inf))
     whole = steps(rate=1.0, chunk=4)
     found, info = fit(data, whole, norms=norms)
-    rest = data._replace(rows=jnp.delete(jnp.asarray(data.rows), 3), size=jnp.int32(8))
+    rest = dataclasses.replace(data, _rows=jnp.delete(jnp.asarray(data._rows), 3), size=jnp.int32(8))
     expected, _ = fit(rest, whole)
     start = MODEL.init(jax.random.key(0))
     eight_ninths = jax.tree.map(lambda s, e: s + (e - s) * 8 / 9, start, expected)

@@ -103,7 +103,7 @@ def test_penalty_enters_the_gradient():
     # A penalty whose gradient is -g at the start turns one step of SGD around.
     start = MODEL.init(jax.random.key(0))
     data = client(4, 4)
-    x, labels = MODEL.prepare(data.inputs[data.rows]), data.labels[data.rows]
+    x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
     g = jax.grad(lambda p: cross_entropy(MODEL.apply(p, x), labels, jnp.ones(4)))(start)
     with_penalty, _ = fit(data, penalty=lambda p: -2 * optax.tree.vdot(g, p))
     jax.tree.map(

@@ -73,8 +73,8 @@ def test_training_in_bfloat16_reaches_the_same_loss():
         options = {"optimizer": optax.sgd(0.1), "batch_size": 20, "epochs": 8}
         params, _ = jax.jit(lambda p: train_model(jax.random.key(1), model, p, data, **options))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-        x = model.prepare(data.inputs[:400])
-        return float(cross_entropy(model.apply(params, x), jnp.asarray(data.labels[:400]), jnp.ones(400)))
+        x = model.prepare(data._inputs[:400])
+        return float(cross_entropy(model.apply(params, x), jnp.asarray(data._labels[:400]), jnp.ones(400)))
 
     model = MODELS["mlp"](hidden=(32,))
     exact, rounded = final(model), final(with_precision(model, "bfloat16"))

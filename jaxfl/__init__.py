@@ -14,9 +14,11 @@ if jax.config.values["jax_num_cpu_devices"] < 1:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 
-from jaxfl import algorithms, data, models, privacy
+from jaxfl import algorithms, data, models, privacy, programs
 from jaxfl.simulation import Result, simulate, sweep
 from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model
+
+programs.keep()
 
 __all__ = [
     "Algorithm", "ClientData", "Clients", "Ledger", "Message", "Model", "Result",

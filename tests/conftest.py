@@ -13,7 +13,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Many tests compile the same programs: once for all workers, and not again in the next run.
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(autouse=True)

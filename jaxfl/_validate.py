@@ -1,13 +1,46 @@
-"""Argument checks shared by all builders: a ValueError with name, value and remedy.
+"""Argument checks: an error with name, value and remedy, before anything is computed.
+
+`checked` stands above every public function: what an argument may be follows from its annotation, and from a check that
+is named there where the annotation does not say it. Checks return the value as the library uses it: NumPy and JAX
+scalars become Python numbers.
 
 A sweep calls a builder with each value first, and then once more with a traced number in its place, which passes.
 """
 
+import contextlib
+import functools
+import inspect
 import math
-from collections.abc import Collection
-from typing import Any
+import numbers
+import os
+import types
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float64, Key
+
+from jaxfl.types import Number
+
+Check = Callable[[str, Any], Any]
+"""From an argument's name and value to the value as it is used; raises where it does not fit."""
+
+_F = TypeVar("_F", bound=Callable)
+
+_REMEDIES = {
+    "Model": "a model, for instance jaxfl.models.lenet()",
+    "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1)",
+    "Poisson": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
+    "Mechanism": "a jaxfl.privacy.Mechanism",
+    "PerExample": "a jaxfl.privacy.PerExample",
+    "Algorithm": "an algorithm, for instance jaxfl.algorithms.fedavg(model)",
+    "Clients": "clients from jaxfl.data.make_clients",
+    "Module": "a module of Flax linen, made: nn.Dense(10), not nn.Dense",
+}
+"""What to give where a class is asked for, by the name of the class, or of the first of several."""
 
 
 def traced(value: Any) -> bool:
@@ -20,37 +53,240 @@ def nonzero(value: Any) -> bool:
     return traced(value) or bool(value)
 
 
-def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> None:
+def show(value: Any) -> str:
+    """A value in an error: as it is written where that is short, else what it is."""
+    with contextlib.suppress(Exception):  # whole numbers of thousands of digits have no text
+        text = repr(value)
+        if len(text) <= 120 and "\n" not in text:
+            return text
+    shape = f" {value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray | jax.Array) else ""
+    return f"<{type(value).__name__}{shape}>"
+
+
+def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> Any:
     """Require a real number above zero (or equal to it, where `zero`)."""
     if traced(value):
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    if number and (value > 0 or (zero and value == 0)) and (infinite or math.isfinite(value)):
-        return
+        return value
+    number = _real(value)
+    if number is not None and (number > 0 or (zero and number == 0)) and (infinite or math.isfinite(number)):
+        return number
     bound = "at least 0" if zero else "above 0"
-    raise ValueError(f"{name}={value!r}: give a {'' if infinite else 'finite '}number {bound}")
+    raise ValueError(f"{name}={show(value)}: give a {'' if infinite else 'finite '}number {bound}")
 
 
-def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> None:
+def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
     """Require a whole number in [least, most]."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if whole and value >= least and (most is None or value <= most):
-        return
+    number = _real(value)
+    if isinstance(number, int) and number >= least and (most is None or number <= most):
+        return number
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{name}={value!r}: give a whole number {limits}")
+    raise ValueError(f"{name}={show(value)}: give a whole number {limits}")
 
 
-def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = True) -> None:
+def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = True) -> Any:
     """Require a number in (0, 1], or [0, 1] where `zero`, or (0, 1) without `one`."""
     if traced(value):
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and (0 < value < 1 or (zero and value == 0) or (one and value == 1)):
-        return
-    raise ValueError(f"{name}={value!r}: give a number in {'[' if zero else '('}0, 1{']' if one else ')'}")
+        return value
+    number = _real(value)
+    if number is not None and (0 < number < 1 or (zero and number == 0) or (one and number == 1)):
+        return number
+    raise ValueError(f"{name}={show(value)}: give a number in {'[' if zero else '('}0, 1{']' if one else ')'}")
 
 
-def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     """Require one of the named choices."""
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(repr, choices))}")
+    found = plain(value)
+    for choice in choices:
+        if isinstance(found, type(choice)) and isinstance(found, bool) == isinstance(choice, bool) and found == choice:
+            return choice
+    raise ValueError(f"{name}={show(value)}: choose one of {', '.join(map(repr, choices))}")
+
+
+def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """Require an object of one of some classes."""
+    found = plain(value)
+    if isinstance(found, kinds):
+        return found
+    remedy = _REMEDIES.get(kinds[0].__name__, f"a {' or '.join(kind.__name__ for kind in kinds)}")
+    raise TypeError(f"{name}={show(value)}: give {remedy}")
+
+
+def check_callable(name: str, value: Any) -> Callable:
+    """Require a function."""
+    if callable(value):
+        return value
+    raise TypeError(f"{name}={show(value)}: give a function")
+
+
+def check_array(name: str, value: Any) -> np.ndarray:
+    """Require what NumPy takes for an array of numbers; JAX's arrays are fetched."""
+    try:
+        array = np.asarray(value)
+    except Exception:
+        array = np.array(None)
+    if array.dtype.kind in "OUSMm" or (array.dtype.kind == "V" and array.dtype.names is not None):
+        raise TypeError(f"{name}={show(value)}: give an array of numbers")
+    return array
+
+
+def check_list(name: str, value: Any) -> Any:
+    """Require a sequence: a list, a tuple or an array."""
+    array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
+    if array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
+        return value
+    raise TypeError(f"{name}={show(value)}: give a list")
+
+
+def check_numbers(
+    name: str,
+    value: Any,
+    *,
+    axes: Collection[int] = (1,),
+    zero: bool = False,
+    negative: bool = False,
+    infinite: bool = False,
+) -> Float64[np.ndarray, "..."]:
+    """Require an array of so many axes, not empty, of numbers above 0 (or at least 0, or also below)."""
+    array = check_array(name, value)
+    if array.dtype.kind in "iuf" and array.ndim in axes and array.size:
+        found = array.astype(np.float64)
+        inside = ~np.isnan(found) if negative else (found >= 0 if zero else found > 0)
+        if np.all(inside) and (infinite or np.all(np.isfinite(found))):
+            return found
+    limits = "" if negative else (" of at least 0" if zero else " above 0")
+    shape = " or ".join({0: "a number", 1: "a vector", 2: "a table"}[n] for n in axes)
+    raise ValueError(f"{name}={show(value)}: give {shape} of {'' if infinite else 'finite '}numbers{limits}")
+
+
+def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any:
+    """Require a number of at least 0, or an array of them."""
+    if traced(value) or _real(value) is not None:
+        return check_positive(name, value, zero=True)
+    check_numbers(name, value, axes=axes, zero=True)
+    return np.asarray(value) if isinstance(value, jax.Array) else value
+
+
+def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = None, empty: bool = True) -> tuple:
+    """Require a sequence of whole numbers, so many of them."""
+    array = check_array(name, value)
+    sized = array.ndim == 1 and (len(array) == length if length is not None else empty or len(array) > 0)
+    if not sized or (array.size and (array.dtype.kind not in "iu" or array.min() < least)):
+        wanted = "" if length is None else f"{length} "
+        raise ValueError(f"{name}={show(value)}: give {wanted}whole numbers of at least {least}")
+    return tuple(array.tolist())
+
+
+def check_key(name: str, value: Any) -> Key[Array, "*P"]:
+    """Require a key of JAX, or one for each point; raw key data are wrapped."""
+    if isinstance(value, jax.Array) and value.ndim <= 1 and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    if isinstance(value, jax.Array) and value.ndim in (1, 2) and value.dtype == jnp.uint32 and value.shape[-1] == 2:
+        return jax.random.wrap_key_data(value)
+    raise TypeError(f"{name}={show(value)}: give a key, for instance jax.random.key(0)")
+
+
+def check_path(name: str, value: Any) -> Any:
+    """Require the name of a file or a folder."""
+    if isinstance(value, str | os.PathLike) and os.fspath(value):
+        return value
+    raise TypeError(f"{name}={show(value)}: give a path")
+
+
+at_least_0 = functools.partial(check_positive, zero=True)
+up_to_infinity = functools.partial(check_positive, infinite=True)
+count_from_0 = functools.partial(check_count, least=0)
+probability = functools.partial(check_fraction, one=False)
+
+
+def checked(**checks: Check) -> Callable[[_F], _F]:
+    """Check all arguments of a function, or of a dataclass, whenever it is called, and pass on what the checks return.
+
+    An annotation says: a whole number of at least 1 (`int`), a finite number above 0 (`float`, `Number`), one of the
+    named choices (`Literal`), a function, an object of a class. None is taken where it says so. `checks` are for
+    arguments that may be more or less than that, and must name those whose annotation says something else, so that
+    no argument can be forgotten.
+
+    >>> @checked(share=check_fraction)
+    ... def cut(size: int, share: float, way: Literal["up", "down"] = "up") -> int:
+    ...     return math.ceil(size * share)
+    >>> cut(np.int64(5), 0.5)
+    3
+    >>> cut(5, 0.5, way="left")
+    Traceback (most recent call last):
+    ValueError: way='left': choose one of 'up', 'down'
+    """
+
+    def decorate(target: _F) -> _F:
+        if isinstance(target, type):
+            target.__init__ = decorate(target.__init__)
+            return target
+        signature, hints = inspect.signature(target), get_type_hints(target)
+        own: dict[str, Check] = {}
+        for name, parameter in signature.parameters.items():
+            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD:
+                own[name] = _by_annotation(name, hints[name], checks.get(name))
+        assert set(checks) <= set(own), f"{target.__qualname__}: {set(checks) - set(own)} are no arguments"
+
+        @functools.wraps(target)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError:
+                return target(*args, **kwargs)  # Python's own error names the function
+            for name, check in own.items():
+                if name in bound.arguments:
+                    bound.arguments[name] = check(name, bound.arguments[name])
+            return target(*bound.args, **bound.kwargs)
+
+        return call  # pyrefly: ignore[bad-return]
+
+    return decorate
+
+
+def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
+    """The check of an argument; None passes where the annotation says so."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    kinds = tuple(member for member in members if member is not types.NoneType)
+    if check is None:
+        check = _of_kinds(name, kinds)
+    if len(kinds) == len(members):
+        return check
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _of_kinds(name: str, kinds: tuple[Any, ...]) -> Check:
+    if Any in kinds:
+        return lambda name, value: value
+    if kinds == (int,):
+        return check_count
+    if float in kinds and set(kinds) <= set(get_args(Number)):
+        return check_positive
+    if len(kinds) == 1 and get_origin(kinds[0]) is Literal:
+        return functools.partial(check_choice, choices=get_args(kinds[0]))
+    if len(kinds) == 1 and get_origin(kinds[0]) is Callable:
+        return check_callable
+    classes = all(isinstance(kind, type) and kind not in (float, int, np.ndarray) for kind in kinds)
+    assert classes, f"{name}: {kinds} need a check of their own"
+    return functools.partial(check_instance, kinds=kinds)
+
+
+def plain(value: Any) -> Any:
+    """A NumPy or JAX scalar as the Python value that it holds; all else as it is.
+
+    >>> plain(np.float32(0.5)), plain(jnp.int32(2)), plain(np.array(3)), plain([1])
+    (0.5, 2, 3, [1])
+    """
+    array = isinstance(value, np.generic | np.ndarray | jax.Array) and not traced(value) and value.ndim == 0
+    return value.item() if array and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+
+
+def _real(value: Any) -> int | float | None:
+    """The number that a value is, whole ones as int; None where it is none (as a bool) or too large for one."""
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return None
+    return int(value) if isinstance(value, numbers.Integral) else as_float

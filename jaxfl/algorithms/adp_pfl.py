@@ -11,8 +11,19 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_choice, check_positive, traced
-from jaxfl.algorithms.fedavg import fedavg
+from jaxfl._validate import (
+    at_least_0,
+    check_choice,
+    check_noise,
+    check_numbers,
+    check_positive,
+    checked,
+    probability,
+    show,
+    traced,
+    up_to_infinity,
+)
+from jaxfl.algorithms.fedavg import fedavg, refuse_server_optimizer
 from jaxfl.local.fisher import client_fisher, normalize_over_all
 from jaxfl.local.leakage import client_risk
 from jaxfl.local.masks import sparsify, top_percentile_mask
@@ -33,6 +44,38 @@ class Accounted(NamedTuple):
     account: Account
 
 
+def _check_noise(name: str, value: Any) -> Any:
+    return value if isinstance(value, ClientNoise) else check_noise(name, value)
+
+
+def _check_risks(name: str, value: Any) -> Any:
+    return check_choice(name, value, ("private",)) if isinstance(value, str) else check_numbers(name, value)
+
+
+def _check_bounds(name: str, value: Any) -> tuple[float, ...]:
+    bounds = tuple(check_numbers(name, value).tolist())
+    if len(bounds) != 2 or bounds[1] <= bounds[0]:
+        raise ValueError(f"{name}={show(value)}: give the least and the greatest risk")
+    return bounds
+
+
+def _check_percentile(name: str, value: Any) -> Any:
+    value = check_positive(name, value, zero=True)
+    if not traced(value) and value >= 100:
+        raise ValueError(f"{name}={value!r}: give a number in [0, 100)")
+    return value
+
+
+@checked(
+    noise=_check_noise,
+    risks=_check_risks,
+    risk_bounds=_check_bounds,
+    clip=up_to_infinity,
+    percentile=_check_percentile,
+    threshold=at_least_0,
+    delta=probability,
+    claim=up_to_infinity,
+)
 def adp_pfl(
     model: Model,
     *,
@@ -50,7 +93,7 @@ def adp_pfl(
     optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
     batch_size: int = 64,
     epochs: int = 5,
-    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    server_optimizer: optax.GradientTransformation | None = None,
     delta: float = 1e-5,
     claim: float | None = None,
 ) -> Algorithm:
@@ -89,7 +132,8 @@ def adp_pfl(
         optimizer: local optimizer, fresh in every round.
         batch_size: B.
         epochs: E, passes over the client's examples.
-        server_optimizer: takes the negative averaged update as its gradient; not used where weights are sent.
+        server_optimizer: takes the negative averaged update as its gradient (default: SGD at 1); not where weights are
+            sent.
         delta: failure probability of the statement.
         claim: the epsilon that the paper states for `noise`.
 
@@ -116,14 +160,6 @@ def adp_pfl(
     >>> adp_pfl(network, sampling=Full(), noise=9.0, risks="private", fidelity="paper").mechanism.broken[:33]
     "each client's noise scale follows"
     """
-    check_choice("fidelity", fidelity, ("sound", "paper"))
-    check_choice("mask", mask, ("fisher", "top_k", "random", None))
-    if isinstance(risks, str):
-        check_choice("risks", risks, ("private",))
-    check_choice("upload", upload, ("updates", "weights"))
-    check_positive("percentile", percentile, zero=True)
-    if not traced(percentile) and percentile >= 100:
-        raise ValueError(f"percentile={percentile!r}: give a number in [0, 100)")
     if threshold is not None and mask != "fisher":
         raise ValueError(
             f"threshold={threshold!r} with mask={mask!r}: it is one of Fisher information, give a percentile"
@@ -132,12 +168,14 @@ def adp_pfl(
         raise ValueError(
             f"upload={upload!r} with fidelity={fidelity!r}: their mean needs the cohort's number, so send updates"
         )
+    if upload == "weights":
+        refuse_server_optimizer({"server_optimizer": server_optimizer}, f"upload={upload!r}")
     base = fedavg(
         model,
         optimizer=optimizer,
         batch_size=batch_size,
         epochs=epochs,
-        server_optimizer=server_optimizer,
+        server_optimizer=server_optimizer or optax.sgd(1.0),
         mechanism=Mechanism(
             clip=clip,
             sampling=sampling,
@@ -217,6 +255,4 @@ def _paper(noise: Any, risks: Any, risk_bounds: tuple[float, float] | None) -> d
 
 def _public(noise: float | Sequence[float], risks: Sequence[float] | np.ndarray) -> dict[str, Any]:
     risks = np.asarray(risks, np.float64)
-    if risks.ndim != 1 or not np.all((risks > 0) & np.isfinite(risks)):
-        raise ValueError(f"risks={risks!r}: give a finite number above 0 for each client")
     return {"client_noise": np.atleast_1d(noise)[:, None] * (risks / risks.min())}

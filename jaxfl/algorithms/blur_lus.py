@@ -6,7 +6,7 @@ from typing import Any
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_fraction, check_positive, nonzero
+from jaxfl._validate import at_least_0, check_fraction, check_noise, checked, nonzero, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
@@ -15,6 +15,7 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, weight=at_least_0, density=check_fraction)
 def blur_lus(
     model: Model,
     *,
@@ -53,8 +54,6 @@ def blur_lus(
     >>> blur_lus(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'blur_lus'
     """
-    check_positive("weight", weight, zero=True)
-    check_fraction("density", density)
     check_bound(clip, "weight", weight)
     penalty = functools.partial(excess, bound=clip, weight=weight) if nonzero(weight) else None
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}

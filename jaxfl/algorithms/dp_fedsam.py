@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from jaxfl._validate import check_positive
+from jaxfl._validate import at_least_0, check_noise, checked, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.privacy.mechanism import Sampling
 from jaxfl.types import Algorithm, Model, Number
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, radius=at_least_0)
 def dp_fedsam(
     model: Model, *, clip: Number, noise_multiplier: Number, sampling: Sampling, radius: Number = 0.5, **options: Any
 ) -> Algorithm:
@@ -36,6 +37,5 @@ def dp_fedsam(
     >>> dp_fedsam(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=0.95, sampling=Poisson(0.1)).name
     'dp_fedsam'
     """
-    check_positive("radius", radius, zero=True)
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     return dp_fedavg(model, sam_radius=radius, **private, **options)._replace(name="dp_fedsam")

@@ -4,13 +4,15 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
+from jaxfl._validate import check_noise, checked, probability, up_to_infinity
 from jaxfl.algorithms.fedrep import check_extractor, split_head
-from jaxfl.local.train import check_local, train_model
+from jaxfl.local.train import train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Params
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
 def dp_lg(
     model: Model,
     *,
@@ -53,7 +55,6 @@ def dp_lg(
     >>> dp_lg(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=4.0, sampling=Full()).name
     'dp_lg'
     """
-    check_local(batch_size, epochs, None)
     check_extractor(model)
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:

@@ -8,11 +8,21 @@ import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive, nonzero, traced
+from jaxfl._validate import (
+    at_least_0,
+    check_fraction,
+    check_noise,
+    checked,
+    count_from_0,
+    nonzero,
+    probability,
+    traced,
+    up_to_infinity,
+)
 from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
 from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
-from jaxfl.local.train import check_local, fit_head, train_model
+from jaxfl.local.train import fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
 from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
@@ -23,6 +33,16 @@ _BROKEN = (
 )
 
 
+@checked(
+    noise_multiplier=check_noise,
+    clip=up_to_infinity,
+    density=check_fraction,
+    backward_density=check_fraction,
+    sparse_layers=count_from_0,
+    weight=at_least_0,
+    delta=probability,
+    claim=up_to_infinity,
+)
 def dp_pfeddsu(
     model: Model,
     *,
@@ -106,21 +126,10 @@ def dp_pfeddsu(
     >>> paper.mechanism.broken.split(",")[0]
     "noise only on the support of each client's mask"
     """
-    check_local(batch_size, epochs, None)
-    check_local(batch_size, head_epochs, None)
-    check_choice("fidelity", fidelity, ("sound", "paper"))
-    check_choice("outside", outside, ("masked", "dense"))
-    check_choice("penalty", penalty, ("two-sided", "hinge"))
     mask_source = mask_source or ("broadcast" if fidelity == "sound" else "local_step")
-    check_choice("mask_source", mask_source, ("broadcast", "local_step", "public_random"))
-    check_fraction("density", density)
     wider = density if backward_density is None else backward_density
-    check_fraction("backward_density", wider)
     if not (traced(wider) or traced(density)) and wider < density:
         raise ValueError(f"backward_density={wider!r}: give at least density={density!r}")
-    check_count("sparse_layers", sparse_layers, least=0)
-    check_positive("weight", weight, zero=True)
-    check_positive("server_learning_rate", server_learning_rate)
     check_bound(clip, "weight", weight)
     check_extractor(model)
     private = mask_source == "local_step"

@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import check_fraction
+from jaxfl._validate import check_fraction, check_noise, checked, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, random_masks, sparsify
 from jaxfl.privacy.mechanism import Sampling
@@ -14,6 +14,7 @@ from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_s
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, density=check_fraction)
 def fed_smp(
     model: Model,
     *,
@@ -53,7 +54,6 @@ def fed_smp(
     >>> fed_smp(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'fed_smp'
     """
-    check_fraction("density", density)
     base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:

@@ -6,21 +6,22 @@ that is fine-tuned before evaluation.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_positive, nonzero
+from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, show, up_to_infinity
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import check_local, fit_head, train_model
+from jaxfl.local.train import fit_head, train_model
 from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
+@checked()
 def local_only(
     model: Model,
     *,
@@ -44,7 +45,6 @@ def local_only(
     >>> local_only(mlp((8, 8, 1), 10, hidden=(16,))).mechanism.communicates
     False
     """
-    check_local(batch_size, epochs, steps)
 
     def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
         return (), init_clients(model.init(key), number)
@@ -74,6 +74,7 @@ def local_only(
     )
 
 
+@checked(sam_radius=at_least_0)
 def fedavg(
     model: Model,
     *,
@@ -108,8 +109,6 @@ def fedavg(
     >>> fedavg(mlp((8, 8, 1), 10, hidden=(16,))).name
     'fedavg'
     """
-    check_local(batch_size, epochs, steps)
-    check_positive("sam_radius", sam_radius, zero=True)
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Tree]:
         del number
@@ -143,6 +142,7 @@ def fedavg(
     )
 
 
+@checked(mu=at_least_0)
 def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
     r"""FedProx: FedAvg whose clients minimise :math:`F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`.
 
@@ -157,10 +157,10 @@ def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    check_positive("mu", mu, zero=True)
     return fedavg(model, penalty=functools.partial(proximal, mu=mu) if nonzero(mu) else None, name="fedprox", **options)
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
 def dp_fedavg(
     model: Model,
     *,
@@ -195,6 +195,7 @@ def dp_fedavg(
     return fedavg(model, mechanism=mechanism, name="dp_fedavg", **options)
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise)
 def dp_fedavg_fb(
     model: Model,
     *,
@@ -226,7 +227,6 @@ def dp_fedavg_fb(
     >>> dp_fedavg_fb(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=1.0).name
     'dp_fedavg_fb'
     """
-    check_local(head_batch_size, head_epochs, None)
     base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
 
     def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
@@ -237,6 +237,15 @@ def dp_fedavg_fb(
         return params
 
     return base._replace(name="dp_fedavg_fb", personalize=personalize)
+
+
+def refuse_server_optimizer(options: Mapping[str, Any], why: str) -> None:
+    """Where clients send weights, their mean is the server's next state, and no optimizer makes a step."""
+    if options.get("server_optimizer") is not None:
+        value = show(options["server_optimizer"])
+        raise ValueError(
+            f"server_optimizer={value} with {why}: the mean of the weights is taken as it is, leave it out"
+        )
 
 
 def sends_weights(method: Algorithm) -> Algorithm:

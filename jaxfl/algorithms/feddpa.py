@@ -9,17 +9,26 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_choice, check_count, check_positive, nonzero
+from jaxfl._validate import at_least_0, check_fraction, check_noise, checked, nonzero, probability, up_to_infinity
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
-from jaxfl.local.train import check_local, train_model
+from jaxfl.local.train import train_model
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
+@checked(
+    noise_multiplier=check_noise,
+    clip=up_to_infinity,
+    threshold=at_least_0,
+    lambda1=at_least_0,
+    lambda2=at_least_0,
+    delta=probability,
+    claim=up_to_infinity,
+)
 def feddpa(
     model: Model,
     *,
@@ -88,12 +97,6 @@ def feddpa(
     >>> feddpa(mlp((8, 8, 1), 10), sampling=Poisson(0.1), noise_multiplier=1.0).mechanism.noise_multiplier
     1.0
     """
-    check_local(batch_size, epochs, None)
-    check_choice("fidelity", fidelity, ("sound", "paper"))
-    check_choice("reg", reg, ("active", "code"))
-    check_choice("evaluate", evaluate, ("stored", "adapt"))
-    for name, value in {"threshold": threshold, "lambda1": lambda1, "lambda2": lambda2}.items():
-        check_positive(name, value, zero=True)
     check_bound(clip, "lambda2", lambda2)
 
     def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
@@ -143,6 +146,7 @@ def feddpa(
     )
 
 
+@checked(delta=probability, rate=check_fraction)
 def paper_noise_multiplier(
     epsilon: float, *, delta: float, examples: int, batch_size: int, epochs: int, rounds: int, rate: float
 ) -> float:
@@ -168,6 +172,7 @@ def paper_noise_multiplier(
     return calibrate(epsilon, clients=1, rounds=steps, sampling=sampling, delta=delta)
 
 
+@checked(delta=probability, rate=check_fraction)
 def paper_epsilon(
     noise_multiplier: float,
     *,
@@ -186,8 +191,6 @@ def paper_epsilon(
 
 
 def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: float) -> tuple[int, Poisson]:
-    for name, value in {"examples": examples, "batch_size": batch_size, "epochs": epochs, "rounds": rounds}.items():
-        check_count(name, value)
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 

@@ -8,8 +8,8 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_count
-from jaxfl.local.train import check_local, fit_head, train_model
+from jaxfl._validate import check_noise, checked, count_from_0, probability, up_to_infinity
+from jaxfl.local.train import fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
@@ -26,6 +26,7 @@ class Parts(NamedTuple):
     """Shared, parameters with another head -> personal."""
 
 
+@checked(head_epochs=count_from_0, evaluation_epochs=count_from_0)
 def fedrep(
     model: Model,
     *,
@@ -70,12 +71,10 @@ def fedrep(
     >>> fedrep(mlp((8, 8, 1), 10, hidden=(16,))).name
     'fedrep'
     """
-    check_local(batch_size, epochs, None)
     if mechanism.examples is not None:
         raise ValueError("mechanism.examples is for the FedAvg family: heads here are trained without it, leave it out")
     evaluation_epochs = head_epochs if evaluation_epochs is None else evaluation_epochs
     for name_, passes in {"head_epochs": head_epochs, "evaluation_epochs": evaluation_epochs}.items():
-        check_count(name_, passes, least=0)
         if passes and not model.head:
             raise ValueError(f"{name_}={passes!r}: model={model.name!r} has no head to fit, so give 0")
     if parts is None:
@@ -120,6 +119,7 @@ def fedrep(
     )
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability, head_epochs=count_from_0)
 def centaur(
     model: Model,
     *,

@@ -11,8 +11,8 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
-from jaxfl.algorithms.fedavg import fedprox, sends_weights
+from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, probability, up_to_infinity
+from jaxfl.algorithms.fedavg import fedprox, refuse_server_optimizer, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train_model
 from jaxfl.privacy.accounting import calibrate, calibrate_upload
@@ -24,6 +24,14 @@ Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]
 """p as [C] or [T, C], or as a function from the round (from 0) to [C]."""
 
 
+@checked(
+    epsilon=up_to_infinity,
+    clip=up_to_infinity,
+    impacts=lambda name, value: value if callable(value) else _check_impacts(value),
+    upload_epsilon=up_to_infinity,
+    mu=at_least_0,
+    delta=probability,
+)
 def padpfl(
     model: Model,
     *,
@@ -90,13 +98,10 @@ def padpfl(
     >>> padpfl(mlp((8, 8, 1), 10), epsilon=8.0, rounds=10, clip=1.0, impacts=p).mechanism.weights.tolist()
     [0.5, 0.3, 0.2]
     """
-    check_choice("fidelity", fidelity, ("sound", "paper"))
-    check_count("rounds", rounds)
-    for name, value in {"epsilon": epsilon, "upload_epsilon": upload_epsilon}.items():
-        check_positive(name, value, infinite=True)
     weights = None if impacts is None else impact_table(impacts, rounds)
     claim = None
     if fidelity == "paper":
+        refuse_server_optimizer(options, f"fidelity={fidelity!r}")
         s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=k) for k in (exposures, rounds))
         if math.isfinite(epsilon):
             claim = epsilon, f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
@@ -127,6 +132,7 @@ def padpfl(
     return sends_weights(method) if fidelity == "paper" else method
 
 
+@checked(epsilon=up_to_infinity, delta=probability)
 def paper_noise(epsilon: float, *, delta: float, smallest: int | None, times: int = 1) -> float:
     r"""Std over C by the rule of PADPFL, NbAFL and PDP-FL: :math:`2 c k / (m \epsilon)`, with
     :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
@@ -140,14 +146,10 @@ def paper_noise(epsilon: float, *, delta: float, smallest: int | None, times: in
     >>> round(paper_noise(1.0, delta=0.01, smallest=100), 7)
     0.0621502
     """  # noqa: D205
-    check_positive("epsilon", epsilon, infinite=True)
-    check_fraction("delta", delta, one=False)
-    check_count("times", times)
     if smallest is None:
         raise ValueError(
             "smallest=None: the paper's sensitivity is 2C/m, so give m, the examples of the smallest client"
         )
-    check_count("smallest", smallest)
     return 2 * math.sqrt(2 * math.log(1.25 / delta)) * times / (smallest * epsilon)
 
 
@@ -167,9 +169,7 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
     >>> impact_table(lambda t: np.array([0.5, 0.5]) if t < 1 else np.array([0.0, 1.0]), 2).tolist()
     [[0.5, 0.5], [0.0, 1.0]]
     """
-    table = np.asarray([impacts(t) for t in range(rounds)] if callable(impacts) else impacts, np.float64)
-    if table.ndim not in (1, 2) or not table.size or not np.all(np.isfinite(table)) or table.min() < 0:
-        raise ValueError(f"impacts={table}: give [C] or [T, C] finite numbers of at least 0")
+    table = _check_impacts([impacts(t) for t in range(rounds)] if callable(impacts) else impacts)
     rows = np.atleast_2d(table)
     if len(rows) not in (1, rounds):
         raise ValueError(f"impacts has {len(rows)} rounds: give 1 or {rounds}")
@@ -178,6 +178,10 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
         worst = int(np.argmax(np.abs(totals - 1)))
         raise ValueError(f"impacts sum to {totals[worst]:g} in round {worst}: divide them by their sum")
     return table
+
+
+def _check_impacts(value: Any) -> Float[np.ndarray, "..."]:
+    return check_numbers("impacts", value, axes=(1, 2), zero=True)
 
 
 def convergence_bound(

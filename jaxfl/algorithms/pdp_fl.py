@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optax
 from jaxtyping import Float
 
-from jaxfl._validate import check_choice, check_count, check_positive
-from jaxfl.algorithms.fedavg import fedavg, sends_weights
+from jaxfl._validate import check_fraction, check_numbers, checked, probability, show, up_to_infinity
+from jaxfl.algorithms.fedavg import fedavg, refuse_server_optimizer, sends_weights
 from jaxfl.algorithms.padpfl import paper_noise, sound_noise, sound_upload_noise
 from jaxfl.privacy.accountants import round_down
 from jaxfl.privacy.accounting import calibrate_examples
@@ -25,6 +26,16 @@ class Budgets(NamedTuple):
     level: Float[np.ndarray, "C"]
 
 
+def _steps(name: str, value: Any, length: int) -> tuple[float, ...]:
+    steps = check_numbers(name, value)
+    if len(steps) != length or np.any(np.diff(steps) < 0):
+        raise ValueError(f"{name}={show(value)}: give {length} numbers in ascending order")
+    return tuple(steps.tolist())
+
+
+@checked(
+    preferences=partial(check_numbers, negative=True), cuts=partial(_steps, length=2), levels=partial(_steps, length=3)
+)
 def personal_budgets(
     preferences: Float[np.ndarray, "C"],
     *,
@@ -51,16 +62,7 @@ def personal_budgets(
     >>> personal_budgets(np.array([1.0, 2.0, -0.3]), base=8.0)
     Budgets(epsilon=array([3. , 6. , 0.1]), level=array([2., 5., 2.]))
     """
-    check_choice("rule", rule, ("logarithm", "level"))
-    check_positive("floor", floor)
-    for name, steps in {"cuts": cuts, "levels": levels}.items():
-        for step in steps:
-            check_positive(name, step)
-        if list(steps) != sorted(steps):
-            raise ValueError(f"{name}={steps!r}: give them in ascending order")
-    preferences, table = np.asarray(preferences, np.float64), np.asarray(levels, np.float64)
-    if preferences.ndim != 1 or not preferences.size or not np.all(np.isfinite(preferences)):
-        raise ValueError(f"preferences={preferences}: give one finite number per client")
+    table = np.array(levels)
     if rule == "level":
         level = table[np.where(preferences < levels[0], 0, np.where(preferences > levels[2], 2, 1))]
         return Budgets(np.maximum(floor, preferences * level), level)
@@ -70,6 +72,18 @@ def personal_budgets(
     return Budgets(epsilon, table[np.searchsorted(cuts, epsilon, side="right")])
 
 
+def _check_budgets(name: str, value: Any) -> Budgets:
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"{name}={show(value)}: give Budgets, from `personal_budgets` or your own")
+    asked, level = check_numbers("budgets.epsilon", value[0], infinite=True), check_numbers("budgets.level", value[1])
+    if asked.shape != level.shape:
+        raise ValueError(
+            f"{name}={show(value)}: {len(asked)} epsilons, {len(level)} levels, give one of each per client"
+        )
+    return Budgets(asked, level)
+
+
+@checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=probability)
 def pdp_fl(
     model: Model,
     *,
@@ -128,15 +142,10 @@ def pdp_fl(
     >>> method.mechanism.client_noise.round(1).tolist(), method.mechanism.weights.tolist()
     ([[11.4, 2.7, 1.6]], [2.0, 5.0, 8.0])
     """
-    check_choice("fidelity", fidelity, ("sound", "paper"))
-    check_choice("aggregation", aggregation, ("normalised", "printed"))
-    check_count("rounds", rounds)
-    check_positive("epsilon_max", epsilon_max, infinite=True)
-    asked, level = (np.asarray(values, np.float64) for values in budgets)
-    if asked.ndim != 1 or asked.shape != level.shape or not np.all(asked > 0) or not np.all(level > 0):
-        raise ValueError(f"budgets={budgets!r}: give a budget and a level above 0 for each client")
+    asked, level = budgets
     claim = None
     if fidelity == "paper":
+        refuse_server_optimizer(options, f"fidelity={fidelity!r}")
         noise = np.array([paper_noise(float(e), delta=delta, smallest=smallest) for e in asked])
         z = paper_noise(epsilon_max, delta=delta, smallest=smallest)
         own = f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
@@ -167,6 +176,7 @@ def pdp_fl(
     return method._replace(server_update=server_update)
 
 
+@checked(epsilon=partial(check_numbers, infinite=True), rate=check_fraction, delta=probability)
 def personal_examples(
     epsilon: Float[np.ndarray, "C"], *, clip: float, rate: float, steps: int, rounds: int, delta: float = 1e-5
 ) -> PerExample:

@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_choice, check_count, check_positive, nonzero
+from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train_model
@@ -16,6 +16,7 @@ from jaxfl.server import Server, init_clients
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, weight=at_least_0, delta=probability)
 def pmtl(
     model: Model,
     *,
@@ -76,14 +77,11 @@ def pmtl(
     >>> pmtl(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'pmtl'
     """
-    check_positive("weight", weight, zero=True)
-    check_choice("start", start, ("own", "broadcast"))
     penalty = functools.partial(proximal, mu=weight) if nonzero(weight) else None
     local: dict[str, Any] = {"optimizer": optimizer, "batch_size": batch_size, "epochs": epochs, "steps": steps}
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
     shared: dict[str, Any] = {"penalty": penalty, "server_optimizer": server_optimizer, **local, **private}
     if finetune is not None:
-        check_count("finetune", finetune)
         heads: dict[str, Any] = {"head_optimizer": head_optimizer, "head_batch_size": head_batch_size}
         return dp_fedavg_fb(model, head_epochs=finetune, **heads, **shared)._replace(name="pmtl")
     base = dp_fedavg(model, **shared)

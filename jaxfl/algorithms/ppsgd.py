@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_choice, check_count, check_positive
+from jaxfl._validate import at_least_0, check_noise, checked, probability, up_to_infinity
 from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
 from jaxfl.local.train import squared_error, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
@@ -15,6 +15,7 @@ from jaxfl.server import Server, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
 def ppsgd(
     model: Model,
     *,
@@ -63,7 +64,6 @@ def ppsgd(
     >>> ppsgd(mlp((8, 8, 1), 10), clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'ppsgd'
     """
-    check_choice("variant", variant, ("original", "centaur"))
     if not model.head:
         raise ValueError(f"model={model.name!r} has no head: name one, to which clients add their own")
     if variant == "original":
@@ -87,6 +87,7 @@ def added_head(model: Model) -> Parts:
     )
 
 
+@checked(server_learning_rate=at_least_0, personal_learning_rate=at_least_0)
 def _one_step(
     model: Model,
     mechanism: Mechanism,
@@ -96,9 +97,6 @@ def _one_step(
     personal_learning_rate: Number = 0.1,
     loss: Callable[[Array, Array, Array], Float[Array, ""]] = squared_error,
 ) -> Algorithm:
-    check_count("batch_size", batch_size)
-    check_positive("server_learning_rate", server_learning_rate, zero=True)
-    check_positive("personal_learning_rate", personal_learning_rate, zero=True)
     parts = added_head(model)
     server_optimizer = optax.sgd(server_learning_rate)
 

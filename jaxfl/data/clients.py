@@ -1,16 +1,27 @@
 """Clients: index lists -> one example store and padded rows; its layout over devices."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jaxfl._validate import check_count
-from jaxfl.data.load import Dataset, from_arrays
+from jaxfl._validate import check_counts, check_list, checked, show
+from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients
 
 
+def _check_data(name: str, value: Any) -> Dataset:
+    """Require a dataset whose arrays fit, also where some were replaced; or those arrays."""
+    if isinstance(value, Dataset):
+        return from_arrays(*value[:4], classes=value.classes, name=value.name)
+    if isinstance(value, tuple | list) and len(value) == 4:
+        return from_arrays(*value)
+    raise TypeError(f"{name}={show(value)}: give a Dataset, or train inputs and labels, test inputs and labels")
+
+
+@checked(data=_check_data, train_lists=check_list, test_lists=check_list)
 def make_clients(
     data: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     train_lists: Sequence[Sequence[int] | np.ndarray],
@@ -42,7 +53,7 @@ def make_clients(
         >>> clients.train.shape, clients.inputs.shape, int(clients.test_size.sum())
         ((100, 15), (1797, 8, 8, 1), 359)
     """
-    dataset = data if isinstance(data, Dataset) else from_arrays(*data)
+    dataset: Any = data
     if len(train_lists) != len(test_lists) or not len(train_lists):
         raise ValueError(
             f"{len(train_lists)} train_lists and {len(test_lists)} test_lists: give one of each per client"
@@ -57,6 +68,7 @@ def make_clients(
     return Clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
 
 
+@checked(own=functools.partial(check_counts, least=0))
 def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
     """Lay clients out so that an equal split of each leading axis gives each device its own clients.
 
@@ -82,7 +94,6 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         >>> halves.labels.tolist(), halves.train.tolist()
         ([3, 0, 0, 1], [[0, 0], [0, 1]])
     """
-    check_count("shards", shards)
     if shards == 1:
         return clients
     inputs, labels, train, train_size, test, test_size = map(np.asarray, clients)
@@ -116,6 +127,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     )
 
 
+@checked()
 def describe(clients: Clients) -> dict[str, int | float]:
     """Number of clients, least, median and largest train and test sizes, and bytes of all arrays.
 
@@ -138,16 +150,10 @@ def _real(rows: np.ndarray, size: np.ndarray) -> Bool[np.ndarray, "C N"]:
 
 def _pad(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "C N"], Int32[np.ndarray, "C"]]:
     """Check the lists against data of that length and pad them with 0, at least one wide."""
-    arrays = [np.asarray(rows) for rows in lists]
-    for i, rows in enumerate(arrays):
-        if rows.ndim != 1 or (rows.size and not np.issubdtype(rows.dtype, np.integer)):
-            raise ValueError(f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers")
+    arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)
-    flat = np.concatenate([rows.astype(np.int64) for rows in arrays])
+    flat = np.concatenate(arrays)
     client = np.repeat(np.arange(len(arrays)), size)
-    wrong = np.flatnonzero((flat < 0) | (flat >= length))
-    if wrong.size:
-        raise ValueError(f"{name}[{client[wrong[0]]}] has row {flat[wrong[0]]}: give rows from 0 to {length - 1}")
     order = np.lexsort((flat, client))
     twice = np.flatnonzero((np.diff(flat[order]) == 0) & (np.diff(client[order]) == 0))
     if twice.size:

@@ -1,13 +1,34 @@
 """Corruption of inputs: clients whose data are worse than others'."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_count, check_fraction
+from jaxfl._validate import check_array, check_fraction, check_list, checked, count_from_0
+from jaxfl.data.load import check_inputs, check_rows
 
 
+def _check_pixels(name: str, value: Any) -> np.ndarray:
+    inputs = check_array(name, value)
+    if inputs.dtype != np.uint8 and not np.issubdtype(inputs.dtype, np.floating):
+        raise ValueError(f"{name}.dtype={inputs.dtype}: give bytes, or floating numbers")
+    check_inputs(name, inputs)
+    return inputs
+
+
+def _check_densities(name: str, value: Any) -> list[float]:
+    return [check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(check_array(name, value))]
+
+
+@checked(
+    inputs=_check_pixels,
+    rows=check_list,
+    density=partial(check_fraction, zero=True),
+    seed=count_from_0,
+)
 def salt_and_pepper(
     inputs: Shaped[np.ndarray, "D ..."], rows: np.ndarray, density: float, *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:
@@ -41,9 +62,10 @@ def salt_and_pepper(
     References:
         PADPFL (MNIST clients with severe, moderate and no salt-and-pepper noise).
     """
-    return corrupt_clients(inputs, [rows], [density], seed=seed)
+    return corrupt_clients(inputs, check_rows("rows", [rows], len(inputs)), [density], seed=seed)
 
 
+@checked(inputs=_check_pixels, lists=check_list, densities=_check_densities, seed=count_from_0)
 def corrupt_clients(
     inputs: Shaped[np.ndarray, "D ..."], lists: Sequence[np.ndarray], densities: Sequence[float], *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:
@@ -65,14 +87,10 @@ def corrupt_clients(
         >>> bool((noisy[0] == gray[0]).all()), bool((noisy[1] == gray[1]).all())
         (False, True)
     """
-    check_count("seed", seed, least=0)
     if len(densities) != len(lists):
         raise ValueError(f"densities has {len(densities)} values: give one for each of the {len(lists)} clients")
-    for density in densities:
-        check_fraction("density", float(density), zero=True)
+    lists = check_rows("lists", lists, len(inputs))
     rows = np.concatenate([np.zeros(0, np.int64), *lists])
-    if rows.size and not 0 <= rows.min() <= rows.max() < len(inputs):
-        raise ValueError(f"rows from {rows.min()} to {rows.max()}: give rows of the {len(inputs)} inputs")
     if len(np.unique(rows)) < len(rows):
         raise ValueError("lists has rows that occur twice: give disjoint lists")
     low, high = (0, 255) if inputs.dtype == np.uint8 else (inputs.min(), inputs.max())

@@ -4,6 +4,7 @@ Datasets other than `digits` are read from folders that TensorFlow Datasets (TFD
 array_record format. Reading needs neither TensorFlow nor a network; nothing is ever downloaded.
 """
 
+import functools
 import hashlib
 import io
 import os
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int32, Shaped, UInt8
+from jaxtyping import Float32, Int32, Integer
 
-from jaxfl._validate import check_choice, check_count
+from jaxfl._validate import check_array, check_choice, check_path, checked
 
 EMNIST = tuple(f"emnist/{config}" for config in ("digits", "balanced", "letters", "byclass", "bymerge", "mnist"))
 NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn_cropped", "emnist", *EMNIST)
@@ -29,14 +30,69 @@ _BLOCK = 4096
 class Dataset(NamedTuple):
     """Training and test examples of one task; labels are 0 to classes - 1."""
 
-    train_inputs: UInt8[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
+    train_inputs: Integer[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
     train_labels: Int32[np.ndarray, "n"]
-    test_inputs: UInt8[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
+    test_inputs: Integer[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
     test_labels: Int32[np.ndarray, "m"]
     classes: int
     name: str
 
 
+def check_labels(
+    name: str, labels: Any, length: int | None = None, classes: int | None = None
+) -> Int32[np.ndarray, "n"]:
+    """Require a vector of whole numbers from 0 (below `classes`), `length` of them; return it as int32."""
+    labels = check_array(name, labels)
+    if labels.ndim != 1 or (length is not None and len(labels) != length):
+        wanted = "one label per example" if length is None else f"one label for each of the {length} inputs"
+        raise ValueError(f"{name}.shape={labels.shape}: give {wanted}")
+    if labels.size and not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"{name}.dtype={labels.dtype}: give whole numbers, e.g. {name}.astype(np.int32)")
+    most = np.iinfo(np.int32).max if classes is None else classes - 1
+    wrong = labels[(labels < 0) | (labels > most)]
+    if len(wrong):
+        limits = "from 0" if classes is None else f"from 0 to classes - 1 = {most}"
+        raise ValueError(f"{name} holds {wrong[0]}: give labels {limits}")
+    return labels.astype(np.int32)
+
+
+def check_inputs(name: str, inputs: Any) -> np.ndarray:
+    """Require examples [n, ...] without empty axes, finite; return them in at most 32 bits."""
+    inputs = check_array(name, inputs)
+    if inputs.ndim < 2 or 0 in inputs.shape[1:]:
+        raise ValueError(f"{name}.shape={inputs.shape}: give one row per example, [n, ...], of numbers")
+    if np.issubdtype(inputs.dtype, np.integer):
+        if inputs.dtype.itemsize < 4:
+            return inputs
+        wide = inputs[(inputs < np.iinfo(np.int32).min) | (inputs > np.iinfo(np.int32).max)]
+        if wide.size:
+            raise ValueError(f"{name} holds {wide[0]}: give whole numbers of 32 bits")
+        return inputs.astype(np.int32, copy=False)
+    if not np.issubdtype(inputs.dtype, np.floating):
+        raise ValueError(f"{name}.dtype={inputs.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)")
+    with np.errstate(over="ignore"):
+        inputs = inputs.astype(np.float32, copy=False)
+    bad = ~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim)))
+    if bad.any():
+        raise ValueError(f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them")
+    return inputs
+
+
+def check_rows(name: str, lists: Any, length: int) -> list[Int32[np.ndarray, "_"]]:
+    """Require a vector of rows from 0 below `length` for each client; return them as int32."""
+    found = [check_array(f"{name}[{i}]", rows) for i, rows in enumerate(lists)]
+    for i, rows in enumerate(found):
+        if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+            raise ValueError(f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers")
+    flat = np.concatenate([np.zeros(0, np.int64), *(rows for rows in found if rows.size)])
+    wrong = flat[(flat < 0) | (flat >= length)]
+    if wrong.size:
+        i = next(i for i, rows in enumerate(found) if np.any(rows == wrong[0]))
+        raise ValueError(f"{name}[{i}] has row {wrong[0]}: give rows from 0 to {length - 1}")
+    return [rows.astype(np.int32, copy=False) for rows in found]
+
+
+@checked(name=functools.partial(check_choice, choices=NAMES), data_dir=check_path)
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """Load a dataset by name; images are uint8 [n, H, W, C].
 
@@ -65,7 +121,6 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     References:
         https://www.tensorflow.org/datasets/tfless_tfds
     """
-    check_choice("name", name, NAMES)
     if name == "digits":
         return _digits()
     full_name = "emnist/digits" if name == "emnist" else name
@@ -79,6 +134,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     return Dataset(**arrays, classes=classes, name=full_name)
 
 
+@checked(train_inputs=check_inputs, train_labels=check_labels, test_inputs=check_inputs, test_labels=check_labels)
 def from_arrays(
     train_inputs: np.ndarray,
     train_labels: np.ndarray,
@@ -91,7 +147,8 @@ def from_arrays(
     """Make a dataset of your own arrays.
 
     Args:
-        train_inputs: `[n, ...]` uint8, or floating (kept as float32).
+        train_inputs: `[n, ...]` bytes (images), floating numbers (kept as float32), or other whole numbers (kept as they
+            are, in 32 bits at most).
         train_labels: `[n]` integers from 0.
         test_inputs: `[m, ...]` with the dtype and example shape of `train_inputs`; m may be 0.
         test_labels: `[m]` integers from 0.
@@ -106,11 +163,8 @@ def from_arrays(
         >>> from_arrays(inputs, np.array([0, 1, 2, 1]), inputs[:1], np.array([2])).classes
         3
     """
-    if classes is not None:
-        check_count("classes", classes)
-    train_inputs, test_inputs = _inputs("train_inputs", train_inputs), _inputs("test_inputs", test_inputs)
     if not len(train_inputs):
-        raise ValueError("train_inputs is empty: give at least one example")
+        raise ValueError(f"train_inputs has shape {train_inputs.shape}: give at least one example")
     example, other = (str(train_inputs.dtype), train_inputs.shape[1:]), (str(test_inputs.dtype), test_inputs.shape[1:])
     if example != other:
         raise ValueError(f"test_inputs has examples {other}: give the dtype and shape of train_inputs, {example}")
@@ -118,38 +172,6 @@ def from_arrays(
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
     return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes or largest + 1, name)
-
-
-def check_labels(
-    name: str, labels: Shaped[np.ndarray, "..."], length: int | None = None, classes: int | None = None
-) -> Int32[np.ndarray, "n"]:
-    """Require a vector of whole numbers from 0 (below `classes`), `length` of them; return it as int32."""
-    if labels.ndim != 1 or (length is not None and len(labels) != length):
-        wanted = "one label per example" if length is None else f"one label for each of the {length} inputs"
-        raise ValueError(f"{name}.shape={labels.shape}: give {wanted}")
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"{name}.dtype={labels.dtype}: give whole numbers, e.g. {name}.astype(np.int32)")
-    most = np.iinfo(np.int32).max if classes is None else classes - 1
-    wrong = labels[(labels < 0) | (labels > most)]
-    if len(wrong):
-        limits = "from 0" if classes is None else f"from 0 to classes - 1 = {most}"
-        raise ValueError(f"{name} holds {wrong[0]}: give labels {limits}")
-    return labels.astype(np.int32)
-
-
-def _inputs(name: str, inputs: np.ndarray) -> np.ndarray:
-    if inputs.ndim < 2:
-        raise ValueError(f"{name}.shape={inputs.shape}: give one row per example, [n, ...]")
-    if inputs.dtype == np.uint8:
-        return inputs
-    if not np.issubdtype(inputs.dtype, np.floating):
-        raise ValueError(f"{name}.dtype={inputs.dtype}: give uint8 or floating inputs, e.g. {name}.astype(np.float32)")
-    with np.errstate(over="ignore"):
-        inputs = inputs.astype(np.float32, copy=False)
-    bad = ~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim)))
-    if bad.any():
-        raise ValueError(f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them")
-    return inputs
 
 
 def _digits() -> Dataset:

@@ -8,18 +8,20 @@ Inside, a partition is one vector: the owner of each example, or -1.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from functools import partial
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
-from jaxfl.data.load import check_labels
+from jaxfl._validate import check_count, check_counts, check_fraction, check_list, checked, count_from_0
+from jaxfl.data.load import check_labels, check_rows
 
 Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
 """The rows of each client."""
 
 
+@checked(labels=check_labels, seed=count_from_0)
 def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int | None = None) -> Rows:
     """Deal examples at random; sizes differ by at most one.
 
@@ -36,9 +38,6 @@ def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int |
         >>> [rows.tolist() for rows in iid(np.zeros(5, int), 2, seed=0)]
         [[1, 2, 3], [0, 4]]
     """
-    check_count("clients", clients)
-    if size is not None:
-        check_count("size", size)
     if clients * (size or 1) > len(labels):
         raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
     dealt = len(labels) if size is None else clients * size
@@ -47,6 +46,7 @@ def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int |
     return _lists(owner, clients)
 
 
+@checked(labels=check_labels, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
 def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int) -> Rows:
     """Deal `sizes[i]` examples at random to client i.
 
@@ -58,8 +58,6 @@ def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndar
         [5, 0, 3]
     """
     sizes = np.asarray(sizes)
-    if sizes.ndim != 1 or not sizes.size or not np.issubdtype(sizes.dtype, np.integer) or sizes.min() < 0:
-        raise ValueError(f"sizes={sizes}: give one whole number of at least 0 per client")
     if sizes.sum() > len(labels):
         raise ValueError(f"sizes sum to {sizes.sum()}: give sizes whose sum is at most the {len(labels)} examples")
     owner = np.full(len(labels), -1)
@@ -67,6 +65,7 @@ def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndar
     return _lists(owner, len(sizes))
 
 
+@checked(labels=check_labels, seed=count_from_0, minimum=count_from_0)
 def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, seed: int, minimum: int = 0) -> Rows:
     """Split each class over the clients in proportions drawn from a symmetric Dirichlet(alpha).
 
@@ -95,10 +94,6 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
         2022, "Federated learning on non-IID data silos". The code of both draws again until the smallest client is
         large enough, which need not end.
     """
-    labels = check_labels("labels", labels)
-    check_count("clients", clients)
-    check_positive("alpha", alpha)
-    check_count("minimum", minimum, least=0)
     if clients * minimum > len(labels):
         raise ValueError(
             f"minimum={minimum}: {clients} clients need more than {len(labels)} examples, give a smaller one"
@@ -120,6 +115,7 @@ def label_share(
 def label_share(
     labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: np.ndarray
 ) -> tuple[Rows, Rows]: ...
+@checked(labels=check_labels, share=check_fraction, seed=count_from_0, test_labels=check_labels)
 def label_share(
     labels: Shaped[np.ndarray, "D"],
     clients: int,
@@ -154,10 +150,6 @@ def label_share(
     References:
         The set-up of ADP-PFL: "each client gets a random 20 % of the labels".
     """
-    labels = check_labels("labels", labels)
-    test_labels = None if test_labels is None else check_labels("test_labels", test_labels)
-    check_count("clients", clients)
-    check_fraction("share", share)
     rng = _generator(seed)
     classes = _classes(labels)
     each = max(1, round(share * len(classes)))
@@ -171,6 +163,7 @@ def label_share(
     return train if test_labels is None else (train, matching(train, labels, test_labels, seed=seed))
 
 
+@checked(labels=check_labels, test_labels=check_labels, seed=count_from_0)
 def classes_per_client(
     labels: Shaped[np.ndarray, "D"],
     test_labels: Shaped[np.ndarray, "M"],
@@ -179,7 +172,7 @@ def classes_per_client(
     *,
     seed: int,
     distinct: bool = True,
-    test: str = "disjoint",
+    test: Literal["disjoint", "all"] = "disjoint",
 ) -> tuple[Rows, Rows]:
     """Give each client s classes, and each class as nearly as possible the same number of clients.
 
@@ -214,11 +207,8 @@ def classes_per_client(
         Collins et al. 2021, "Exploiting shared representations for personalized federated learning";
         its code needs K to divide `s * clients`.
     """
-    labels, test_labels = check_labels("labels", labels), check_labels("test_labels", test_labels)
     classes = _classes(labels)
-    check_count("clients", clients)
     check_count("s", s, most=len(classes) if distinct else None)
-    check_choice("test", test, ("disjoint", "all"))
     rng = _generator(seed)
     base, more = divmod(s * clients, len(classes))
     copies = np.full(len(classes), base)
@@ -237,6 +227,7 @@ def classes_per_client(
     return train, [np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots]
 
 
+@checked(train_lists=check_list, labels=check_labels, test_labels=check_labels, seed=count_from_0)
 def matching(
     train_lists: Sequence[np.ndarray],
     labels: Shaped[np.ndarray, "D"],
@@ -265,12 +256,9 @@ def matching(
         >>> matching([np.array([0, 1]), np.array([2, 3])], labels, np.array([1, 0, 0, 0]), seed=0)[1].size
         2
     """
-    labels, test_labels = check_labels("labels", labels), check_labels("test_labels", test_labels)
-    clients = len(train_lists)
+    clients, train_lists = len(train_lists), check_rows("train_lists", train_lists, len(labels))
     client = np.repeat(np.arange(clients), [len(rows) for rows in train_lists])
     rows = np.concatenate([np.zeros(0, np.int32), *train_lists])
-    if rows.size and not 0 <= rows.min() <= rows.max() < len(labels):
-        raise ValueError(f"train_lists has rows {rows.min()} to {rows.max()}: give rows of the {len(labels)} labels")
     rng = _generator(seed)
     owner = np.full(len(test_labels), -1)
     short = np.zeros(clients)
@@ -288,7 +276,6 @@ def matching(
 
 
 def _generator(seed: int) -> np.random.Generator:
-    check_count("seed", seed, least=0)
     return np.random.default_rng(seed)
 
 

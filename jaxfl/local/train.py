@@ -10,7 +10,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_count, nonzero
+from jaxfl._validate import nonzero
 from jaxfl.local.examples import noisy_gradient
 from jaxfl.local.masks import keep
 from jaxfl.privacy.mechanism import PerExample
@@ -246,14 +246,6 @@ def fit_head(
     head = {name: params[name] for name in model.head}
     head, info = train(key, head, own, apply=classify, prepare=lambda x: x, **options)
     return {**params, **head}, info
-
-
-def check_local(batch_size: int, epochs: int, steps: int | None) -> None:
-    """Validate what every builder passes on to `train`."""
-    check_count("batch_size", batch_size)
-    check_count("epochs", epochs)
-    if steps is not None:
-        check_count("steps", steps)
 
 
 def blocks_of(padded: int, batch: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import dp_accounting
 import numpy as np
 from jaxtyping import Float
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl._validate import check_fraction, check_numbers, checked, probability, show
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, client_epsilons
 from jaxfl.privacy.mechanism import Full, Mechanism, Poisson, Sampling
@@ -31,6 +31,24 @@ _FILTERS: dict[Accountant, str] = {
 }
 
 
+def check_ledger(name: str, value: Any) -> Ledger:
+    """Require a ledger of rounds and clients whose tables fit."""
+    if not isinstance(value, Ledger):
+        raise TypeError(f"{name}={show(value)}: give a Ledger, of a run or from jaxfl.privacy.planned_ledger")
+    shape = np.shape(value.participants)
+    if len(shape) != 2:
+        raise ValueError(f"{name}.participants has shape {shape}: give [T, C]")
+    fits = {"client_noise": (shape[0], (1, shape[1])), "weights": (shape[0], (1, shape[1]))}
+    for field, (rounds, clients) in fits.items():
+        found = np.shape(getattr(value, field))
+        if len(found) != 2 or found[0] != rounds or found[1] not in clients:
+            raise ValueError(f"{name}.{field} has shape {found}: give [{rounds}, {clients[1]}] or [{rounds}, 1]")
+    for field in ("server_noise", "noise_multiplier"):
+        if np.shape(getattr(value, field)) != shape[:1]:
+            raise ValueError(f"{name}.{field} has shape {np.shape(getattr(value, field))}: give [{shape[0]}]")
+    return value
+
+
 class Epsilon(NamedTuple):
     """The largest epsilon over clients, each client's own, the bound it rests on, and why it is infinite."""
 
@@ -40,6 +58,7 @@ class Epsilon(NamedTuple):
     reason: str | None
 
 
+@checked(ledger=check_ledger, delta=probability)
 def epsilon(
     ledger: Ledger,
     mechanism: Mechanism,
@@ -71,11 +90,7 @@ def epsilon(
     >>> round(epsilon(run, Mechanism(clip=1.0, noise_multiplier=10.0), accountant="pld").value, 3)
     4.377
     """
-    check_choice("observer", observer, ("aggregate", "upload"))
-    check_choice("accountant", accountant, ("rdp", "pld"))
-    check_choice("unit", unit, ("client", "example"))
     delta = mechanism.delta if delta is None else delta
-    check_fraction("delta", delta, one=False)
     done, clients = ledger.participants.shape
     if not mechanism.communicates or not done:
         return Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None)
@@ -102,6 +117,7 @@ def epsilon(
     return Epsilon(worst, per_client, f"{view.theorem}; {accountant.upper()}", None)
 
 
+@checked(ledger=check_ledger, delta=probability)
 def example_epsilon(
     ledger: Ledger, mechanism: Mechanism, *, accountant: Accountant = "rdp", delta: float | None = None
 ) -> Epsilon:
@@ -124,9 +140,7 @@ def example_epsilon(
     >>> round(example_epsilon(planned_ledger(run, clients=4, rounds=10), run, accountant="pld").value, 2)
     7.05
     """
-    check_choice("accountant", accountant, ("rdp", "pld"))
     delta = mechanism.delta if delta is None else delta
-    check_fraction("delta", delta, one=False)
     private, clients = mechanism.examples, ledger.participants.shape[1]
     if private is None:
         return Epsilon(math.inf, np.full(clients, math.inf), "none", "examples are not clipped one by one")
@@ -153,13 +167,12 @@ def example_epsilon(
     return Epsilon(worst, own, f"{theorem}; {accountant.upper()}", None)
 
 
+@checked()
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
     """The ledger of a run not yet made, at its worst: every client takes part in every round that it can afford.
 
     Where noise follows from released numbers: with the full share of the budget for everyone.
     """
-    check_count("clients", clients)
-    check_count("rounds", rounds)
     mechanism.check_fits(clients, rounds)
     noise, weights = (_rows(table, rounds) for table in (mechanism.client_noise_table, mechanism.weight_table))
     multiplier = _rows(mechanism.noise_multiplier_table, rounds)
@@ -174,6 +187,7 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
     return plan._replace(participants=affordable(plan, mechanism.least_total))
 
 
+@checked()
 def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float]:
     """Build a function from rounds done to the aggregate RDP epsilon so far, cheap enough for a progress bar.
 
@@ -211,6 +225,7 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
     return spent
 
 
+@checked(delta=probability, shape=check_numbers)
 def calibrate(
     epsilon: float,
     *,
@@ -235,15 +250,15 @@ def calibrate(
     >>> round(calibrate(1.0, clients=20, rounds=100, accountant="pld"), 1)
     37.3
     """
-    check_count("rounds", rounds)
-    if shape is not None and (np.shape(shape) != (rounds,) or not np.all(np.asarray(shape) > 0)):
-        raise ValueError(f"shape={shape!r}: give {rounds} numbers above 0, one per round")
+    if shape is not None and len(shape) != rounds:
+        raise ValueError(f"shape={show(shape)}: give {rounds} numbers above 0, one per round")
     scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
     mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling, delta=delta)
     view = aggregate_view(planned_ledger(mechanism, clients, len(scale)), mechanism)
     return _calibrate(view, epsilon, delta, accountant, rounds if shape is None else 1)
 
 
+@checked(delta=probability)
 def calibrate_upload(
     epsilon: float, *, participations: int, delta: float = 1e-5, accountant: Accountant = "rdp"
 ) -> float:
@@ -258,11 +273,10 @@ def calibrate_upload(
     >>> round(calibrate_upload(1.0, participations=100, accountant="pld"), 1)
     74.6
     """
-    check_count("participations", participations)
-    check_fraction("delta", delta, one=False)
     return _calibrate(plain_view(np.full((1, 1), 0.5), "Gaussian"), epsilon, delta, accountant, participations)
 
 
+@checked(rate=check_fraction, delta=probability)
 def calibrate_examples(
     epsilon: float, *, rate: float, steps: int, participations: int, delta: float = 1e-5, accountant: Accountant = "rdp"
 ) -> float:
@@ -279,16 +293,12 @@ def calibrate_examples(
     >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10, accountant="pld"), 2)
     1.0
     """
-    check_count("steps", steps)
-    check_count("participations", participations)
     total = {"clients": 1, "rounds": steps * participations, "sampling": Poisson(rate)}
     return calibrate(epsilon, delta=delta, accountant=accountant, **total)
 
 
 def _calibrate(view: View, target: float, delta: float, accountant: Accountant, repeats: int) -> float:
     """Find the factor on the view's noise whose epsilon is at most the target, and by at most 0.1% less."""
-    check_positive("epsilon", target)
-    check_choice("accountant", accountant, ("rdp", "pld"))
     if accountant == "rdp":  # what a Gaussian would need, as if sampling scaled it
         total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
         noise = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)

@@ -5,6 +5,7 @@ engine writes from the same fields.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -15,21 +16,31 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive, traced
+from jaxfl._validate import (
+    at_least_0,
+    check_count,
+    check_fraction,
+    check_noise,
+    check_numbers,
+    check_positive,
+    checked,
+    probability,
+    show,
+    traced,
+    up_to_infinity,
+)
 from jaxfl.types import Account, Number
 
 ROUNDING = 1e-4
 """Relative: the engine draws, adds up and records in single precision."""
 
 
+@checked(rate=check_fraction)
 @dataclasses.dataclass(frozen=True)
 class Poisson:
     """Each client takes part independently with probability `rate`."""
 
     rate: float
-
-    def __post_init__(self) -> None:
-        check_fraction("rate", self.rate)
 
     def expected(self, clients: int) -> float:
         """Mean number of participants."""
@@ -40,14 +51,12 @@ class Poisson:
         return jax.random.uniform(key, (clients,)) < self.rate
 
 
+@checked()
 @dataclasses.dataclass(frozen=True)
 class FixedSize:
     """`size` clients, uniformly without replacement."""
 
     size: int
-
-    def __post_init__(self) -> None:
-        check_count("size", self.size)
 
     def expected(self, clients: int) -> float:
         """Number of participants."""
@@ -77,6 +86,7 @@ class Full:
 Sampling = Poisson | FixedSize | Full
 
 
+@checked(low=at_least_0, high=up_to_infinity, noise=at_least_0)
 @dataclasses.dataclass(frozen=True)
 class Release:
     r"""A number that each participant tells the server, and the clients' noise that follows from all of them.
@@ -99,12 +109,12 @@ class Release:
 
     def __post_init__(self) -> None:
         check_positive("low", self.low, zero=self.noise == 0)
-        check_positive("noise", self.noise, zero=True)
         check_positive("high", self.high, infinite=self.noise == 0)
         if self.high <= self.low:
             raise ValueError(f"high={self.high!r}: give a number above low={self.low!r}")
 
 
+@checked(noise_multiplier=check_noise, rate=check_fraction)
 @dataclasses.dataclass(frozen=True, eq=False)
 class PerExample:
     r"""Local steps that bound and noise single examples (DP-SGD), in place of passes over a client's examples.
@@ -136,17 +146,22 @@ class PerExample:
     steps: int
     chunk: int | None = None
 
-    def __post_init__(self) -> None:
-        check_positive("clip", self.clip)
-        check_fraction("rate", self.rate)
-        check_count("steps", self.steps)
-        if self.chunk is not None:
-            check_count("chunk", self.chunk)
-        value = np.asarray(self.noise_multiplier, np.float64)
-        if value.ndim > 1 or not value.size or not np.all(np.isfinite(value)) or value.min() < 0:
-            raise ValueError(f"noise_multiplier={self.noise_multiplier!r}: give a finite number of at least 0, or [C]")
+
+def _check_claim(name: str, value: Any) -> tuple[float, str]:
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+        return check_positive(f"{name}[0]", value[0], infinite=True), value[1]
+    raise TypeError(f"{name}={show(value)}: give an epsilon and how it is claimed, for instance (1.0, 'one round')")
 
 
+@checked(
+    clip=up_to_infinity,
+    noise_multiplier=check_noise,
+    client_noise=functools.partial(check_noise, axes=(0, 1, 2)),
+    weights=functools.partial(check_numbers, axes=(1, 2), zero=True),
+    delta=probability,
+    claim=_check_claim,
+    least_total=at_least_0,
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mechanism:
     r"""What leaves the clients, and how it is bounded and noised.
@@ -200,28 +215,13 @@ class Mechanism:
     examples: PerExample | None = None
 
     def __post_init__(self) -> None:
-        check_positive("clip", self.clip, infinite=True)
-        check_fraction("delta", self.delta, one=False)
-        check_choice("denominator", self.denominator, ("expected", "participants"))
-        for name in ("noise_multiplier", "client_noise"):
-            if traced(getattr(self, name)):
-                continue
-            value = np.asarray(getattr(self, name), np.float64)
-            if value.size == 0 or not np.all(value >= 0) or not np.all(np.isfinite(value)):
-                raise ValueError(f"{name}={getattr(self, name)!r}: give finite numbers of at least 0")
-        if np.ndim(self.noise_multiplier) > 1 or np.ndim(self.client_noise) > 2:
-            raise ValueError("noise_multiplier takes a number or [T]; client_noise a number, [T] or [T or 1, C]")
         if self.noisy and not traced(self.clip) and math.isinf(self.clip):
             raise ValueError(f"clip={self.clip!r} with noise: noise is in multiples of clip, so give a finite number")
-        if self.least_total is not None:
-            check_positive("least_total", self.least_total, zero=True)
         if self.release is not None and self.broken is None and (not self.release.noise or self.least_total is None):
             raise ValueError(
                 f"release={self.release!r}, least_total={self.least_total!r}: noise that follows from private numbers "
                 "needs noise on them and a filter; else say in broken why there is no finite epsilon"
             )
-        if self.weights is not None and (np.ndim(self.weights) not in (1, 2) or np.min(self.weights) < 0):
-            raise ValueError(f"weights={self.weights!r}: give [C] or [T, C] numbers of at least 0")
 
     @property
     def noisy(self) -> bool:
@@ -266,6 +266,8 @@ class Mechanism:
 
     def check_fits(self, clients: int, rounds: int) -> None:
         """Require tables that cover `rounds` rounds of `clients` clients, and a possible cohort."""
+        check_count("clients", clients)
+        check_count("rounds", rounds)
         self.sampling.expected(clients)
         tables = {"client_noise": self.client_noise_table, "weights": self.weight_table}
         tables["noise_multiplier"] = self.noise_multiplier_table[:, None]

@@ -4,6 +4,7 @@ Budgets that add up to epsilon are only the *shape* of a schedule: the Gaussian 
 :math:`z_t = \kappa / \epsilon^t`, and an accountant finds kappa.
 """
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -13,12 +14,13 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import check_choice, check_count, check_fraction, check_positive
+from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
 from jaxfl.privacy.accountants import Accountant
 from jaxfl.privacy.accounting import calibrate
 from jaxfl.privacy.mechanism import ROUNDING, Sampling
 
 
+@checked()
 def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
     r"""The same for every round: :math:`\epsilon^t = \epsilon / T`.
 
@@ -28,6 +30,7 @@ def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
     return round_budgets(epsilon, rounds, beta=0.0)
 
 
+@checked(beta=at_least_0)
 def round_budgets(
     epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "capped", "printed"] = "exact"
 ) -> Float[np.ndarray, "T"]:
@@ -51,10 +54,6 @@ def round_budgets(
     >>> round_budgets(1.0, 4).round(6).tolist()
     [0.097901, 0.14204, 0.245365, 0.514693]
     """
-    check_positive("epsilon", epsilon)
-    check_count("rounds", rounds)
-    check_positive("beta", beta, zero=True)
-    check_choice("form", form, ("exact", "capped", "printed"))
     left, budgets = epsilon, []
     for t in range(1, rounds + 1):
         cap = left / (rounds - t + 1)
@@ -79,6 +78,7 @@ def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
     return jnp.where(known, least / jnp.where(known, risks, 1.0), 1.0)
 
 
+@checked(budgets=check_numbers, delta=probability)
 def round_noise(
     budgets: Float[np.ndarray, "T"],
     epsilon: float,
@@ -103,7 +103,7 @@ def round_noise(
     >>> round(noise[0], 1), round(noise[99], 1)
     (37.3, 37.3)
     """
-    shape = 1 / _check_budgets(budgets)
+    shape = 1 / budgets
     options = {"clients": clients, "sampling": sampling, "delta": delta, "accountant": accountant}
     kappa = calibrate(epsilon, rounds=len(shape), shape=shape, **options)
     return tuple((kappa * shape).tolist())
@@ -120,6 +120,12 @@ class ClientNoise(NamedTuple):
     """Std over the range of the number; 0 where none is released."""
 
 
+@checked(
+    budgets=check_numbers,
+    participation=check_fraction,
+    release_share=functools.partial(check_fraction, zero=True, one=False),
+    delta=probability,
+)
 def client_noise(
     budgets: Float[np.ndarray, "T"],
     epsilon: float,
@@ -151,9 +157,6 @@ def client_noise(
     >>> round(plan.noise[0], 1), round(plan.least_total, 2)
     (74.6, 3.73)
     """
-    budgets = _check_budgets(budgets)
-    check_fraction("participation", participation)
-    check_fraction("release_share", release_share, zero=True, one=False)
     least_total = calibrate(epsilon, clients=1, rounds=1, delta=delta, accountant=accountant)
     planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))  # the filter rounds, too
     kappa = 2 * planned * math.sqrt(np.sum(budgets**2) / (1 - release_share))
@@ -161,6 +164,7 @@ def client_noise(
     return ClientNoise(tuple((kappa / budgets).tolist()), least_total, release_noise)
 
 
+@checked(budgets=check_numbers, delta=probability)
 def paper_noise(
     budgets: Float[np.ndarray, "T"], *, delta: float = 1e-5, rule: Literal["classic", "analytic"] = "classic"
 ) -> Float[np.ndarray, "T"]:
@@ -177,16 +181,6 @@ def paper_noise(
     >>> paper_noise(np.array([0.5, 1.0])).round(3).tolist()
     [9.69, 4.845]
     """
-    check_fraction("delta", delta, one=False)
-    check_choice("rule", rule, ("classic", "analytic"))
-    budgets = _check_budgets(budgets)
     if rule == "classic":
         return math.sqrt(2 * math.log(1.25 / delta)) / budgets
     return np.array([dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets])
-
-
-def _check_budgets(budgets: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
-    budgets = np.asarray(budgets, np.float64)
-    if not np.all((budgets > 0) & np.isfinite(budgets)):
-        raise ValueError(f"budgets={budgets!r}: give finite numbers above 0 (a schedule as printed overspends)")
-    return budgets

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxfl._validate import check_count
-from jaxfl.privacy.accounting import Epsilon, Observer, epsilon, example_epsilon
+from jaxfl._validate import checked, show
+from jaxfl.privacy.accounting import Epsilon, Observer, check_ledger, epsilon, example_epsilon
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson, Sampling
 from jaxfl.types import Ledger
 
@@ -28,6 +28,7 @@ _NOT_COVERED = (
 )
 
 
+@checked(ledger=check_ledger)
 def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dict[str, Any]:
     """Account a ledger for both observers and by both accountants; ready for JSON (infinity is `"inf"`).
 
@@ -44,7 +45,6 @@ def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dic
     >>> statement["honest"]["upload"]["rdp"]["total"]
     'inf'
     """
-    check_count("clients", clients)
     if ledger.participants.shape[1] != clients:
         raise ValueError(f"clients={clients!r}: give the {ledger.participants.shape[1]} clients that the ledger has")
     claim = None
@@ -71,6 +71,13 @@ def privacy_statement(ledger: Ledger, mechanism: Mechanism, clients: int) -> dic
     }
 
 
+def _check_statement(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict) and {"honest", "warnings", "not_covered"} <= value.keys():
+        return value
+    raise TypeError(f"{name}={show(value)}: give what privacy_statement returns, or the `statement` of a result")
+
+
+@checked(statement=_check_statement)
 def format_statement(statement: dict[str, Any]) -> str:
     """Say the statement in a few lines.
 

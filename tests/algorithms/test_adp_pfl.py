@@ -200,8 +200,8 @@ def test_dp_lg_of_one_client_without_noise_trains_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"risks": np.array([1.0, 0.0])}, r"risks=.*give a `client_noise`"),
-        ({"risks": np.array([1.0, 0.0]), "noise": ClientNoise((1.0,), 1.0, 0.0)}, "above 0 for each client"),
+        ({"risks": np.array([1.0, 2.0])}, r"risks=.*give a `client_noise`"),
+        ({"risks": np.array([1.0, 0.0]), "noise": ClientNoise((1.0,), 1.0, 0.0)}, "risks=.* above 0"),
         ({"noise": ClientNoise((1.0,), 1.0, 0.0)}, "risks=None: give a `client_noise` with risks, and only then"),
         ({"risks": "private", "noise": ClientNoise((1.0,), 1.0, 1.0)}, "risk_bounds=None"),
         (

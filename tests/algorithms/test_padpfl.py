@@ -228,7 +228,7 @@ def test_bound_grows_as_stated_where_nothing_contracts():
         ({"impacts": np.full((2, 4), 0.25)}, "impacts has 2 rounds: give 1 or 3"),
         ({"impacts": lambda t: np.array([1.0, 0.1 * t])}, "impacts sum to 1.2 in round 2"),
         ({"fidelity": "paper"}, "smallest=None"),
-        ({"fidelity": "paper", "smallest": 10, "exposures": 0}, "times=0"),
+        ({"fidelity": "paper", "smallest": 10, "exposures": 0}, "exposures=0"),
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"upload_epsilon": -1.0}, "upload_epsilon=-1.0"),
         ({"epsilon": 1.0}, "clip=inf"),

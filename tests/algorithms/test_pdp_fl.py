@@ -183,7 +183,7 @@ def test_geyers_method_is_dp_fedavg_with_a_fixed_cohort():
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"asked": [0.0, 1.0]}, "budgets="),
+        ({"asked": [0.0, 1.0]}, "budgets.epsilon="),
         ({"asked": [1.0], "levels": [1.0, 2.0]}, "budgets="),
         ({"epsilon_max": 0.0}, "epsilon_max=0.0"),
         ({"fidelity": "paper"}, "smallest=None"),

@@ -312,11 +312,16 @@ def spoil(value):
         ({"train_inputs": spoil(np.nan)}, "train_inputs has NaN or infinite values in 1 rows, first row 2"),
         ({"test_inputs": spoil(np.inf)}, "test_inputs has NaN"),
         ({"train_inputs": spoil(1e300)}, "train_inputs has NaN or infinite"),
-        ({"train_inputs": INPUTS.astype(np.int64)}, "train_inputs.dtype=int64"),
+        ({"train_inputs": INPUTS.astype(np.complex64)}, "train_inputs.dtype=complex64"),
+        ({"train_inputs": INPUTS.astype(np.int64) + 2**31}, "train_inputs holds 2147483648: .* 32 bits"),
+        ({"train_inputs": INPUTS[:, :0]}, r"train_inputs.shape=\(4, 0, 3, 1\)"),
         ({"train_inputs": INPUTS[:, 0, 0, 0]}, r"train_inputs.shape=\(4,\)"),
         ({"test_inputs": INPUTS[:, :2]}, r"test_inputs has examples \('float32', \(2, 3, 1\)\)"),
         ({"test_inputs": INPUTS.astype(np.uint8)}, "test_inputs has examples"),
-        ({"train_inputs": INPUTS[:0], "train_labels": LABELS[:0]}, "train_inputs is empty"),
+        (
+            {"train_inputs": INPUTS[:0], "train_labels": LABELS[:0]},
+            r"train_inputs has shape \(0, 3, 3, 1\): give at least one example",
+        ),
     ],
 )
 def test_wrong_arrays_are_named(change, message):

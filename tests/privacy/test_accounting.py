@@ -370,7 +370,7 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
             lambda: calibrate(1.0, clients=4, rounds=2, sampling=FixedSize(9)),
             r"size=9: give a whole number from 1 to 4",
         ),
-        (lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]), r"shape=.* give 2 numbers above 0"),
+        (lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]), r"shape=.* numbers above 0"),
         (lambda: calibrate_upload(1.0, participations=0), r"participations=0"),
         (lambda: epsilon(PLAN, mechanism(1.0), delta=0.0), r"delta=0.0"),
         (lambda: planned_ledger(mechanism(1.0), 0, 2), r"clients=0"),

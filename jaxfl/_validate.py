@@ -218,7 +218,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
 
     def decorate(target: _F) -> _F:
         if isinstance(target, type):
-            target.__init__ = decorate(target.__init__)
+            target.__init__ = decorate(target.__init__)  # pyrefly: ignore[bad-argument-type]
             return target
         signature, hints = inspect.signature(target), get_type_hints(target)
         own: dict[str, Check] = {}

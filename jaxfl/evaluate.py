@@ -84,11 +84,12 @@ def _client(
             logits, tested = model.apply(params, x[i]), real[number, i]
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[i])
             correct = jnp.argmax(logits, axis=-1) == labels[i]
-            return carry[0] + jnp.sum(correct & tested), carry[1] + jnp.sum(jnp.where(tested, losses, 0.0))
+            hits, missed = jnp.sum(correct & tested, dtype=jnp.int32), jnp.sum(jnp.where(tested, losses, 0.0))
+            return carry[0] + hits, carry[1] + missed
 
         return lax.fori_loop(0, jnp.minimum(per_block, batches - number * per_block), test, carry)
 
-    batches, none = -(-size // batch), (jnp.zeros((), jnp.int32), jnp.zeros(()))
+    batches, none = -(-size // batch), (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
     correct, loss = lax.fori_loop(0, -(-batches // per_block), block, none)
     nothing = jnp.where(size > 0, 1.0, jnp.nan)
     return PerClient(nothing * correct / jnp.maximum(size, 1), nothing * loss / jnp.maximum(size, 1))

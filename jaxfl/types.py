@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key, Shaped, UInt8
+from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
 
 if TYPE_CHECKING:
     from jaxfl.privacy.mechanism import Mechanism
@@ -26,8 +26,8 @@ Tree: TypeAlias = Any
 Number: TypeAlias = float | Float[Array, ""]
 """A number that a sweep may vary: then it is an argument of the compiled program."""
 
-Inputs: TypeAlias = UInt8[Array, "D ..."] | Float[Array, "D ..."]
-HostInputs: TypeAlias = UInt8[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."]
+Inputs: TypeAlias = Integer[Array, "D ..."] | Float[Array, "D ..."]
+HostInputs: TypeAlias = Integer[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."]
 
 
 class Clients(NamedTuple):
@@ -105,7 +105,7 @@ class Model(NamedTuple):
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
     `norms(params, x, probe)` has the values of `apply` too, and its gradient by `probe` [B] is the squared norm of each
     example's gradient (see `jaxfl.local.examples`): private steps clip by it, so another `apply` needs other norms, or
-    None.
+    None. `input_shape` is that of an example (None: any that `prepare` takes).
     """
 
     name: str
@@ -119,6 +119,7 @@ class Model(NamedTuple):
     head: tuple[str, ...]
     microbatch: int | None = None
     norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None
+    input_shape: tuple[int, ...] | None = None
 
 
 class Message(NamedTuple):

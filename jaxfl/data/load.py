@@ -147,8 +147,8 @@ def from_arrays(
     """Make a dataset of your own arrays.
 
     Args:
-        train_inputs: `[n, ...]` bytes (images), floating numbers (kept as float32), or other whole numbers (kept as they
-            are, in 32 bits at most).
+        train_inputs: `[n, ...]` bytes (images), floating numbers (kept as float32), or other whole numbers (kept,
+            in 32 bits at most).
         train_labels: `[n]` integers from 0.
         test_inputs: `[m, ...]` with the dtype and example shape of `train_inputs`; m may be 0.
         test_labels: `[m]` integers from 0.

@@ -24,10 +24,11 @@ from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Float, Int, Key, Shaped
 
-from jaxfl._validate import check_choice, check_count
+from jaxfl._validate import check_choice, check_count, check_key, checked
 from jaxfl.types import ClientData, Model, Params
 
 
+@checked(key=check_key)
 def client_risk(
     key: Key[Array, ""],
     model: Model,
@@ -59,11 +60,6 @@ def client_risk(
     Returns:
         The mean; 0 for a client without examples.
     """
-    check_count("probes", probes)
-    check_count("batch_size", batch_size)
-    check_choice("reading", reading, ("gradient", "output"))
-    if examples is not None:
-        check_count("examples", examples)
     padded = data.padded
     most = min(padded, examples or padded)
     batch = min(batch_size, most)

@@ -10,7 +10,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import nonzero
+from jaxfl._validate import at_least_0, check_key, checked, nonzero
 from jaxfl.local.examples import noisy_gradient
 from jaxfl.local.masks import keep
 from jaxfl.privacy.mechanism import PerExample
@@ -45,6 +45,7 @@ def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
     return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)
 
 
+@checked(key=check_key, sam_radius=at_least_0, noise_multiplier=at_least_0)
 def train(
     key: Key[Array, ""],
     params: Params,
@@ -265,8 +266,8 @@ def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]
     """Real positions in random order, then the padding; does not depend on how much padding there is."""
     positions = jnp.arange(padded, dtype=jnp.uint32)
     # 23 random bits. A real position that draws the padding's place still comes first: ties are in order of positions.
-    places = jnp.where(positions < size, jax.random.bits(key, (padded,)) >> 9, 2**23 - 1)
+    places = jnp.where(positions < size, jax.random.bits(key, (padded,), jnp.uint32) >> 9, 2**23 - 1)
     if padded > 2**9:
-        return jnp.argsort(places)
+        return jnp.argsort(places).astype(jnp.int32)
     # The same order, in a sixth of the time: single numbers, the place above 9 bits of the position.
     return (jnp.sort(places << 9 | positions) & 2**9 - 1).astype(jnp.int32)

@@ -37,7 +37,7 @@ _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 def _bias_init(fan_in: int) -> Callable[[Array, tuple[int, ...]], Array]:
     bound = fan_in**-0.5
-    return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+    return lambda key, shape: jax.random.uniform(key, shape, jnp.float32, minval=-bound, maxval=bound)
 
 
 class Convolution(nn.Module):
@@ -77,7 +77,7 @@ class Convolution(nn.Module):
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
         if self.is_initializing():  # parameters follow from shapes: to trace the maps would take most of the time
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
-            sides = [(side + 2 * padding - self.size) // self.stride + 1 for side in sides]
+            sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
             return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
         if self.form == "plain" and not self.squares:
             return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxfl._validate import check_choice
+from jaxfl._validate import checked
 from jaxfl.types import Model
 
 Precision = Literal["float32", "tf32", "bfloat16"]
@@ -16,6 +16,7 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 _PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": None}
 
 
+@checked()
 def with_precision(model: Model, precision: Precision) -> Model:
     """The model with its network computed at a precision, in training and evaluation.
 
@@ -33,7 +34,6 @@ def with_precision(model: Model, precision: Precision) -> Model:
     >>> with_precision(mlp((8, 8, 1)), "bfloat16").name
     'mlp_bfloat16'
     """
-    check_choice("precision", precision, get_args(Precision))
 
     def at(network: Callable[..., Array]) -> Callable[..., Array]:
         @functools.wraps(network)

@@ -1,34 +1,57 @@
 """Your own Flax module as a model."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Shaped
 
+from jaxfl._validate import check_counts, checked, show
 from jaxfl.models.zoo import depth_order, normalize
 from jaxfl.types import Model
 
 
+def _check_head(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(own, str) for own in value):
+        raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
+    return tuple(value)
+
+
+def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
+    """Bytes are images, normalised to [-1, 1]; all else is what the module takes."""
+    return normalize(inputs) if inputs.dtype == jnp.uint8 else inputs
+
+
+@checked(input_shape=functools.partial(check_counts, empty=False), head=_check_head)
 def from_flax(
-    module: nn.Module, input_shape: Sequence[int], *, head: Sequence[str] | None = None, name: str | None = None
+    module: nn.Module,
+    input_shape: Sequence[int],
+    *,
+    head: Sequence[str] | None = None,
+    name: str | None = None,
+    prepare: Callable[[Array], Array] = scale_bytes,
 ) -> Model:
     """Wrap a Flax linen module that maps a batch [B, *input_shape] to logits [B, K].
 
-    Bytes are normalised to [-1, 1]; floats are passed on as they are. A module with methods `extract` (batch to
-    features [B, F]) and `classify` (features to logits) has its head fitted on cached features; for any other, the head
-    is trained through the whole network.
+    Bytes are images, normalised to [-1, 1]; all other numbers are passed on as they are, floating ones and tokens. A
+    module with methods `extract` (batch to features [B, F]) and `classify` (features to logits) has its head fitted on
+    cached features; for any other, the head is trained through the whole network.
 
     Args:
         module: without batch statistics, dropout, or other collections than `params`.
         input_shape: of one example.
         head: names of the top-level layers that are the head (default: the last one).
         name: for reports (default: the module's class).
+        prepare: from a batch as it is stored to what the module takes, for instance
+            `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
 
     Raises:
-        ValueError: the module keeps more than parameters, does not give [B, K], or has no layer of a head's name.
+        ValueError: the module does not take a batch of that shape, keeps more than parameters, does not give [B, K], or
+            has no layer of a head's name.
 
     >>> network = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(16), nn.relu, nn.Dense(10)])
     >>> model = from_flax(network, (8, 8, 1))
@@ -36,20 +59,24 @@ def from_flax(
     (('layers_1', 'layers_3'), ('layers_3',))
     """
 
-    def batch() -> Array:
-        return jnp.zeros((2, *input_shape))
+    def made(key: Array, dtype: Any) -> Any:
+        return module.init(key, prepare(jnp.zeros((2, *input_shape), dtype)))
 
     def init(key: Array) -> Any:
-        return module.init(key, batch())["params"]
+        return made(key, dtype)["params"]
 
     def call(method: str | None = None) -> Any:
         return lambda params, x: module.apply({"params": params}, x, method=method)
 
     kind = type(module).__name__
-    kept = set(jax.eval_shape(lambda key: module.init(key, batch()), jax.random.key(0))) - {"params"}
+    dtype, variables = _first_taken(made, f"module={kind} does not take a batch of input_shape={input_shape!r}")
+    kept = set(variables) - {"params"}
+    if "params" not in variables:
+        raise ValueError(f"module={kind} has no parameters: give one that can be trained")
     if kept:
         raise ValueError(f"module={kind} keeps {sorted(kept)}: use layers without state, GroupNorm for BatchNorm")
-    logits = jax.eval_shape(lambda key: call()(init(key), batch()), jax.random.key(0))
+    batch = jax.eval_shape(prepare, jax.ShapeDtypeStruct((2, *input_shape), dtype))
+    logits = jax.eval_shape(call(), variables["params"], batch)
     if len(logits.shape) != 2 or logits.shape[0] != 2:
         raise ValueError(f"module={kind} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
     layers = depth_order(init)
@@ -61,11 +88,23 @@ def from_flax(
     return Model(
         name=name or kind,
         init=init,
-        prepare=normalize,
+        prepare=prepare,
         extract=call("extract") if split else None,
         classify=call("classify") if split else None,
         apply=call(),
         squares=None,
         layers=layers,
         head=head,
+        input_shape=tuple(input_shape),
     )
+
+
+def _first_taken(made: Callable[[Array, Any], Any], refusal: str) -> tuple[Any, Any]:
+    """The kind of numbers that a module takes, and the shapes of its variables: tokens are looked up by whole ones."""
+    errors = []
+    for dtype in (jnp.float32, jnp.int32):
+        try:
+            return dtype, jax.eval_shape(lambda key, dtype=dtype: made(key, dtype), jax.random.key(0))
+        except Exception as error:
+            errors.append(error)
+    raise ValueError(f"{refusal}: {errors[0]}") from errors[0]

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from jaxfl._validate import check_choice, check_count
+from jaxfl._validate import check_choice, check_counts, checked, show
 from jaxfl.backend import Form, backend
 from jaxfl.models._convolution import to_pairs
 from jaxfl.models.layers import Convolution, Dense, GroupNorm
@@ -23,6 +23,8 @@ def normalize(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
     """(x / 255 - 0.5) / 0.5 for bytes; floats are taken as they are."""
     if inputs.dtype == jnp.uint8:
         return inputs.astype(jnp.float32) * (2 / 255) - 1
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        raise TypeError(f"inputs.dtype={inputs.dtype}: images are bytes or floating numbers, give those")
     return inputs.astype(jnp.float32)
 
 
@@ -165,6 +167,14 @@ class _ResNet(nn.Module):
         return self.classify(self.extract(x))
 
 
+def _check_shape(name: str, value: Any) -> Shape:
+    shape = check_counts(name, value)
+    if len(shape) != 3:
+        raise ValueError(f"{name}={show(value)}: give (H, W, channels)")
+    return shape
+
+
+@checked(input_shape=_check_shape, hidden=check_counts)
 def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[int] = (200, 200)) -> Model:
     """Multilayer perceptron with ReLU.
 
@@ -172,9 +182,6 @@ def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[in
     >>> model.layers, model.head
     (('dense_0', 'dense_1', 'head'), ('head',))
     """
-    _check(input_shape, classes)
-    for width in hidden:
-        check_count("hidden", width)
     network = functools.partial(_Mlp, tuple(hidden), classes)
     twin = network(norms=True)
 
@@ -185,6 +192,7 @@ def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[in
     return _model("mlp", network, _flat, input_shape)._replace(norms=norms)
 
 
+@checked(input_shape=_check_shape)
 def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None = None) -> Model:
     """LeNet: two 5x5 convolutions (6 and 16 channels, ReLU, 2x2 max-pool), dense 120, 84 and `classes`.
 
@@ -203,6 +211,7 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form)
 
 
+@checked(input_shape=_check_shape)
 def lenet_groupnorm(
     input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
 ) -> Model:
@@ -219,13 +228,18 @@ def lenet_groupnorm(
     >>> lenet_groupnorm().layers[:4]
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
     """
-    _check(input_shape, classes)
     form = _form(form)
-    check_choice("groups", groups, (1, 2))
+    groups = check_choice("groups", groups, (1, 2))
     network = functools.partial(_NormLenet, groups, classes, form)
     return _model("lenet_groupnorm", network, functools.partial(_maps, padding=None), input_shape)
 
 
+_FEDDPA_CLASSES = {
+    "cifar10": 10, "cifar100": 100, "svhn_cropped": 10, "mnist": 10, "fashion_mnist": 10, "emnist": 62, "femnist": 62,
+}  # fmt: skip
+
+
+@checked(dataset=functools.partial(check_choice, choices=tuple(_FEDDPA_CLASSES)))
 def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form | None = None) -> Model:
     """FedDPA's network for a dataset, as in its published code.
 
@@ -246,7 +260,6 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
     References:
         Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023.
     """
-    check_choice("dataset", dataset, tuple(_FEDDPA_CLASSES))
     classes = _FEDDPA_CLASSES[dataset] if classes is None else classes
     if dataset in ("cifar10", "cifar100"):
         convolutions = [{"features": n, "size": 3, "padding": 1} for n in (16, 32, 32)]
@@ -260,17 +273,14 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
     return _cnn("feddpa_cnn", convolutions, (128,), shape, classes, form, relu=colour)
 
 
-_FEDDPA_CLASSES = {
-    "cifar10": 10, "cifar100": 100, "svhn_cropped": 10, "mnist": 10, "fashion_mnist": 10, "emnist": 62, "femnist": 62,
-}  # fmt: skip
-
-
+@checked(input_shape=_check_shape)
 def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None) -> Model:
     """Small network for 8x8 digits: two 3x3 convolutions (8 and 16 channels, padding 1, pool), dense 32."""
     convolutions = [{"features": 8, "size": 3, "padding": 1}, {"features": 16, "size": 3, "padding": 1}]
     return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
 
 
+@checked(input_shape=_check_shape)
 def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None) -> Model:
     """ResNet20: a 3x3 convolution, 3 stages of 3 residual blocks with 16, 32 and 64 channels, mean, `classes`.
 
@@ -286,9 +296,7 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
         He et al., Deep Residual Learning for Image Recognition, CVPR 2016 (section 4.2, option A).
         Hsieh et al., The Non-IID Data Quagmire of Decentralized Machine Learning, ICML 2020 (GroupNorm with 2 groups).
     """
-    _check(input_shape, classes)
     form = _form(form)
-    check_count("groups", groups)
     if 16 % groups:
         raise ValueError(f"groups={groups!r}: give a divisor of the 16 channels of the first stage")
     network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes, form)
@@ -296,6 +304,7 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
     return model._replace(microbatch=backend().microbatch)
 
 
+@checked(input_shape=_check_shape)
 def build(name: str, input_shape: Shape, classes: int) -> Model:
     """The model of a name for a shape of inputs.
 
@@ -308,13 +317,13 @@ def build(name: str, input_shape: Shape, classes: int) -> Model:
         "mlp": mlp, "lenet": lenet, "lenet_groupnorm": lenet_groupnorm, "feddpa_cnn": _feddpa_by_shape,
         "digits_cnn": digits_cnn, "resnet20": resnet20,
     }  # fmt: skip
-    check_choice("model", name, tuple(builders))
+    check_choice("name", name, tuple(builders))
     return builders[name](input_shape, classes)
 
 
 def _feddpa_by_shape(input_shape: Shape, classes: int) -> Model:
     datasets = {(32, 32, 3): "cifar10", (28, 28, 1): "mnist"}
-    check_choice("input_shape", tuple(input_shape), tuple(datasets))
+    check_choice("input_shape", input_shape, tuple(datasets))
     return feddpa_cnn(datasets[input_shape], classes)
 
 
@@ -327,7 +336,6 @@ def _cnn(
     form: Form | None,
     relu: bool = True,
 ) -> Model:
-    _check(input_shape, classes)
     form = _form(form)
     # A product with few outputs is slow: pairs of columns have twice as many, for (k + 1) / k times the operations.
     padding = None
@@ -342,17 +350,7 @@ def _cnn(
 
 def _form(form: Form | None) -> Form:
     """The form that was asked for, or the backend's."""
-    form = backend().convolution if form is None else form
-    check_choice("form", form, get_args(Form))
-    return form
-
-
-def _check(input_shape: Shape, classes: int) -> None:
-    if len(input_shape) != 3:
-        raise ValueError(f"input_shape={input_shape!r}: give (H, W, channels)")
-    for size in input_shape:
-        check_count("input_shape", size)
-    check_count("classes", classes)
+    return backend().convolution if form is None else form
 
 
 def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Array], Array], shape: Shape) -> Model:
@@ -364,6 +362,10 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
     def apply(module: nn.Module, method: str, params: Any, x: Array) -> Any:
         return module.apply({"params": params}, x, method=method)
 
+    if any(0 in leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))):
+        raise ValueError(
+            f"input_shape={shape!r}: nothing is left of it after the convolutions of {name}, give a larger one"
+        )
     layers = depth_order(init)
     return Model(
         name=name,
@@ -375,6 +377,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
         squares=functools.partial(apply, twin, "__call__"),
         layers=layers,
         head=layers[-1:],
+        input_shape=shape,
     )
 
 

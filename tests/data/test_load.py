@@ -320,7 +320,7 @@ def spoil(value):
         ({"test_inputs": INPUTS.astype(np.uint8)}, "test_inputs has examples"),
         (
             {"train_inputs": INPUTS[:0], "train_labels": LABELS[:0]},
-            r"train_inputs has shape \(0, 3, 3, 1\): give at least one example",
+            r"train_inputs has shape \(0, 3, 3, 1\): give",
         ),
     ],
 )

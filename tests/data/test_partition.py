@@ -259,7 +259,7 @@ def test_matching_balances_totals():
         (lambda: dirichlet(LABELS / 1, 4, 1.0, seed=0), r"labels.dtype=float64.*astype"),
         (lambda: dirichlet(LABELS[:0], 4, 1.0, seed=0), "labels is empty"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 11, seed=0), "s=11"),
-        (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"), "test='none'"),
+        (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"), "test='none'"),  # pyrefly: ignore[bad-argument-type]
         (lambda: classes_per_client(LABELS, TEST_LABELS, 301, 2, seed=0), "labels has 60 examples of class"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 151, 2, seed=0), 'test_labels has 30.*test="all"'),
         (lambda: label_share(LABELS, 5, 0.0, seed=0), "share=0"),

@@ -217,6 +217,18 @@ def test_running_epsilon():
     assert running_epsilon(Mechanism(), 4)(1) == math.inf
 
 
+def test_running_epsilon_follows_from_the_round_alone():
+    """Whatever was asked before, to the last bit: with levels that sampling amplifies, and with some that it does not."""
+    client_noise = np.where(np.arange(16) % 3 == 0, 3.0, 0.5)[:, None]
+    m = poisson(np.geomspace(2, 6, 16), 0.1, client_noise=client_noise)
+    rounds = [1, 2, 3, 7, 15, 16]
+    alone = [running_epsilon(m, 4)(done) for done in rounds]
+    for order in (rounds, rounds[::-1], [16, 3, 3, 12, *rounds]):
+        asked = running_epsilon(m, 4)
+        found = {done: asked(done) for done in order}
+        assert [found[done] for done in rounds] == alone
+
+
 def test_many_kinds_of_clients_stay_upper_bounds():
     noise = np.geomspace(1, 9, 600)
     m = mechanism(client_noise=noise[None])

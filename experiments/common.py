@@ -1,11 +1,13 @@
 """What experiments share: methods x seeds, tables, and plots of several methods."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jaxfl import Result, simulate, sweep
+from jaxfl import Result, signals, simulate, sweep
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.models import build, digits_cnn
@@ -39,6 +41,17 @@ class Row(NamedTuple):
     metrics: list[list[dict[str, float | int]]]
     local: Sequence[float] = ()
     """Mean accuracy of local models at the end, where they are tested too."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Of a command: Ctrl-C and SIGTERM end it with one line and the signal's exit code (130, 143), no traceback."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        if jax.process_index() == 0:
+            print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
+        sys.exit(signals.exit_code(stop))
 
 
 def model_for(name: str, dataset: Dataset) -> Model:
@@ -85,6 +98,7 @@ def run_each(
         config: the resolved settings, written beside the results.
         eval_every: as in `simulate`.
     """
+    check_seeds(seeds)
     clients, found = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
         found[name] = []
@@ -135,6 +149,7 @@ def sweep_each(
         config: the resolved settings.
         eval_every: as in `simulate`.
     """
+    check_seeds(seeds)
     results = [
         sweep(
             jax.random.key(seed),
@@ -149,6 +164,12 @@ def sweep_each(
         for seed in seeds
     ]
     return [list(of_point) for of_point in zip(*results, strict=True)]
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse seeds that repeat: their runs are the same, and would pass for a spread of 0."""
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds={tuple(seeds)}: give at least one seed, and each of them once")
 
 
 def sweep_folder(
@@ -226,7 +247,9 @@ def _example(row: Row) -> str:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds, in percent."""
+    """Mean ± standard deviation over seeds, in percent; a dash where there was nothing to test."""
+    if np.isnan(values).any():
+        return "–"
     text = f"{100 * np.mean(values):.1f}"
     return text if len(values) == 1 else f"{text} ± {100 * np.std(values, ddof=1):.1f}"
 

@@ -10,7 +10,7 @@ from typing import Literal
 import optax
 import tyro
 
-from experiments.common import run_methods, show
+from experiments.common import run_methods, show, stoppable
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.data import classes_per_client, load, make_clients
@@ -39,6 +39,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/quickstart")
 
 
+@stoppable()
 def main(config: Config) -> None:
     """Run the six methods and compare them."""
     if config.scale == "smoke":

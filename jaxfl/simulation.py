@@ -1,16 +1,13 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import collections
-import contextlib
 import logging
 import math
 import os
 import pathlib
 import secrets
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
@@ -19,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl import hosts, report
+from jaxfl import hosts, report, signals
 from jaxfl._validate import check_choice, check_count
 from jaxfl.backend import of_devices
 from jaxfl.checkpoint import Checkpoints
@@ -35,7 +32,7 @@ from jaxfl.types import Algorithm, Clients, Tree
 _LOG = logging.getLogger("jaxfl")
 
 _SEGMENT_SECONDS = 10.0
-"""Rounds between two looks at the host: short enough for progress and Ctrl-C."""
+"""Rounds between two looks at the host: short enough for progress and signals."""
 
 _CHECKPOINT_SECONDS = 30.0
 
@@ -87,7 +84,8 @@ def simulate(
     Raises:
         ValueError: an argument does not fit, or the folder holds another run.
         FloatingPointError: the server's state turned non-finite; names the round and the remedy.
-        KeyboardInterrupt: on Ctrl-C, after the running segment of rounds is saved.
+        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, and at once on the next
+            one; says after which round.
     """
     folder = None if folder is None else pathlib.Path(folder)
     with report.tensorboard_writer(folder, tensorboard) as log:
@@ -311,13 +309,17 @@ class _Run:
             fingerprint = self._fingerprint(key, algorithms, store)
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, fingerprint)
             self._restore()
+        self.kept = self.done
 
     def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         try:
             shown = progress and jax.process_index() == 0
-            with report.progress_bar(name, self.rounds, shown) as update, _deferred_interrupt() as interrupted:
-                self.go(update, log, interrupted)
+            with report.progress_bar(name, self.rounds, shown) as update, signals.deferred() as asked:
+                try:
+                    self.go(update, log, asked)
+                except KeyboardInterrupt:
+                    raise signals.stopped(asked(), self._where()) from None
         except Exception as error:
             if jax.process_count() > 1 and self.checkpoints is not None:
                 error.add_note(
@@ -334,7 +336,7 @@ class _Run:
         parts = zip(results, servers, states, strict=True)
         return [result._replace(server=server, states=own) for result, server, own in parts]
 
-    def go(self, update: Callable, log: Callable, interrupted: Callable[[], bool]) -> None:
+    def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""
         pace, program = math.inf, None
         while self.done < self.rounds:
@@ -350,11 +352,20 @@ class _Run:
                 log(self.journals[0].metrics[-1])
             update(self.done, f"{self._text()}  chunk {program.chunk}")
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-            pace, late, stop = hosts.largest(pace, late, interrupted())
+            pace, late, stop = hosts.largest(pace, late, asked())
             if self.checkpoints and (late or stop or self.done == self.rounds):
                 self._save(self.checkpoints)
+                self.kept = self.done
             if stop:
                 raise KeyboardInterrupt
+
+    def _where(self) -> str:
+        """What is said where a signal ends the run."""
+        again = "nothing is kept without a folder"
+        if self.checkpoints is not None:
+            place = "there" if self.kept == self.done else f"round {self.kept}" if self.kept else "the start"
+            again = f"the same command goes on from {place}"
+        return f"stopped after round {self.done} of {self.rounds}; {again}"
 
     def _record(self, records: Records, count: int) -> None:
         for journal, own in zip(self.journals, self._split(records), strict=True):
@@ -429,23 +440,3 @@ class _Run:
             "values": values,
             "mechanism": [repr(algorithm.mechanism) for algorithm in algorithms],
         }
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C into a flag, so that a running program ends and is saved; the second one acts at once."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield pressed.is_set
-        return
-    previous = signal.getsignal(signal.SIGINT)
-
-    def handler(number: int, frame: Any) -> None:
-        pressed.set()
-        signal.signal(signal.SIGINT, previous)
-
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield pressed.is_set
-    finally:
-        signal.signal(signal.SIGINT, previous)

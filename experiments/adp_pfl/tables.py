@@ -39,13 +39,14 @@ from experiments.common import (
     row_of,
     run_each,
     show,
+    stoppable,
     sweep_each,
     sweep_folder,
 )
 from jaxfl import Result, hosts
 from jaxfl.data import Dataset
 from jaxfl.engine import Points, place
-from jaxfl.evaluate import compile_evaluation
+from jaxfl.evaluate import PerClient, compile_evaluation, summarize
 from jaxfl.report import run_folder, write_json
 from jaxfl.types import Algorithm, Clients, Model
 
@@ -84,6 +85,7 @@ LOCAL, PLAIN = Entry("local-only"), Entry("FedAvg, no noise")
 RELEASED = "ADP-PFL, released risks"
 
 
+@stoppable()
 def run(
     name: str,
     description: str | None,
@@ -129,8 +131,9 @@ def local_accuracy(
         key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
         left = [(key, result.server, result.states) for result in results]
         arguments = left[0] if isinstance(what, Algorithm) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
-        scores = np.atleast_2d(compile_evaluation(what, place(clients))(*arguments).accuracy)
-        known = np.nanmean(scores, axis=1).tolist()
+        scores = compile_evaluation(what, place(clients))(*arguments)
+        of_each = map(PerClient, *map(np.atleast_2d, scores))
+        known = [summarize(own, np.asarray(clients.test_size))["accuracy"] for own in of_each]
         if jax.process_index() == 0:
             write_json(path, known)
     return known

@@ -22,6 +22,7 @@ from experiments.common import (
     run_methods,
     run_sweep,
     show,
+    stoppable,
 )
 from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
@@ -174,6 +175,7 @@ def split(data: Dataset, setting: Setting, classes: int, seed: int) -> Clients:
     return make_clients(data, train, test)
 
 
+@stoppable()
 def run(
     table: str,
     description: str | None,

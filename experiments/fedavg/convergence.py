@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common import Scale, model_for, percent
+from experiments.common import Scale, check_seeds, model_for, percent, stoppable
 from jaxfl import simulate
 from jaxfl.algorithms import fedavg
 from jaxfl.data import classes_per_client, iid, load, make_clients, matching
@@ -56,6 +56,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/fedavg/convergence")
 
 
+@stoppable()
 def main(config: Config) -> None:
     """Run the task for every seed and print accuracy by round."""
     setting = TASKS[config.task]
@@ -64,6 +65,7 @@ def main(config: Config) -> None:
     if config.scale == "smoke":
         setting = dataclasses.replace(setting, clients=50, cohort=5)
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
+    check_seeds(seeds)
     algorithm = fedavg(
         model_for("lenet", data),
         optimizer=optax.sgd(setting.learning_rate),

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import optax
 import tyro
 
-from experiments.common import Scale, dirichlet_clients, model_for, run_methods, show
+from experiments.common import Scale, dirichlet_clients, model_for, run_methods, show, stoppable
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
 from jaxfl.data import load
@@ -56,6 +56,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/feddpa/reference")
 
 
+@stoppable()
 def main(config: Config) -> None:
     """Run all methods and print their table."""
     setting = SCALES[config.scale]

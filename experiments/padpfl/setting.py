@@ -12,7 +12,7 @@ import tyro
 from jax import Array
 from jaxtyping import Key
 
-from experiments.common import Method, Row, plot_metric, run_methods, show
+from experiments.common import Method, Row, plot_metric, run_methods, show, stoppable
 from jaxfl.algorithms import padpfl
 from jaxfl.algorithms.padpfl import convergence_bound
 from jaxfl.data import Dataset, by_sizes, corrupt_clients, load, make_clients, matching
@@ -95,6 +95,7 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/padpfl")
 
 
+@stoppable()
 def run(figure: int, description: str | None) -> None:
     """Read the command line and run figure 2, 4, 6 or 8 (no privacy) or 3, 5, 7 or 9 (private) of scenarios 1 to 4."""
     config = tyro.cli(Config, description=description)

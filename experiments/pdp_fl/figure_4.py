@@ -7,6 +7,7 @@ import dataclasses
 
 import tyro
 
+from experiments.common import stoppable
 from experiments.pdp_fl.setting import Config, Setting, budgets, printed, run, scaled
 from jaxfl.data import Dataset
 from jaxfl.types import Algorithm
@@ -24,6 +25,7 @@ def methods(setting: Setting, data: Dataset) -> dict[str, Algorithm]:
     return {"PDP-FL": printed(setting, data, budgets(3, setting.clients))}
 
 
+@stoppable()
 def main(config: Config) -> None:
     """A table for each value of each parameter, the others as they are."""
     for parameter, values in STUDIES.items():

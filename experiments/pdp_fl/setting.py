@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import tyro
 
-from experiments.common import Method, plot_metric, run_methods, show
+from experiments.common import Method, plot_metric, run_methods, show, stoppable
 from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl
 from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
 from jaxfl.data import Dataset, iid, load, make_clients, matching
@@ -170,6 +170,7 @@ def split(setting: Setting, data: Dataset, seed: int) -> Clients:
     return make_clients(data, lists, matching(lists, data.train_labels, data.test_labels, seed=seed))
 
 
+@stoppable()
 def cases(dataset: Data, rounds: int, figure: int, description: str | None) -> None:
     """Figure 2 or 3: accuracy by round in all cases, at several budgets where they are equal."""
 
@@ -187,6 +188,7 @@ def cases(dataset: Data, rounds: int, figure: int, description: str | None) -> N
     run(f"figure_{figure}", f"Figure {figure}", setting, methods, config)
 
 
+@stoppable()
 def comparison(dataset: Data, rounds: int, table: int, description: str | None) -> None:
     """Table 2 or 3: the baselines, PDP-FL in all cases as printed, and its honest twins."""
 

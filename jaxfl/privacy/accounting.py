@@ -227,7 +227,7 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
         # In an order that follows from the rounds alone, so that the last digit does too.
         for level, count in zip(*np.unique(sampled[sampled < math.inf], return_counts=True), strict=True):
             total += count * of_level(float(level))
-        return float(compute_epsilon(orders, total, mechanism.delta)[0])
+        return float(compute_epsilon(orders, total, mechanism.delta)[0])  # pyrefly: ignore[bad-argument-type]
 
     return spent
 

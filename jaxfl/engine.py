@@ -32,6 +32,12 @@ from jaxfl.types import Account, Algorithm, ClientData, Clients, Ledger, Message
 
 _SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE, _RELEASE = range(5)
 
+_RESERVED = {
+    "round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "epsilon",
+    "participants", "nonfinite", "update_norm", "clipped", "train_loss",
+}  # fmt: skip
+"""What a row of metrics holds besides an algorithm's own infos; its `loss` is shown as `train_loss`."""
+
 
 class Keys(NamedTuple):
     """A run's streams of randomness; each a key, or 128 secret bits (see `jaxfl.privacy.noise`)."""
@@ -431,6 +437,11 @@ def _participant(
         )
         new = new._replace(account=Account(released, old.account.spent + slots.cost[slot]))
 
+    if taken := _RESERVED & info.keys():
+        raise ValueError(
+            f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "
+            "choose others"
+        )
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
     share = Sums(
         update=jax.tree.map(lambda leaf: leaf * weight.astype(leaf.dtype), update),

@@ -23,7 +23,11 @@ _BATCH = 64
 
 
 class PerClient(NamedTuple):
-    """Test accuracy and mean loss of each client; NaN for a client without test examples."""
+    """Test accuracy and mean loss of each client.
+
+    NaN for a client without test examples, and for one whose model has no loss for one of them: its outputs are not
+    finite, which is no answer, not even one that is right by chance.
+    """
 
     accuracy: Float[Array | np.ndarray, "*E C"]
     loss: Float[Array | np.ndarray, "*E C"]
@@ -91,24 +95,26 @@ def _client(
 
     batches, none = -(-size // batch), (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
     correct, loss = lax.fori_loop(0, -(-batches // per_block), block, none)
-    nothing = jnp.where(size > 0, 1.0, jnp.nan)
-    return PerClient(nothing * correct / jnp.maximum(size, 1), nothing * loss / jnp.maximum(size, 1))
+    known = jnp.where((size > 0) & ~jnp.isnan(loss), 1.0, jnp.nan)
+    return PerClient(known * correct / jnp.maximum(size, 1), known * loss / jnp.maximum(size, 1))
 
 
 def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"]) -> dict[str, float]:
     """Unweighted mean, standard deviation and worst 10% over clients, and the mean over all test examples.
 
-    The worst 10% is the mean accuracy of the tenth of the clients (at least one) that fares worst.
+    Of clients with test examples; NaN where there are none. A model whose scores are not finite has accuracy 0, and
+    makes the mean loss NaN. The worst 10% is the mean accuracy of the tenth of the clients (at least one) that fares
+    worst.
     """
     tested = np.asarray(sizes) > 0
-    accuracy = np.sort(np.asarray(scores.accuracy, np.float64)[tested])
-    if accuracy.size == 0:
-        return {}
-    examples = np.asarray(sizes, np.float64)[tested]
+    if not tested.any():
+        return dict.fromkeys(("accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"), math.nan)
+    by_client = np.nan_to_num(np.asarray(scores.accuracy, np.float64)[tested])
+    accuracy, examples = np.sort(by_client), np.asarray(sizes, np.float64)[tested]
     return {
         "accuracy": float(accuracy.mean()),
         "accuracy_std": float(accuracy.std()),
         "accuracy_worst10": float(accuracy[: max(1, round(0.1 * accuracy.size))].mean()),
-        "accuracy_examples": float(np.average(np.asarray(scores.accuracy, np.float64)[tested], weights=examples)),
+        "accuracy_examples": float(np.average(by_client, weights=examples)),
         "loss": float(np.asarray(scores.loss, np.float64)[tested].mean()),
     }

@@ -1,5 +1,6 @@
 """One run as its host sees it: what rounds and evaluations gave, what it cost, and the reports in its folder."""
 
+import math
 import pathlib
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 from jaxfl import report
 from jaxfl.engine import Records
 from jaxfl.evaluate import PerClient, summarize
+from jaxfl.health import remedy
 from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.statement import privacy_statement
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
@@ -46,8 +48,10 @@ class Journal:
         evaluations: list[int],
         blank: Records,
         folder: pathlib.Path | None,
+        *,
+        public: bool = False,
     ) -> None:
-        self.algorithm, self.evaluations, self.folder = algorithm, evaluations, folder
+        self.algorithm, self.evaluations, self.folder, self.public = algorithm, evaluations, folder, public
         self.test_size, self.number = np.asarray(clients.test_size), clients.number
         self.epsilon = running_epsilon(algorithm.mechanism, clients.number)
         records = jax.tree.map(np.zeros_like, blank)
@@ -67,8 +71,8 @@ class Journal:
         broken = np.flatnonzero(~records.server_finite[:count])
         if broken.size:
             raise FloatingPointError(
-                f"the server's state turned non-finite in round {done + int(broken[0]) + 1}: lower the learning "
-                "rate, or clip updates; the last checkpoint is intact"
+                f"the server's state turned non-finite in round {done + int(broken[0]) + 1}: "
+                f"{remedy([self.algorithm.mechanism])}; the last checkpoint is intact"
             )
 
     def evaluated(self, index: int, scores: PerClient) -> None:
@@ -96,22 +100,34 @@ class Journal:
         return Result(None, None, self.metrics, scores, history, ledger, statement)
 
     def _row(self, index: int) -> dict[str, float | int]:
-        """One row of metrics: scores of all clients, and means over the rounds since the previous row."""
+        """One row of metrics: scores of all clients, and what the rounds since the previous row report."""
         done = self.evaluations[index]
-        since = slice(self.evaluations[index - 1] if index else 0, done)
         scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
-        info = {f"train_{k}" if k == "loss" else k: v[since] for k, v in self.recorded.records.info.items()}
         row: dict[str, float | int] = {"round": done} | summarize(scores, self.test_size)
-        row |= {name: float(values.mean()) for name, values in info.items()}
-        row["nonfinite"] = int(self.recorded.records.nonfinite[since].sum())
+        if not self.public:
+            since = slice(self.evaluations[index - 1] if index else 0, done)
+            row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))
         return row | {"epsilon": float(self.epsilon(done))}
 
     def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
         report.write_metrics(folder / report.METRICS, self.metrics)
         if self.metrics:
             rounds = np.array([row["round"] for row in self.metrics])
-            arrays = {"round": rounds, "test_size": self.test_size, "participations": ledger.participants.sum(0)}
+            arrays = {"round": rounds, "test_size": self.test_size}
+            if not self.public:
+                arrays["participations"] = ledger.participants.sum(0)
             report.write_arrays(folder / report.PER_CLIENT, history._asdict() | arrays)
             report.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics)
         if statement:
             report.write_json(folder / report.PRIVACY, statement, allow_nan=False)
+
+
+def _means(records: Records) -> dict[str, float | int]:
+    """Means over rounds of means over participants; a round in which no update counted has none of its own."""
+    participants = records.info["participants"]
+    counted = participants > records.nonfinite
+    means = {
+        f"train_{name}" if name == "loss" else name: float(values[counted].mean()) if counted.any() else math.nan
+        for name, values in records.info.items()
+    }
+    return means | {"participants": float(participants.mean()), "nonfinite": int(records.nonfinite.sum())}

@@ -76,7 +76,8 @@ def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> N
     accuracy.plot(rounds, column("accuracy_worst10"), marker=".", label="worst 10% of clients")
     accuracy.set(title=title, xlabel="round", ylabel="test accuracy", ylim=(0, 1))
     accuracy.legend()
-    loss.plot(rounds, column("train_loss"), marker=".", label="train, participants")
+    if np.isfinite(column("train_loss")).any():
+        loss.plot(rounds, column("train_loss"), marker=".", label="train, participants")
     loss.plot(rounds, column("loss"), marker=".", label="test, all clients")
     loss.set(xlabel="round", ylabel="loss")
     loss.legend()

@@ -1,7 +1,6 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import collections
-import logging
 import math
 import os
 import pathlib
@@ -23,13 +22,13 @@ from jaxfl.checkpoint import Checkpoints
 from jaxfl.chunks import Program
 from jaxfl.engine import Keys, Points, Population, Records
 from jaxfl.evaluate import PerClient
+from jaxfl.health import Watch
 from jaxfl.journal import Journal, Result
 from jaxfl.privacy.noise import derive
+from jaxfl.report import tensorboard_writer
 from jaxfl.resident import Resident
 from jaxfl.stream import Stream
 from jaxfl.types import Algorithm, Clients, Tree
-
-_LOG = logging.getLogger("jaxfl")
 
 _SEGMENT_SECONDS = 10.0
 """Rounds between two looks at the host: short enough for progress and signals."""
@@ -52,6 +51,7 @@ def simulate(
     store: Literal["device", "host"] = "device",
     folder: str | os.PathLike | None = None,
     secret_noise: bool = False,
+    report: Literal["full", "public"] = "full",
     progress: bool = True,
     tensorboard: bool = False,
 ) -> Result:
@@ -78,20 +78,24 @@ def simulate(
         secret_noise: draw 128 fresh bits of the system for noise, cohorts and private local steps, in place of `key`,
             from which a small seed can be found by trying. They lie in the folder's `noise.key` alone, which only its
             owner can read and a resumed run needs. The run cannot be repeated.
+        report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
+            `clipped`, `participants`, `nonfinite` and what the method reports by itself in `metrics`, and how often
+            each client took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
         progress: show a bar with round, accuracy and epsilon so far.
         tensorboard: also write event files into the folder (extra `[tb]`).
 
     Raises:
         ValueError: an argument does not fit, or the folder holds another run.
-        FloatingPointError: the server's state turned non-finite; names the round and the remedy.
+        FloatingPointError: the server's state turned non-finite, or no update counts any more; names the round and the
+            remedy.
         KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, and at once on the next
             one; says after which round.
     """
     folder = None if folder is None else pathlib.Path(folder)
-    with report.tensorboard_writer(folder, tensorboard) as log:
+    with tensorboard_writer(folder, tensorboard) as log:
         streams = _Streams(secret=secret_noise)
         run = _Run(
-            key, streams, [algorithm], None, clients, rounds, eval_every, chunk, devices, store, folder, [folder]
+            key, streams, [algorithm], None, clients, rounds, eval_every, chunk, devices, store, folder, [folder], report
         )
         return run.finish_after(algorithm.name, progress, log)[0]
 
@@ -110,6 +114,7 @@ def sweep(
     folder: str | os.PathLike | None = None,
     paired_noise: bool = False,
     secret_noise: bool = False,
+    report: Literal["full", "public"] = "full",
     progress: bool = True,
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
@@ -133,6 +138,7 @@ def sweep(
         paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
             noisy, but from two of them everyone can tell the clean updates: at most one may be published.
         secret_noise: as in `simulate`, for each point anew.
+        report: as in `simulate`.
         progress: as in `simulate`.
 
     Raises:
@@ -161,7 +167,9 @@ def sweep(
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
     streams = _Streams(secret=secret_noise, paired=paired_noise)
-    run = _Run(keys, streams, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders)
+    run = _Run(
+        keys, streams, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders, report
+    )
     return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
 
 
@@ -276,9 +284,11 @@ class _Run:
         store: Literal["device", "host"],
         folder: pathlib.Path | None,
         folders: list[pathlib.Path | None],
+        shown: Literal["full", "public"],
     ) -> None:
         check_count("rounds", rounds)
         check_choice("store", store, ("device", "host"))
+        check_choice("report", shown, ("full", "public"))
         if chunk not in (None, "auto"):
             check_count("chunk", chunk)
         eval_every = max(1, rounds // 10) if eval_every is None else eval_every
@@ -300,7 +310,7 @@ class _Run:
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
         writes = jax.process_index() == 0
         self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, own if writes else None)
+            Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=shown == "public")
             for algorithm, own in zip(algorithms, folders, strict=True)
         ]
         self.done, self.saved_at, self.checkpoints = 0, time.monotonic(), None
@@ -313,6 +323,7 @@ class _Run:
 
     def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
+        self.watch = Watch(name, self.clients, [journal.algorithm.mechanism for journal in self.journals])
         try:
             shown = progress and jax.process_index() == 0
             with report.progress_bar(name, self.rounds, shown) as update, signals.deferred() as asked:
@@ -331,7 +342,7 @@ class _Run:
             if self.checkpoints is not None:
                 self.checkpoints.close()
             results = [journal.finish(self.done) for journal in self.journals]
-            self._tell_dropped(name)
+            self.watch.end([journal.recorded.records for journal in self.journals])
         servers, states = self._split(self.runner.server), self._split(self.runner.all_states())
         parts = zip(results, servers, states, strict=True)
         return [result._replace(server=server, states=own) for result, server, own in parts]
@@ -373,26 +384,23 @@ class _Run:
         self.done += count
 
     def _evaluate(self) -> None:
+        index = self.evaluations.index(self.done)
+        records = [journal.recorded.records for journal in self.journals]
+        self.watch.updates(records, self.evaluations[index - 1] if index else 0, self.done)
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
-        scores = self.runner.evaluate(key)
-        for journal, own in zip(self.journals, self._split(scores), strict=True):
-            journal.evaluated(self.evaluations.index(self.done), own)
+        scores = self._split(self.runner.evaluate(key))
+        self.watch.scores(scores, self.done)
+        for journal, own in zip(self.journals, scores, strict=True):
+            journal.evaluated(index, own)
 
     def _text(self) -> str:
         """Accuracy and epsilon so far, for the progress bar."""
         scores = [journal.metrics[-1]["accuracy"] for journal in self.journals if journal.metrics]
-        ends = sorted({min(scores), max(scores)}) if scores else []
+        known = [value for value in scores if not math.isnan(value)]
+        ends = sorted({min(known), max(known)}) if known else []
         accuracy = " to ".join(f"{value:.3f}" for value in ends) or "-"
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
-
-    def _tell_dropped(self, name: str) -> None:
-        """Warn once, for all points together; each one's `metrics.jsonl` has its own."""
-        records = [journal.recorded.records for journal in self.journals]
-        dropped = sum(own.nonfinite.sum() for own in records)
-        if dropped and jax.process_index() == 0:
-            text = "%s: %d of %d updates were not finite and were dropped: lower the learning rate or the noise"
-            _LOG.warning(text, name, dropped, sum(own.ledger.participants.sum() for own in records))
 
     def _state(self) -> dict[str, Tree]:
         return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}

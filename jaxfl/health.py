@@ -1,0 +1,147 @@
+"""What is told of updates, models and data that are not finite: who, how many, and a remedy that fits the cause."""
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int
+
+from jaxfl.engine import Records
+from jaxfl.evaluate import PerClient
+from jaxfl.privacy.mechanism import Mechanism
+from jaxfl.types import Clients
+
+_LOG = logging.getLogger("jaxfl")
+
+_SHARE = 0.1
+"""Of the updates between two evaluations: where more are dropped, that is told at once."""
+
+
+class Watch:
+    """Of one run, or of all points of a sweep together: tells each thing once where it first appears.
+
+    Args:
+        name: of the run.
+        clients: host arrays.
+        mechanisms: of each point.
+    """
+
+    def __init__(self, name: str, clients: Clients, mechanisms: Sequence[Mechanism]) -> None:
+        self.name, self.clients, self.mechanisms = name, clients, mechanisms
+        self.told: set[str] = set()
+
+    def updates(self, records: Sequence[Records], start: int, done: int) -> None:
+        """Warn where more than a tenth of the updates of some rounds were dropped.
+
+        Raises:
+            FloatingPointError: all were, in every point, and nothing that follows can change that.
+        """
+        since = [jax.tree.map(lambda leaf: leaf[start:done], own) for own in records]
+        if all(self._stuck(own, recent, done) for own, recent in zip(records, since, strict=True)):
+            raise FloatingPointError(f"{self._dropped(since, start)}; no later one would count: the run was stopped")
+        dropped, made = _count(since)
+        if dropped > _SHARE * made:
+            self._warn("updates", self._dropped(since, start))
+
+    def scores(self, scores: Sequence[PerClient], done: int) -> None:
+        """Warn where models have no finite scores after some rounds."""
+        tested = np.asarray(self.clients.test_size) > 0
+        if not tested.any():
+            self._warn("tests", "no client has a test example: accuracies are not known")
+        lost = [tested & np.isnan(own.accuracy) for own in scores]
+        mask = np.logical_or.reduce(lost)
+        if not mask.any():
+            return
+        train, test = self.broken_data
+        data, others = mask & (train | test), mask & ~(train | test)
+        causes = [f"{_names(data)} have NaN or infinite examples: clean them"] if data.any() else []
+        if others.any():
+            whose = "the shared model has" if others.sum() == tested.sum() else "their personal models have"
+            causes.append(f"{'of the others, ' if causes else ''}{whose} diverged: {remedy(self.mechanisms)}")
+        points = sum(own.any() for own in lost)
+        where = f"in {points} of {len(lost)} points, " if len(lost) > 1 else ""
+        text = (
+            f"{where}{mask.sum()} of {tested.sum()} tested clients ({_names(mask)}) have no finite scores after round"
+        )
+        self._warn("scores", f"{text} {done}, which count as accuracy 0; {'; '.join(causes)}")
+
+    def end(self, records: Sequence[Records]) -> None:
+        """Warn of all updates that were dropped; each point's `metrics.jsonl` has its own."""
+        if _count(records)[0]:
+            self._warn("end", self._dropped(records, 0))
+
+    @functools.cached_property
+    def broken_data(self) -> tuple[Bool[np.ndarray, "C"], Bool[np.ndarray, "C"]]:
+        """Which clients have an example to train on, or to test on, that is not finite."""
+        clients, nobody = self.clients, np.zeros(self.clients.number, bool)
+        if not np.issubdtype(clients.inputs.dtype, np.inexact):
+            return nobody, nobody
+        # In parts: the store and the clients' rows may be files that are larger than memory.
+        axes = tuple(range(1, clients.inputs.ndim))
+        parts = range(0, len(clients.inputs), 4096)
+        bad = np.concatenate([~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in parts])
+
+        def owners(rows: Int[Array | np.ndarray, "C N"], sizes: Int[Array | np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
+            found, real = nobody.copy(), np.arange(rows.shape[1])
+            for i in range(0, len(rows) if bad.any() else 0, 4096):
+                own = slice(i, i + 4096)
+                found[own] = (bad[rows[own]] & (real < np.asarray(sizes[own])[:, None])).any(axis=1)
+            return found
+
+        return owners(clients.train, clients.train_size), owners(clients.test, clients.test_size)
+
+    def _stuck(self, records: Records, recent: Records, done: int) -> bool:
+        """Whether all recent updates were dropped, and nothing moves the server to where later ones would count."""
+        dropped, made = _count([recent])
+        if not made or dropped < made:
+            return False
+        ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
+        if ever_dropped < ever and (recent.ledger.server_noise.any() or recent.ledger.client_noise.any()):
+            return False  # noise moves it, and updates have counted: a method may go on like this
+        took_part, broken = recent.ledger.participants.any(axis=0), self.broken_data[0]
+        return bool((took_part & ~broken).any() or broken.all())  # or the cohorts were those of broken data by chance
+
+    def _dropped(self, records: Sequence[Records], start: int) -> str:
+        """How many updates of these rounds were dropped, and what to do."""
+        dropped, made = _count(records)
+        broken = self.broken_data[0]
+        theirs = sum(int(own.ledger.participants[:, broken].sum()) for own in records)
+        causes = [f"{_names(broken)} have NaN or infinite training examples: clean them"] if theirs else []
+        if dropped > theirs:
+            causes.append(f"{'others diverged: ' if causes else ''}{remedy(self.mechanisms)}")
+        since = f" since round {start}" if start else ""
+        return f"{dropped} of {made} updates{since} were not finite and were dropped: {'; '.join(causes)}"
+
+    def _warn(self, what: str, text: str) -> None:
+        if what not in self.told and jax.process_index() == 0:
+            _LOG.warning("%s: %s", self.name, text)
+        self.told.add(what)
+
+
+def remedy(mechanisms: Sequence[Mechanism]) -> str:
+    """Against models that diverge."""
+    most = float(np.finfo(np.float32).max) / 10  # draws are some times their standard deviation
+    noisy = False
+    for own in mechanisms:
+        added = max(float(np.max(own.client_noise_table)), float(np.max(own.noise_multiplier_table)))
+        local = 0.0 if own.examples is None else float(np.max(own.examples.noise_multiplier)) * own.examples.clip
+        if added * own.clip > most or local > most:
+            return "noise overflows float32: lower the noise multiplier or the clip bound"
+        noisy |= added > 0 or local > 0
+    return "lower the learning rate or the noise" if noisy else "lower the learning rate, or clip updates"
+
+
+def _count(records: Sequence[Records]) -> tuple[int, int]:
+    """Updates that were dropped, of all."""
+    dropped = sum(int(own.nonfinite.sum()) for own in records)
+    return dropped, sum(int(own.info["participants"].sum(dtype=np.float64)) for own in records)
+
+
+def _names(mask: Bool[np.ndarray, "C"]) -> str:
+    """The first few clients of a mask."""
+    found = np.flatnonzero(mask)
+    listed = ", ".join(map(str, found[:5])) + (", ..." if len(found) > 5 else "")
+    return f"client{'s' if len(found) > 1 else ''} {listed}"

@@ -1,30 +1,28 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
-import collections
 import math
 import os
 import pathlib
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Key, UInt32
+from jaxtyping import Key
 
 from jaxfl import hosts, report, signals
 from jaxfl._validate import check_choice, check_count
 from jaxfl.backend import of_devices
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.chunks import Program
-from jaxfl.engine import Keys, Points, Population, Records
+from jaxfl.engine import Points, Population, Records
 from jaxfl.evaluate import PerClient
 from jaxfl.health import Watch
 from jaxfl.journal import Journal, Result
-from jaxfl.privacy.noise import derive
+from jaxfl.randomness import Streams
 from jaxfl.report import tensorboard_writer
 from jaxfl.resident import Resident
 from jaxfl.stream import Stream
@@ -34,9 +32,6 @@ _SEGMENT_SECONDS = 10.0
 """Rounds between two looks at the host: short enough for progress and signals."""
 
 _CHECKPOINT_SECONDS = 30.0
-
-_POINT = 2**31
-"""No round has this number: keys of points are derived apart from those of rounds."""
 
 
 def simulate(
@@ -93,9 +88,21 @@ def simulate(
     """
     folder = None if folder is None else pathlib.Path(folder)
     with tensorboard_writer(folder, tensorboard) as log:
-        streams = _Streams(secret=secret_noise)
+        streams = Streams(secret=secret_noise)
         run = _Run(
-            key, streams, [algorithm], None, clients, rounds, eval_every, chunk, devices, store, folder, [folder], report
+            key,
+            streams,
+            [algorithm],
+            None,
+            clients,
+            rounds,
+            eval_every,
+            chunk,
+            devices,
+            store,
+            folder,
+            [folder],
+            report,
         )
         return run.finish_after(algorithm.name, progress, log)[0]
 
@@ -166,7 +173,7 @@ def sweep(
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
-    streams = _Streams(secret=secret_noise, paired=paired_noise)
+    streams = Streams(secret=secret_noise, paired=paired_noise)
     run = _Run(
         keys, streams, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders, report
     )
@@ -181,51 +188,6 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
     if len(set(lengths.values())) != 1 or not max(lengths.values()):
         raise ValueError(f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1")
     return next(iter(lengths.values()))
-
-
-class _Streams(NamedTuple):
-    """Where a run's randomness comes from."""
-
-    secret: bool
-    """Cohorts and noise from fresh bits of the system."""
-    paired: bool = False
-    """The same noise for points of the same key."""
-
-    def keys(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> Keys:
-        """The streams of one run, or of each point; secret ones as the folder has them, or new."""
-        if not self.secret:
-            return Keys(key, key, key if self.paired or not key.ndim else _apart(key))
-        count = 1 if self.paired else key.size
-        bits = _secret_bits(count, folder if jax.process_index() == 0 else None)
-        noise = jax.random.wrap_key_data(jnp.asarray(hosts.of_first(bits)), impl="threefry2x32")
-        noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
-        return Keys(key, noise, noise)
-
-
-def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
-    """Keys that all differ: of equal ones the first as it is, as `simulate` has it."""
-    found, apart = collections.Counter[bytes](), []
-    for own, data in zip(key, np.asarray(jax.random.key_data(key))):
-        number = found[data.tobytes()]
-        found[data.tobytes()] += 1
-        apart.append(derive(own, _POINT, number) if number else own)
-    return jnp.stack(apart)
-
-
-def _secret_bits(count: int, folder: pathlib.Path | None) -> UInt32[np.ndarray, "P 2 2"]:
-    """128 bits for each point: those that the folder has, or fresh ones, which the owner alone may read there."""
-    path = None if folder is None else folder / report.NOISE_KEY
-    if path is not None and path.exists():
-        found = np.frombuffer(path.read_bytes(), np.uint32)
-        if found.size != 4 * count:
-            raise ValueError(f"{str(path)!r} holds {found.size // 4} keys, not {count}: choose another folder")
-        return found.reshape(count, 2, 2)
-    fresh = secrets.token_bytes(16 * count)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(fresh)
-    return np.frombuffer(fresh, np.uint32).reshape(count, 2, 2)
 
 
 class Runner(Protocol):
@@ -273,7 +235,7 @@ class _Run:
     def __init__(
         self,
         key: Key[Array, "*P"],
-        streams: _Streams,
+        streams: Streams,
         algorithms: list[Algorithm],
         points: Points | None,
         clients: Clients,

@@ -1,0 +1,65 @@
+"""Where a run's randomness comes from: its key, or fresh bits of the system that only their owner can read."""
+
+import collections
+import os
+import pathlib
+import secrets
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Key, UInt32
+
+from jaxfl import hosts, report
+from jaxfl.engine import Keys
+from jaxfl.privacy.noise import derive
+
+_POINT = 2**31
+"""No round has this number: keys of points are derived apart from those of rounds."""
+
+
+class Streams(NamedTuple):
+    """How a run's streams follow from its key."""
+
+    secret: bool
+    """Cohorts and noise from fresh bits of the system."""
+    paired: bool = False
+    """The same noise for points of the same key."""
+
+    def keys(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> Keys:
+        """The streams of one run, or of each point; secret ones as the folder has them, or new."""
+        if not self.secret:
+            return Keys(key, key, key if self.paired or not key.ndim else _apart(key))
+        count = 1 if self.paired else key.size
+        bits = _secret_bits(count, folder if jax.process_index() == 0 else None)
+        noise = jax.random.wrap_key_data(jnp.asarray(hosts.of_first(bits)), impl="threefry2x32")
+        noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
+        return Keys(key, noise, noise)
+
+
+def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
+    """Keys that all differ: of equal ones the first as it is, as `simulate` has it."""
+    found, apart = collections.Counter[bytes](), []
+    for own, data in zip(key, np.asarray(jax.random.key_data(key))):
+        number = found[data.tobytes()]
+        found[data.tobytes()] += 1
+        apart.append(derive(own, _POINT, number) if number else own)
+    return jnp.stack(apart)
+
+
+def _secret_bits(count: int, folder: pathlib.Path | None) -> UInt32[np.ndarray, "P 2 2"]:
+    """128 bits for each point: those that the folder has, or fresh ones, which the owner alone may read there."""
+    path = None if folder is None else folder / report.NOISE_KEY
+    if path is not None and path.exists():
+        found = np.frombuffer(path.read_bytes(), np.uint32)
+        if found.size != 4 * count:
+            raise ValueError(f"{str(path)!r} holds {found.size // 4} keys, not {count}: choose another folder")
+        return found.reshape(count, 2, 2)
+    fresh = secrets.token_bytes(16 * count)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(fresh)
+    return np.frombuffer(fresh, np.uint32).reshape(count, 2, 2)

@@ -1,73 +1,188 @@
-"""Checkpoints of a run: everything a later call needs to go on bit-identically."""
+"""Checkpoints of a run: everything a later call needs to go on bit-identically, or to see that it must not."""
 
+import hashlib
+import json
+import logging
 import pathlib
+import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxfl import hosts
+from jaxfl import hosts, report
+from jaxfl.fingerprint import Facts, differences
 from jaxfl.types import Tree
 
-_BEFORE = {"store": "device"}
-"""What held before a fingerprint said so."""
+_LOG = logging.getLogger("jaxfl")
+_MANIFEST, _STATE, _UNFINISHED = "manifest.json", "state", "unfinished"
+_REMEDY = "Choose another folder, delete this one, or start over in it with resume='never'"
+
+
+class DamagedError(ValueError):
+    """A file is not what was saved."""
 
 
 class Checkpoints:
-    """The newest two states of a run in one folder, written atomically.
+    """The newest two states of a run in one folder, written atomically, each with a checksum of every file.
 
     Args:
-        folder: made if absent.
-        fingerprint: what must agree for a state to belong to this run (JSON values).
+        folder: of the checkpoints, in that of the run; made with the first of them.
+        fingerprint: what must agree for a state to belong to this run (see `jaxfl.fingerprint`).
     """
 
-    def __init__(self, folder: pathlib.Path, fingerprint: dict[str, Any]) -> None:
-        self._fingerprint = fingerprint
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    def __init__(self, folder: pathlib.Path, fingerprint: Facts) -> None:
+        self._folder, self._fingerprint = folder.absolute(), json.loads(json.dumps(fingerprint))
+        self._whole: int | None = None  # the newest that is known to be
 
     def save(self, rounds: int, state: Tree) -> None:
-        """Write the state after `rounds` rounds; a kill leaves the previous one intact."""
-        if rounds in self._manager.all_steps():
+        """Write the state after `rounds` rounds; a kill at any moment leaves the previous one as it was."""
+        if rounds == self._whole:
             return
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_by_name(state)), fingerprint=ocp.args.JsonSave(self._fingerprint)
-        )
-        self._manager.save(rounds, args=items)
+        unfinished, first = self._folder / _UNFINISHED, jax.process_index() == 0
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        hosts.largest(0)  # all wait for process 0
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
+            writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
+        if first:
+            content = {"fingerprint": self._fingerprint, "files": _sums(unfinished)}
+            report.write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
+            shutil.rmtree(self._folder / str(rounds), ignore_errors=True)  # a damaged one
+            unfinished.rename(self._folder / str(rounds))
+            for other in {*self._steps()} - {rounds, self._whole}:
+                shutil.rmtree(self._folder / str(other))
+        self._whole = rounds
 
-    def restore(self, like: Tree) -> tuple[int, Tree] | None:
-        """The newest state with its number of rounds, on the devices that `like` is on; None if there is none.
+    def restore(self, like: Tree, take: Callable[[int, Tree], None]) -> int:
+        """Hand the newest whole state to `take`, with its number of rounds; return that number, 0 where there is none.
+
+        The state is on the devices that `like` is on. `take` may refuse it as damaged; then the one before is tried.
 
         Raises:
-            ValueError: the folder holds another run, or is not the same one for all processes.
+            ValueError: the folder holds another run, or no checkpoint that is whole, or is not the same one for all
+                processes.
         """
-        rounds, folder = self._manager.latest_step(), self._manager.directory
-        seen = -1 if not folder.exists() else rounds or 0
-        most, least = hosts.largest(seen, -seen)
-        if most != -least:
-            raise ValueError(f"folder={str(folder.parent)!r} differs by process: give one that all of them share")
-        if rounds is None:
-            return None
-        found = self._manager.restore(rounds, args=ocp.args.Composite(fingerprint=ocp.args.JsonRestore()))
-        for name, value in self._fingerprint.items():
-            if found["fingerprint"].get(name, _BEFORE.get(name)) != value:
-                raise ValueError(
-                    f"folder={str(self._manager.directory.parent)!r} holds a run with {name}="
-                    f"{found['fingerprint'].get(name)!r}, not {value!r}: choose another folder or delete this one"
-                )
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
-        restored = self._manager.restore(rounds, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        leaves = [restored["state"][name] for name in _by_name(like)]
-        return rounds, jax.tree.unflatten(jax.tree.structure(like), leaves)
+        self._check_same()
+        damaged: list[str] = []
+        for rounds in reversed(self._steps()):
+            try:
+                take(rounds, self._read(rounds, like))
+            except DamagedError as error:
+                damaged.append(f"the checkpoint of round {rounds}: {error}")
+                continue
+            for text in damaged:
+                _LOG.warning("%s is damaged and not used, %s: going on from round %d", self._run, text, rounds)
+            self._whole = rounds
+            return rounds
+        if damaged:
+            raise ValueError(
+                f"folder={self._run!r} holds no checkpoint that is whole ({'; '.join(damaged)}). {_REMEDY}, or put the "
+                "files back"
+            )
+        return 0
 
     def newest(self) -> str:
         """Where the newest state is, if anywhere."""
-        rounds = self._manager.latest_step()
-        return "none" if rounds is None else str(self._manager.directory / str(rounds))
+        steps = self._steps()
+        return str(self._folder / str(steps[-1])) if steps else "none"
 
-    def close(self) -> None:
-        """Release the folder."""
-        self._manager.close()
+    def ends(self, rounds: int) -> bool:
+        """Whether the newest state is the one after `rounds` rounds."""
+        return self._steps()[-1:] == [rounds]
+
+    def clear(self) -> None:
+        """Remove all states."""
+        if jax.process_index() == 0 and self._folder.exists():
+            shutil.rmtree(self._folder)
+        hosts.largest(0)
+
+    @property
+    def _run(self) -> str:
+        return str(self._folder.parent)
+
+    def _steps(self) -> list[int]:
+        if not self._folder.exists():
+            return []
+        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
+
+    def _check_same(self) -> None:
+        """Require that all processes see one folder, and are of one run."""
+        newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
+        own = int(_of_json(self._fingerprint)[:6], 16)  # of 24 bits: a float32 holds it
+        most, least, most_own, least_own = hosts.largest(newest, -newest, own, -own)
+        if most != -least:
+            raise ValueError(f"folder={self._run!r} differs by process: give one that all of them share")
+        if most_own != -least_own:
+            raise ValueError("processes were started with arguments or data that differ: start all with the same")
+
+    def _read(self, rounds: int, like: Tree) -> Tree:
+        """A state that is what was saved, by this run."""
+        folder, problem = self._folder / str(rounds), None
+        try:
+            content = _manifest(folder)
+            differing = differences(content["fingerprint"], self._fingerprint)
+            if differing:
+                named = "; ".join(differing)
+                raise ValueError(f"folder={self._run!r} holds another run. What differs: {named}. {_REMEDY}")
+            if jax.process_index() == 0:
+                _check_files(folder, content["files"])
+        except DamagedError as error:
+            problem = error
+        if hosts.largest(problem is not None)[0]:
+            raise problem or DamagedError("process 0 says in what way")
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
+        try:
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+                found = reader.restore(folder / _STATE, args=ocp.args.StandardRestore(target))
+        except Exception as error:  # whatever Orbax, which is not of the fingerprint, cannot read
+            raise DamagedError(
+                f"it cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            ) from error
+        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _by_name(like)])
+
+
+def _manifest(folder: pathlib.Path) -> Facts:
+    path = folder / _MANIFEST
+    if not path.exists() and (folder / "fingerprint").is_dir():
+        raise ValueError(
+            f"folder={str(folder.parent.parent)!r} holds a run of an older version of jaxfl, which this one does not "
+            f"read. {_REMEDY}"
+        )
+    try:
+        content = json.loads(path.read_bytes())
+        if content.pop("sha256") == _of_json(content):
+            return content
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        pass
+    raise DamagedError(f"{_MANIFEST} is {'damaged' if path.exists() else 'missing'}")
+
+
+def _check_files(folder: pathlib.Path, sums: dict[str, str]) -> None:
+    try:
+        found = _sums(folder)
+    except OSError as error:
+        raise DamagedError(f"its files cannot be read ({error.strerror})") from error
+    for name, value in sums.items():
+        if found.get(name) != value:
+            raise DamagedError(f"{name} is {'damaged' if name in found else 'missing'}")
+
+
+def _sums(folder: pathlib.Path) -> dict[str, str]:
+    """Hashes of all files but the manifest, by path."""
+    sums = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name != _MANIFEST:
+            with path.open("rb") as file:
+                sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def _of_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _by_name(tree: Tree) -> dict[str, Any]:

@@ -138,10 +138,13 @@ def _remember(name: str, choice: dict[str, Any]) -> None:
 
 
 def _recall(name: str) -> int | None:
-    """The chunk that was chosen."""
+    """The chunk that was chosen; a file that says none is as good as no file."""
     if name not in _REMEMBERED:
         try:
-            _REMEMBERED[name] = json.loads((cache_folder() / f"chunk-{name}.json").read_text())
-        except (OSError, ValueError):
+            choice = json.loads((cache_folder() / f"chunk-{name}.json").read_text())
+            if type(choice["chunk"]) is not int or choice["chunk"] not in _SIZES:
+                return None
+            _REMEMBERED[name] = choice
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return None
     return _REMEMBERED[name]["chunk"]

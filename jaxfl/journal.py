@@ -29,6 +29,8 @@ class Result(NamedTuple):
     history: PerClient
     ledger: Ledger
     statement: dict[str, Any]
+    restored: int = 0
+    """Rounds that were read from the folder, not computed."""
 
 
 class Recorded(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl import hosts, report
+from jaxfl import fingerprint, hosts, report
 from jaxfl.engine import Keys
 from jaxfl.privacy.noise import derive
 
@@ -37,6 +37,11 @@ class Streams(NamedTuple):
         noise = jax.random.wrap_key_data(jnp.asarray(hosts.of_first(bits)), impl="threefry2x32")
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
+
+    def facts(self, keys: Keys) -> fingerprint.Facts:
+        """What tells runs of one key apart; a hash, from which no secret key can be guessed."""
+        secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
+        return {"the secret key of the noise": secret, "paired_noise": self.paired}
 
 
 def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:

@@ -4,16 +4,22 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import math
 import os
 import pathlib
-import tempfile
+import re
+import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+import rich.console
 import rich.progress
+
+_LOG = logging.getLogger("jaxfl")
 
 CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, CHECKPOINTS, STATES, NOISE_KEY = (
     "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", "states", "noise.key",
@@ -25,18 +31,46 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
 
     Args:
         root: folder of all runs.
-        method: name of the algorithm.
-        config: a frozen dataclass or a mapping of JSON values.
+        method: name of the algorithm; a folder's name.
+        config: a frozen dataclass or a mapping, of JSON values, paths, arrays, and dataclasses of such.
         seed: of this run.
+
+    Raises:
+        ValueError: a name that leads elsewhere, a seed that is no whole number, or a value that is neither of these.
     """
+    if not isinstance(method, str) or method in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", method):
+        raise ValueError(f"method={method!r}: give the name of a folder, without a slash")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
+        raise ValueError(f"seed={seed!r}: give a whole number")
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     values.pop("seed", None)
-    text = json.dumps({"method": method} | values, sort_keys=True, default=str)
+    text = json.dumps({"method": method} | values, sort_keys=True, default=_json)
     folder = pathlib.Path(root) / method / hashlib.sha256(text.encode()).hexdigest()[:10] / f"seed={seed}"
     folder.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
-        write_json(folder / CONFIG, json.loads(text) | {"seed": seed})
+    if jax.process_index() == 0 and os.access(folder, os.W_OK):
+        write_json(folder / CONFIG, json.loads(text) | {"seed": int(seed)})
     return folder
+
+
+def clear(folder: pathlib.Path, points: bool) -> None:
+    """Remove the client states and reports of a run, or of a sweep's points, which have numbered folders below."""
+    if jax.process_index() != 0:
+        return
+    shutil.rmtree(folder / STATES, ignore_errors=True)
+    (folder / NOISE_KEY).unlink(missing_ok=True)
+    for own in [path for path in folder.glob("[0-9]*") if path.is_dir()] if points else [folder]:
+        for name in (METRICS, PER_CLIENT, PRIVACY, CURVES):
+            (own / name).unlink(missing_ok=True)
+        if points and not any(own.iterdir()):
+            own.rmdir()
+
+
+def tell(text: str, shown: bool) -> None:
+    """Say something where progress is shown, or else in the log."""
+    if shown:
+        rich.console.Console().print(text, highlight=False, markup=False, soft_wrap=True)
+    else:
+        _LOG.info("%s", text)
 
 
 def write_json(path: pathlib.Path, value: Any, *, allow_nan: bool = True) -> None:
@@ -134,6 +168,21 @@ def tensorboard_writer(folder: pathlib.Path | None, wanted: bool) -> Iterator[Ca
         yield log
 
 
+def _json(value: Any) -> Any:
+    """What JSON lacks, in full: two configurations that differ must not look alike."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        array = np.asarray(value)
+        if array.size <= 1000:
+            return array.tolist()
+        digest = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
+        return {"sha256": digest, "shape": array.shape, "dtype": array.dtype.name}
+    raise ValueError(f"config holds {value!r}: give numbers, texts, arrays, paths, dataclasses, or lists of them")
+
+
 def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -141,12 +190,10 @@ def _plain(value: Any) -> Any:
 @contextlib.contextmanager
 def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """A temporary file beside `path` that takes its place when the block ends well."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(handle)
-    temporary = pathlib.Path(name)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    temporary.touch(exist_ok=False)  # with the permissions that the user's umask gives
     try:
         yield temporary
-        temporary.chmod(0o644)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -48,6 +48,7 @@ class Resident:
         self.program: Program | None = None
         population = self.population  # not `self`, which would keep programs until the garbage collector comes
         self._build = functools.cache(lambda chunk: compile_rounds(what, population, chunk=chunk, segment=segment))
+        self._score = functools.cache(lambda chunk: compile_evaluation(what, population, chunk=chunk))
 
     def record(self) -> Records:
         """Shapes of what one round of one run reports."""
@@ -62,8 +63,17 @@ class Resident:
         mesh = self.population.mesh
         most = self.population.clients.number // mesh.size
         self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
-        self._evaluation = compile_evaluation(self.what, self.population, chunk=self.program.chunk)
+        self._evaluation = self._score(self.program.chunk)
         return self.program
+
+    def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
+        """Those of rounds and of an evaluation with this key, traced; whatever the chunk is, here it is 1."""
+        step: Any = self._build(1)
+        score: Any = self._score(1)
+        return {
+            "round": [step.func.trace(*step.args, *self._arguments(0, 1)).jaxpr],
+            "evaluation": [score.func.trace(*score.args, key, self.server, self.states).jaxpr],
+        }
 
     def rounds(self, start: int, count: int) -> Records:
         """Some rounds, from the one of number `start`; what they report, on the host, in at least `count` rows."""

@@ -1,11 +1,12 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
+import contextlib
 import math
 import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,16 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl import hosts, report, signals
+from jaxfl import fingerprint, hosts, report, signals
 from jaxfl._validate import check_choice, check_count
 from jaxfl.backend import of_devices
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.chunks import Program
-from jaxfl.engine import Points, Population, Records
+from jaxfl.engine import Keys, Points, Population, Records
 from jaxfl.evaluate import PerClient
 from jaxfl.health import Watch
 from jaxfl.journal import Journal, Result
+from jaxfl.lock import Lock
 from jaxfl.randomness import Streams
 from jaxfl.report import tensorboard_writer
 from jaxfl.resident import Resident
@@ -47,6 +49,7 @@ def simulate(
     folder: str | os.PathLike | None = None,
     secret_noise: bool = False,
     report: Literal["full", "public"] = "full",
+    resume: Literal["auto", "never"] = "auto",
     progress: bool = True,
     tensorboard: bool = False,
 ) -> Result:
@@ -54,7 +57,9 @@ def simulate(
 
     With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, curves.png and checkpoints, and a
     later call with the same arguments goes on where it stopped, whatever stopped it: bit-identically, unless another
-    chunk is measured.
+    chunk is measured. Where the run is finished already, it is read, which also works where nothing can be written.
+    The folder is locked meanwhile. A run that differs in anything that decides a result is refused: in what the
+    method's functions compute, in data, partition, mechanism, key, rounds, or in versions (see `jaxfl.fingerprint`).
 
     Args:
         key: the whole run's randomness.
@@ -76,34 +81,23 @@ def simulate(
         report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
             `clipped`, `participants`, `nonfinite` and what the method reports by itself in `metrics`, and how often
             each client took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
+        resume: "auto" goes on from what the folder holds; "never" starts over and replaces it.
         progress: show a bar with round, accuracy and epsilon so far.
         tensorboard: also write event files into the folder (extra `[tb]`).
 
     Raises:
-        ValueError: an argument does not fit, or the folder holds another run.
+        ValueError: an argument does not fit, or the folder holds another run, is in use, or holds no checkpoint that
+            is whole (a damaged one is told, and the one before is used).
         FloatingPointError: the server's state turned non-finite, or no update counts any more; names the round and the
             remedy.
         KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, and at once on the next
             one; says after which round.
     """
     folder = None if folder is None else pathlib.Path(folder)
-    with tensorboard_writer(folder, tensorboard) as log:
-        streams = Streams(secret=secret_noise)
-        run = _Run(
-            key,
-            streams,
-            [algorithm],
-            None,
-            clients,
-            rounds,
-            eval_every,
-            chunk,
-            devices,
-            store,
-            folder,
-            [folder],
-            report,
-        )
+    streams = Streams(secret=secret_noise)
+    options = _Options(rounds, eval_every, chunk, devices, store, streams, report, resume)
+    with contextlib.closing(Lock(folder)) as lock, tensorboard_writer(folder, tensorboard) as log:
+        run = _Run(key, [algorithm], None, clients, options, lock, [folder])
         return run.finish_after(algorithm.name, progress, log)[0]
 
 
@@ -122,6 +116,7 @@ def sweep(
     paired_noise: bool = False,
     secret_noise: bool = False,
     report: Literal["full", "public"] = "full",
+    resume: Literal["auto", "never"] = "auto",
     progress: bool = True,
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
@@ -146,6 +141,7 @@ def sweep(
             noisy, but from two of them everyone can tell the clean updates: at most one may be published.
         secret_noise: as in `simulate`, for each point anew.
         report: as in `simulate`.
+        resume: as in `simulate`.
         progress: as in `simulate`.
 
     Raises:
@@ -174,10 +170,10 @@ def sweep(
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
     streams = Streams(secret=secret_noise, paired=paired_noise)
-    run = _Run(
-        keys, streams, algorithms, points, clients, rounds, eval_every, chunk, devices, "device", root, folders, report
-    )
-    return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
+    options = _Options(rounds, eval_every, chunk, devices, "device", streams, report, resume)
+    with contextlib.closing(Lock(root)) as lock:
+        run = _Run(keys, algorithms, points, clients, options, lock, folders)
+        return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
@@ -202,6 +198,10 @@ class Runner(Protocol):
 
     def compile(self, facts: tuple[str, ...]) -> Program:
         """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
+        ...
+
+    def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
+        """What `jaxfl.fingerprint.of_programs` reads, whatever the chunk."""
         ...
 
     def rounds(self, start: int, count: int) -> Records:
@@ -229,65 +229,104 @@ class Runner(Protocol):
         ...
 
 
+class _Options(NamedTuple):
+    """What `simulate` and `sweep` are told besides what to run."""
+
+    rounds: int
+    eval_every: int | None
+    chunk: int | Literal["auto"] | None
+    devices: list[jax.Device] | None
+    store: Literal["device", "host"]
+    streams: Streams
+    report: Literal["full", "public"]
+    resume: Literal["auto", "never"]
+
+    def check(self) -> None:
+        """Require values that exist."""
+        check_count("rounds", self.rounds)
+        check_choice("store", self.store, ("device", "host"))
+        check_choice("report", self.report, ("full", "public"))
+        check_choice("resume", self.resume, ("auto", "never"))
+        if self.chunk not in (None, "auto"):
+            check_count("chunk", self.chunk)
+        if self.eval_every is not None:
+            check_count("eval_every", self.eval_every)
+
+
 class _Run:
     """The host's loop over rounds, of one run or of all points of a sweep, and their checkpoints."""
 
     def __init__(
         self,
         key: Key[Array, "*P"],
-        streams: Streams,
         algorithms: list[Algorithm],
         points: Points | None,
         clients: Clients,
-        rounds: int,
-        eval_every: int | None,
-        chunk: int | Literal["auto"] | None,
-        devices: list[jax.Device] | None,
-        store: Literal["device", "host"],
-        folder: pathlib.Path | None,
+        options: _Options,
+        lock: Lock,
         folders: list[pathlib.Path | None],
-        shown: Literal["full", "public"],
     ) -> None:
-        check_count("rounds", rounds)
-        check_choice("store", store, ("device", "host"))
-        check_choice("report", shown, ("full", "public"))
-        if chunk not in (None, "auto"):
-            check_count("chunk", chunk)
-        eval_every = max(1, rounds // 10) if eval_every is None else eval_every
-        check_count("eval_every", eval_every)
+        options.check()
+        rounds = options.rounds
         for algorithm in algorithms:
             algorithm.mechanism.check_fits(clients.number, rounds)
         self.rounds, self.clients, self.points = rounds, clients, points
-        self.evaluations = sorted({*range(eval_every, rounds + 1, eval_every), rounds})
-        init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
-        keys, self.streams = streams.keys(key_of_rounds, folder), streams
-        chunk = of_devices(devices).chunk if chunk is None else chunk
-        if store == "host":
-            states = None if folder is None else folder / report.STATES
-            self.runner: Runner = Stream(init_key, keys, algorithms[0], clients, devices, chunk, states)
-        else:
-            segment = int(max(np.diff([0, *self.evaluations])))
-            what = points or algorithms[0]
-            self.runner = Resident(init_key, keys, what, clients, devices, chunk, segment)
-        blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
-        writes = jax.process_index() == 0
-        self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=shown == "public")
-            for algorithm, own in zip(algorithms, folders, strict=True)
-        ]
-        self.done, self.saved_at, self.checkpoints = 0, time.monotonic(), None
+        every = options.eval_every or max(1, rounds // 10)
+        self.evaluations = sorted({*range(every, rounds + 1, every), rounds})
+        folder = lock.folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            fingerprint = self._fingerprint(key, algorithms, store)
-            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, fingerprint)
-            self._restore()
+            if options.resume == "never":
+                lock.take(shared=False)
+                report.clear(folder, points is not None)
+        init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        keys = options.streams.keys(key_of_rounds, folder)
+        what = fingerprint.marked(points or algorithms[0])
+        self.runner = self._runner(init_key, keys, what, options, folder)
+        blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
+        public = options.report == "public"
+        writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
+        self.journals = [
+            Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=public)
+            for algorithm, own in zip(algorithms, folders, strict=True)
+        ]
+        self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
+        if folder is not None:
+            facts = self._fingerprint(key, init_key, what, algorithms, options.store)
+            facts |= options.streams.facts(keys)
+            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts)
+            if options.resume == "never":
+                self.checkpoints.clear()
+            else:
+                self._restore(lock)
         self.kept = self.done
+
+    def _runner(
+        self,
+        init_key: Key[Array, "*P"],
+        keys: Keys,
+        what: Algorithm | Points,
+        options: _Options,
+        folder: pathlib.Path | None,
+    ) -> Runner:
+        """Programs and state, where the client states are to be kept."""
+        devices = options.devices
+        chunk = of_devices(devices).chunk if options.chunk is None else options.chunk
+        if options.store == "host":
+            assert isinstance(what, Algorithm)
+            states = None if folder is None else folder / report.STATES
+            return Stream(init_key, keys, what, self.clients, devices, chunk, states)
+        segment = int(max(np.diff([0, *self.evaluations])))
+        return Resident(init_key, keys, what, self.clients, devices, chunk, segment)
 
     def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         self.watch = Watch(name, self.clients, [journal.algorithm.mechanism for journal in self.journals])
+        shown = progress and jax.process_index() == 0
+        if self.restored:
+            self._tell_restored(name, shown)
         try:
-            shown = progress and jax.process_index() == 0
+            shown &= self.done < self.rounds
             with report.progress_bar(name, self.rounds, shown) as update, signals.deferred() as asked:
                 try:
                     self.go(update, log, asked)
@@ -301,13 +340,11 @@ class _Run:
                 )
             raise
         finally:
-            if self.checkpoints is not None:
-                self.checkpoints.close()
             results = [journal.finish(self.done) for journal in self.journals]
             self.watch.end([journal.recorded.records for journal in self.journals])
         servers, states = self._split(self.runner.server), self._split(self.runner.all_states())
         parts = zip(results, servers, states, strict=True)
-        return [result._replace(server=server, states=own) for result, server, own in parts]
+        return [result._replace(server=server, states=own, restored=self.restored) for result, server, own in parts]
 
     def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""
@@ -364,6 +401,11 @@ class _Run:
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
 
+    def _tell_restored(self, name: str, shown: bool) -> None:
+        assert self.checkpoints is not None
+        read = f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
+        report.tell(f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}", shown)
+
     def _state(self) -> dict[str, Tree]:
         return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}
 
@@ -371,14 +413,19 @@ class _Run:
         self.runner.save(lambda: checkpoints.save(self.done, self._state()))
         self.saved_at = time.monotonic()
 
-    def _restore(self) -> None:
+    def _restore(self, lock: Lock) -> None:
+        """Go on from what the folder holds, if anything; one that is only read is not written."""
         assert self.checkpoints is not None
-        found = self.checkpoints.restore(self._state())
-        if found is not None:
-            self.done, state = found
-            self.runner.restore(state)
-            for journal, recorded in zip(self.journals, state["recorded"], strict=True):
-                journal.restore(recorded, self.done)
+        lock.take(shared=self.checkpoints.ends(self.rounds))
+        self.done = self.restored = self.checkpoints.restore(self._state(), self._take)
+        if self.done < self.rounds:  # the newest may have been damaged
+            lock.take(shared=False)
+
+    def _take(self, done: int, state: dict[str, Tree]) -> None:
+        """Go on from a state."""
+        self.runner.restore(state)
+        for journal, recorded in zip(self.journals, state["recorded"], strict=True):
+            journal.restore(recorded, done)
 
     def _each(self, work: Callable) -> Callable:
         """Of one run, or of every point."""
@@ -395,18 +442,23 @@ class _Run:
         algorithm = self.journals[0].algorithm
         return algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)
 
-    def _fingerprint(self, key: Key[Array, "*P"], algorithms: list[Algorithm], store: str) -> dict[str, Any]:
-        values = {name: column.tolist() for name, column in self.points.values.items()} if self.points else {}
-        return {
-            "method": algorithms[0].name,
-            "model": algorithms[0].model.name,
-            "key": np.asarray(jax.random.key_data(key)).tolist(),
-            "rounds": self.rounds,
-            "evaluations": self.evaluations,
-            "clients": self.clients.number,
-            "examples": int(np.sum(self.clients.train_size)),
-            "devices": self.runner.population.mesh.size,
-            "store": store,
-            "values": values,
-            "mechanism": [repr(algorithm.mechanism) for algorithm in algorithms],
-        }
+    def _fingerprint(
+        self,
+        key: Key[Array, "*P"],
+        init_key: Key[Array, "*P"],
+        what: Algorithm | Points,
+        algorithms: list[Algorithm],
+        store: str,
+    ) -> fingerprint.Facts:
+        population = self.runner.population
+        values = self.points.values if self.points else {}
+        facts = {"method": algorithms[0].name, "model": algorithms[0].model.name, "rounds": self.rounds}
+        facts |= {"evaluations": self.evaluations, "store": store}
+        facts |= {f"values of {name}": column.tolist() for name, column in values.items()}
+        for p, algorithm in enumerate(algorithms):
+            name = f"point {p}: mechanism" if self.points else "mechanism"
+            facts |= fingerprint.of_mechanism(name, algorithm.mechanism)
+        facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)
+        start = fingerprint.start(what, population.clients, init_key)
+        programs = {"init": [start], **self.runner.programs(self.eval_key)}
+        return facts | fingerprint.of_clients(self.clients) | fingerprint.of_programs(programs)

@@ -1,28 +1,35 @@
 """Client states on the host: rows of a memory-mapped file that a kill at any moment leaves whole."""
 
 import contextlib
+import os
 import pathlib
 import shutil
 import tempfile
+import zlib
+from typing import Literal
 
 import jax
 import numpy as np
-from jaxtyping import Int, Shaped, UInt8
+from jaxtyping import Int, UInt8, UInt32
 
+from jaxfl.checkpoint import DamagedError
 from jaxfl.types import Tree
 
 _ROWS = "rows.bin"
+_PART_BYTES = 2**25
 
 
 class Store:
     """Client states [C, ...] in a file with two places for each row, and `side`, which says in which one it is.
 
     A row is written to the place that the last checkpoint does not need. So a checkpoint needs no more than `side`, a
-    byte per client, and a kill at any moment leaves the last one's rows as they were. Only rows that were written
-    since the start take disk space twice.
+    byte per client, and a checksum (CRC-32) of each row; a kill at any moment leaves the last one's rows as they were.
+    Only rows that were written since the start take disk space twice.
+
+    All rows are zeros until `start` makes the file, or `restore` finds it.
 
     Args:
-        folder: made if absent; None: a nameless file in the system's temporary folder, one place for each row.
+        folder: made with the file; None: a nameless file in the system's temporary folder, one place for each row.
         like: shapes and dtypes of client states [C, ...].
         number: C.
 
@@ -32,24 +39,24 @@ class Store:
 
     def __init__(self, folder: pathlib.Path | None, like: Tree, number: int) -> None:
         self.number, self.folder = number, folder
-        leaves, structure = jax.tree.flatten(like)
+        leaves, self._structure = jax.tree.flatten(like)
         # A client's row lies in one piece, so that it takes few pages.
-        row = np.dtype([(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True)
-        self.bytes_per_client = row.itemsize
-        # An open map outlives its file's name, so that a temporary file needs no cleaning up.
-        with contextlib.nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as name:
-            path = pathlib.Path(name) / _ROWS
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.found = path.exists()
-            if not self.found:
-                self._check_space(path.parent)
-            elif path.stat().st_size != 2 * number * row.itemsize:
-                raise ValueError(f"folder={str(folder)!r} holds client states of another run: choose another folder")
-            mode = "r+" if self.found else "w+"
-            self.rows = np.memmap(path, row, mode, shape=(2, number)) if leaves else np.empty((2, number), row)
-        self.files = jax.tree.unflatten(structure, [self.rows[str(i)] for i in range(len(leaves))])
-        self.side = np.zeros(number, np.uint8)
+        self._row = np.dtype([(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True)
+        self.bytes_per_client = self._row.itemsize
+        self._check_space()
+        self._lay(np.broadcast_to(np.zeros(self.bytes_per_client, np.uint8), (2, number, self.bytes_per_client)))
+        self.side, self.sums = np.zeros(number, np.uint8), np.zeros(number, np.uint32)
         self.kept = np.ones(number, np.uint8)  # no checkpoint yet: rows are written to the first place
+
+    def start(self) -> None:
+        """Make the file, in place of any other."""
+        # An open map outlives its file's name, so that a temporary file needs no cleaning up.
+        temporary = self.folder is None
+        with tempfile.TemporaryDirectory() if temporary else contextlib.nullcontext(self.folder) as name:
+            path = pathlib.Path(str(name)) / _ROWS
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            self._map(path, "w+")
 
     def read(self, ids: Int[np.ndarray, "S"], of: Tree = None) -> Tree:
         """Copies of some clients' rows [S, ...], of all files or those `of`."""
@@ -59,33 +66,46 @@ class Store:
     def write(self, ids: Int[np.ndarray, "S"], rows: Tree) -> None:
         """Replace some clients' rows; each client is named once."""
         side = 1 - self.kept[ids]
-
-        def put(leaf: np.memmap, new: Shaped[np.ndarray, "S ..."]) -> None:
-            leaf[side, ids] = new
-
-        jax.tree.map(put, self.files, rows)
+        new = np.zeros(len(ids), self._row)
+        for name, leaf in zip(self._row.names or (), jax.tree.leaves(rows), strict=True):
+            new[name] = leaf
+        if new.dtype.itemsize:
+            self.bytes[side, ids] = flat = new.view(np.uint8).reshape(len(ids), -1)
+            self.sums[ids] = _sums(flat)
         self.side[ids] = side
 
     def flush(self) -> None:
         """Bring the rows to the disk: before the checkpoint that needs them."""
-        if isinstance(self.rows, np.memmap):
-            self.rows.flush()
+        if isinstance(self.bytes, np.memmap):
+            self.bytes.flush()
+
+    def saved(self) -> dict[str, np.ndarray]:
+        """What a checkpoint keeps."""
+        return {"side": self.side, "sums": self.sums}
 
     def commit(self) -> None:
         """From here on keep the rows as they are now: after the checkpoint that needs them."""
         if self.folder is not None:
             self.kept = self.side.copy()
 
-    def restore(self, side: UInt8[np.ndarray, "C"]) -> None:
-        """Go back to the rows of a checkpoint; a ValueError where they are gone."""
-        if not self.found and self.bytes_per_client:
-            assert self.folder is not None
-            (self.folder / _ROWS).unlink()  # another call would take these zeros for states
-            raise ValueError(
-                f"folder={str(self.folder)!r} lacks the client states of its run's checkpoint: put them back, or "
-                "delete the run"
-            )
-        self.side = np.array(side)
+    def restore(self, side: UInt8[np.ndarray, "C"], sums: UInt32[np.ndarray, "C"]) -> None:
+        """Go back to the rows of a checkpoint; `DamagedError` where they are not what they were."""
+        assert self.folder is not None
+        path, size = self.folder / _ROWS, 2 * self.number * self.bytes_per_client
+        if self.bytes_per_client:
+            if not path.exists():
+                raise DamagedError(f"{path} is missing")
+            if path.stat().st_size != size:
+                raise DamagedError(f"{path} has not {size} bytes")
+            # What cannot be written is mapped for reading; what moves then (see `states`) stays in memory.
+            self._map(path, "r+" if os.access(path, os.W_OK) else "c")
+        self.side, self.sums = np.array(side), np.array(sums)
+        parts = self._parts(np.arange(self.number))
+        found = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
+        wrong = np.flatnonzero(found != self.sums)
+        if wrong.size:
+            named = f"{wrong.size} clients, of client {wrong[0]} first"
+            raise DamagedError(f"the states of {named}, are damaged or of later rounds")
         self.commit()
 
     def states(self) -> Tree:
@@ -93,9 +113,8 @@ class Store:
 
         Rows that have changed since the last checkpoint do not move: it may need what they would replace.
         """
-        moving = np.flatnonzero(self.side & self.kept)
-        for ids in np.array_split(moving, 1 + len(moving) * self.bytes_per_client // 2**25):
-            self.rows[0, ids] = self.rows[1, ids]
+        for ids in self._parts(np.flatnonzero(self.side & self.kept)):
+            self.bytes[0, ids] = self.bytes[1, ids]
 
         def view(leaf: np.memmap) -> np.memmap:
             first = leaf[0]
@@ -104,11 +123,31 @@ class Store:
 
         return jax.tree.map(view, self.files)
 
-    def _check_space(self, folder: pathlib.Path) -> None:
+    def _map(self, path: pathlib.Path, mode: Literal["w+", "r+", "c"]) -> None:
+        if self.bytes_per_client:
+            self._lay(np.memmap(path, np.uint8, mode, shape=(2, self.number, self.bytes_per_client)))
+
+    def _lay(self, rows: UInt8[np.ndarray, "2 C bytes"]) -> None:
+        self.bytes, names = rows, self._row.names or ()
+        fields = rows.view(self._row)[..., 0] if names else rows
+        self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
+
+    def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:
+        """Pieces of which each fits in memory."""
+        return np.array_split(ids, 1 + len(ids) * self.bytes_per_client // _PART_BYTES)
+
+    def _check_space(self) -> None:
+        folder = pathlib.Path(tempfile.gettempdir()) if self.folder is None else self.folder
         places = 1 if self.folder is None else 2
-        needed, free = self.bytes_per_client * self.number * places, shutil.disk_usage(folder).free
+        needed, path = self.bytes_per_client * self.number * places, folder / _ROWS
+        there = next(own for own in (folder, *folder.absolute().parents) if own.exists())
+        free = shutil.disk_usage(there).free + (path.stat().st_blocks * 512 if path.exists() else 0)
         if needed > free:
             raise ValueError(
                 f"folder={str(folder)!r} has {free / 2**30:.1f} GiB free, and the states of {self.number} clients need "
                 f"{needed / 2**30:.1f}: choose another `folder` (without one: set TMPDIR)"
             )
+
+
+def _sums(rows: UInt8[np.ndarray, "S bytes"]) -> UInt32[np.ndarray, "S"]:
+    return np.fromiter(map(zlib.crc32, rows), np.uint32, len(rows))

@@ -85,7 +85,8 @@ def open_store(
 
 
 def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, store: Store) -> None:
-    """Write all clients' initial states, a block at a time."""
+    """Write all clients' initial states, a block at a time, into a file of their own."""
+    store.start()
     size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
 
     def rows(key: Key[Array, ""], first: Int[Array, ""]) -> Tree:
@@ -155,8 +156,25 @@ class Stream:
         mesh = self.population.mesh
         most, facts = self.slots // mesh.size, ("streamed", *facts)
         self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
-        self.score = compile_evaluation(self.algorithm, self.population, chunk=self.program.chunk).func
+        self.score = self._score(self.program.chunk).func
         return self.program
+
+    def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
+        """A round's programs, in which each device has one slot, and that of an evaluation with this key, traced."""
+        ids, clients, states = self._load(np.full(self.population.mesh.size, self.store.number, np.int32), tests=True)
+        index, account = np.int32(0), self._account()
+        drawn = self.draw.eval_shape(self.keys, index, account)
+        build: Any = self._build(1).func
+        score: Any = self._score(1).func
+        step = build.trace(clients, self.keys, index, drawn, ids, self.server, self.zero, states)
+        return {
+            "round": [
+                self.draw.trace(self.keys, index, account).jaxpr,
+                step.jaxpr,
+                self.finish.trace(self.keys, index, drawn, self.zero, self.server).jaxpr,
+            ],
+            "evaluation": [score.trace(clients, index, key, self.server, states).jaxpr],
+        }
 
     def rounds(self, start: int, count: int) -> Records:
         """Some rounds, from the one of number `start`; what they report, on the host."""
@@ -206,7 +224,7 @@ class Stream:
 
     def saved(self) -> dict[str, Tree]:
         """What a checkpoint keeps: of the client states, where their rows lie."""
-        return {"server": self.server, "states": self.store.side}
+        return {"server": self.server, "states": self.store.saved()}
 
     def save(self, write: Callable[[], Any]) -> None:
         """Bring the rows to the disk, let `write` write a checkpoint, and keep from then on the rows that it needs."""
@@ -216,7 +234,7 @@ class Stream:
 
     def restore(self, saved: dict[str, Tree]) -> None:
         """Go on from what a checkpoint kept."""
-        self.store.restore(saved["states"])
+        self.store.restore(**saved["states"])
         self.server, self.restored = saved["server"], True
 
     def all_states(self) -> Tree:
@@ -259,6 +277,7 @@ class Stream:
             return functools.partial(program)
 
         self._build = build
+        self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self.draw = jax.jit(draw_, out_shardings=self.everyone, **options)
         self.finish = jax.jit(finish, donate_argnames="server", out_shardings=self.everyone, **options)
         self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)

@@ -73,9 +73,13 @@ def test_a_signal_that_nobody_acted_on_is_sent_again():
 
 
 def test_an_error_within_puts_handlers_back():
-    with pytest.raises(ZeroDivisionError), signals.deferred():
-        signal.raise_signal(signal.SIGINT)
-        raise ZeroDivisionError
+    def fails():
+        with signals.deferred():
+            signal.raise_signal(signal.SIGINT)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
 
 
 def test_other_threads_are_left_alone():

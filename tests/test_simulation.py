@@ -33,7 +33,7 @@ def test_run_folder_has_everything(tmp_path):
     assert folder.parent.parent == tmp_path / "dp_fedavg"
     assert folder.name == "seed=4"
     assert {p.name for p in folder.iterdir()} == {
-        "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt",
+        "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", ".lock",
     }  # fmt: skip
     assert json.loads((folder / "config.json").read_text()) == {"method": "dp_fedavg", "clip": 0.3, "seed": 4}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -69,7 +69,7 @@ def test_tensorboard_needs_a_folder():
 
 def test_another_run_in_the_folder_is_refused(tmp_path):
     quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
-    with pytest.raises(ValueError, match="holds a run with"):
+    with pytest.raises(ValueError, match="method fedavg, not fedprox"):
         quiet(ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path)
     with pytest.raises(ValueError, match="key"):
         simulate(jax.random.key(2), ALGORITHMS["fedavg"](), small_clients(), rounds=2, folder=tmp_path, progress=False)

@@ -64,7 +64,7 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
         def step(self, *args):
             if name == "save":
                 rows = [store.read(np.arange(store.number)) for store in stores]
-                saved[args[0]] = args[1]["states"].copy(), rows[0]
+                saved[args[0]] = jax.tree.map(np.copy, args[1]["states"]), rows[0]
             plain(self, *args)
             kills.append(tmp_path / f"{len(kills)}-{name}")
             shutil.copytree(folder, kills[-1])
@@ -85,9 +85,9 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
     for kill in kills:
         steps = [int(path.name) for path in (kill / "ckpt").glob("*") if path.name.isdigit()]
         if steps:
-            side, rows = saved[max(steps)]
+            states, rows = saved[max(steps)]
             store = Store(kill / "states", whole.states, 11)
-            store.restore(side)
+            store.restore(**states)
             equal(store.read(np.arange(11)), rows)
             checked.add((max(steps), kill.name.split("-")[1]))
     assert {(2, "save"), (2, "commit"), (2, "write"), (2, "flush"), (3, "save")} <= checked
@@ -98,15 +98,16 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
 def test_rows_that_a_checkpoint_needs_do_not_move(tmp_path):
     like = {"head": jax.ShapeDtypeStruct((5, 2), np.float32)}
     store = Store(tmp_path, like, 5)
+    store.start()
     store.write(np.arange(5), {"head": np.zeros((5, 2), np.float32)})
     store.commit()
     store.write(np.array([1, 3]), {"head": np.ones((2, 2), np.float32)})
     store.commit()
-    side = store.side.copy()
+    saved = jax.tree.map(np.copy, store.saved())
     store.write(np.array([3, 4]), {"head": np.full((2, 2), 2, np.float32)})
     store.states()
     again = Store(tmp_path, like, 5)
-    again.restore(side)
+    again.restore(**saved)
     assert again.read(np.arange(5))["head"][:, 0].tolist() == [0, 1, 0, 1, 0]
     assert again.states()["head"][:, 0].tolist() == [0, 1, 0, 1, 0]
     with pytest.raises(ValueError, match="read-only"):
@@ -120,14 +121,8 @@ def test_rows_of_clients_are_not_copied():
 
 def test_wrong_stores_are_refused(tmp_path, monkeypatch):
     quiet("local_only", rounds=1, folder=tmp_path)
-    with pytest.raises(ValueError, match="holds a run with store='device', not 'host'"):
+    with pytest.raises(ValueError, match="store device, not host"):
         quiet("local_only", rounds=1, folder=tmp_path, store="host")
-    for _ in range(2):  # what the first call made is no state for the second
-        with pytest.raises(ValueError, match="lacks the client states"):
-            Store(tmp_path / "gone", jax.ShapeDtypeStruct((5, 2), np.float32), 5).restore(np.zeros(5, np.uint8))
-    Store(tmp_path / "other", jax.ShapeDtypeStruct((5, 2), np.float32), 5)
-    with pytest.raises(ValueError, match="of another run"):
-        Store(tmp_path / "other", jax.ShapeDtypeStruct((6, 2), np.float32), 6)
     with monkeypatch.context() as patch:
         patch.setattr("jax.process_count", lambda: 2)
         with pytest.raises(ValueError, match=r"store='host'.*one process"):

@@ -1,0 +1,221 @@
+"""What tells one run from another: its programs with all their constants, its clients' arrays, numbers, versions.
+
+A run's folder holds the fingerprint of the run that it belongs to. Names, addresses and the order in which a process
+happens to do things are no part of it, and neither is what changes speed and memory alone.
+"""
+
+import dataclasses
+import enum
+import hashlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import Key
+
+from jaxfl.engine import Points, over_points
+from jaxfl.types import Algorithm, Clients, Tree
+
+_PARTS = {
+    "init": "the start (weights of the model, or first states)",
+    "client_update": "the clients' update (optimizer, learning rate, batch, epochs, penalty or model)",
+    "server_update": "the server's update (its optimizer)",
+    "personalize": "`personalize`, whose weights are evaluated",
+}
+_WHOLE = {
+    "round": "the engine's round (sampling, clipping, noise)",
+    "evaluation": "the evaluation",
+}
+_ARRAYS = {
+    "inputs": "inputs",
+    "labels": "labels",
+    "train": "the partition (rows of training examples)",
+    "train_size": "the clients' numbers of training examples",
+    "test": "rows of test examples",
+    "test_size": "the clients' numbers of test examples",
+}
+_LONG = 16
+"""Arrays of more numbers are told by their hash."""
+
+_SPOKEN = ("name", "debug_info")
+"""Parameters of operations that no result depends on."""
+
+Facts = dict[str, Any]
+"""JSON values by what a user calls them; a hash is `{"sha256": ...}`."""
+
+
+def marked(what: Any) -> Any:
+    """The same algorithm or points, whose functions leave their names in what is traced of them."""
+    if isinstance(what, Points):
+        return what._replace(build=lambda **values: marked(what.build(**values)))
+    return what._replace(**{name: jax.named_scope(name)(getattr(what, name)) for name in _PARTS})
+
+
+def start(what: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
+    """The program that makes the first states."""
+
+    def init(clients: Clients, key: Key[jax.Array, "*P"]) -> tuple[Tree, Tree]:
+        return over_points(lambda algorithm, key: algorithm.init(key, clients.number), what)(key)
+
+    return jax.jit(init).trace(clients, key).jaxpr
+
+
+def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
+    """Hashes of traced programs, and of the algorithm's functions in them, each by itself.
+
+    What a function computes outside of JAX (`jax.pure_callback`) is not seen.
+
+    Args:
+        programs: closed jaxprs of what was `marked`: "init", those of a "round", and "evaluation".
+    """
+    hashes: dict[str, Any] = {}
+    for name, parts in programs.items():
+        whole = [_of_jaxpr(part.jaxpr, part.consts, hashes) for part in parts]
+        hashes.setdefault(name, hashlib.sha256()).update(" ".join(whole).encode())
+    return {text: {"sha256": hashes[name].hexdigest()} for name, text in (_PARTS | _WHOLE).items() if name in hashes}
+
+
+def of_clients(clients: Clients) -> Facts:
+    """Hashes of the clients' arrays, each by itself."""
+    return {"clients": clients.number} | {
+        _ARRAYS[name]: {"sha256": _of_array(array)} for name, array in clients._asdict().items()
+    }
+
+
+def of_key(key: Key[jax.Array, "*P"]) -> Facts:
+    """A hash: who reads it learns no key that cannot be guessed."""
+    return {"key": {"sha256": _of_array(key)}}
+
+
+def of_mechanism(name: str, value: Any) -> Facts:
+    """A mechanism's numbers by field, none of them cut short; its functions are part of the programs."""
+    if dataclasses.is_dataclass(value):
+        fields = [of_mechanism(f"{name}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+        return {name: type(value).__name__} | {key: fact for field in fields for key, fact in field.items()}
+    if callable(value):
+        return {}
+    if value is None or isinstance(value, str):
+        return {name: value}
+    array = np.asarray(value)
+    return {name: {"sha256": _of_array(array)} if array.size > _LONG else array.tolist()}
+
+
+def of_versions(mesh: Mesh) -> Facts:
+    """What else decides the numbers that a program gives."""
+    versions = {name: _version(name) for name in ("jaxfl", "jax", "jaxlib")}
+    device = mesh.devices.flat[0]
+    settings = {name: jax.config.values[name] for name in ("jax_enable_x64", "jax_threefry_partitionable")}
+    return versions | {"platform": device.platform, "devices": mesh.size} | settings
+
+
+def differences(found: Facts, own: Facts) -> list[str]:
+    """What differs, in words, the own value last; programs only where nothing else does, for they follow from it."""
+    names = [name for name in own | found if name not in found or name not in own or found[name] != own[name]]
+    functions, whole = set(_PARTS.values()), set(_WHOLE.values())
+    groups = [
+        [name for name in names if name not in functions | whole],
+        [name for name in names if name in functions],
+        [name for name in names if name in whole],
+    ]
+    named = next((group for group in groups if group), [])
+    return [_difference(name, found.get(name), own.get(name)) for name in named]
+
+
+def _difference(name: str, found: Any, own: Any) -> str:
+    if isinstance(found, dict) or isinstance(own, dict):
+        return name
+    return f"{name} {_short(found)}, not {_short(own)}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _of_array(value: Any) -> str:
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        kind, value = str(value.dtype), jax.random.key_data(value)
+    else:
+        kind = ""
+    array = np.asarray(value)
+    found = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
+    found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
+    """A hash; of what a part says goes into its own in `parts` instead (None: a part as a whole).
+
+    Variables are numbered as they come up, by each part anew, so that one part's hash does not follow from others.
+    """
+    constants = {var: _of_value(value, None) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    numbers: dict[str | None, dict[Any, int]] = {}
+    whole = hashlib.sha256()
+
+    def name(part: str | None, atom: Any) -> str:
+        aval = f"{atom.aval.str_short()}{'~' * getattr(atom.aval, 'weak_type', False)}"
+        if isinstance(atom, core.Literal):
+            return f"{_of_value(atom.val, None)}:{aval}"
+        if atom in constants:
+            return constants[atom]
+        own = numbers.setdefault(part, {})
+        return f"{own.setdefault(atom, len(own))}:{aval}"
+
+    def line(part: str | None, *texts: str) -> None:
+        into = whole if part is None or parts is None else parts.setdefault(part, hashlib.sha256())
+        into.update(("\t".join(texts) + "\n").encode())
+
+    line(None, *(name(None, var) for var in jaxpr.invars))
+    for eqn in jaxpr.eqns:
+        part = None if parts is None else _part(eqn)
+        params = _of_value(eqn.params, parts if part is None else None)
+        into = [name(part, var) for var in eqn.invars]
+        line(part, eqn.primitive.name, params, *into, "->", *(name(part, var) for var in eqn.outvars))
+    line(None, *(name(None, var) for var in jaxpr.outvars))
+    return whole.hexdigest()
+
+
+def _part(eqn: Any) -> str | None:
+    """The algorithm's function that an operation is of."""
+    return next((scope.name for scope in eqn.source_info.name_stack.stack if scope.name in _PARTS), None)
+
+
+def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
+    """A text that says all of a parameter or constant that decides a result."""
+    match value:
+        case core.ClosedJaxpr():
+            return _of_jaxpr(value.jaxpr, value.consts, parts)
+        case core.Jaxpr():
+            return _of_jaxpr(value, (), parts)
+        case np.ndarray() | np.generic() | jax.Array():
+            return _of_array(value)
+        case Mapping():
+            items = sorted(f"{k}: {_of_value(item, parts)}" for k, item in value.items() if k not in _SPOKEN)
+            return f"{{{', '.join(items)}}}"
+        case tuple() | list():
+            return f"({', '.join(_of_value(item, parts) for item in value)})"
+        case frozenset() | set():
+            return f"({', '.join(sorted(_of_value(item, parts) for item in value))})"
+        case NamedSharding():  # how many devices, not which
+            return f"{_of_value(value.mesh, parts)} {value.spec}"
+        case Mesh() | AbstractMesh():
+            return str(dict(value.shape))
+        case enum.Enum():
+            return str(value)
+        case type():
+            return value.__name__
+        case Callable():
+            return getattr(value, "__qualname__", type(value).__name__)
+    return re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__name__} {value!r}")

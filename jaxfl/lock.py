@@ -1,0 +1,87 @@
+"""One run at a time in a folder."""
+
+import contextlib
+import logging
+import os
+import pathlib
+import socket
+
+import jax
+
+from jaxfl import hosts
+
+try:
+    import fcntl
+except ImportError:  # Windows: folders are not locked there
+    fcntl = None
+
+_LOG = logging.getLogger("jaxfl")
+_NAME = ".lock"
+
+
+class Lock:
+    """Of a folder, while a run uses it; the system releases it whatever ends the process.
+
+    Of several processes of one run, the first holds it for all. The file stays, for its name to be safe to reuse; while
+    the folder is in use, it says by which process. A folder that cannot be written, or a file system without locks,
+    is not locked.
+
+    Args:
+        folder: None: there is nothing to lock.
+    """
+
+    def __init__(self, folder: pathlib.Path | None) -> None:
+        self.folder = folder
+        self._file: int | None = None
+
+    def take(self, *, shared: bool) -> None:
+        """Lock the folder, or change the lock: shared with others that only read it, or not.
+
+        Raises:
+            ValueError: it is in use; or it cannot be written, which only a shared lock allows.
+        """
+        problem = None
+        if jax.process_index() == 0:
+            try:
+                self._take(shared)
+            except ValueError as error:
+                problem = error
+        if hosts.largest(problem is not None)[0]:
+            raise problem or ValueError(f"folder={str(self.folder)!r}: process 0 of this run could not lock it")
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, 0)
+            os.close(self._file)
+            self._file = None
+
+    def _take(self, shared: bool) -> None:
+        if self.folder is None:
+            return
+        if not os.access(self.folder, os.W_OK):
+            if shared:
+                return
+            raise ValueError(f"folder={str(self.folder)!r} cannot be written: choose another folder")
+        if fcntl is None:
+            return
+        file = self._file
+        if file is None:
+            file = self._file = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            user = os.pread(file, 1000, 0).decode(errors="replace").strip()
+            os.close(file)  # what it says is the other's
+            self._file = None
+            raise ValueError(
+                f"folder={str(self.folder)!r} is in use by {user or 'another process'}: wait for it, end it, or choose "
+                "another folder"
+            ) from None
+        except OSError as error:
+            _LOG.warning("%s cannot be locked (%s): let no other run use it meanwhile", self.folder, error.strerror)
+            return
+        if not shared:
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

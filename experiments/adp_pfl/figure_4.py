@@ -72,7 +72,8 @@ def build(method: str, reading: Reading, model: Model, setting: Setting) -> Algo
         options |= {"noise": noise, "fidelity": "paper", "risks": risks, "claim": EPSILON}
         return tested_locally(adp_pfl(model, **options), setting)
     share = setting.release_share if adaptive else 0.0
-    options["noise"] = client_noise(budgets, EPSILON, participation=1.0, release_share=share, delta=setting.delta)
+    stated: dict[str, Any] = {"delta": setting.delta, "accountant": "rdp"}
+    options["noise"] = client_noise(budgets, EPSILON, participation=1.0, release_share=share, **stated)
     options |= {"risks": "private", "risk_bounds": setting.risk_bounds} if adaptive else {"risks": np.ones(1)}
     return tested_locally(adp_pfl(model, **options), setting)
 

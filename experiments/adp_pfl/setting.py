@@ -159,7 +159,7 @@ def least_noise(reading: Reading, epsilon: float, budgets: Float[np.ndarray, "T"
     if reading == HONEST:
         numbers = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
         sampling = Full() if setting.rate == 1 else Poisson(setting.rate)
-        return calibrate(epsilon, sampling=sampling, shape=budgets.max() / budgets, **numbers)
+        return calibrate(epsilon, sampling=sampling, shape=budgets.max() / budgets, accountant="rdp", **numbers)
     scaled = epsilon * budgets / (1.0 if reading == SUMMED else budgets.max())
     return float(paper_noise(scaled, delta=setting.delta).min())
 
@@ -200,6 +200,7 @@ def released(epsilon: float, model: Model, setting: Setting) -> Algorithm:
         participation=setting.rate,
         release_share=setting.release_share,
         delta=setting.delta,
+        accountant="rdp",
     )
     sampling = Full() if setting.rate == 1 else FixedSize(setting.cohort)
     private: dict[str, Any] = {"risks": "private", "risk_bounds": setting.risk_bounds} | private_options(setting)

@@ -143,7 +143,7 @@ def builder(entry: Entry, model: Model, setting: Setting) -> Callable[..., Algor
     z = 0.0
     if entry.epsilon is not None:
         numbers = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
-        z = calibrate(entry.epsilon, sampling=sampling, **numbers)
+        z = calibrate(entry.epsilon, sampling=sampling, accountant="rdp", **numbers)
     sgd = optax.sgd(setting.learning_rate, momentum=setting.momentum)
     decayed = optax.chain(optax.add_decayed_weights(setting.weight_decay), sgd)
     private = {"clip": setting.clip, "noise_multiplier": z, "sampling": sampling, "delta": setting.delta}

@@ -70,7 +70,8 @@ def main(config: Config) -> None:
         return dirichlet_clients(data, setting.clients, setting.alpha, seed=seed, minimum=5)
 
     def private(epsilon: float) -> dict:
-        z = calibrate(epsilon, clients=setting.clients, rounds=setting.rounds, sampling=sampling, delta=setting.delta)
+        run = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
+        z = calibrate(epsilon, sampling=sampling, accountant="rdp", **run)
         return {"clip": setting.clip, "noise_multiplier": z, "sampling": sampling, "delta": setting.delta}
 
     def dpa(clients: Clients, epsilon: float) -> Algorithm:

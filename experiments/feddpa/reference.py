@@ -79,7 +79,8 @@ def main(config: Config) -> None:
         rounds=setting.rounds,
         rate=1.0,
     )
-    z = calibrate(setting.epsilon, clients=count, rounds=setting.rounds, sampling=sampling, delta=setting.delta)
+    run = {"clients": count, "rounds": setting.rounds, "delta": setting.delta}
+    z = calibrate(setting.epsilon, sampling=sampling, accountant="rdp", **run)
 
     def dpa(_: Clients, noise: float, claim: float | None = None, **options: Any) -> Algorithm:
         private = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta, "claim": claim}

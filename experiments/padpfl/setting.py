@@ -136,11 +136,10 @@ def private_methods(scenario: Scenario, setting: Setting, data: Dataset) -> dict
     strong, weak = setting.levels
     steps = max(1, setting.epochs * smallest // setting.batch_size)
     rate = min(1.0, setting.batch_size / smallest)
-    z = calibrate_examples(
-        setting.example_epsilon, rate=rate, steps=steps, participations=setting.rounds, delta=setting.delta
-    )
+    stated: dict[str, Any] = {"delta": setting.delta, "accountant": "rdp"}
+    z = calibrate_examples(setting.example_epsilon, rate=rate, steps=steps, participations=setting.rounds, **stated)
     examples = PerExample(clip=setting.example_clip, noise_multiplier=z, rate=rate, steps=steps)
-    sound: dict[str, Any] = {"delta": setting.delta, "clip": setting.update_clip}
+    sound: dict[str, Any] = {"clip": setting.update_clip} | stated
     rows: dict[str, tuple[str, dict[str, Any]]] = {
         f"{scenario.best}, claimed ε = {strong:g}": (scenario.best, printed | {"epsilon": strong}),
         f"{scenario.best}, claimed ε = {weak:g}": (scenario.best, printed | {"epsilon": weak}),

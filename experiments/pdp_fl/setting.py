@@ -108,7 +108,8 @@ def printed(setting: Setting, data: Dataset, asked: Budgets, epsilon_max: float 
 def baselines(setting: Setting, data: Dataset) -> dict[str, Algorithm]:
     """FedAvg, GDP-FL and LDP-Fed, the latter two at the total budget."""
     sampling = FixedSize(setting.cohort)
-    z = calibrate(setting.total, clients=setting.clients, rounds=setting.rounds, sampling=sampling, delta=setting.delta)
+    run = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
+    z = calibrate(setting.total, sampling=sampling, accountant="rdp", **run)
     gdp: dict[str, Any] = {"clip": setting.update_clip, "noise_multiplier": z, "sampling": sampling}
     one = Budgets(np.full(setting.clients, setting.total), np.ones(setting.clients))
     return {
@@ -129,9 +130,10 @@ def honest(setting: Setting, data: Dataset, case: int) -> dict[str, Algorithm]:
         steps=max(1, setting.epochs * examples // setting.batch_size),
         rounds=setting.rounds,
         delta=setting.delta,
+        accountant="rdp",
     )
     free = Budgets(np.full(setting.clients, math.inf), asked.level)
-    sound = {"epsilon_max": setting.epsilon_max, "clip": setting.update_clip}
+    sound: dict[str, Any] = {"epsilon_max": setting.epsilon_max, "clip": setting.update_clip, "accountant": "rdp"}
     whole: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "examples": private}
     return {
         f"PDP-FL, case {case}, clients": pdp_fl(_model(setting, data), budgets=asked, **sound, **sampling),

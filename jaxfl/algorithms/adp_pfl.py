@@ -94,7 +94,7 @@ def adp_pfl(
     batch_size: int = 64,
     epochs: int = 5,
     server_optimizer: optax.GradientTransformation | None = None,
-    delta: float = 1e-5,
+    delta: float | None = None,
     claim: float | None = None,
 ) -> Algorithm:
     r"""ADP-PFL: one global model; noise follows from budgets by round and, optionally, by client.
@@ -134,7 +134,7 @@ def adp_pfl(
         epochs: E, passes over the client's examples.
         server_optimizer: takes the negative averaged update as its gradient (default: SGD at 1); not where weights are
             sent.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         claim: the epsilon that the paper states for `noise`.
 
     Guarantee: client-level, sensitivity C: masks cut the update before it is clipped, noise is on all coordinates.

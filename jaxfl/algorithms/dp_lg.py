@@ -23,7 +23,7 @@ def dp_lg(
     batch_size: int = 64,
     epochs: int = 5,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
-    delta: float = 1e-5,
+    delta: float | None = None,
 ) -> Algorithm:
     r"""LG-FedAvg: a client trains its own extractor and the shared head together, and sends the head's update.
 
@@ -42,7 +42,7 @@ def dp_lg(
         batch_size: B.
         epochs: passes over the client's examples.
         server_optimizer: takes the negative aggregate as its gradient.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
         against all others: its own extractor depends on its own data. Publishing extractors voids it.

@@ -66,7 +66,7 @@ def dp_pfeddsu(
     head_optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.9),
     head_epochs: int = 15,
     server_learning_rate: Number = 1.0,
-    delta: float = 1e-5,
+    delta: float | None = None,
     claim: float | None = None,
 ) -> Algorithm:
     r"""DP-pFedDSU: reparameterised training (RT) with a dynamic adaptive norm penalty (DAN).
@@ -105,7 +105,7 @@ def dp_pfeddsu(
         head_optimizer: of the head, fresh in every round.
         head_epochs: passes for the head.
         server_learning_rate: :math:`\eta_g`.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         claim: the epsilon that the paper states for `noise_multiplier`.
 
     Guarantee: `sound` with public masks: client-level, zero-out adjacency, sensitivity C; the mask follows from

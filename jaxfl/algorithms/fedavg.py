@@ -167,7 +167,7 @@ def dp_fedavg(
     clip: Number,
     noise_multiplier: Number,
     sampling: Sampling,
-    delta: float = 1e-5,
+    delta: float | None = None,
     **options: Any,
 ) -> Algorithm:
     r"""DP-FedAvg: clipped updates, Gaussian noise on their sum, a fixed denominator.
@@ -180,7 +180,7 @@ def dp_fedavg(
         clip: C, L2 bound on a client's whole update.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         options: those of `fedavg`.
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts.

@@ -45,7 +45,7 @@ def feddpa(
     batch_size: int = 16,
     epochs: int = 2,
     evaluate: Literal["stored", "adapt"] = "stored",
-    delta: float = 1e-5,
+    delta: float | None = None,
     claim: float | None = None,
 ) -> Algorithm:
     r"""FedDPA: informative coordinates stay personal, the others are shared.
@@ -80,7 +80,7 @@ def feddpa(
         epochs: passes per stage.
         evaluate: `stored`: a client's model right after its last training; `adapt`: after one more local
             update from the current global model, of which nothing is sent.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         claim: the epsilon that the paper's rule states for `noise_multiplier`.
 
     Guarantee: client-level, zero-out adjacency: clipping covers the whole update and the noise is dense.
@@ -152,7 +152,7 @@ def paper_noise_multiplier(
 ) -> float:
     r"""Sigma by the published code's rule, which accounts noise per example and step.
 
-    Poisson sampling of examples at rate :math:`q B / n` over :math:`q T E n / B` steps, although noise is
+    RDP of Poisson sampling of examples at rate :math:`q B / n` over :math:`q T E n / B` steps, although noise is
     added T times, to clients. What the claimed epsilon rests on; not a calibration of anything that is done.
 
     Args:
@@ -169,7 +169,7 @@ def paper_noise_multiplier(
     0.51
     """
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
-    return calibrate(epsilon, clients=1, rounds=steps, sampling=sampling, delta=delta)
+    return calibrate(epsilon, clients=1, rounds=steps, sampling=sampling, delta=delta, accountant="rdp")
 
 
 @checked(delta=probability, rate=check_fraction)
@@ -218,7 +218,7 @@ def _mechanism(
     noise_multiplier: Number,
     clients: int | None,
     clip: Number,
-    delta: float,
+    delta: float | None,
     claim: float | None,
 ) -> Mechanism:
     rule = "accounted per example and local step, with noise that is added once per round to whole clients"

@@ -126,7 +126,7 @@ def centaur(
     clip: Number,
     noise_multiplier: Number,
     sampling: Sampling,
-    delta: float = 1e-5,
+    delta: float | None = None,
     optimizer: optax.GradientTransformation = optax.chain(
         optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)
     ),
@@ -142,7 +142,7 @@ def centaur(
         clip: C, L2 bound on a client's whole extractor update.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         optimizer: of the extractor.
         batch_size: B, of both stages.
         head_optimizer: of the head.

@@ -15,8 +15,9 @@ from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, 
 from jaxfl.algorithms.fedavg import fedprox, refuse_server_optimizer, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train_model
+from jaxfl.privacy.accountants import Accountant
 from jaxfl.privacy.accounting import calibrate, calibrate_upload
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Sampling
+from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Sampling, default_delta
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Tree
 
@@ -45,7 +46,8 @@ def padpfl(
     exposures: int = 1,
     mu: float = 0.01,
     sampling: Sampling = Full(),
-    delta: float = 1e-5,
+    delta: float | None = None,
+    accountant: Accountant = "pld",
     examples: PerExample | None = None,
     **options: Any,
 ) -> Algorithm:
@@ -77,7 +79,8 @@ def padpfl(
         exposures: `paper`: L, of a client's uploads so many are seen.
         mu: weight of the proximal term.
         sampling: who takes part (`paper`: with a factor above 0, or nothing but noise is left of the weights).
-        delta: failure probability.
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
+        accountant: `sound`: what the noise is calibrated with; "rdp" asks for more than "pld".
         examples: local steps that protect single examples, as the paper means to; None: none do.
         options: those of `fedavg`; `server_optimizer` in `sound` only.
 
@@ -99,6 +102,7 @@ def padpfl(
     [0.5, 0.3, 0.2]
     """
     weights = None if impacts is None else impact_table(impacts, rounds)
+    delta = default_delta(None if weights is None else weights.shape[-1]) if delta is None else delta
     claim = None
     if fidelity == "paper":
         refuse_server_optimizer(options, f"fidelity={fidelity!r}")
@@ -106,8 +110,8 @@ def padpfl(
         if math.isfinite(epsilon):
             claim = epsilon, f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
     else:
-        s = sound_upload_noise(upload_epsilon, rounds, delta)
-        z = sound_noise(epsilon, rounds, delta) * (1.0 if weights is None else _exposure(weights))
+        s = sound_upload_noise(upload_epsilon, rounds, delta, accountant)
+        z = sound_noise(epsilon, rounds, delta, accountant) * (1.0 if weights is None else _exposure(weights))
     mechanism = Mechanism(
         clip=clip,
         noise_multiplier=z,
@@ -153,14 +157,18 @@ def paper_noise(epsilon: float, *, delta: float, smallest: int | None, times: in
     return 2 * math.sqrt(2 * math.log(1.25 / delta)) * times / (smallest * epsilon)
 
 
-def sound_noise(epsilon: float, rounds: int, delta: float) -> float:
+def sound_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
     """Multiplier of the noise on the sum for an epsilon after all rounds, without amplification; 0 for infinity."""
-    return calibrate(epsilon, clients=1, rounds=rounds, delta=delta) if math.isfinite(epsilon) else 0.0
+    if math.isinf(epsilon):
+        return 0.0
+    return calibrate(epsilon, clients=1, rounds=rounds, delta=delta, accountant=accountant)
 
 
-def sound_upload_noise(epsilon: float, rounds: int, delta: float) -> float:
+def sound_upload_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
     """Std over C of a client's own noise for an epsilon after an upload in every round; 0 for infinity."""
-    return calibrate_upload(epsilon, participations=rounds, delta=delta) if math.isfinite(epsilon) else 0.0
+    if math.isinf(epsilon):
+        return 0.0
+    return calibrate_upload(epsilon, participations=rounds, delta=delta, accountant=accountant)
 
 
 def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:

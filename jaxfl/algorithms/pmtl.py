@@ -33,7 +33,7 @@ def pmtl(
     head_optimizer: optax.GradientTransformation = optax.sgd(0.01),
     head_batch_size: int = 32,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
-    delta: float = 1e-5,
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Private mean-regularised multi-task learning, :math:`\min \sum_i F_i(w_i) + \frac{\lambda}{2} \|w_i - w\|^2`.
 
@@ -60,7 +60,7 @@ def pmtl(
         head_optimizer: optimizer of the fine-tuning.
         head_batch_size: its batch size.
         server_optimizer: takes the negative aggregate as its gradient.
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
         mechanism on the clipped sum; for each client against all others (joint privacy): its own weights depend on its

@@ -23,7 +23,7 @@ def ppsgd(
     noise_multiplier: Number,
     sampling: Sampling,
     variant: Literal["original", "centaur"] = "original",
-    delta: float = 1e-5,
+    delta: float | None = None,
     **options: Any,
 ) -> Algorithm:
     r"""PPSGD: logits :math:`\phi(x) (w + \theta_i)`, with :math:`\theta_i = 0` at first, private to its client.
@@ -45,7 +45,7 @@ def ppsgd(
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
         variant: "original" or "centaur".
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         options: "original": `batch_size` (10), `server_learning_rate` :math:`\eta_w` (0.1), `personal_learning_rate`
             :math:`\eta_\theta` (0.1; the published code multiplies its own by the number of participants), and `loss`
             of logits, labels and weights (`jaxfl.local.train.squared_error`). "centaur": those of `centaur`, of which

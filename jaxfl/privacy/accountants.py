@@ -1,22 +1,45 @@
-"""Epsilon of what an observer sees, by dp-accounting: Rényi divergences (RDP) or privacy loss distributions (PLD).
+r"""Epsilon of what an observer sees, by dp-accounting: Rényi divergences (RDP) or privacy loss distributions (PLD).
 
 Where there are many kinds of rounds or clients, multipliers are rounded down, so that no epsilon is too small.
+
+**Replace-one under Poisson sampling.** A client takes part with probability q whatever its data. A round then shows
+:math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` of its update u, and :math:`P_v` of the one that takes its
+place, where r is what the others send, :math:`\|u\|, \|v\| \le C`. For every :math:`\alpha \ge 0`,
+
+.. math:: H_\alpha(P_u \| P_v) \le H_\alpha(P_{+C} \| P_{-C}) \qquad \text{(in one dimension, } r = 0).
+
+Proof: below 1, :math:`H_\alpha(P \| Q) = 1 - \alpha + \alpha H_{1/\alpha}(Q \| P)`. From 1 on, take the event A of the
+left, and c such that :math:`N_u(A) = \Phi(-c)`, with r at 0 and :math:`\sigma = 1`. Of all events that N_u gives this
+probability, a half-space has the least under another mean, :math:`\Phi(-c - \text{distance})` (Neyman and Pearson), and
+the means 0 and v are at most C and 2C away:
+
+.. math:: P_u(A) - \alpha P_v(A) = q N_u(A) - (\alpha - 1)(1 - q) N_0(A) - \alpha q N_v(A)
+    \le q \Phi(-c) - (\alpha - 1)(1 - q) \Phi(-c - C) - \alpha q \Phi(-c - 2C),
+
+which is that difference for the half-line :math:`x \ge c + C` under :math:`P_{\pm C}`. So this pair dominates every
+round, given all that was seen before and the other clients' coins and noise, and so does its adaptive composition (Zhu,
+Dong, Wang, Optimal Accounting of Differential Privacy via Characteristic Function, AISTATS 2022). Clients may keep
+states: mixtures over what they hold obey the same bound. PLD has this pair as `REPLACE_ONE`; its Rényi divergence is
+integrated here.
 """
 
+import functools
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import dp_accounting
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation
 from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from jaxtyping import Float, Int
 
 from jaxfl.privacy.observers import View
 
-Accountant = Literal["rdp", "pld"]
+Accountant = Literal["pld", "rdp"]
+Levels = tuple[tuple[float, int], ...]
+"""Distinct finite multipliers and how often each occurs."""
 
 ORDERS = [*range(2, 65), 76, 91, 108, 128, 152, 181, 215, 256, 512, 1024]
 """Rényi orders under sampling: whole, because at fractional ones the sums may not converge; few, because an order
@@ -26,15 +49,32 @@ _PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()  # without sampling:
 
 _MOST_TOTALS, _MOST_LEVELS, _MOST_SWAPPED, _MOST_WORK = 256, 64, 8, 64  # a total costs 1 ms, a level 15, a swap 300
 
+_remember = functools.lru_cache(maxsize=4096)  # runs that differ by seed alone are accounted alike
 
-def client_epsilons(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> Float[np.ndarray, "#C"]:
-    """Epsilon of each client when the view happens `repeats` times."""
+
+class Bound(NamedTuple):
+    """Epsilon of each client, and what it rests on."""
+
+    values: Float[np.ndarray, "#C"]
+    theorem: str
+
+
+def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> Bound:
+    """The smallest that the accountant has a theorem for, when the view happens `repeats` times."""
     kinds, kind_of_client = _group_clients(view)
     evaluate = rdp_epsilon if accountant == "rdp" else pld_epsilon
-    values = np.array([evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats) for kind in kinds.T])
-    if view.swapped is not None and accountant == "rdp":
-        values = np.minimum(values, _swapped_epsilon(view, delta, repeats))
-    return values[kind_of_client]
+    values = [evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T]
+    own = Bound(np.array(values)[kind_of_client], f"{view.theorem}; {accountant.upper()}")
+    if view.swapped is None or accountant == "pld":
+        return own
+    swapped = _swapped_epsilon(_levels(round_down(view.swapped, _MOST_SWAPPED)), view.cohort, delta, repeats)
+    return own if own.values.max() <= swapped else Bound(np.minimum(own.values, swapped), f"{view.swapping}; RDP")
+
+
+def least_epsilon(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> float:
+    """The smallest valid epsilon of the worst client ("pld": also where only RDP has the theorem)."""
+    asked: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.swapped is not None else [accountant]
+    return min(float(bound(view, own, delta, repeats).values.max()) for own in asked)
 
 
 def worst_rounds(view: View) -> Iterator[View]:
@@ -45,19 +85,63 @@ def worst_rounds(view: View) -> Iterator[View]:
         yield view._replace(multiplier=least, hidden=np.array([hidden]), swapped=swapped)
 
 
-def rdp_epsilon(plain: float, sampled: Float[np.ndarray, "R"], rate: float, delta: float, repeats: int = 1) -> float:
-    """RDP epsilon under zero-out of one Gaussian and Poisson-sampled Gaussians."""
-    accountant = rdp_accountant(sampled=sampled.size > 0)
-    return float(accountant.compose(gaussians(plain, sampled, rate), repeats).get_epsilon(delta))
+def worst_client(view: View) -> View:
+    """The client that is the most exposed in every round, alone; the view itself, if nobody is."""
+    least = view.multiplier.min(axis=1, keepdims=True)
+    column = np.argmax(np.all(view.multiplier == least, axis=0))
+    worst = view.multiplier[:, [column]]
+    return view._replace(multiplier=worst) if np.array_equal(worst, least) else view
 
 
-def pld_epsilon(plain: float, sampled: Float[np.ndarray, "R"], rate: float, delta: float, repeats: int = 1) -> float:
-    """PLD epsilon under zero-out of one Gaussian and Poisson-sampled Gaussians; exact for the Gaussian alone."""
-    if plain == 0 or not _levels(sampled):
+def rdp_epsilon(
+    plain: float,
+    sampled: Float[np.ndarray, "R"],
+    rate: float,
+    delta: float,
+    repeats: int = 1,
+    replaced: bool = False,
+) -> float:
+    """RDP epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one."""
+    return _rdp_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced)
+
+
+@_remember
+def _rdp_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool) -> float:
+    if replaced:
+        plain = plain / 2
+        if sampled:
+            spent = np.array(ORDERS) / (2 * plain**2) if plain else np.full(len(ORDERS), math.inf)
+            spent = spent + sum(count * replaced_divergences(level, rate) for level, count in sampled)
+            return float(compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
+    accountant = rdp_accountant(sampled=bool(sampled))
+    return float(accountant.compose(_events(plain, sampled, rate), repeats).get_epsilon(delta))
+
+
+def pld_epsilon(
+    plain: float,
+    sampled: Float[np.ndarray, "R"],
+    rate: float,
+    delta: float,
+    repeats: int = 1,
+    replaced: bool = False,
+) -> float:
+    """PLD epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one.
+
+    Exact for the Gaussian alone.
+    """
+    return _pld_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced)
+
+
+@_remember
+def _pld_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool) -> float:
+    if plain == 0 or not sampled:
         with np.errstate(divide="ignore"):  # it takes the logarithm of 0 where delta is far from reached
-            return float(dp_accounting.get_epsilon_gaussian(plain / math.sqrt(repeats), delta))
-    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, _interval(plain, sampled, rate, repeats))
-    return float(accountant.compose(gaussians(plain, sampled, rate), repeats).get_epsilon(delta))
+            single = plain / (2 if replaced else 1) / math.sqrt(repeats)
+            return float(dp_accounting.get_epsilon_gaussian(single, delta))
+    # REPLACE_ONE doubles the sensitivity of plain Gaussians itself.
+    relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.REPLACE_SPECIAL
+    accountant = PLDAccountant(relation, _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0))
+    return float(accountant.compose(_events(plain, sampled, rate), repeats).get_epsilon(delta))
 
 
 def rdp_accountant(sampled: bool) -> RdpAccountant:
@@ -65,10 +149,48 @@ def rdp_accountant(sampled: bool) -> RdpAccountant:
     return RdpAccountant(ORDERS if sampled else _PLAIN_ORDERS, NeighboringRelation.REPLACE_SPECIAL)
 
 
+@_remember
+def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "orders"]:
+    r"""Rényi divergences :math:`D_a(P_{+1} \| P_{-1})`, :math:`P_{\pm 1} = (1-q) N(0, z^2) + q N(\pm 1, z^2)`.
+
+    By the trapezoidal rule with steps h, whose error falls like :math:`e^{-2 \pi y / h}` for an integrand that is
+    analytic within y of the real line: :math:`P_{-1}` has no zero within :math:`\pi z^2`, and steps of :math:`z^2 / 25`
+    and :math:`z / 6` leave less than rounding, which is added. Orders that would take too many steps get the divergence
+    without sampling, :math:`2 a / z^2`, which is no smaller (quasi-convexity).
+    """
+    z, q = multiplier, rate
+    divergences = 2 * np.array(ORDERS) / z**2
+    if q == 1:
+        return divergences
+    step = min(z / 6, z**2 / 25)
+    for i, order in enumerate(ORDERS):
+        first, last = -14 * z - 1, order + 14 * z  # the integrand's peaks lie from 0 to the order
+        if (last - first) / step > 2e5:
+            break
+        x = np.arange(first, last, step)
+        up, down = ((sign * x - 0.5) / z**2 for sign in (1, -1))
+        below = _log_mixture(down, q)
+        exponent = order * (_log_mixture(up, q) - below) + below - 0.5 * (x / z) ** 2
+        most = exponent.max()
+        total = most + math.log(np.exp(exponent - most).sum() * step / (z * math.sqrt(2 * math.pi)))
+        divergences[i] = min((max(total, 0.0) + 1e-12 * (1 + abs(total))) / (order - 1), divergences[i])
+    return divergences
+
+
+def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x"]:
+    """log(1 - q + q exp(u)), to full precision for small q."""
+    small = np.log1p(rate * np.expm1(np.minimum(u, 30.0)))
+    return np.where(u < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + u))
+
+
 def gaussians(plain: float, sampled: Float[np.ndarray, "R"], rate: float) -> DpEvent:
     """One Gaussian, and a Poisson-sampled one per entry of `sampled`; multipliers of infinity are nothing."""
+    return _events(plain, _levels(sampled), rate)
+
+
+def _events(plain: float, sampled: Levels, rate: float) -> DpEvent:
     events: list[DpEvent] = [GaussianDpEvent(plain)] if math.isfinite(plain) else []
-    for level, count in _levels(sampled):
+    for level, count in sampled:
         events.append(
             dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(rate, GaussianDpEvent(level)), count)
         )
@@ -106,29 +228,30 @@ def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray
     return kinds, kind_of_client.reshape(-1)
 
 
-def _levels(values: Float[np.ndarray, "R"]) -> list[tuple[float, int]]:
-    """Distinct finite values and how often each occurs."""
+def _levels(values: Float[np.ndarray, "R"]) -> Levels:
     levels, counts = np.unique(values[values < math.inf], return_counts=True)
-    return list(zip(levels.tolist(), counts.tolist()))
+    return tuple(zip(levels.tolist(), counts.tolist()))
 
 
-def _interval(plain: float, sampled: Float[np.ndarray, "R"], rate: float, repeats: int) -> float:
+def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
     """Grid of the privacy loss: fine beside one round's loss, at most about a million points for the longest."""
-    spread = rate / sampled[sampled < math.inf]
-    total = math.sqrt(repeats * (np.sum(spread**2) + plain**-2.0))
-    least = min(plain, sampled.min())
+    levels, counts = np.array(sampled).T
+    plain, levels = plain / change, levels / change
+    spread = counts @ (rate / levels) ** 2
+    total = math.sqrt(repeats * (spread + plain**-2.0))
+    least = min(plain, levels.min())
     longest = 10 / least + 0.5 / least**2
-    return float(max(min(0.05 * math.sqrt(np.mean(spread**2)), 5e-4 * max(1.0, total)), longest / 1e6))
+    return float(max(min(0.05 * math.sqrt(spread / counts.sum()), 5e-4 * max(1.0, total)), longest / 1e6))
 
 
-def _swapped_epsilon(view: View, delta: float, repeats: int) -> float:
+@_remember
+def _swapped_epsilon(levels: Levels, cohort: tuple[int, int], delta: float, repeats: int) -> float:
     """RDP epsilon under replace-one of sampling without replacement; it bounds zero-out."""
-    assert view.swapped is not None
     draws: list[DpEvent] = [
         dp_accounting.SelfComposedDpEvent(
-            dp_accounting.SampledWithoutReplacementDpEvent(*view.cohort, GaussianDpEvent(level)), count
+            dp_accounting.SampledWithoutReplacementDpEvent(*cohort, GaussianDpEvent(level)), count
         )
-        for level, count in _levels(round_down(view.swapped, _MOST_SWAPPED))
+        for level, count in levels
     ]
     accountant = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_ONE)
     return float(accountant.compose(dp_accounting.ComposedDpEvent(draws), repeats).get_epsilon(delta))

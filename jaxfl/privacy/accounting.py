@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import dp_accounting
@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show
 from jaxfl.privacy import accountants
-from jaxfl.privacy.accountants import Accountant, client_epsilons
-from jaxfl.privacy.mechanism import Full, Mechanism, Poisson, Sampling
+from jaxfl.privacy.accountants import Accountant, least_epsilon
+from jaxfl.privacy.mechanism import Full, Mechanism, Poisson, Sampling, default_delta
 from jaxfl.privacy.observers import (
     OPEN_UPLOADS,
     View,
@@ -25,7 +25,9 @@ from jaxfl.privacy.observers import (
 )
 from jaxfl.types import Ledger
 
-Observer = Literal["aggregate", "upload"]
+Observer = Literal["aggregate", "upload", "client"]
+Unit = Literal["client", "example"]
+BOTH: tuple[Accountant, ...] = ("pld", "rdp")
 _FULL = Full()
 _FILTERS: dict[Accountant, str] = {
     "rdp": "a Rényi filter (Feldman and Zrnic 2021)",
@@ -66,62 +68,100 @@ def epsilon(
     mechanism: Mechanism,
     *,
     observer: Observer = "aggregate",
-    accountant: Accountant = "rdp",
+    accountant: Accountant = "pld",
     delta: float | None = None,
     one_round: bool = False,
-    unit: Literal["client", "example"] = "client",
+    unit: Unit = "client",
+    stateful: bool = False,
 ) -> Epsilon:
     """Compose what the engine did.
 
     Args:
         ledger: the rounds as they happened, or as planned (`planned_ledger`).
         mechanism: clip bound, sampling and denominator; its noise is read from the ledger.
-        observer: "aggregate" (noisy sums only) or "upload" (every upload), see `jaxfl.privacy.observers`.
-        accountant: "rdp", or "pld" (tighter).
+        observer: "aggregate" (noisy sums only), "upload" (every upload), or "client" (another client: the sums, and the
+            noise that it added itself), see `jaxfl.privacy.observers`.
+        accountant: "pld": the smallest valid bound, RDP's where only RDP has a theorem that makes it so (sampling
+            without replacement); or "rdp" alone.
         delta: failure probability; None: the mechanism's.
         one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
         unit: "example": one of the client's examples is replaced by another. Without clipping of examples that may
-            change the whole update, from one end of the clip's ball to the other: replace-one for both observers, and
-            no credit for sampling. Examples that are clipped one by one have `example_epsilon`.
+            change the whole update, from one end of the clip's ball to the other: replace-one for all observers.
+            Whether the client takes part does not depend on it, so that sampling amplifies as it does for clients. All
+            clients get the epsilon of the worst. Examples that are clipped one by one have `example_epsilon`.
+        stateful: clients keep a state. Sampling without replacement then amplifies nothing that is proven, since later
+            updates of those who took a client's place may tell of its absence; Poisson sampling still does.
 
     Guarantee: of a client, or of one of its examples (`unit`); zero-out of a client for the aggregate, replace-one for
         the uploads. Assumes that noise, weights and sampling do not depend on private data, or only through what was
         released under the mechanism's filter, and that the clip covers a client's whole update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
-    >>> round(epsilon(run, Mechanism(clip=1.0, noise_multiplier=10.0), accountant="pld").value, 3)
-    4.377
+    >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
+    >>> [round(epsilon(run, mechanism, accountant=accountant).value, 2) for accountant in ("pld", "rdp")]
+    [4.38, 4.73]
     """
-    delta = mechanism.delta if delta is None else delta
+    asked = BOTH if accountant == "pld" else (accountant,)
+    options = {"observer": observer, "delta": delta, "one_round": one_round, "unit": unit, "stateful": stateful}
+    return tightest(epsilons(ledger, mechanism, by=asked, **options))
+
+
+def tightest(found: Mapping[Any, Epsilon]) -> Epsilon:
+    """The one of the least value; the first of equal ones."""
+    return min(found.values(), key=lambda own: own.value)
+
+
+def epsilons(
+    ledger: Ledger,
+    mechanism: Mechanism,
+    *,
+    observer: Observer = "aggregate",
+    by: Sequence[Accountant] = BOTH,
+    delta: float | None = None,
+    one_round: bool = False,
+    unit: Unit = "client",
+    stateful: bool = False,
+) -> dict[Accountant, Epsilon]:
+    """`epsilon` by the theorems of each accountant alone."""
     done, clients = ledger.participants.shape
+    delta = mechanism.failure_probability(clients) if delta is None else delta
+    check_fraction("delta", delta, one=False)
     if not mechanism.communicates or not done:
-        return Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None)
+        return dict.fromkeys(by, Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None))
     if unbounded := _unbounded(mechanism):
-        return Epsilon(math.inf, np.full(clients, math.inf), "none", unbounded)
+        return dict.fromkeys(by, _infinite(clients, unbounded))
     if mechanism.least_total is not None:
         check_filter(ledger, mechanism.least_total)
         if not one_round:
-            return _filtered(mechanism.least_total, clients, accountant, delta)
+            return {own: _filtered(mechanism.least_total, clients, own, delta) for own in by}
     # Under a filter the sums count as the uploads that they are made of.
-    sums = observer == "aggregate" and mechanism.least_total is None
+    sums = observer != "upload" and mechanism.least_total is None
     if not sums and not np.any(ledger.client_noise):  # at once, without an array of rounds and a million clients
         infinite = np.where(np.any(ledger.participants, axis=0), math.inf, 0.0)
-        return Epsilon(float(infinite.max()), infinite, "none", OPEN_UPLOADS)
-    view = (aggregate_view if sums else upload_view)(ledger, mechanism)
-    if sums and unit == "example":
-        view = plain_view(view.multiplier / 2, "Gaussian, replace-one (half the multiplier)", view.silent)
-    parts = accountants.worst_rounds(view) if one_round else [view]
-    values = np.maximum.reduce([client_epsilons(part, accountant, delta) for part in parts])
-    per_client = np.array(np.broadcast_to(values, clients))
-    worst = float(per_client.max())
-    if math.isinf(worst):
-        return Epsilon(worst, per_client, "none", view.silent)
-    return Epsilon(worst, per_client, f"{view.theorem}; {accountant.upper()}", None)
+        return dict.fromkeys(by, Epsilon(float(infinite.max()), infinite, "none", OPEN_UPLOADS))
+    if sums:
+        view = aggregate_view(ledger, mechanism, replaced=unit == "example", insider=observer == "client")
+        view = accountants.worst_client(view) if unit == "example" else view
+        view = view._replace(swapped=None) if stateful else view
+    else:
+        view = upload_view(ledger, mechanism)
+    parts = list(accountants.worst_rounds(view)) if one_round else [view]
+    return {own: _worst(parts, own, delta, clients) for own in by}
+
+
+def _worst(parts: Sequence[View], accountant: Accountant, delta: float, clients: int) -> Epsilon:
+    """The largest of an accountant's epsilons of several views, for each client."""
+    found = [accountants.bound(part, accountant, delta) for part in parts]
+    per_client = np.array(np.broadcast_to(np.maximum.reduce([own.values for own in found]), clients))
+    value = float(per_client.max())
+    if math.isinf(value):
+        return Epsilon(value, per_client, "none", parts[0].silent)
+    return Epsilon(value, per_client, max(found, key=lambda own: own.values.max()).theorem, None)
 
 
 @checked(ledger=check_ledger, delta=probability)
 def example_epsilon(
-    ledger: Ledger, mechanism: Mechanism, *, accountant: Accountant = "rdp", delta: float | None = None
+    ledger: Ledger, mechanism: Mechanism, *, accountant: Accountant = "pld", delta: float | None = None
 ) -> Epsilon:
     """Compose the local steps of the rounds in which each client took part, for the examples of that client.
 
@@ -131,7 +171,7 @@ def example_epsilon(
     Args:
         ledger: the rounds as they happened, or as planned; of a client's rounds the one of least noise counts for all.
         mechanism: names the steps (`examples`); their noise is read from the ledger.
-        accountant: "rdp", or "pld" (tighter).
+        accountant: "pld", or "rdp".
         delta: failure probability; None: the mechanism's.
 
     Guarantee: example-level, zero-out; an example has one owner. Where there are more than 64 kinds of clients, every
@@ -142,10 +182,11 @@ def example_epsilon(
     >>> round(example_epsilon(planned_ledger(run, clients=4, rounds=10), run, accountant="pld").value, 2)
     7.05
     """
-    delta = mechanism.delta if delta is None else delta
     private, clients = mechanism.examples, ledger.participants.shape[1]
+    delta = mechanism.failure_probability(clients) if delta is None else delta
+    check_fraction("delta", delta, one=False)
     if private is None:
-        return Epsilon(math.inf, np.full(clients, math.inf), "none", "examples are not clipped one by one")
+        return _infinite(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
     used = np.where(ledger.participants, ledger.example_noise, math.inf).min(axis=0, initial=math.inf)
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
@@ -202,8 +243,9 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
     """
     if not mechanism.communicates or _unbounded(mechanism):
         return lambda done: math.inf if mechanism.communicates and done else 0.0
+    delta = mechanism.failure_probability(clients)
     if mechanism.least_total is not None:
-        limit = _filtered(mechanism.least_total, clients, "rdp", mechanism.delta).value
+        limit = _filtered(mechanism.least_total, clients, "rdp", delta).value
         return lambda done: limit if done else 0.0
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
@@ -227,7 +269,7 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
         # In an order that follows from the rounds alone, so that the last digit does too.
         for level, count in zip(*np.unique(sampled[sampled < math.inf], return_counts=True), strict=True):
             total += count * of_level(float(level))
-        return float(compute_epsilon(orders, total, mechanism.delta)[0])  # pyrefly: ignore[bad-argument-type]
+        return float(compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
 
     return spent
 
@@ -239,8 +281,8 @@ def calibrate(
     clients: int,
     rounds: int,
     sampling: Sampling = _FULL,
-    delta: float = 1e-5,
-    accountant: Accountant = "rdp",
+    delta: float | None = None,
+    accountant: Accountant = "pld",
     shape: Sequence[float] | np.ndarray | None = None,
 ) -> float:
     """Find the smallest noise multiplier z whose aggregate epsilon after `rounds` is at most `epsilon`.
@@ -250,11 +292,11 @@ def calibrate(
         clients: number of clients.
         rounds: T.
         sampling: who takes part.
-        delta: failure probability.
-        accountant: "rdp", or "pld" (tighter, needs less noise).
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        accountant: "pld": the smallest valid bound, see `epsilon`; or "rdp", which asks for more noise.
         shape: relative noise by round `[T]`; the result is then the factor that multiplies it.
 
-    >>> round(calibrate(1.0, clients=20, rounds=100, accountant="pld"), 1)
+    >>> round(calibrate(1.0, clients=20, rounds=100), 1)
     37.3
     """
     if shape is not None and len(shape) != rounds:
@@ -262,30 +304,45 @@ def calibrate(
     scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
     mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling, delta=delta)
     view = aggregate_view(planned_ledger(mechanism, clients, len(scale)), mechanism)
+    delta = mechanism.failure_probability(clients)
     return _calibrate(view, epsilon, delta, accountant, rounds if shape is None else 1)
 
 
 @checked(delta=probability)
 def calibrate_upload(
-    epsilon: float, *, participations: int, delta: float = 1e-5, accountant: Accountant = "rdp"
+    epsilon: float,
+    *,
+    participations: int,
+    clients: int | None = None,
+    delta: float | None = None,
+    accountant: Accountant = "pld",
 ) -> float:
     """Find the smallest client noise s (std over C) whose upload epsilon is at most `epsilon`.
 
     Args:
         epsilon: target for the whole run, replace-one.
         participations: in how many rounds a client uploads, at most.
-        delta: failure probability.
-        accountant: "rdp", or "pld" (tighter, needs less noise).
+        clients: their number, which the default delta follows from; None: up to 10,000.
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        accountant: "pld" (exact here), or "rdp", which asks for more noise.
 
-    >>> round(calibrate_upload(1.0, participations=100, accountant="pld"), 1)
+    >>> round(calibrate_upload(1.0, participations=100), 1)
     74.6
     """
+    delta = default_delta(clients) if delta is None else delta
     return _calibrate(plain_view(np.full((1, 1), 0.5), "Gaussian"), epsilon, delta, accountant, participations)
 
 
 @checked(rate=check_fraction, delta=probability)
 def calibrate_examples(
-    epsilon: float, *, rate: float, steps: int, participations: int, delta: float = 1e-5, accountant: Accountant = "rdp"
+    epsilon: float,
+    *,
+    rate: float,
+    steps: int,
+    participations: int,
+    clients: int | None = None,
+    delta: float | None = None,
+    accountant: Accountant = "pld",
 ) -> float:
     """Find the smallest noise multiplier of `PerExample` whose epsilon is at most `epsilon`.
 
@@ -294,12 +351,14 @@ def calibrate_examples(
         rate: probability of an example to be in a batch.
         steps: local steps per round.
         participations: in how many rounds a client takes part, at most.
-        delta: failure probability.
-        accountant: "rdp", or "pld" (tighter, needs less noise).
+        clients: their number, which the default delta follows from; None: up to 10,000.
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        accountant: "pld", or "rdp", which asks for more noise.
 
-    >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10, accountant="pld"), 2)
+    >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
     1.0
     """
+    delta = default_delta(clients) if delta is None else delta
     total = {"clients": 1, "rounds": steps * participations, "sampling": Poisson(rate)}
     return calibrate(epsilon, delta=delta, accountant=accountant, **total)
 
@@ -314,7 +373,7 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
     low, above, high, below = 0.0, math.inf, math.inf, 0.0  # too little noise and its epsilon; enough, and its
     aim, attempt = target * (1 - 2e-4), 0
     while below < target * (1 - 5e-4) and high > low * (1 + 1e-6):
-        value = float(client_epsilons(view.scaled(noise), accountant, delta, repeats).max())
+        value = least_epsilon(view.scaled(noise), accountant, delta, repeats)
         if value > target:
             low, above = noise, value
         else:
@@ -332,14 +391,18 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
 def _filtered(least_total: float, clients: int, accountant: Accountant, delta: float) -> Epsilon:
     """What a filter promises to every client, whatever was sent and released."""
     view = plain_view(np.full((1, 1), least_total), "", "a filter that stops nobody")
-    value = float(client_epsilons(view, accountant, delta).max())
+    value = least_epsilon(view, accountant, delta)
     if math.isinf(value):
-        return Epsilon(value, np.full(clients, value), "none", view.silent)
+        return _infinite(clients, view.silent)
     theorem = (
         f"fully adaptive composition by {_FILTERS[accountant]} of all that a client sends, Gaussian, replace-one, "
         f"which bounds zero-out of the sums too; {accountant.upper()}"
     )
     return Epsilon(value, np.full(clients, value), theorem, None)
+
+
+def _infinite(clients: int, reason: str) -> Epsilon:
+    return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
 
 
 def _unbounded(mechanism: Mechanism) -> str | None:

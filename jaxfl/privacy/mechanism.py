@@ -34,6 +34,11 @@ from jaxfl.types import Account, Number
 ROUNDING = 1e-4
 """Relative: the engine draws, adds up and records in single precision."""
 
+_SMALL, _LARGE = 2.0**-63, 2.0**50
+"""Numbers between have squares, and products of two have values, that single precision holds, sums of 10^7 too."""
+_LEAST_CLIP = 1e-10
+"""Smaller bounds clip nothing: squares of the coordinates of an update that exceeds them vanish."""
+
 
 @checked(rate=check_fraction)
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +151,10 @@ class PerExample:
     steps: int
     chunk: int | None = None
 
+    def __post_init__(self) -> None:
+        _check_clip("clip", self.clip)
+        _extremes("noise_multiplier", np.asarray(self.noise_multiplier, np.float64))
+
 
 def _check_claim(name: str, value: Any) -> tuple[float, str]:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
@@ -186,7 +195,7 @@ class Mechanism:
             sum of weights. A zeroed-out client keeps its coin, so that epsilon stays finite, but the divisor
             shows the cohort: under Poisson sampling nothing is amplified.
         communicates: False where nothing ever leaves a client (then epsilon is 0).
-        delta: failure probability of the statement.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 C)) of C clients.
         claim: the epsilon that the paper's own rule would state for these numbers, and how it gets there.
         broken: why no finite epsilon exists, where a published mechanism has none.
         release: a number that each participant releases besides its update, of which the clients' noise follows.
@@ -207,7 +216,7 @@ class Mechanism:
     weights: np.ndarray | None = None
     denominator: Literal["expected", "participants"] = "expected"
     communicates: bool = True
-    delta: float = 1e-5
+    delta: float | None = None
     claim: tuple[float, str] | None = None
     broken: str | None = None
     release: Release | None = None
@@ -222,6 +231,24 @@ class Mechanism:
                 f"release={self.release!r}, least_total={self.least_total!r}: noise that follows from private numbers "
                 "needs noise on them and a filter; else say in broken why there is no finite epsilon"
             )
+        self._check_single_precision()
+
+    def _check_single_precision(self) -> None:
+        """Refuse what vanishes or overflows where the engine squares and multiplies it."""
+        _check_clip("clip", self.clip)
+        weights = _extremes("weights", self.weight_table)
+        for name in ("noise_multiplier", "client_noise"):
+            if not traced(getattr(self, name)):
+                on_sum = np.outer(_extremes(name, np.asarray(getattr(self, name), np.float64)), weights)
+                _extremes(f"{name} times weights", on_sum)
+        if self.least_total is not None:
+            _extremes("least_total", np.asarray(self.least_total, np.float64))
+        if self.release is not None:
+            _extremes("release.noise", np.asarray(self.release.noise, np.float64))
+
+    def failure_probability(self, clients: int) -> float:
+        """Delta: the one given, or the default for so many clients."""
+        return default_delta(clients) if self.delta is None else self.delta
 
     @property
     def noisy(self) -> bool:
@@ -277,6 +304,35 @@ class Mechanism:
                 raise ValueError(f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients")
         if not np.all(self.weight_table.max(axis=1) > 0):
             raise ValueError(f"weights={self.weights!r}: every round needs a client with a weight above 0")
+
+
+def default_delta(clients: int | None) -> float:
+    """Smaller of 1e-5 and 1 / (10 C), since 1 / C allows publishing one client outright; None: up to 10,000 clients.
+
+    >>> default_delta(100), default_delta(1_000_000)
+    (1e-05, 1e-07)
+    """
+    return 1e-5 if clients is None else min(1e-5, 1 / (10 * clients))
+
+
+def _check_clip(name: str, value: Number) -> None:
+    if not traced(value) and not _LEAST_CLIP <= value <= _LARGE and not math.isinf(value):
+        raise ValueError(f"{name}={value!r}: give a number from {_LEAST_CLIP:g} to {_LARGE:.3g}, as float32 squares it")
+
+
+def _extremes(name: str, values: np.ndarray) -> np.ndarray:
+    """Least and greatest of the values above 0, which single precision must be able to square."""
+    found = values[values > 0]
+    if not found.size:
+        return np.zeros(0)
+    low, high = found.min(), found.max()
+    if low < _SMALL or high > _LARGE:
+        wrong = low if low < _SMALL else high
+        raise ValueError(
+            f"{name}: {wrong:.4g} vanishes or overflows where float32 squares it; give 0, or numbers from {_SMALL:.3g} "
+            f"to {_LARGE:.3g}"
+        )
+    return np.array([low, high])
 
 
 def _numbers(value: Any) -> Any:

@@ -4,7 +4,9 @@ r"""What an observer of a ledger sees: Gaussian mechanisms round by round.
   statement is replace-one, sensitivity 2C: multiplier :math:`s_{t,i} / 2` in the rounds the client took part in.
   Cohorts do not depend on data, so the statement may be made for the cohorts that were drawn.
 - "aggregate": only the noisy sums are seen; who took part is hidden. Zero-out: the client's clipped update is
-  replaced by 0, its coin and its noise stay. Nothing here depends on the coins that were drawn.
+  replaced by 0, its coin and its noise stay. Replace-one: by any other update. Nothing here depends on the coins that
+  were drawn.
+- "client": another client, which sees the sums, and knows its own coins and the noise that it added itself.
 """
 
 import math
@@ -30,8 +32,9 @@ class View(NamedTuple):
         rate: probability of taking part.
         theorem: what the epsilon rests on.
         silent: why it is infinite where it is.
+        replaced: the absent update turns into its opposite, not into nothing: replace-one, twice the change.
         swapped: multipliers under replace-one of rounds that draw `cohort` without replacement, a second valid
-            bound; None: it does not apply.
+            bound of either; None: it does not apply.
         cohort: number of clients, and how many of them `swapped` draws.
     """
 
@@ -40,8 +43,10 @@ class View(NamedTuple):
     rate: float
     theorem: str
     silent: str
+    replaced: bool = False
     swapped: Float[np.ndarray, "T"] | None = None
     cohort: tuple[int, int] = (1, 1)
+    swapping: str = "sampling without replacement, replace-one"
 
     def scaled(self, factor: float) -> "View":
         """The view with `factor` times the noise."""
@@ -54,26 +59,38 @@ def plain_view(multiplier: Float[np.ndarray, "T #C"], theorem: str, silent: str 
     return View(multiplier, np.zeros(len(multiplier), bool), 1.0, theorem, silent)
 
 
-def aggregate_view(ledger: Ledger, mechanism: Mechanism) -> View:
+def aggregate_view(ledger: Ledger, mechanism: Mechanism, *, replaced: bool = False, insider: bool = False) -> View:
     r"""What the sums show: multipliers :math:`\sqrt{\max((z \max w)^2, \text{clients' noise})} / w_i`.
 
     Amplification by sampling needs noise that is the same whatever the cohort: where the clients' noise can
     exceed the floor, the variance of the sum tells who took part, and the round counts in full.
+
+    Args:
+        ledger: the rounds.
+        mechanism: sampling and denominator.
+        replaced: replace-one, in place of zero-out.
+        insider: whoever looks is a client, and subtracts the noise that it added: at most the largest of the others'.
     """
     noise, weights, floor = _variances(ledger)
     clients, sampling = ledger.participants.shape[1], mechanism.sampling
+    insider, adjacency = insider and clients > 1, "replace-one" if replaced else "zero-out"
+    above, fair = floor[:, None], mechanism.denominator == "expected"
+    if insider:
+        above = above - _largest_other(noise) * (1 + 1e-9)  # nothing is left where one client adds all
     if isinstance(sampling, Poisson) and sampling.rate < 1:
-        return _poisson_view(noise, weights, floor, clients, sampling.rate, mechanism.denominator == "expected")
+        least = np.maximum(above, noise)
+        hidden = (_most(noise, clients, clients) <= floor * (1 + ROUNDING)) & (least.min(axis=1) > 0) & fair
+        view = _poisson_view(_multiplier(least, weights), hidden, sampling.rate, fair, adjacency)
+        return view._replace(replaced=replaced)
     company = sampling.size if isinstance(sampling, FixedSize) else clients
-    least = np.maximum(floor[:, None], _least(noise, company, clients))
-    view = plain_view(_multiplier(least, weights), "Gaussian, zero-out")
-    fair = mechanism.denominator == "expected" or bool(np.all(weights == weights[:, :1]))
+    least = np.maximum(above, _least(noise, max(company - insider, 1), clients))
+    view = plain_view(_multiplier(least, weights), f"Gaussian, {adjacency}")._replace(replaced=replaced)
+    fair |= bool(np.all(weights == weights[:, :1]))
     steady = _most(noise, company, clients) <= floor * (1 + ROUNDING)
     even = noise.max(axis=1) <= noise.min(axis=1) * (1 + ROUNDING)
-    if company < clients and fair and np.all((steady | even) & (least.min(axis=1) > 0)):
+    if company < clients - insider and fair and np.all((steady | even) & (least.min(axis=1) > 0)):
         swapped = np.sqrt(least.min(axis=1)) / (2 * weights.max(axis=1))
-        theorem = "smaller of: Gaussian, zero-out; sampling without replacement, replace-one (RDP only)"
-        return view._replace(swapped=swapped, cohort=(clients, company), theorem=theorem)
+        return view._replace(swapped=swapped, cohort=(clients - insider, company))
     return view
 
 
@@ -120,19 +137,16 @@ def _costs(ledger: Ledger) -> Float[np.ndarray, "T #C"]:
         return (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0 + released
 
 
-def _poisson_view(
-    noise: np.ndarray, weights: np.ndarray, floor: np.ndarray, clients: int, rate: float, fair: bool
-) -> View:
+def _poisson_view(multiplier: np.ndarray, hidden: np.ndarray, rate: float, fair: bool, adjacency: str) -> View:
     """Sampled Gaussians where the sum hides the cohort; elsewhere a client counts on the floor and its own noise."""
-    hidden = (_most(noise, clients, clients) <= floor * (1 + ROUNDING)) & (floor > 0) & fair
-    theorem = f"Poisson-sampled Gaussian, rate {rate:g}, zero-out"
+    theorem = f"Poisson-sampled Gaussian, rate {rate:g}, {adjacency}"
     silent = "no noise on the sum"
     if not hidden.all():
         why = "the clients' noise can exceed the floor" if fair else "the denominator shows the cohort"
         rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
-        theorem = f"Gaussian without amplification, zero-out, because {why}{rest}"
+        theorem = f"Gaussian without amplification, {adjacency}, because {why}{rest}"
         silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
-    return View(_multiplier(np.maximum(floor[:, None], noise), weights), hidden, float(rate), theorem, silent)
+    return View(multiplier, hidden, float(rate), theorem, silent)
 
 
 def _multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
@@ -155,6 +169,14 @@ def _variances(ledger: Ledger) -> tuple[Float[np.ndarray, "T C1"], Float[np.ndar
             f"noise_multiplier={float(ledger.noise_multiplier[round_])!r}; record the noise that was drawn"
         )
     return noise, weights, floor
+
+
+def _largest_other(noise: np.ndarray) -> np.ndarray:
+    """For each client, the most that one of the others adds."""
+    if noise.shape[1] == 1:
+        return noise
+    ordered = np.sort(noise, axis=1)
+    return np.where(noise < ordered[:, -1:], ordered[:, -1:], ordered[:, -2:-1])
 
 
 def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:

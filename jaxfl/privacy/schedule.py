@@ -17,7 +17,7 @@ from jaxtyping import Float
 from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
 from jaxfl.privacy.accountants import Accountant
 from jaxfl.privacy.accounting import calibrate
-from jaxfl.privacy.mechanism import ROUNDING, Sampling
+from jaxfl.privacy.mechanism import ROUNDING, Sampling, default_delta
 
 
 @checked()
@@ -85,8 +85,8 @@ def round_noise(
     *,
     clients: int,
     sampling: Sampling,
-    delta: float = 1e-5,
-    accountant: Accountant = "rdp",
+    delta: float | None = None,
+    accountant: Accountant = "pld",
 ) -> tuple[float, ...]:
     r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that cost epsilon in all (aggregate observer).
 
@@ -95,11 +95,11 @@ def round_noise(
         epsilon: target for the whole run, zero-out.
         clients: number of clients.
         sampling: who takes part.
-        delta: failure probability.
-        accountant: "rdp", or "pld" (tighter).
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        accountant: "pld", or "rdp", which asks for more noise.
 
     >>> from jaxfl.privacy.mechanism import Full
-    >>> noise = round_noise(fixed_budgets(1.0, 100), 1.0, clients=9, sampling=Full(), accountant="pld")
+    >>> noise = round_noise(fixed_budgets(1.0, 100), 1.0, clients=9, sampling=Full())
     >>> round(noise[0], 1), round(noise[99], 1)
     (37.3, 37.3)
     """
@@ -132,8 +132,9 @@ def client_noise(
     *,
     participation: float,
     release_share: float = 0.0,
-    delta: float = 1e-5,
-    accountant: Accountant = "rdp",
+    clients: int | None = None,
+    delta: float | None = None,
+    accountant: Accountant = "pld",
 ) -> ClientNoise:
     r"""Noise :math:`s_t = \kappa / \epsilon^t` of clients that add it themselves, and a filter for the upload observer.
 
@@ -150,13 +151,15 @@ def client_noise(
         epsilon: target for the whole run of any client, replace-one, for the upload observer.
         participation: :math:`\pi`, the share of rounds to plan for; 1: nobody is ever stopped.
         release_share: a, the share of the cost that goes to released numbers; 0: none are released.
-        delta: failure probability.
-        accountant: "rdp", or "pld" (tighter).
+        clients: their number, which the default delta follows from; None: up to 10,000.
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        accountant: "pld", or "rdp", which asks for more noise.
 
-    >>> plan = client_noise(fixed_budgets(1.0, 100), 1.0, participation=1.0, accountant="pld")
+    >>> plan = client_noise(fixed_budgets(1.0, 100), 1.0, participation=1.0)
     >>> round(plan.noise[0], 1), round(plan.least_total, 2)
     (74.6, 3.73)
     """
+    delta = default_delta(clients) if delta is None else delta
     least_total = calibrate(epsilon, clients=1, rounds=1, delta=delta, accountant=accountant)
     planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))  # the filter rounds, too
     kappa = 2 * planned * math.sqrt(np.sum(budgets**2) / (1 - release_share))

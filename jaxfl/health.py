@@ -41,7 +41,10 @@ class Watch:
         """
         since = [jax.tree.map(lambda leaf: leaf[start:done], own) for own in records]
         if all(self._stuck(own, recent, done) for own, recent in zip(records, since, strict=True)):
-            raise FloatingPointError(f"{self._dropped(since, start)}; no later one would count: the run was stopped")
+            raise FloatingPointError(
+                f"{self._dropped(since, start)}; none would count from here on, so the run stops; the last checkpoint "
+                "is intact"
+            )
         dropped, made = _count(since)
         if dropped > _SHARE * made:
             self._warn("updates", self._dropped(since, start))
@@ -102,7 +105,8 @@ class Watch:
         if ever_dropped < ever and (recent.ledger.server_noise.any() or recent.ledger.client_noise.any()):
             return False  # noise moves it, and updates have counted: a method may go on like this
         took_part, broken = recent.ledger.participants.any(axis=0), self.broken_data[0]
-        return bool((took_part & ~broken).any() or broken.all())  # or the cohorts were those of broken data by chance
+        nobody_else = (broken | (np.asarray(self.clients.train_size) == 0)).all()
+        return bool((took_part & ~broken).any() or nobody_else)  # else others may count that were not drawn yet
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
         """How many updates of these rounds were dropped, and what to do."""

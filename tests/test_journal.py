@@ -1,0 +1,84 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from algorithms_table import MODEL, SIZES, small_clients
+
+from jaxfl import report
+from jaxfl.algorithms import fedavg
+from jaxfl.engine import Records
+from jaxfl.evaluate import PerClient
+from jaxfl.journal import Journal
+from jaxfl.types import Ledger
+
+C, ROUNDS = len(SIZES), [2, 4, 6]
+PARTICIPANTS = np.array([3.0, 0, 0, 0, 2, 1], np.float32)
+DROPPED = np.array([1, 0, 0, 0, 0, 1], np.int32)
+
+
+def records():
+    """Six rounds: in the second to the fourth nobody takes part, in the last one the only update is dropped."""
+    loss = np.array([2.5, 0, 0, 0, 1.5, 0], np.float32)
+    one, flat = np.ones((6, 1), np.float32), np.zeros(6, np.float32)
+    ledger = Ledger(np.arange(C) < PARTICIPANTS[:, None], 0 * one, one, flat, flat, flat)
+    info = {"loss": loss, "own": 2 * loss, "update_norm": 4 * loss, "clipped": flat, "participants": PARTICIPANTS}
+    return Records(ledger, info, DROPPED, np.ones(6, bool))
+
+
+def finished(folder, **options):
+    journal = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), folder, **options)
+    for index, done in enumerate(ROUNDS):
+        part = Records(*(_cut(field, done) for field in records()))
+        journal.record(part, done - 2, 2)
+        accuracy = np.linspace(0, 1, C, dtype=np.float32)
+        journal.evaluated(index, PerClient(accuracy, 1 + accuracy))
+    return journal, journal.finish(6)
+
+
+def _cut(field, done):
+    if isinstance(field, dict):
+        return {name: leaf[done - 2 : done] for name, leaf in field.items()}
+    if isinstance(field, Ledger):
+        return Ledger(*(leaf[done - 2 : done] for leaf in field))
+    return field[done - 2 : done]
+
+
+def test_rounds_in_which_nothing_counted_are_no_part_of_a_mean(tmp_path):
+    _, result = finished(tmp_path)
+    first, empty, last = result.metrics
+    for name, factor in (("train_loss", 1), ("own", 2), ("update_norm", 4)):
+        assert (first[name], last[name]) == (2.5 * factor, 1.5 * factor)
+        assert math.isnan(empty[name])
+    assert [row["participants"] for row in result.metrics] == [1.5, 0, 1.5]
+    assert [row["nonfinite"] for row in result.metrics] == [1, 0, 1]
+    rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
+    assert rows[1]["train_loss"] is None
+    assert "NaN" not in (tmp_path / report.METRICS).read_text()
+
+
+def test_public_reports_leave_out_exact_numbers(tmp_path):
+    scores = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss", "epsilon"}
+    _, result = finished(tmp_path, public=True)
+    rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
+    assert all(row.keys() == scores for row in (*result.metrics, *rows))
+    with np.load(tmp_path / report.PER_CLIENT) as found:
+        assert set(found) == {"accuracy", "loss", "round", "test_size"}
+    _, result = finished(tmp_path)
+    assert result.metrics[0].keys() == scores | set(records().info) - {"loss"} | {"train_loss", "nonfinite"}
+    with np.load(tmp_path / report.PER_CLIENT) as found:
+        np.testing.assert_array_equal(found["participations"], records().ledger.participants.sum(0))
+
+
+def test_a_journal_that_goes_on_has_the_rows_it_had():
+    journal, result = finished(None)
+    other = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), None)
+    other.restore(journal.recorded, 4)
+    assert [repr(row) for row in other.metrics] == [repr(row) for row in result.metrics[:2]]
+
+
+def test_a_server_that_is_not_finite_is_told_with_its_round():
+    journal = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), None)
+    broken = records()._replace(server_finite=np.arange(6) < 3)
+    with pytest.raises(FloatingPointError, match=r"round 4: lower the learning rate"):
+        journal.record(broken, 0, 6)

@@ -79,9 +79,9 @@ class Records(NamedTuple):
     """What a segment of rounds reports: its ledger, means over participants, and health flags."""
 
     ledger: Ledger
-    info: dict[str, Float[Array, "T"]]
-    nonfinite: Int[Array, "T"]
-    server_finite: Bool[Array, "T"]
+    info: dict[str, Float[Any, "T"]]
+    nonfinite: Int[Any, "T"]
+    server_finite: Bool[Any, "T"]
 
 
 class Draw(NamedTuple):

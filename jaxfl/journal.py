@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +42,7 @@ class Recorded(NamedTuple):
 
 
 class Journal:
-    """Grows with the run; `finish` accounts for it."""
+    """Grows with the run; `finish` accounts for it, and for what the statement is `told` of the run's randomness."""
 
     def __init__(
         self,
@@ -52,9 +53,10 @@ class Journal:
         folder: pathlib.Path | None,
         *,
         public: bool = False,
+        told: Mapping[str, Any] | None = None,
     ) -> None:
         self.algorithm, self.evaluations, self.folder, self.public = algorithm, evaluations, folder, public
-        self.test_size, self.number = np.asarray(clients.test_size), clients.number
+        self.test_size, self.number, self.told = np.asarray(clients.test_size), clients.number, told or {}
         self.epsilon = running_epsilon(algorithm.mechanism, clients.number)
         records = jax.tree.map(np.zeros_like, blank)
         scores = np.zeros((len(evaluations), clients.number), np.float32)
@@ -96,7 +98,7 @@ class Journal:
         made = sum(r <= done for r in self.evaluations)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
-        statement = privacy_statement(ledger, self.algorithm.mechanism, self.number) if done else {}
+        statement = privacy_statement(ledger, self.algorithm.mechanism, self.number, **self.told) if done else {}
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
         return Result(None, None, self.metrics, scores, history, ledger, statement)

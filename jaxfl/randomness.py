@@ -4,7 +4,7 @@ import collections
 import os
 import pathlib
 import secrets
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,11 @@ class Streams(NamedTuple):
         noise = jax.random.wrap_key_data(jnp.asarray(hosts.of_first(bits)), impl="threefry2x32")
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
+
+    def told(self, key: Key[Array, "*P"]) -> dict[str, Any]:
+        """What a statement says of it."""
+        equal = key.ndim > 0 and len(np.unique(jax.random.key_data(key), axis=0)) < len(key)
+        return {"randomness": "secret" if self.secret else "seed", "paired": self.paired and equal}
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
         """What tells runs of one key apart; a hash, from which no secret key can be guessed."""

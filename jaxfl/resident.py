@@ -50,6 +50,11 @@ class Resident:
         self._build = functools.cache(lambda chunk: compile_rounds(what, population, chunk=chunk, segment=segment))
         self._score = functools.cache(lambda chunk: compile_evaluation(what, population, chunk=chunk))
 
+    @property
+    def stateful(self) -> bool:
+        """Whether clients keep anything from round to round."""
+        return bool(jax.tree.leaves(self.states))
+
     def record(self) -> Records:
         """Shapes of what one round of one run reports."""
         step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too

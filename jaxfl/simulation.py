@@ -1,6 +1,7 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
 import contextlib
+import functools
 import math
 import os
 import pathlib
@@ -15,8 +16,9 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl import fingerprint, hosts, report, signals
-from jaxfl._validate import check_choice, check_count
+from jaxfl._validate import check_array, check_count, check_instance, check_key, check_path, checked, show
 from jaxfl.backend import of_devices
+from jaxfl.check import check_algorithm, check_clients
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.chunks import Program
 from jaxfl.engine import Keys, Points, Population, Records
@@ -36,6 +38,54 @@ _SEGMENT_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 30.0
 
 
+def _check_chunk(name: str, value: Any) -> Any:
+    return value if isinstance(value, str) and value == "auto" else check_count(name, value)
+
+
+def _check_devices(name: str, value: Any) -> list[jax.Device]:
+    if isinstance(value, list | tuple) and value and all(isinstance(device, jax.Device) for device in value):
+        if len(set(value)) == len(value):
+            return list(value)
+        raise ValueError(f"{name}={show(value)}: give each device once")
+    raise TypeError(f"{name}={show(value)}: give a list of devices, for instance jax.devices()")
+
+
+def _check_one_key(name: str, value: Any) -> Array:
+    key = check_key(name, value)
+    if key.ndim:
+        raise ValueError(f"{name} is {len(key)} keys: give one, or use `sweep`")
+    return key
+
+
+def _check_values(name: str, value: Any) -> dict[str, list[float]]:
+    """Columns of numbers; which of them fit, the builder says."""
+    if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
+        raise TypeError(
+            f"{name}={show(value)}: give columns of numbers by argument, for instance {{'clip': [0.1, 1.0]}}"
+        )
+    return {argument: _numbers(f"{name}[{argument!r}]", column) for argument, column in value.items()}
+
+
+def _numbers(name: str, column: Any) -> list[float]:
+    array = check_array(name, column)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise ValueError(f"{name}={show(column)}: give a vector of numbers")
+    return [float(value) for value in array]
+
+
+def _in_32_bits(run: Callable) -> Callable:
+    """Whatever JAX_ENABLE_X64 says: a run is what it is without, to the bit, in programs that were made for that."""
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.enable_x64(False):
+            return run(*args, **kwargs)
+
+    return call
+
+
+@_in_32_bits
+@checked(key=_check_one_key, clients=check_clients, chunk=_check_chunk, devices=_check_devices, folder=check_path)
 def simulate(
     key: Key[Array, ""],
     algorithm: Algorithm,
@@ -101,6 +151,15 @@ def simulate(
         return run.finish_after(algorithm.name, progress, log)[0]
 
 
+@_in_32_bits
+@checked(
+    key=check_key,
+    values=_check_values,
+    clients=check_clients,
+    chunk=_check_chunk,
+    devices=_check_devices,
+    folder=check_path,
+)
 def sweep(
     key: Key[Array, "*P"],
     build: Callable[..., Algorithm],
@@ -161,10 +220,8 @@ def sweep(
     """
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
-    if batch is not None:
-        check_count("batch", batch)
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
-    algorithms = [build(**row) for row in rows]
+    algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
     points = Points(build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch)
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
@@ -191,6 +248,11 @@ class Runner(Protocol):
 
     server: Tree
     population: Population
+
+    @property
+    def stateful(self) -> bool:
+        """Whether clients keep anything from round to round."""
+        ...
 
     def record(self) -> Records:
         """Shapes of what one round of one run reports."""
@@ -241,17 +303,6 @@ class _Options(NamedTuple):
     report: Literal["full", "public"]
     resume: Literal["auto", "never"]
 
-    def check(self) -> None:
-        """Require values that exist."""
-        check_count("rounds", self.rounds)
-        check_choice("store", self.store, ("device", "host"))
-        check_choice("report", self.report, ("full", "public"))
-        check_choice("resume", self.resume, ("auto", "never"))
-        if self.chunk not in (None, "auto"):
-            check_count("chunk", self.chunk)
-        if self.eval_every is not None:
-            check_count("eval_every", self.eval_every)
-
 
 class _Run:
     """The host's loop over rounds, of one run or of all points of a sweep, and their checkpoints."""
@@ -266,8 +317,8 @@ class _Run:
         lock: Lock,
         folders: list[pathlib.Path | None],
     ) -> None:
-        options.check()
         rounds = options.rounds
+        check_algorithm(algorithms[0], clients)
         for algorithm in algorithms:
             algorithm.mechanism.check_fits(clients.number, rounds)
         self.rounds, self.clients, self.points = rounds, clients, points
@@ -284,10 +335,10 @@ class _Run:
         what = fingerprint.marked(points or algorithms[0])
         self.runner = self._runner(init_key, keys, what, options, folder)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
-        public = options.report == "public"
+        public, told = options.report == "public", options.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=public)
+            Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=public, told=told)
             for algorithm, own in zip(algorithms, folders, strict=True)
         ]
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None

@@ -142,6 +142,11 @@ class Stream:
         self.tested = self._whole(block)
         self._programs()
 
+    @property
+    def stateful(self) -> bool:
+        """Whether clients keep anything from round to round."""
+        return self.store.bytes_per_client > 0
+
     def record(self) -> Records:
         """Shapes of what one round reports."""
         return self._record

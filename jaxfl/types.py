@@ -52,9 +52,9 @@ class Clients(NamedTuple):
 class StepNoise(NamedTuple):
     """Noise of one client's private local steps (see `jaxfl.privacy.mechanism.PerExample`), given by the engine."""
 
-    multiplier: Float[Array, ""]
+    multiplier: Any
     """Std on the sum of clipped gradients over their clip bound; the ledger has this number."""
-    key: Key[Array, "..."]
+    key: Any
     """Of the batches and of the noise."""
 
 

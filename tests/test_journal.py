@@ -1,5 +1,6 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,8 +30,8 @@ def records():
 def finished(folder, **options):
     journal = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), folder, **options)
     for index, done in enumerate(ROUNDS):
-        part = Records(*(_cut(field, done) for field in records()))
-        journal.record(part, done - 2, 2)
+        fields: Any = [_cut(field, done) for field in records()]
+        journal.record(Records(*fields), done - 2, 2)
         accuracy = np.linspace(0, 1, C, dtype=np.float32)
         journal.evaluated(index, PerClient(accuracy, 1 + accuracy))
     return journal, journal.finish(6)

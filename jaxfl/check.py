@@ -1,0 +1,156 @@
+"""Whether clients are sound, and an algorithm, its model and its clients fit each other: nothing is compiled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfl._validate import check_array, check_callable, check_instance
+from jaxfl.data.load import check_inputs, check_labels
+from jaxfl.privacy.mechanism import Mechanism
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNoise, Tree
+
+
+def check_clients(name: str, value: Any) -> Clients:
+    """Require clients whose arrays fit each other, also where some were replaced."""
+    clients = check_instance(name, value, (Clients,))
+    inputs = check_inputs(f"{name}.inputs", clients.inputs)
+    check_labels(f"{name}.labels", clients.labels, len(inputs))
+    number = None
+    for split in ("train", "test"):
+        rows, size = (check_array(f"{name}.{field}", getattr(clients, field)) for field in (split, f"{split}_size"))
+        number = len(rows) if number is None and rows.ndim else number
+        wanted = f"give whole numbers of shape [{number}{', N' * (split == 'train')}{', M' * (split == 'test')}]"
+        if rows.ndim != 2 or rows.dtype.kind not in "iu" or len(rows) != number or not number:
+            raise ValueError(f"{name}.{split} is {rows.dtype} of shape {rows.shape}: {wanted}")
+        if size.shape != (number,) or size.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name}.{split}_size is {size.dtype} of shape {size.shape}: give [{number}] whole numbers"
+            )
+        if size.min() < 0 or size.max() > rows.shape[1]:
+            raise ValueError(
+                f"{name}.{split}_size={size.min()} to {size.max()}: give sizes from 0 to the {rows.shape[1]} rows "
+                f"of {name}.{split}"
+            )
+        if rows.size and (rows.min() < 0 or rows.max() >= len(inputs)):
+            raise ValueError(f"{name}.{split}={rows.min()} to {rows.max()}: give rows from 0 to {len(inputs) - 1}")
+    if not clients.train.shape[1]:
+        raise ValueError(f"{name}.train has shape {clients.train.shape}: give room for at least one row")
+    return clients
+
+
+def check_algorithm(algorithm: Algorithm, clients: Clients) -> None:
+    """Require that an algorithm's functions take and give what the engine passes on, for these clients.
+
+    Each function is traced once, for its shapes.
+
+    Raises:
+        TypeError: a field of the algorithm is something else than it should be.
+        ValueError: names the function, and what it gives, or the two shapes that do not fit.
+    """
+    check_instance("algorithm.name", algorithm.name, (str,))
+    check_instance("algorithm.model", algorithm.model, (Model,))
+    check_instance("algorithm.mechanism", algorithm.mechanism, (Mechanism,))
+    for name in ("init", "client_update", "server_update", "personalize"):
+        check_callable(f"algorithm.{name}", getattr(algorithm, name))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    params = _check_model(algorithm.model, clients, key)
+    shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)
+
+    made = _trace("init", lambda key: algorithm.init(key, clients.number), key)
+    server, states = _parts("init", made, ("the server's state", "client states"))
+    for path, leaf in jax.tree.leaves_with_path(states):
+        if leaf.shape[:1] != (clients.number,):
+            raise ValueError(
+                f"init gives client states{jax.tree_util.keystr(path)} of shape {leaf.shape}: give a row for each "
+                f"client, [{clients.number}, ...]"
+            )
+    client = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states)
+    rows, size = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes[2:4])
+    own = None if algorithm.mechanism.examples is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
+    data = ClientData(shapes.inputs, shapes.labels, rows, size, own)
+
+    given = _trace("client_update", algorithm.client_update, key, server, client, data)
+    message, after, info = _parts("client_update", given, ("a Message", "the client's state", "info"))
+    if not isinstance(message, Message):
+        raise ValueError(f"client_update gives message={_kind(message)}: give a jaxfl.Message(update)")
+    for path, leaf in jax.tree.leaves_with_path(message.update):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            where = jax.tree_util.keystr(path)
+            raise ValueError(f"client_update gives message.update{where} of {leaf.dtype}: give floating numbers")
+    if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
+        raise ValueError(f"client_update gives info={_kind(info)}: give a dict of single numbers")
+    if not algorithm.mechanism.adaptive:  # else the engine writes the account
+        _check_same("client_update gives the client's state", after, client, "init makes one")
+
+    stepped = _trace("server_update", algorithm.server_update, server, message.update)
+    _check_same("server_update gives the server's state", stepped, server, "init makes one")
+    personal = _trace("personalize", algorithm.personalize, key, server, client, data)
+    _check_same("personalize gives parameters", personal, params, "the model has some")
+
+
+def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
+    """Shapes of the model's parameters, where it takes the clients' inputs and has an output for each label."""
+    shape, largest = clients.inputs.shape[1:], int(np.max(clients.labels))
+    if model.input_shape is not None and tuple(shape) != model.input_shape:
+        raise ValueError(
+            f"model={model.name!r} takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}: "
+            "make the model for that shape"
+        )
+    what = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
+    batch = jax.ShapeDtypeStruct((2, *shape), _canonical(clients.inputs.dtype))
+    params = _trace(f"{what}: init", model.init, key)
+    logits = _trace(what, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
+    if logits.ndim != 2 or logits.shape[0] != 2:
+        raise ValueError(f"{what} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
+    if largest >= logits.shape[1]:
+        raise ValueError(
+            f"model={model.name!r} has {logits.shape[1]} outputs, and clients.labels go up to {largest}: "
+            f"give a model of at least {largest + 1} classes"
+        )
+    return params
+
+
+def _canonical(dtype: Any) -> np.dtype:
+    """What JAX makes of numbers of 64 bits in a run."""
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _trace(name: str, function: Callable, *arguments: Any) -> Any:
+    try:
+        return jax.eval_shape(function, *arguments)
+    except Exception as error:
+        given = ", ".join(_kind(argument) for argument in arguments)
+        raise ValueError(f"{name} fails, given {given}: {type(error).__name__}: {error}") from error
+
+
+def _parts(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
+    if type(value) is tuple and len(value) == len(parts):
+        return value
+    raise ValueError(f"{name} gives {_kind(value)}: give a tuple of {', '.join(parts)}")
+
+
+def _check_same(what: str, found: Tree, wanted: Tree, origin: str) -> None:
+    """Require the same structure, and leaves of the same shapes and kinds of numbers."""
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise ValueError(f"{what} like {_kind(found)}, and {origin} like {_kind(wanted)}: give the same structure")
+    for (path, new), old in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, and {origin} of "
+                f"{old.dtype}{old.shape}: give the same"
+            )
+
+
+def _kind(tree: Tree) -> str:
+    """A tree with the kind of each leaf in its place."""
+    text = str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf, tree))
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+class _Text(str):
+    """Without quotes in a printed tree."""
+
+    __repr__ = str.__str__

@@ -333,7 +333,7 @@ class _Run:
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
         keys = options.streams.keys(key_of_rounds, folder)
         what = fingerprint.marked(points or algorithms[0])
-        self.runner = self._runner(init_key, keys, what, options, folder)
+        self.runner: Runner = self._runner(init_key, keys, what, options, folder)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
         public, told = options.report == "public", options.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
@@ -359,7 +359,7 @@ class _Run:
         what: Algorithm | Points,
         options: _Options,
         folder: pathlib.Path | None,
-    ) -> Runner:
+    ) -> Resident | Stream:
         """Programs and state, where the client states are to be kept."""
         devices = options.devices
         chunk = of_devices(devices).chunk if options.chunk is None else options.chunk

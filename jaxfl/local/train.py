@@ -45,7 +45,7 @@ def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
     return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)
 
 
-@checked(key=check_key, sam_radius=at_least_0, noise_multiplier=at_least_0)
+@checked(key=check_key, sam_radius=at_least_0)
 def train(
     key: Key[Array, ""],
     params: Params,

@@ -1,13 +1,15 @@
-"""Whether clients are sound, and an algorithm, its model and its clients fit each other: nothing is compiled."""
+"""Whether the arguments of a run are sound, and an algorithm, its model and its clients fit: nothing is compiled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jaxtyping import Key
 
-from jaxfl._validate import check_array, check_callable, check_instance
+from jaxfl._validate import check_array, check_callable, check_count, check_instance, check_key, show
 from jaxfl.data.load import check_inputs, check_labels
 from jaxfl.privacy.mechanism import Mechanism
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNoise, Tree
@@ -39,6 +41,44 @@ def check_clients(name: str, value: Any) -> Clients:
     if not clients.train.shape[1]:
         raise ValueError(f"{name}.train has shape {clients.train.shape}: give room for at least one row")
     return clients
+
+
+def check_chunk(name: str, value: Any) -> Any:
+    """Require a number of clients, or "auto"."""
+    return value if isinstance(value, str) and value == "auto" else check_count(name, value)
+
+
+def check_devices(name: str, value: Any) -> list[jax.Device]:
+    """Require different devices."""
+    if isinstance(value, list | tuple) and value and all(isinstance(device, jax.Device) for device in value):
+        if len(set(value)) == len(value):
+            return list(value)
+        raise ValueError(f"{name}={show(value)}: give each device once")
+    raise TypeError(f"{name}={show(value)}: give a list of devices, for instance jax.devices()")
+
+
+def check_one_key(name: str, value: Any) -> Key[Array, ""]:
+    """Require a single key."""
+    key = check_key(name, value)
+    if key.ndim:
+        raise ValueError(f"{name} is {len(key)} keys: give one, or use `sweep`")
+    return key
+
+
+def check_values(name: str, value: Any) -> dict[str, list[float]]:
+    """Columns of numbers; which of them fit, the builder says."""
+    if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
+        raise TypeError(
+            f"{name}={show(value)}: give columns of numbers by argument, for instance {{'clip': [0.1, 1.0]}}"
+        )
+    return {argument: _numbers(f"{name}[{argument!r}]", column) for argument, column in value.items()}
+
+
+def _numbers(name: str, column: Any) -> list[float]:
+    array = check_array(name, column)
+    if array.ndim != 1 or array.dtype.kind not in "iuf":
+        raise ValueError(f"{name}={show(column)}: give a vector of numbers")
+    return [float(value) for value in array]
 
 
 def check_algorithm(algorithm: Algorithm, clients: Clients) -> None:

@@ -16,9 +16,9 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl import fingerprint, hosts, report, signals
-from jaxfl._validate import check_array, check_count, check_instance, check_key, check_path, checked, show
+from jaxfl._validate import check_instance, check_key, check_path, checked
 from jaxfl.backend import of_devices
-from jaxfl.check import check_algorithm, check_clients
+from jaxfl.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.checkpoint import Checkpoints
 from jaxfl.chunks import Program
 from jaxfl.engine import Keys, Points, Population, Records
@@ -38,41 +38,6 @@ _SEGMENT_SECONDS = 10.0
 _CHECKPOINT_SECONDS = 30.0
 
 
-def _check_chunk(name: str, value: Any) -> Any:
-    return value if isinstance(value, str) and value == "auto" else check_count(name, value)
-
-
-def _check_devices(name: str, value: Any) -> list[jax.Device]:
-    if isinstance(value, list | tuple) and value and all(isinstance(device, jax.Device) for device in value):
-        if len(set(value)) == len(value):
-            return list(value)
-        raise ValueError(f"{name}={show(value)}: give each device once")
-    raise TypeError(f"{name}={show(value)}: give a list of devices, for instance jax.devices()")
-
-
-def _check_one_key(name: str, value: Any) -> Array:
-    key = check_key(name, value)
-    if key.ndim:
-        raise ValueError(f"{name} is {len(key)} keys: give one, or use `sweep`")
-    return key
-
-
-def _check_values(name: str, value: Any) -> dict[str, list[float]]:
-    """Columns of numbers; which of them fit, the builder says."""
-    if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
-        raise TypeError(
-            f"{name}={show(value)}: give columns of numbers by argument, for instance {{'clip': [0.1, 1.0]}}"
-        )
-    return {argument: _numbers(f"{name}[{argument!r}]", column) for argument, column in value.items()}
-
-
-def _numbers(name: str, column: Any) -> list[float]:
-    array = check_array(name, column)
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
-        raise ValueError(f"{name}={show(column)}: give a vector of numbers")
-    return [float(value) for value in array]
-
-
 def _in_32_bits(run: Callable) -> Callable:
     """Whatever JAX_ENABLE_X64 says: a run is what it is without, to the bit, in programs that were made for that."""
 
@@ -85,7 +50,7 @@ def _in_32_bits(run: Callable) -> Callable:
 
 
 @_in_32_bits
-@checked(key=_check_one_key, clients=check_clients, chunk=_check_chunk, devices=_check_devices, folder=check_path)
+@checked(key=check_one_key, clients=check_clients, chunk=check_chunk, devices=check_devices, folder=check_path)
 def simulate(
     key: Key[Array, ""],
     algorithm: Algorithm,
@@ -154,10 +119,10 @@ def simulate(
 @_in_32_bits
 @checked(
     key=check_key,
-    values=_check_values,
+    values=check_values,
     clients=check_clients,
-    chunk=_check_chunk,
-    devices=_check_devices,
+    chunk=check_chunk,
+    devices=check_devices,
     folder=check_path,
 )
 def sweep(
@@ -318,9 +283,9 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = options.rounds
-        check_algorithm(algorithms[0], clients)
         for algorithm in algorithms:
             algorithm.mechanism.check_fits(clients.number, rounds)
+        check_algorithm(algorithms[0], clients)
         self.rounds, self.clients, self.points = rounds, clients, points
         every = options.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})

@@ -69,7 +69,7 @@ def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool 
         return value
     number = _real(value)
     if number is not None and (number > 0 or (zero and number == 0)) and (infinite or math.isfinite(number)):
-        return number
+        return float(number)
     bound = "at least 0" if zero else "above 0"
     raise ValueError(f"{name}={show(value)}: give a {'' if infinite else 'finite '}number {bound}")
 
@@ -89,7 +89,7 @@ def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = Tru
         return value
     number = _real(value)
     if number is not None and (0 < number < 1 or (zero and number == 0) or (one and number == 1)):
-        return number
+        return float(number)
     raise ValueError(f"{name}={show(value)}: give a number in {'[' if zero else '('}0, 1{']' if one else ')'}")
 
 
@@ -129,12 +129,12 @@ def check_array(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def check_list(name: str, value: Any) -> Any:
-    """Require a sequence: a list, a tuple or an array."""
+def check_arrays(name: str, value: Any) -> list[np.ndarray]:
+    """Require a sequence of arrays of numbers, one for each client."""
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
     if array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
-        return value
-    raise TypeError(f"{name}={show(value)}: give a list")
+        return [check_array(f"{name}[{i}]", own) for i, own in enumerate(value)]
+    raise TypeError(f"{name}={show(value)}: give a list of arrays, one for each client")
 
 
 def check_numbers(

@@ -61,7 +61,7 @@ def check_one_key(name: str, value: Any) -> Key[Array, ""]:
     """Require a single key."""
     key = check_key(name, value)
     if key.ndim:
-        raise ValueError(f"{name} is {len(key)} keys: give one, or use `sweep`")
+        raise ValueError(f"{name} has shape {key.shape}: give one key, or use `sweep`")
     return key
 
 
@@ -76,13 +76,13 @@ def check_values(name: str, value: Any) -> dict[str, list[float]]:
 
 def _numbers(name: str, column: Any) -> list[float]:
     array = check_array(name, column)
-    if array.ndim != 1 or array.dtype.kind not in "iuf":
+    if array.ndim != 1 or array.dtype.kind not in "iuf" or np.any(np.isnan(array)):
         raise ValueError(f"{name}={show(column)}: give a vector of numbers")
     return [float(value) for value in array]
 
 
-def check_algorithm(algorithm: Algorithm, clients: Clients) -> None:
-    """Require that an algorithm's functions take and give what the engine passes on, for these clients.
+def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None:
+    """Require that an algorithm's functions take and give what the engine passes on, for these clients and rounds.
 
     Each function is traced once, for its shapes.
 
@@ -95,6 +95,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients) -> None:
     check_instance("algorithm.mechanism", algorithm.mechanism, (Mechanism,))
     for name in ("init", "client_update", "server_update", "personalize"):
         check_callable(f"algorithm.{name}", getattr(algorithm, name))
+    algorithm.mechanism.check_fits(clients.number, rounds)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = _check_model(algorithm.model, clients, key)
     shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)

@@ -283,9 +283,7 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = options.rounds
-        for algorithm in algorithms:
-            algorithm.mechanism.check_fits(clients.number, rounds)
-        check_algorithm(algorithms[0], clients)
+        check_algorithm(algorithms[0], clients, rounds)  # others differ in numbers
         self.rounds, self.clients, self.points = rounds, clients, points
         every = options.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})

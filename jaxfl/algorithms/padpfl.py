@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, probability, up_to_infinity
+from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, probability, show, up_to_infinity
 from jaxfl.algorithms.fedavg import fedprox, refuse_server_optimizer, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import train_model
@@ -184,7 +184,7 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
     totals = rows.sum(axis=1)
     if np.any(np.abs(totals - 1) > 1e-6):
         worst = int(np.argmax(np.abs(totals - 1)))
-        raise ValueError(f"impacts sum to {totals[worst]:g} in round {worst}: divide them by their sum")
+        raise ValueError(f"impacts={show(table)} sum to {totals[worst]:g} in round {worst}: divide them by their sum")
     return table
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jaxfl._validate import check_counts, check_list, checked, show
+from jaxfl._validate import check_arrays, check_counts, checked, show
 from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients
 
@@ -21,7 +21,7 @@ def _check_data(name: str, value: Any) -> Dataset:
     raise TypeError(f"{name}={show(value)}: give a Dataset, or train inputs and labels, test inputs and labels")
 
 
-@checked(data=_check_data, train_lists=check_list, test_lists=check_list)
+@checked(data=_check_data, train_lists=check_arrays, test_lists=check_arrays)
 def make_clients(
     data: Dataset | tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
     train_lists: Sequence[Sequence[int] | np.ndarray],

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_array, check_fraction, check_list, checked, count_from_0
+from jaxfl._validate import check_array, check_arrays, check_fraction, checked, count_from_0, show
 from jaxfl.data.load import check_inputs, check_rows
 
 
@@ -20,12 +20,13 @@ def _check_pixels(name: str, value: Any) -> np.ndarray:
 
 
 def _check_densities(name: str, value: Any) -> list[float]:
-    return [check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(check_array(name, value))]
+    densities = np.atleast_1d(check_array(name, value))
+    return [check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)]
 
 
 @checked(
     inputs=_check_pixels,
-    rows=check_list,
+    rows=check_array,
     density=partial(check_fraction, zero=True),
     seed=count_from_0,
 )
@@ -65,7 +66,7 @@ def salt_and_pepper(
     return corrupt_clients(inputs, check_rows("rows", [rows], len(inputs)), [density], seed=seed)
 
 
-@checked(inputs=_check_pixels, lists=check_list, densities=_check_densities, seed=count_from_0)
+@checked(inputs=_check_pixels, lists=check_arrays, densities=_check_densities, seed=count_from_0)
 def corrupt_clients(
     inputs: Shaped[np.ndarray, "D ..."], lists: Sequence[np.ndarray], densities: Sequence[float], *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:
@@ -88,7 +89,7 @@ def corrupt_clients(
         (False, True)
     """
     if len(densities) != len(lists):
-        raise ValueError(f"densities has {len(densities)} values: give one for each of the {len(lists)} clients")
+        raise ValueError(f"densities={show(densities)}: give one for each of the {len(lists)} clients")
     lists = check_rows("lists", lists, len(inputs))
     rows = np.concatenate([np.zeros(0, np.int64), *lists])
     if len(np.unique(rows)) < len(rows):

@@ -12,6 +12,7 @@ import re
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,9 +79,8 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
     return inputs
 
 
-def check_rows(name: str, lists: Any, length: int) -> list[Int32[np.ndarray, "_"]]:
+def check_rows(name: str, found: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
     """Require a vector of rows from 0 below `length` for each client; return them as int32."""
-    found = [check_array(f"{name}[{i}]", rows) for i, rows in enumerate(lists)]
     for i, rows in enumerate(found):
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers")

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from jaxfl._validate import check_count, check_counts, check_fraction, check_list, checked, count_from_0
+from jaxfl._validate import check_arrays, check_count, check_counts, check_fraction, checked, count_from_0, show
 from jaxfl.data.load import check_labels, check_rows
 
 Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
@@ -59,7 +59,7 @@ def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndar
     """
     sizes = np.asarray(sizes)
     if sizes.sum() > len(labels):
-        raise ValueError(f"sizes sum to {sizes.sum()}: give sizes whose sum is at most the {len(labels)} examples")
+        raise ValueError(f"sizes={show(sizes)} sum to {sizes.sum()}: give at most the {len(labels)} examples")
     owner = np.full(len(labels), -1)
     owner[_generator(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
     return _lists(owner, len(sizes))
@@ -227,7 +227,7 @@ def classes_per_client(
     return train, [np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots]
 
 
-@checked(train_lists=check_list, labels=check_labels, test_labels=check_labels, seed=count_from_0)
+@checked(train_lists=check_arrays, labels=check_labels, test_labels=check_labels, seed=count_from_0)
 def matching(
     train_lists: Sequence[np.ndarray],
     labels: Shaped[np.ndarray, "D"],

@@ -1,0 +1,333 @@
+"""Every public function with arguments that work, the kind of each argument, and what each kind must not or may be."""
+
+import fractions
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from algorithms_table import MODEL, small_clients
+
+import jaxfl
+from jaxfl import algorithms, data, models, privacy
+from jaxfl.algorithms.pdp_fl import Budgets
+from jaxfl.privacy import Full, Mechanism, PerExample, Poisson
+
+NAN, INF = math.nan, math.inf
+NO_NUMBERS = ["1", None, True, [1.0], {}, 1j, object(), np.array([1.0, 2.0]), NAN, np.str_("1"), 10**400]
+NO_CLASSES = [None, "x", 0.5, object(), {}, [], np.zeros(3), print]
+NO_NOISE = ["1", None, True, {}, 1j, object(), NAN, INF, -1.0, [-1.0], [NAN], [], ["a"], [[[1.0]]], jnp.array([-1.0])]
+NO_LIST = [None, 3, "01", {}, object(), 0.5, {0}]
+NO_SHAPE = [None, 8, "8x8", (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), {}, [[8]], object(), (NAN, 8, 1), (True,)]
+NO_LABELS = [None, 3, "012", [0.5, 1.0], [-1, 0], [[0], [1]], ["a", "b"], {}, object(), [NAN, 1.0], [1j], [True, False]]
+NO_INPUTS = [
+    None, 3, "x", {}, object(), [["a"]], np.zeros(4), np.full((4, 2), NAN), np.full((4, 2), INF), np.zeros((4, 0, 2)),
+    np.full((4, 2), 2**40), np.zeros((4, 2), complex), np.zeros((4, 2), bool), np.full((4, 2), 1e300), [[1, 2], [3]],
+]  # fmt: skip
+NO_NUMBER_LISTS = [None, 3.0, "1", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [[[1.0]]], [True], [1j], [None]]
+
+BAD: dict[str, list[Any]] = {
+    "count": [*NO_NUMBERS, 0, -1, 1.5, INF],
+    "count from 0": [*NO_NUMBERS, -1, 1.5, INF],
+    "positive": [*NO_NUMBERS, 0.0, -1.0, INF, -INF],
+    "bound": [*NO_NUMBERS, 0.0, -1.0, -INF],
+    "at least 0": [*NO_NUMBERS, -1.0, INF],
+    "fraction": [*NO_NUMBERS, 0.0, -0.1, 1.1, INF],
+    "fraction from 0": [*NO_NUMBERS, -0.1, 1.1, INF],
+    "share below 1": [*NO_NUMBERS, -0.1, 1.0, INF],
+    "probability": [*NO_NUMBERS, 0.0, 1.0, -1.0, INF],
+    "percentile": [*NO_NUMBERS, -1.0, 100.0, INF],
+    "noise": [*NO_NOISE, [[1.0]]],
+    "client noise": NO_NOISE,
+    "choice": ["none", 3, None, True, [], b"sound", "", NAN, np.zeros(2), object(), {}],
+    "flag": [None, 1, 0.0, "yes", [], object()],
+    "text": [None, 1, b"x", ["x"], object()],
+    "model": [*NO_CLASSES, models.lenet, nn.Dense(10), "lenet"],
+    "module": [*NO_CLASSES, nn.Dense, MODEL],
+    "optimizer": [*NO_CLASSES, optax.sgd, 0.1, "sgd"],
+    "sampling": [*NO_CLASSES, Poisson, 0.1, "poisson", 5],
+    "mechanism": [*NO_CLASSES, Mechanism, Poisson(0.5)],
+    "examples": [*NO_CLASSES, PerExample, Mechanism()],
+    "release": NO_CLASSES,
+    "function": [None, 3, "f", object(), [], 0.5],
+    "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
+    "shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1)],
+    "any shape": [*NO_SHAPE, ()],
+    "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
+    "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
+    "labels": NO_LABELS,
+    "inputs": NO_INPUTS,
+    "rows": [*NO_LIST, [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]], [[[0]], [1]], [None, [1]]],
+    "own rows": [*NO_LIST, [-1], [99], [0.5], ["a"], [[0]]],
+    "sizes": [*NO_LIST, [], [-1], [0.5], ["a"], [[1]], [99, 99], [True]],
+    "densities": [None, 3, "0.5", {}, object(), [-0.1, 0.5], [0.5, 1.1], [NAN, 0.0], ["a", 0.0], [0.5]],
+    "pixels": [*NO_INPUTS, np.zeros((4, 2), np.int64)],
+    "data": [*NO_CLASSES, (), (np.zeros((4, 2)),), MODEL],
+    "clients": [*NO_CLASSES, MODEL],
+    "shards": [3, "01", {}, object(), [-1], [0.5], ["a"]],
+    "dataset": [*NO_CLASSES, "imagenet", "../digits", "Digits"],
+    "path": [3, 0.5, [], {}, object(), b"", ""],
+    "number list": [*NO_NUMBER_LISTS, [0.0]],
+    "weights": [3.0, "1", {}, object(), [], [-1.0], [NAN, 1.0], [INF, 1.0], ["a"], [[[1.0]]], [True]],
+    "impacts": [3.0, "1", {}, object(), [], [-1.0, 2.0], [NAN, 1.0], ["a"], [[[1.0]]], [0.5, 0.6], lambda t: "a"],
+    "budgets": [
+        *NO_CLASSES, (1.0,), Budgets(np.zeros(2), np.ones(2)), Budgets(np.ones(2), np.ones(3)),
+        Budgets(np.array([NAN]), np.ones(1)), Budgets(np.ones(1), np.array([INF])),
+        Budgets(np.array(["a"]), np.ones(1)),
+    ],
+    "round noise": [*NO_NOISE, [[1.0]]],
+    "risks": ["public", 3.0, {}, object(), [], [0.0], [-1.0], [NAN], [INF], ["a"], [[1.0]]],
+    "risk bounds": [3.0, "1", {}, object(), [], (1.0,), (2.0, 1.0), (0.0, 1.0), (1.0, INF), (NAN, 1.0), ("a", "b")],
+    "claim": [3.0, "1", {}, object(), (1.0,), (1.0, 2.0), ("a", "b"), (NAN, "x"), (-1.0, "x"), (True, "x")],
+    "ledger": NO_CLASSES,
+    "statement": [*NO_CLASSES, {"honest": 1}],
+    "key": [None, 0, "key", object(), np.zeros(2, np.uint32), jnp.zeros(3), (0, 1), jnp.zeros((), jnp.uint32)],
+    "one key": [None, 0, "key", object(), np.zeros(2, np.uint32), jnp.zeros(3), jax.random.split(jax.random.key(0), 2)],
+    "chunk": [0, -1, 1.5, "all", True, NAN, [1], object()],
+    "devices": [[], "cpu", 0, object(), ["cpu"], {}, 0.5, [None]],
+    "values": [None, 3, "clip", [], {"mu": 3}, {"mu": ["a", "b"]}, {3: [1.0, 2.0]}, {"mu": [NAN, 1.0]}, {"mu": None}],
+}  # fmt: skip
+"""By kind, what must be refused; a kind with "?" also takes None."""
+
+GOOD: dict[str, list[Any]] = {
+    "count": [np.int64(2), np.uint8(2), jnp.int32(2), np.array(2)],
+    "positive": [np.float32(0.5), jnp.float32(0.5), np.array(0.5), fractions.Fraction(1, 2), 1, np.int64(1)],
+    "bound": [np.float32(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), np.int64(1), fractions.Fraction(1, 2)],
+    "at least 0": [0, np.float64(0.5), jnp.float32(0.5), jnp.int32(0)],
+    "fraction": [1, np.float32(0.5), jnp.float32(0.5), np.array(0.5)],
+    "probability": [np.float32(0.5), jnp.float32(0.5)],
+    "noise": [0, np.float32(2.0), jnp.float32(2.0), np.array(2.0)],
+    "shape": [[32, 32, 3], np.array([32, 32, 3]), (np.int64(32), 32, 3)],
+    "widths": [[np.int64(4)], np.array([4, 4]), ()],
+    "labels": [[0, 1, 0, 1], np.array([0, 1, 0, 1], np.uint8), jnp.array([0, 1, 0, 1])],
+    "inputs": [
+        np.zeros((4, 2), dtype) for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64", "uint32", "float16")
+    ],
+    "flag": [np.bool_(False), np.array(False)],
+    "choice": [],
+}
+"""By kind, what must be taken."""
+
+LABELS, INPUTS = np.array([0, 1, 0, 1]), np.zeros((4, 2), np.float32)
+LISTS = [[0, 1], [2, 3]]
+KEY = jax.random.key(0)
+CLIENTS = small_clients()
+FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
+LOCAL = {"optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"), "epochs": (1, "count")}
+STEPS, SERVER = {"steps": (None, "count?")}, {"server_optimizer": (optax.sgd(1.0), "optimizer")}
+HEADS = {"head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count")}
+PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
+DELTA, MODELS = {"delta": (1e-5, "probability")}, {"model": (MODEL, "model")}
+PENALTY = {"penalty": (None, "function?"), "sam_radius": (0.0, "at least 0")}
+FEDAVG = MODELS | LOCAL | STEPS | SERVER
+NAMED = {"mechanism": (Mechanism(), "mechanism"), "name": ("own", "text")}
+SEED = {"seed": (0, "count from 0")}
+IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
+FORM = {"form": (None, "choice?")}
+MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
+LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
+PLAN = {"delta": (1e-5, "probability"), "accountant": ("rdp", "choice")}
+TARGETED = {
+    "rounds": (2, "count"),
+    "clip": (1.0, "bound"),
+    "fidelity": ("sound", "choice"),
+    "smallest": (None, "count?"),
+}
+BUDGETS = Budgets(np.full(2, INF), np.ones(2))
+RUN = {
+    "clients": (CLIENTS, "clients"),
+    "rounds": (1, "count"),
+    "eval_every": (None, "count?"),
+    "chunk": (None, "chunk?"),
+}
+RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (False, "flag")}
+SWEPT = functools.partial(algorithms.fedprox, MODEL)
+
+ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
+    "simulate": (jaxfl.simulate, RUN | {
+        "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "store": ("device", "choice"),
+        "tensorboard": (False, "flag"),
+    }),
+    "sweep": (jaxfl.sweep, RUN | {
+        "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
+        "batch": (None, "count?"),
+    }),
+    "local_only": (algorithms.local_only, MODELS | LOCAL | STEPS | {"sampling": (Full(), "sampling")}),
+    "fedavg": (algorithms.fedavg, FEDAVG | PENALTY | NAMED),
+    "fedprox": (algorithms.fedprox, FEDAVG | {"mu": (0.1, "at least 0"), "mechanism": (Mechanism(), "mechanism")}),
+    "dp_fedavg": (algorithms.dp_fedavg, FEDAVG | PRIVATE | DELTA | PENALTY),
+    "dp_fedavg_fb": (algorithms.dp_fedavg_fb, FEDAVG | PRIVATE | DELTA | HEADS | {"head_batch_size": (4, "count")}),
+    "dp_fedsam": (algorithms.dp_fedsam, FEDAVG | PRIVATE | DELTA | {"radius": (0.1, "at least 0")}),
+    "fed_smp": (algorithms.fed_smp, FEDAVG | PRIVATE | DELTA | {"density": (0.5, "fraction")}),
+    "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | {
+        "weight": (0.1, "at least 0"), "density": (0.5, "fraction"),
+    }),
+    "pmtl": (algorithms.pmtl, FEDAVG | PRIVATE | DELTA | {
+        "weight": (0.1, "at least 0"), "finetune": (None, "count?"), "start": ("own", "choice"),
+        "head_optimizer": (optax.sgd(0.1), "optimizer"), "head_batch_size": (4, "count"),
+    }),
+    "dp_lg": (algorithms.dp_lg, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
+    "fedrep": (algorithms.fedrep, MODELS | LOCAL | SERVER | NAMED | {
+        "head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count from 0"),
+        "evaluation_epochs": (None, "count from 0?"), "parts": (None, "release?"),
+    }),
+    "centaur": (algorithms.centaur, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
+        "head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count from 0"),
+        "evaluation_epochs": (None, "count from 0?"),
+    }),
+    "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
+        "variant": ("original", "choice"), "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
+        "personal_learning_rate": (0.1, "at least 0"), "loss": (lambda *batch: 0.0, "function"),
+    }),
+    "feddpa": (algorithms.feddpa, MODELS | LOCAL | PRIVATE | DELTA | {
+        "fidelity": ("sound", "choice"), "clients": (None, "count?"), "threshold": (0.4, "at least 0"),
+        "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"), "reg": ("active", "choice"),
+        "evaluate": ("stored", "choice"), "claim": (None, "bound?"),
+    }),
+    "dp_pfeddsu": (algorithms.dp_pfeddsu, MODELS | LOCAL | PRIVATE | DELTA | HEADS | {
+        "fidelity": ("sound", "choice"), "clients": (None, "count?"), "density": (0.1, "fraction"),
+        "sparse_layers": (1, "count from 0"), "weight": (0.1, "at least 0"), "mask_source": (None, "choice?"),
+        "backward_density": (None, "fraction?"), "outside": ("masked", "choice"), "penalty": ("hinge", "choice"),
+        "server_learning_rate": (1.0, "positive"), "claim": (None, "bound?"),
+    }),
+    "adp_pfl": (algorithms.adp_pfl, MODELS | LOCAL | DELTA | {
+        "sampling": (Full(), "sampling"), "noise": (1.0, "round noise"), "fidelity": ("sound", "choice"),
+        "risks": (None, "risks?"), "risk_bounds": (None, "risk bounds?"), "risk_fn": (print, "function"),
+        "clip": (1.0, "bound"), "mask": ("fisher", "choice?"), "percentile": (80.0, "percentile"),
+        "threshold": (None, "at least 0?"), "upload": ("updates", "choice"), "claim": (None, "bound?"),
+        "server_optimizer": (None, "optimizer?"),
+    }),
+    "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | DELTA | {
+        "epsilon": (INF, "bound"), "impacts": (None, "impacts?"), "upload_epsilon": (INF, "bound"),
+        "exposures": (1, "count"), "mu": (0.1, "at least 0"), "sampling": (Full(), "sampling"),
+        "examples": (None, "examples?"),
+    }),
+    "pdp_fl": (algorithms.pdp_fl, FEDAVG | TARGETED | DELTA | {
+        "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "aggregation": ("normalised", "choice"),
+        "sampling": (Full(), "sampling"), "examples": (None, "examples?"),
+    }),
+    "load": (data.load, {"name": ("digits", "dataset"), "data_dir": (None, "path?")}),
+    "from_arrays": (data.from_arrays, {
+        "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "labels"), "test_inputs": (INPUTS, "inputs"),
+        "test_labels": (LABELS, "labels"), "classes": (None, "count?"), "name": ("mine", "text"),
+    }),
+    "make_clients": (data.make_clients, {
+        "data": ((INPUTS, LABELS, INPUTS, LABELS), "data"), "train_lists": (LISTS, "rows"),
+        "test_lists": (LISTS, "rows"),
+    }),
+    "shard": (data.shard, {"clients": (FEW, "clients"), "shards": (1, "count"), "own": (None, "shards?")}),
+    "describe": (data.describe, {"clients": (FEW, "clients")}),
+    "iid": (data.iid, SEED | {"labels": (LABELS, "labels"), "clients": (2, "count"), "size": (None, "count?")}),
+    "by_sizes": (data.by_sizes, SEED | {"labels": (LABELS, "labels"), "sizes": ([1, 2], "sizes")}),
+    "dirichlet": (data.dirichlet, SEED | {
+        "labels": (LABELS, "labels"), "clients": (2, "count"), "alpha": (0.5, "positive"),
+        "minimum": (0, "count from 0"),
+    }),
+    "label_share": (data.label_share, SEED | {
+        "labels": (LABELS, "labels"), "clients": (2, "count"), "share": (0.5, "fraction"),
+        "test_labels": (None, "labels?"),
+    }),
+    "classes_per_client": (data.classes_per_client, SEED | {
+        "labels": (LABELS, "labels"), "test_labels": (LABELS, "labels"), "clients": (2, "count"), "s": (1, "count"),
+        "distinct": (True, "flag"), "test": ("disjoint", "choice"),
+    }),
+    "matching": (data.matching, SEED | {
+        "train_lists": (LISTS, "rows"), "labels": (LABELS, "labels"), "test_labels": (LABELS, "labels"),
+    }),
+    "salt_and_pepper": (data.salt_and_pepper, SEED | {
+        "inputs": (INPUTS, "pixels"), "rows": ([0], "own rows"), "density": (0.5, "fraction from 0"),
+    }),
+    "corrupt_clients": (data.corrupt_clients, SEED | {
+        "inputs": (INPUTS, "pixels"), "lists": (LISTS, "rows"), "densities": ([0.5, 0.0], "densities"),
+    }),
+    "mlp": (models.mlp, IMAGES | {"hidden": ((4,), "widths")}),
+    "lenet": (models.lenet, IMAGES | FORM | {"input_shape": ((28, 28, 1), "shape")}),
+    "lenet_groupnorm": (models.lenet_groupnorm, IMAGES | FORM | {
+        "input_shape": ((28, 28, 1), "shape"), "groups": (2, "count"),
+    }),
+    "resnet20": (models.resnet20, IMAGES | FORM | {"groups": (2, "count")}),
+    "digits_cnn": (models.digits_cnn, IMAGES | FORM),
+    "feddpa_cnn": (models.feddpa_cnn, FORM | {"dataset": ("mnist", "dataset"), "classes": (None, "count?")}),
+    "build": (models.build, IMAGES | {"name": ("mlp", "choice")}),
+    "from_flax": (models.from_flax, {
+        "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
+        "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
+        "prepare": (lambda x: x, "function"),
+    }),
+    "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
+    "Full": (Full, {}),
+    "Poisson": (Poisson, {"rate": (0.5, "fraction")}),
+    "FixedSize": (privacy.FixedSize, {"size": (2, "count")}),
+    "PerExample": (PerExample, {
+        "clip": (1.0, "positive"), "noise_multiplier": (1.0, "noise"), "rate": (0.5, "fraction"), "steps": (1, "count"),
+        "chunk": (None, "count?"),
+    }),
+    "Mechanism": (Mechanism, PRIVATE | DELTA | {
+        "client_noise": (0.0, "client noise"), "weights": (None, "weights?"), "denominator": ("expected", "choice"),
+        "communicates": (True, "flag"), "claim": (None, "claim?"), "broken": (None, "text?"),
+        "release": (None, "release?"), "least_total": (None, "at least 0?"), "examples": (None, "examples?"),
+    }),
+    "calibrate": (privacy.calibrate, PLAN | {
+        "epsilon": (1.0, "positive"), "clients": (2, "count"), "rounds": (2, "count"), "sampling": (Full(), "sampling"),
+        "shape": (None, "number list?"),
+    }),
+    "calibrate_upload": (privacy.calibrate_upload, PLAN | {
+        "epsilon": (1.0, "positive"), "participations": (2, "count"),
+    }),
+    "calibrate_examples": (privacy.calibrate_examples, PLAN | {
+        "epsilon": (1.0, "positive"), "rate": (0.5, "fraction"), "steps": (1, "count"), "participations": (2, "count"),
+    }),
+    "epsilon": (privacy.epsilon, {
+        "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "observer": ("upload", "choice"),
+        "accountant": ("rdp", "choice"), "delta": (None, "probability?"), "one_round": (False, "flag"),
+        "unit": ("client", "choice"),
+    }),
+    "example_epsilon": (privacy.example_epsilon, {
+        "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "accountant": ("rdp", "choice"),
+        "delta": (None, "probability?"),
+    }),
+    "planned_ledger": (privacy.planned_ledger, {
+        "mechanism": (MECHANISM, "mechanism"), "clients": (2, "count"), "rounds": (2, "count"),
+    }),
+    "privacy_statement": (privacy.privacy_statement, {
+        "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "clients": (2, "count"),
+    }),
+    "format_statement": (privacy.format_statement, {
+        "statement": (privacy.privacy_statement(LEDGER, MECHANISM, 2), "statement"),
+    }),
+    "fixed_budgets": (privacy.fixed_budgets, {"epsilon": (1.0, "positive"), "rounds": (2, "count")}),
+    "round_budgets": (privacy.round_budgets, {
+        "epsilon": (1.0, "positive"), "rounds": (2, "count"), "beta": (1.0, "at least 0"), "form": ("exact", "choice"),
+    }),
+    "round_noise": (privacy.round_noise, PLAN | {
+        "budgets": ([1.0, 1.0], "number list"), "epsilon": (1.0, "positive"), "clients": (2, "count"),
+        "sampling": (Full(), "sampling"),
+    }),
+    "client_noise": (privacy.client_noise, PLAN | {
+        "budgets": ([1.0, 1.0], "number list"), "epsilon": (1.0, "positive"), "participation": (0.5, "fraction"),
+        "release_share": (0.1, "share below 1"),
+    }),
+    "paper_noise": (privacy.paper_noise, DELTA | {
+        "budgets": ([1.0, 1.0], "number list"), "rule": ("classic", "choice"),
+    }),
+}  # fmt: skip
+
+RECORDS = {"Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Model", "NAMES", "Result"}
+"""Public names that take anything: what is in them is checked where they are used."""
+
+
+def bad_values(kind: str) -> list[Any]:
+    """What must be refused of an argument."""
+    values = BAD[kind.removesuffix("?")]
+    return [value for value in values if value is not None] if kind.endswith("?") else values
+
+
+def call(name: str, /, **changes: Any) -> Any:
+    """A public function with arguments that work, but for these."""
+    function, arguments = ROWS[name]
+    return function(**{argument: valid for argument, (valid, _) in arguments.items()} | changes)

@@ -1,0 +1,357 @@
+"""What is refused before anything is computed, in which words, and what is taken."""
+
+import contextlib
+import inspect
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import malformed
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL, small_clients
+
+import jaxfl
+from jaxfl import Message, simulate
+from jaxfl._validate import show
+from jaxfl.algorithms import adp_pfl, fedavg, padpfl, pdp_fl
+from jaxfl.data import from_arrays, make_clients
+from jaxfl.local.train import _shuffle
+from jaxfl.models import from_flax, lenet, mlp
+from jaxfl.privacy import Full
+
+KEY = jax.random.key(0)
+SOURCE = str(pathlib.Path(jaxfl.__file__).parent)
+
+
+class Reached(Exception):  # noqa: N818
+    """A run was about to start."""
+
+
+@pytest.fixture
+def never_runs(monkeypatch):
+    """Let a run end before it places or compiles anything."""
+
+    def start(*arguments):
+        raise Reached
+
+    monkeypatch.setattr("jaxfl.simulation.Resident", start)
+    monkeypatch.setattr("jaxfl.simulation.Stream", start)
+
+
+def refused(call, *, named, value=None):
+    """What is wrong with an error, or None: of the right kind, raised here, with the argument's name and value."""
+    try:
+        call()
+    except (ValueError, TypeError) as error:
+        text, trace = str(error), error.__traceback__
+        while trace.tb_next:
+            trace = trace.tb_next
+        if not trace.tb_frame.f_code.co_filename.startswith(SOURCE):
+            return f"raised in {trace.tb_frame.f_code.co_filename}: {text}"
+        return None if named in text and tells(text, value) else f"unclear: {text}"
+    except Exception as error:
+        return f"crashed: {error!r}"
+    return "accepted"
+
+
+def tells(text, value):
+    """Whether a text has a value, or the type of an object, or the shape or a number of an array."""
+    if show(value) in text or type(value).__name__ in text or callable(value):
+        return True
+    if isinstance(value, dict | list | tuple):
+        parts = value.values() if isinstance(value, dict) else value
+        if any(show(part) in text or str(part) in text for part in parts):
+            return True
+    if hasattr(value, "shape") and str(value.shape) in text:
+        return True
+    array = np.asarray(value)
+    infinite = array.dtype.kind == "f" and not np.all(np.abs(array) < 1e38) and "NaN or infinite" in text
+    return infinite or str(array.shape) in text or str(array.dtype) in text or any(str(x) in text for x in array.flat)
+
+
+def test_the_table_has_every_public_argument():
+    public = {*jaxfl.__all__} - {"algorithms", "data", "models", "privacy"}
+    for module in (jaxfl.algorithms, jaxfl.data, jaxfl.models, jaxfl.privacy):
+        public |= {*module.__all__}
+    assert public == {*malformed.ROWS, *malformed.RECORDS}
+    for name, (function, arguments) in malformed.ROWS.items():
+        parameters = inspect.signature(function).parameters.values()
+        own = {own.name for own in parameters if own.kind is not own.VAR_KEYWORD}
+        assert own <= {*arguments}, name
+
+
+def test_the_table_has_800_cases():
+    kinds = [kind for _, arguments in malformed.ROWS.values() for _, kind in arguments.values()]
+    assert sum(len(malformed.bad_values(kind)) for kind in kinds) >= 800
+
+
+@pytest.mark.parametrize("name", malformed.ROWS)
+def test_malformed_arguments_are_refused(name, never_runs):
+    found = {}
+    for argument, (_, kind) in malformed.ROWS[name][1].items():
+        for value in malformed.bad_values(kind):
+            wrong = refused(lambda a=argument, v=value: malformed.call(name, **{a: v}), named=argument, value=value)
+            if wrong:
+                found[argument, show(value)] = wrong
+    assert not found
+
+
+@pytest.mark.parametrize("name", malformed.ROWS)
+def test_numpy_and_jax_values_are_taken(name, never_runs):
+    cases = [{}]
+    for argument, (_, kind) in malformed.ROWS[name][1].items():
+        cases += [{argument: value} for value in malformed.GOOD.get(kind.removesuffix("?"), [])]
+    for changes in cases:
+        if "inputs" in "".join(changes) and name == "from_arrays":  # both have one type
+            changes = dict.fromkeys(["train_inputs", "test_inputs"], *changes.values())
+        with contextlib.suppress(Reached):
+            malformed.call(name, **changes)
+
+
+INPUTS, LABELS = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
+DATA = from_arrays(INPUTS, LABELS, INPUTS, LABELS)
+LISTS = [[0, 1], [2, 3]]
+CLIENTS = small_clients()
+TAKES = "model='mlp' with inputs uint8(8, 8, 1)"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"train_inputs": np.full((4, 2), np.nan, np.float32)}, "train_inputs has NaN"),
+        ({"test_inputs": np.full((4, 2), np.inf, np.float32)}, "test_inputs has NaN"),
+        ({"train_labels": LABELS[:3]}, "train_labels.shape=(3,)"),
+        ({"test_labels": LABELS + 1}, "test_labels holds 2"),
+        ({"train_inputs": np.zeros((4, 0), np.float32)}, "train_inputs.shape=(4, 0)"),
+        ({"test_inputs": np.zeros((4, 3), np.float32)}, "test_inputs has examples"),
+        ({"classes": 1}, "train_labels holds 1"),
+        ({"classes": "2"}, "classes='2'"),
+        ({"name": None}, "name=None"),
+    ],
+)
+def test_a_dataset_with_something_replaced_is_checked(change, named):
+    with pytest.raises((ValueError, TypeError), match=re.escape(named)):
+        make_clients(DATA._replace(**change), LISTS, LISTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"inputs": np.full((9, 8, 8, 1), np.nan)}, "clients.inputs has NaN"),
+        ({"inputs": CLIENTS.inputs[:, :0]}, "clients.inputs.shape=(1797, 0, 8, 1)"),
+        ({"inputs": None}, "clients.inputs=None"),
+        ({"labels": CLIENTS.labels[:-1]}, "clients.labels.shape=(1796,)"),
+        ({"labels": CLIENTS.labels - 1}, "clients.labels holds -1"),
+        ({"labels": CLIENTS.labels + 1}, "clients.labels go up to 10"),
+        ({"train": CLIENTS.train + 5000}, "clients.train=5000"),
+        ({"train": CLIENTS.train - 1}, "clients.train=-1"),
+        ({"train": CLIENTS.train * 1.0}, "clients.train is float64"),
+        ({"train": CLIENTS.train[0]}, "clients.train is int32 of shape (9,)"),
+        ({"train": CLIENTS.train[:, :0], "train_size": CLIENTS.train_size * 0}, "clients.train has shape (11, 0)"),
+        ({"train_size": CLIENTS.train_size + 9}, "clients.train_size=9 to 18"),
+        ({"train_size": CLIENTS.train_size[:-1]}, "clients.train_size is int32 of shape (10,)"),
+        ({"test": CLIENTS.test[:-1]}, "clients.test is int32 of shape (10, 5)"),
+        ({"test_size": -CLIENTS.test_size}, "clients.test_size=-5"),
+    ],
+)
+def test_clients_with_something_replaced_are_checked(change, named, never_runs):
+    with pytest.raises((ValueError, TypeError), match=re.escape(named)):
+        simulate(KEY, fedavg(MODEL), CLIENTS._replace(**change), rounds=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (mlp((8, 8, 1), 9, hidden=(4,)), "model='mlp' has 9 outputs, and clients.labels go up to 9"),
+        (
+            lenet((28, 28, 1)),
+            "model='lenet' takes inputs of shape (28, 28, 1), and clients.inputs are of shape (8, 8, 1)",
+        ),
+        (
+            MODEL._replace(init=lambda key: jnp.zeros(3)),
+            "model='mlp' with inputs uint8(8, 8, 1) fails, given float32(3,)",
+        ),
+        (
+            MODEL._replace(apply=lambda params, x: x[0]),
+            "model='mlp' with inputs uint8(8, 8, 1) maps a batch of 2 to (64,)",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_the_clients_is_refused(model, named, never_runs):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        simulate(KEY, fedavg(model), CLIENTS, rounds=1, progress=False)
+
+
+BASE = fedavg(MODEL, batch_size=4)
+
+
+def updates(change):
+    """A method whose clients' message, state and info are changed."""
+    return BASE._replace(client_update=lambda *given: change(*BASE.client_update(*given)))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        (BASE._replace(init=lambda key, clients: BASE.init(key, clients)[0]._asdict()), "init gives {'optimizer'"),
+        (
+            BASE._replace(init=lambda key, clients: (BASE.init(key, clients)[0], {"w": jnp.zeros(3)})),
+            "init gives client states['w'] of shape (3,): give a row for each client, [11, ...]",
+        ),
+        (
+            BASE._replace(init=lambda key, clients: (BASE.init(key, clients)[0], jnp.zeros(()))),
+            "init gives client states of shape (): give a row for each client",
+        ),
+        (updates(lambda message, client, info: (message, client)), "client_update gives (Message("),
+        (
+            updates(lambda message, client, info: (message.update, client, info)),
+            "gives message={'dense_0'",
+        ),
+        (
+            updates(lambda message, client, info: (message, jnp.zeros(2), info)),
+            "client_update gives the client's state like float32(2,), and init makes one like (): give",
+        ),
+        (
+            updates(lambda message, client, info: (message, client, {"own": jnp.zeros(2)})),
+            "client_update gives info={'own': float32(2,)}: give a dict of single numbers",
+        ),
+        (
+            updates(lambda message, client, info: (Message({"w": jnp.zeros(3)}), client, info)),
+            "server_update fails, given Server(params={'dense_0'",
+        ),
+        (
+            updates(lambda message, client, info: (Message(jnp.zeros(3, int)), client, info)),
+            "client_update gives message.update of int32: give floating numbers",
+        ),
+        (
+            BASE._replace(server_update=lambda server, aggregate, *_: server._replace(params=server.params["head"])),
+            "server_update gives the server's state like Server(params={'bias'",
+        ),
+        (
+            BASE._replace(personalize=lambda key, server, client, data: server),
+            "personalize gives parameters like Server(params={'dense_0'",
+        ),
+        (BASE._replace(client_update=lambda key, server: server), "client_update fails, given key<fry>(), Server("),
+        (BASE._replace(mechanism=None), "algorithm.mechanism=None: give a jaxfl.privacy.Mechanism"),
+        (BASE._replace(init=3), "algorithm.init=3: give a function"),
+    ],
+)
+def test_an_own_algorithm_whose_functions_do_not_fit_is_refused(algorithm, named, never_runs):
+    with pytest.raises((ValueError, TypeError), match=re.escape(named)):
+        simulate(KEY, algorithm, CLIENTS, rounds=1, progress=False)
+
+
+def test_client_states_of_another_shape_name_both_shapes(never_runs):
+    states = {"w": jnp.zeros((CLIENTS.number, 3))}
+    own = BASE._replace(
+        init=lambda key, clients: (BASE.init(key, clients)[0], states),
+        client_update=lambda key, server, client, data: (
+            Message(server.params),
+            {"w": client["w"][:2]},
+            {},
+        ),
+    )
+    message = "client_update gives the client's state['w'] of float32(2,), and init makes one of float32(3,)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        simulate(KEY, own, CLIENTS, rounds=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda **own: padpfl(MODEL, epsilon=1.0, rounds=1, clip=1.0, fidelity="paper", smallest=9, **own),
+        lambda **own: pdp_fl(
+            MODEL, budgets=malformed.BUDGETS, epsilon_max=1.0, rounds=1, clip=1.0, fidelity="paper", smallest=9, **own
+        ),
+        lambda **own: adp_pfl(MODEL, sampling=Full(), noise=1.0, fidelity="paper", upload="weights", **own),
+    ],
+)
+def test_a_server_optimizer_is_refused_where_weights_are_sent(build):
+    build()
+    with pytest.raises(ValueError, match=r"server_optimizer=<GradientTransformation.* leave it out"):
+        build(server_optimizer=optax.sgd(0.5))
+
+
+class Tokens(nn.Module):
+    """Counts looked-up rows."""
+
+    @nn.compact
+    def __call__(self, x):
+        assert jnp.issubdtype(x.dtype, jnp.integer)
+        return nn.Dense(3)(nn.Embed(200, 4)(x).mean(axis=1))
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint16])
+def test_tokens_reach_the_module_as_they_are(dtype):
+    tokens = np.arange(24, dtype=dtype).reshape(6, 4) + 150
+    data = from_arrays(tokens, np.arange(6) % 3, tokens, np.arange(6) % 3)
+    model = from_flax(Tokens(), (4,))
+    np.testing.assert_array_equal(model.prepare(jnp.asarray(data.train_inputs)), tokens)
+    assert data.train_inputs.dtype.itemsize <= 4
+
+
+def test_tokens_in_bytes_reach_the_module_through_prepare():
+    tokens = np.arange(24, dtype=np.uint8).reshape(6, 4) + 150
+    model = from_flax(Tokens(), (4,), prepare=lambda x: x.astype(jnp.int32))
+    np.testing.assert_array_equal(model.prepare(jnp.asarray(tokens)), tokens.astype(int))
+    pixels = from_flax(nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(3)]), (4,))
+    np.testing.assert_allclose(
+        pixels.prepare(jnp.array([[0, 51, 204, 255]], jnp.uint8)), [[-1, -0.6, 0.6, 1]], atol=1e-6
+    )
+
+
+def test_tokens_are_learned():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 3, 60)
+    tokens = (labels[:, None] * 60 + rng.integers(0, 60, (60, 4))).astype(np.int64)
+    clients = make_clients((tokens, labels, tokens, labels), np.split(np.arange(60), 4), np.split(np.arange(60), 4))
+    method = fedavg(from_flax(Tokens(), (4,)), optimizer=optax.adam(0.05), batch_size=15, epochs=10)
+    result = simulate(KEY, method, clients, rounds=2, progress=False)
+    assert result.metrics[-1]["accuracy"] > 0.9  # a third by guessing
+
+
+@pytest.mark.parametrize("padded", [40, 600])
+def test_real_rows_come_before_padding_in_64_bits(padded):
+    expected = np.asarray(_shuffle(KEY, padded, jnp.int32(30)))
+    with jax.enable_x64(True):
+        found = _shuffle(KEY, padded, jnp.int32(30))
+    assert sorted(expected[:30].tolist()) == list(range(30))
+    np.testing.assert_array_equal(found, expected)
+    assert found.dtype == jnp.int32
+
+
+PROGRAM = """
+import jax, numpy as np, optax
+from algorithms_table import ALGORITHMS, small_clients
+from jaxfl import simulate, sweep
+for name in ("dp_fedavg", "dp_pfeddsu", "pdp_fl_examples"):
+    result = simulate(jax.random.key(1), ALGORITHMS[name](), small_clients(), rounds=2, progress=False)
+    for leaf in jax.tree.leaves((result.server, result.states, result.per_client)):
+        print(name, np.asarray(leaf).dtype, np.asarray(leaf).tobytes().hex()[:400])
+    print(result.metrics)
+"""
+
+
+def test_a_run_in_64_bits_is_the_same_run():
+    here = str(pathlib.Path(__file__).parent)
+    paths = f"{pathlib.Path(SOURCE).parent}:{here}"
+    outputs = []
+    for wide in ("0", "1"):
+        found = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            check=False,
+            env={**os.environ, "JAX_ENABLE_X64": wide, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+        assert found.returncode == 0, found.stderr
+        outputs.append(found.stdout)
+    assert outputs[0] == outputs[1]
+    assert "float64" not in outputs[0]

@@ -413,7 +413,7 @@ class _Run:
         ends = sorted({min(known), max(known)}) if known else []
         accuracy = " to ".join(f"{value:.3f}" for value in ends) or "-"
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
-        return f"accuracy {accuracy}  epsilon {epsilon:.3g}"
+        return f"accuracy {accuracy}  epsilon {epsilon:.3g} (RDP)"
 
     def _tell_restored(self, name: str, shown: bool) -> None:
         assert self.checkpoints is not None

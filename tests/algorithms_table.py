@@ -34,7 +34,7 @@ from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.data import load, make_clients
 from jaxfl.local.train import squared_error
 from jaxfl.models import mlp
-from jaxfl.privacy.accounting import running_epsilon
+from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
 from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.types import Algorithm, ClientData, Clients
@@ -215,7 +215,8 @@ def noised(sgd: float) -> dict[str, Any]:
 
 def honest(z: float) -> float:
     """The epsilon whose calibration over four rounds gives a noise multiplier."""
-    return running_epsilon(Mechanism(clip=1.0, noise_multiplier=z), 1)(4) if z else math.inf
+    mechanism = Mechanism(clip=1.0, noise_multiplier=z)
+    return epsilon(planned_ledger(mechanism, 1, 4), mechanism).value if z else math.inf
 
 
 def claimed(z: float, times: int = 1) -> float:

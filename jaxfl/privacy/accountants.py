@@ -173,7 +173,7 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
         exponent = order * (_log_mixture(up, q) - below) + below - 0.5 * (x / z) ** 2
         most = exponent.max()
         total = most + math.log(np.exp(exponent - most).sum() * step / (z * math.sqrt(2 * math.pi)))
-        divergences[i] = min((max(total, 0.0) + 1e-12 * (1 + abs(total))) / (order - 1), divergences[i])
+        divergences[i] = min((max(total, 0.0) + 3e-14 * (1 + abs(total))) / (order - 1), divergences[i])
     return divergences
 
 

@@ -236,7 +236,7 @@ class Mechanism:
     def _check_single_precision(self) -> None:
         """Refuse what vanishes or overflows where the engine squares and multiplies it."""
         _check_clip("clip", self.clip)
-        weights = _extremes("weights", self.weight_table)
+        weights = _extremes("weights", self.weight_table.max(axis=1))  # smaller ones are given by the largest's noise
         for name in ("noise_multiplier", "client_noise"):
             if not traced(getattr(self, name)):
                 on_sum = np.outer(_extremes(name, np.asarray(getattr(self, name), np.float64)), weights)

@@ -140,7 +140,7 @@ def format_statement(statement: dict[str, Any]) -> str:
       honest, against who sees noisy sums and broadcasts only; not who took part:
         epsilon 4.377 in total, 0.3407 for one round alone
         by: Gaussian, zero-out; PLD
-        beside it: 4.729 and 0.3753 (Gaussian, zero-out; RDP)
+        beside it: 4.73 and 0.3753 (Gaussian, zero-out; RDP)
         zero-out: the client's clipped update is replaced by zero, the number of clients is public
         of one example replaced: 9.997 (Gaussian, replace-one; PLD)
       honest, against who sees every upload, and who took part: sampling amplifies nothing:

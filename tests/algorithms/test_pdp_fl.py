@@ -147,7 +147,7 @@ def test_many_kinds_of_budgets_are_rounded_down():
 
 def test_statement_has_every_clients_epsilon():
     asked = np.linspace(2, 20, len(SIZES))
-    upload = run(build(asked)).statement["honest"]["upload"]["rdp"]
+    upload = run(build(asked)).statement["honest"]["upload"]["pld"]
     np.testing.assert_array_less(upload["per_client"]["values"], asked)
     assert upload["per_client"]["max"] == max(upload["per_client"]["values"]) == upload["total"]
     assert upload["per_client"]["median"] == upload["per_client"]["values"][5]

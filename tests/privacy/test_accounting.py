@@ -1,5 +1,6 @@
 """Numbers from closed forms and from fresh dp-accounting computations."""
 
+import functools
 import math
 from typing import Any
 
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.privacy import accountants
+from jaxfl.privacy.accountants import Accountant
 from jaxfl.privacy.accounting import (
     calibrate,
     calibrate_examples,
     calibrate_upload,
     epsilon,
+    epsilons,
     example_epsilon,
     planned_ledger,
     running_epsilon,
@@ -44,8 +47,8 @@ def ledger(m: Mechanism, present: np.ndarray) -> Ledger:
     return Ledger(present, s, w, np.sqrt(np.maximum(0, (z * w.max(axis=1)) ** 2 - added)), z)
 
 
-def spent(m: Mechanism, rounds: int, clients: int = 4, **options) -> float:
-    return epsilon(planned_ledger(m, clients, rounds), m, **options).value
+def spent(m: Mechanism, rounds: int, clients: int = 4, *, accountant: Accountant = "rdp", **options) -> float:
+    return epsilon(planned_ledger(m, clients, rounds), m, accountant=accountant, **options).value
 
 
 def poisson(z, rate: float, **fields) -> Mechanism:
@@ -121,13 +124,25 @@ def test_noise_meant_for_examples_protects_clients_little(sigma, delta, total, n
     assert found == pytest.approx(needed, rel=5e-3)
 
 
+def test_delta_follows_from_the_number_of_clients():
+    for clients, delta in ((100, 1e-5), (10**6, 1e-7)):
+        run: dict[str, Any] = {"clients": clients, "rounds": 10}
+        assert calibrate(1.0, **run) == calibrate(1.0, delta=delta, **run)
+        one: dict[str, Any] = {"participations": 3}
+        assert calibrate_upload(1.0, clients=clients, **one) == calibrate_upload(1.0, delta=delta, **one)
+    m = mechanism(3.0)
+    assert spent(m, 2, clients=10**6, accountant="pld") == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(2), 1e-7))
+    assert running_epsilon(m, 10**6)(2) == pytest.approx(spent(m, 2, clients=10**6), rel=1e-9)
+
+
 def test_uploads_under_replace_one():
     for sigma, rounds, total in ((0.508, 15, 180), (0.852, 15, 79.4), (0.487, 15, 193), (8.34, 100, 12.5)):
         found = spent(mechanism(client_noise=sigma), rounds, observer="upload", accountant="pld")
         assert found == pytest.approx(total, rel=5e-3)
     assert calibrate_upload(1.0, participations=100, accountant="pld") == pytest.approx(74.6, rel=1e-3)
-    noise = calibrate_upload(3.0, participations=7)
-    assert meets(3.0, spent(mechanism(client_noise=noise), 7, observer="upload"))
+    for accountant in ("rdp", "pld"):
+        noise = calibrate_upload(3.0, participations=7, accountant=accountant)
+        assert meets(3.0, spent(mechanism(client_noise=noise), 7, observer="upload", accountant=accountant))
 
 
 def test_calibrate_a_schedule():
@@ -136,22 +151,48 @@ def test_calibrate_a_schedule():
     np.testing.assert_allclose([kappa, *(kappa / shares)], [2.22238, 22.700, 15.646, 9.0575, 4.3179], rtol=1e-3)
     for delta, sigma in ((1e-5, 3.7306), (0.05, 1.3328)):  # one Gaussian
         assert calibrate(1.0, clients=3, rounds=1, delta=delta, accountant="pld") == pytest.approx(sigma, rel=1e-3)
-    kappa = calibrate(2.0, clients=20, rounds=4, shape=1 / shares, sampling=Poisson(0.5))
-    assert meets(2.0, spent(poisson(kappa / shares, 0.5), 4))
+    for accountant in ("rdp", "pld"):
+        run: dict[str, Any] = {"clients": 20, "rounds": 4, "sampling": Poisson(0.5), "accountant": accountant}
+        kappa = calibrate(2.0, shape=1 / shares, **run)
+        assert meets(2.0, spent(poisson(kappa / shares, 0.5), 4, accountant=accountant))
 
 
 def test_fixed_size_takes_the_better_of_two_bounds():
     """10 of 20: plain (40.5, not 83.6). 2 of 20: without replacement (16.8, not 40.5)."""
-    plain = calibrate(1.0, clients=20, rounds=100)
-    assert calibrate(1.0, clients=20, rounds=100, sampling=FixedSize(10)) == pytest.approx(plain, rel=1e-3)
-    assert calibrate(1.0, clients=20, rounds=100, sampling=FixedSize(2)) == pytest.approx(16.8, rel=5e-3)
+    options: dict[str, Any] = {"clients": 20, "rounds": 100, "accountant": "rdp"}
+    plain = calibrate(1.0, **options)
+    assert calibrate(1.0, sampling=FixedSize(10), **options) == pytest.approx(plain, rel=1e-3)
+    assert calibrate(1.0, sampling=FixedSize(2), **options) == pytest.approx(16.8, rel=5e-3)
     event = dp_accounting.SampledWithoutReplacementDpEvent(1000, 10, dp_accounting.GaussianDpEvent(1.5))
     fresh = RdpAccountant(list(range(2, 65)), REPLACE_ONE).compose(event, 50).get_epsilon(1e-5)
     for noise in ({"noise_multiplier": 3.0}, {"client_noise": 3 / math.sqrt(10)}):
         m = mechanism(sampling=FixedSize(10), **noise)
         assert spent(m, 50, clients=1000) == pytest.approx(fresh, rel=1e-6)
-        exact = get_epsilon_gaussian(3 / math.sqrt(50), 1e-5)
-        assert spent(m, 50, clients=1000, accountant="pld") == pytest.approx(exact, rel=1e-6)
+        found = epsilons(planned_ledger(m, 1000, 50), m)
+        assert found["pld"].value == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(50), 1e-5), rel=1e-6)
+        assert [own.theorem for own in found.values()] == [
+            "Gaussian, zero-out; PLD",
+            "sampling without replacement, replace-one; RDP",
+        ]
+        assert epsilon(planned_ledger(m, 1000, 50), m).theorem == found["rdp"].theorem
+
+
+def test_fixed_size_needs_no_more_noise_by_pld():
+    """It asked for 18 times the noise, because the theorem is RDP's alone."""
+    for size, clients in ((10, 1000), (10, 20)):
+        run: dict[str, Any] = {"clients": clients, "rounds": 50, "sampling": FixedSize(size)}
+        both = [calibrate(1.0, accountant=accountant, **run) for accountant in ("pld", "rdp")]
+        assert both[0] <= both[1] * (1 + 1e-3)
+        m = mechanism(both[0], sampling=FixedSize(size))
+        assert meets(1.0, spent(m, 50, clients=clients, accountant="pld"))
+
+
+def test_sampling_without_replacement_amplifies_nothing_for_clients_with_a_state():
+    m = mechanism(3.0, sampling=FixedSize(10))
+    exact = get_epsilon_gaussian(3 / math.sqrt(50), 1e-5)
+    assert spent(m, 50, clients=1000, accountant="pld", stateful=True) == pytest.approx(exact, rel=1e-6)
+    m = poisson(3.0, 0.01)
+    assert spent(m, 5, stateful=True) == spent(m, 5)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -164,9 +205,10 @@ def test_ledger_equals_a_fresh_computation(seed):
     for done in (1, 12, 4):
         part, event = Ledger(*(field[:done] for field in record)), poisson_event(rate, z[:done][::-1])
         fresh = RdpAccountant(list(range(2, 65)), ZERO_OUT).compose(event).get_epsilon(1e-6)
-        assert fresh * (1 - 5e-3) <= epsilon(part, m).value <= fresh * (1 + 1e-6)
-        assert epsilon(part, m, accountant="pld").value == pytest.approx(by_pld(event, delta=1e-6), rel=1e-3)
-        assert running(done) == pytest.approx(epsilon(part, m).value, rel=1e-6)
+        rdp = epsilon(part, m, accountant="rdp").value
+        assert fresh * (1 - 5e-3) <= rdp <= fresh * (1 + 1e-6)
+        assert epsilon(part, m).value == pytest.approx(by_pld(event, delta=1e-6), rel=1e-3)
+        assert running(done) == pytest.approx(rdp, rel=1e-6)
     assert epsilon(Ledger(*(field[:0] for field in record)), m).value == running(0) == 0
 
 
@@ -184,9 +226,12 @@ def test_monotone(accountant):
     def value(z=2.0, q=0.1, rounds=20, **options):
         return spent(poisson(z, q), rounds, **({"accountant": accountant} | options))
 
-    assert value(z=1.5) > value() > value(z=3.0) > 0
-    assert value(q=0.05) < value() < value(q=0.2) < value(q=1.0)
-    assert value(rounds=10) < value() < value(rounds=40)
+    for unit in ("client", "example"):
+        own = functools.partial(value, unit=unit)
+        assert own(z=1.5) > own() > own(z=3.0) > 0
+        assert own(q=0.05) < own() < own(q=0.2) < own(q=1.0)
+        assert own(rounds=10) < own() < own(rounds=40)
+        assert own() >= value()
     for options in ({}, {"z": 0.8}, {"z": 20.0, "q": 0.7}, {"q": 0.01, "rounds": 1}):
         assert value(accountant="pld", **options) <= value(accountant="rdp", **options)
     assert value(z=(4.0, 1.5, 3.0), rounds=3, one_round=True) == pytest.approx(value(z=1.5, rounds=1), rel=1e-3)
@@ -237,7 +282,7 @@ def test_many_kinds_of_clients_stay_upper_bounds():
         exact = get_epsilon_gaussian(noise[i] / 2 / math.sqrt(2), 1e-5)
         assert exact * (1 - 1e-6) <= found.per_client[i] <= 1.02 * exact
     m = poisson((2.0, 3.0, 4.0), 0.1, weights=1 / noise[:100])
-    found = epsilon(planned_ledger(m, 100, 3), m)
+    found = epsilon(planned_ledger(m, 100, 3), m, accountant="rdp")
     assert found.per_client.min() == found.value == pytest.approx(spent(poisson((2.0, 3.0, 4.0), 0.1), 3), rel=1e-9)
 
 
@@ -299,7 +344,7 @@ def test_noise_that_clients_add(fields, multipliers):
     ],
 )
 def test_amplification(m, equal, theorem):
-    found = epsilon(planned_ledger(m, 50, 10), m, accountant="pld")
+    found = epsilons(planned_ledger(m, 50, 10), m)["pld"]
     assert theorem in found.theorem
     assert found.value == pytest.approx(spent(equal, 10, clients=50, accountant="pld"), rel=1e-9)
     if m.sampling == FixedSize(5):
@@ -341,19 +386,23 @@ def test_nothing_leaves_the_clients():
     assert spent(m, 3) == spent(m, 3, observer="upload") == running_epsilon(m, 4)(10) == 0
 
 
-def test_pld_is_never_asked_for_replace_one(monkeypatch):
-    """There it would double the sensitivity itself: 9.9973 in place of 4.3772, and RDP would not."""
+def test_pld_is_asked_for_replace_one_of_sampled_examples_alone(monkeypatch):
+    """It doubles the sensitivity itself: 9.9973 in place of 4.3772, and RDP does not."""
     event = dp_accounting.GaussianDpEvent(10)
     for relation, pld in ((ZERO_OUT, 4.3772), (REPLACE_ONE, 9.9973)):
         assert PLDAccountant(relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(pld, rel=1e-4)
         assert RdpAccountant(None, relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(4.7285, rel=1e-4)
     asked = []
+    accountants._pld_epsilon.cache_clear()
     monkeypatch.setattr(accountants, "PLDAccountant", lambda *args: (asked.append(args[0]), PLDAccountant(*args))[1])
     for sampling in (Full(), FixedSize(2), Poisson(0.5)):
         for observer in ("aggregate", "upload"):
             m = mechanism(3.0, client_noise=1.0, sampling=sampling)
             spent(m, 2, observer=observer, accountant="pld")
     assert asked == [ZERO_OUT]
+    for sampling in (Full(), FixedSize(2), Poisson(0.5)):
+        spent(mechanism(3.0, client_noise=1.0, sampling=sampling), 2, accountant="pld", unit="example")
+    assert asked == [ZERO_OUT, REPLACE_ONE]
 
 
 @settings(max_examples=8, deadline=None)
@@ -363,7 +412,7 @@ def test_pld_is_never_asked_for_replace_one(monkeypatch):
     rounds=st.integers(1, 200),
 )
 def test_calibrate_meets_the_target(target, sampling, rounds):
-    noise = calibrate(target, clients=40, rounds=rounds, sampling=sampling)
+    noise = calibrate(target, clients=40, rounds=rounds, sampling=sampling, accountant="rdp")
     assert meets(target, spent(mechanism(noise, sampling=sampling), rounds, clients=40))
 
 

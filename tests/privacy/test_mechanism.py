@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson, round_numbers, server_noise
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson, round_numbers, server_noise
 from jaxfl.privacy.noise import add_gaussian
 
 
@@ -76,11 +76,44 @@ def test_tables_by_round():
         ({"clip": 1.0, "client_noise": math.inf}, "client_noise"),
         ({"delta": 0.0}, "delta"),
         ({"weights": np.array([-1.0])}, "weights"),
+        # single precision squares these to 0 or infinity, and the ledger's check would tell after the last round
+        ({"clip": 1.0, "noise_multiplier": 1e-30}, r"noise_multiplier: 1e-30 vanishes or overflows"),
+        ({"clip": 1.0, "noise_multiplier": (1.0, 1e20)}, r"noise_multiplier: 1e\+20 .*give 0, or numbers from"),
+        ({"clip": 1.0, "client_noise": np.array([[1.0, 1e-25]])}, "client_noise: 1e-25"),
+        ({"weights": np.array([0.0, 1e-25])}, "weights: 1e-25"),
+        ({"weights": np.array([1.0, 1e30])}, r"weights: 1e\+30"),
+        (
+            {"clip": 1.0, "noise_multiplier": 1e-12, "weights": np.full(2, 1e-12)},
+            "noise_multiplier times weights: 1e-24",
+        ),
+        ({"clip": 1e-20}, "clip=1e-20: give a number from 1e-10"),
+        ({"clip": 1e30}, r"clip=1e\+30: give a number"),
+        ({"clip": 1.0, "client_noise": 1.0, "least_total": 1e-25}, "least_total: 1e-25"),
     ],
 )
 def test_wrong_numbers_name_themselves(wrong, name):
     with pytest.raises(ValueError, match=name):
         Mechanism(**wrong)
+
+
+def test_a_clip_at_the_limit_clips():
+    """Coordinates of 2^-63 at most vanish: an update of ten million is longer than 1e-10 by 1e-5 of it."""
+    update = jnp.full(10_000, 1e-10)
+    clipped, _ = clip(update, 1e-10)
+    assert np.linalg.norm(np.asarray(clipped, np.float64)) == pytest.approx(1e-10, rel=1e-5)
+    with pytest.raises(ValueError, match="clip=1e-11: give a number from 1e-10"):
+        PerExample(clip=1e-11, noise_multiplier=1.0, rate=0.1, steps=1)
+    with pytest.raises(ValueError, match="noise_multiplier: 1e-30 vanishes"):
+        PerExample(clip=1.0, noise_multiplier=1e-30, rate=0.1, steps=1)
+
+
+def test_tiny_weights_beside_others_are_fine():
+    Mechanism(clip=1.0, noise_multiplier=1.0, client_noise=1.0, weights=np.array([1.0, 1e-30]))
+
+
+def test_default_delta():
+    assert [Mechanism().failure_probability(n) for n in (1, 10_000, 20_000, 10**6)] == [1e-5, 1e-5, 5e-6, 1e-7]
+    assert Mechanism(delta=0.01).failure_probability(10**6) == 0.01
 
 
 @pytest.mark.parametrize(("sampling", "value"), [(Poisson, 0.0), (Poisson, 1.5), (FixedSize, 0)])

@@ -4,9 +4,12 @@ import math
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jaxfl.privacy import accountants
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
+from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson
 from jaxfl.privacy.statement import format_statement, privacy_statement
 from jaxfl.report import write_json
 
@@ -28,21 +31,139 @@ def test_states_both_observers_by_both_accountants():
     assert "zero-out" in aggregate["adjacency"]
     assert "replace-one" in upload["adjacency"]
     record = planned_ledger(m, 20, 100)
-    assert aggregate["rdp"]["total"] == epsilon(record, m).value
-    assert upload["rdp"]["total"] == epsilon(record, m, observer="upload").value
+    assert aggregate["rdp"]["total"] == epsilon(record, m, accountant="rdp").value
+    assert upload["rdp"]["total"] == epsilon(record, m, observer="upload", accountant="rdp").value
+    assert (aggregate["epsilon"], upload["epsilon"]) == (aggregate["pld"]["total"], upload["pld"]["total"])
+    assert aggregate["by"] == aggregate["pld"]["theorem"] == "Gaussian, zero-out; PLD"
+
+
+def test_each_number_has_its_own_theorem():
+    """Fixed size: only RDP has a theorem of sampling without replacement, and PLD's number rests on another."""
+    statement = state(Mechanism(clip=1.0, noise_multiplier=3.0, sampling=FixedSize(10)), clients=1000, rounds=50)
+    seen = statement["honest"]["aggregate"]
+    assert seen["epsilon"] == seen["rdp"]["total"] == pytest.approx(0.534, rel=1e-3)
+    assert seen["by"] == seen["rdp"]["theorem"] == "sampling without replacement, replace-one; RDP"
+    assert seen["pld"]["total"] == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(50), 1e-5), rel=1e-6)
+    assert seen["pld"]["theorem"] == "Gaussian, zero-out; PLD"
+    # Replace-one of a client covers one of its examples: it was stated 60 times as large.
+    assert seen["example"] == {"epsilon": seen["epsilon"], "by": seen["by"], "reason": None}
+    text = format_statement(statement)
+    assert f"epsilon {seen['epsilon']:.4g} in total" in text
+    assert "beside it: 12.26 and 1.271 (Gaussian, zero-out; PLD)" in text
+    kept = privacy_statement(planned_ledger(m := Mechanism(clip=1.0, noise_multiplier=3.0), 4, 2), m, 4, stateful=True)
+    assert "clients keep no state" not in format_statement(kept)
+    assert any("clients keep no state" in item for item in statement["assumed"])
 
 
 def test_one_example_may_move_the_whole_update_both_ways():
-    # No credit for sampling, and twice the change that zero-out makes: 10 rounds at 4 are one Gaussian at 4 / sqrt(10).
-    found = state(Mechanism(clip=1.0, noise_multiplier=4.0, sampling=Poisson(0.1)), rounds=10)["honest"]["aggregate"][
-        "pld"
-    ]
-    assert found["example"] == pytest.approx(get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3)
+    # Twice the change that zero-out makes: 10 rounds at 4 are one Gaussian at 4 / sqrt(10), and 2 / sqrt(10) here.
+    m = Mechanism(clip=1.0, noise_multiplier=4.0)
+    found = state(m, rounds=10)["honest"]["aggregate"]
+    assert found["pld"]["example"] == pytest.approx(get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3)
+    # Sampling of clients amplifies it, since the client's coin does not depend on its examples: not 1,827.
+    m = Mechanism(clip=1.0, noise_multiplier=0.8, sampling=Poisson(0.01), delta=1e-6)
+    found = state(m, clients=100, rounds=500)["honest"]["aggregate"]
+    assert found["example"]["epsilon"] == found["pld"]["example"] == pytest.approx(3.53, abs=5e-3)
+    assert found["epsilon"] < found["pld"]["example"] < found["rdp"]["example"] < 1.2 * found["pld"]["example"]
     # Noise of the clients alone, everyone there: the sum shows what the uploads show, or less.
     honest = state(Mechanism(clip=1.0, client_noise=5.0, noise_multiplier=5.0))["honest"]
     for accountant in ("rdp", "pld"):
         assert honest["upload"][accountant]["example"] == honest["upload"][accountant]["total"]
         assert honest["aggregate"][accountant]["example"] < honest["upload"][accountant]["example"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    noise=st.lists(st.floats(0.5, 9.0), min_size=3, max_size=3),
+    floor=st.sampled_from([0.0, 4.0, 30.0]),
+    sampling=st.sampled_from([Full(), FixedSize(1), FixedSize(2), Poisson(0.1), Poisson(0.6)]),
+    denominator=st.sampled_from(["expected", "participants"]),
+)
+def test_the_headline_is_never_above_a_bound_that_covers_it(noise, floor, sampling, denominator):
+    """Sums follow from uploads, zero-out and one example from replace-one, and one round from all."""
+    client_noise = np.array([noise])
+    m = Mechanism(1.0, floor, client_noise=client_noise, sampling=sampling, denominator=denominator)
+    honest = state(m, clients=3, rounds=5)["honest"]
+    aggregate, upload = honest["aggregate"], honest["upload"]
+    for seen in (aggregate, upload):
+        for accountant in ("rdp", "pld"):
+            assert seen["epsilon"] <= seen[accountant]["total"]
+            assert seen["example"]["epsilon"] <= seen[accountant]["example"]
+        assert seen["one_round"] <= seen["epsilon"] * (1 + 1e-3)
+        assert seen["example"]["epsilon"] <= upload["epsilon"]
+    assert aggregate["epsilon"] <= aggregate["example"]["epsilon"] * (1 + 1e-3)
+    assert aggregate["against_client"]["epsilon"] >= aggregate["pld"]["total"] * (1 - 1e-3) or sampling != Full()
+
+
+def test_another_client_knows_its_own_noise():
+    """Two clients that add half of the variance each: one of them sees what the other's own noise leaves."""
+    m = Mechanism(clip=1.0, client_noise=2.25 / math.sqrt(2))
+    seen = state(m, clients=2, rounds=1)["honest"]["aggregate"]
+    assert seen["epsilon"] == pytest.approx(get_epsilon_gaussian(2.25, 1e-5), rel=1e-6)
+    against = get_epsilon_gaussian(2.25 / math.sqrt(2), 1e-5)
+    assert seen["against_client"]["epsilon"] == pytest.approx(against, rel=1e-6)
+    statement = state(m, clients=2, rounds=1)
+    assert f"against another client, who knows its own noise: {against:.4g}" in format_statement(statement)
+    assert any("pool nothing" in item for item in statement["assumed"])
+    silent = state(Mechanism(clip=1.0, noise_multiplier=3.0))
+    assert "against_client" not in silent["honest"]["aggregate"]
+    assert silent["assumed"] == []
+
+
+def test_where_the_noise_comes_from():
+    m = Mechanism(clip=1.0, noise_multiplier=9.0)
+    record = planned_ledger(m, 20, 2)
+    seed, secret = (privacy_statement(record, m, 20, randomness=source) for source in ("seed", "secret"))
+    known = "noise from a known seed: a simulation; not to be published for real data"
+    assert known in seed["warnings"][0]
+    assert secret["warnings"] == []
+    assert any("128 fresh bits" in item and "not a certified" in item for item in secret["assumed"])
+    assert (seed["randomness"], secret["randomness"]) == ("seed", "secret")
+    paired = privacy_statement(record, m, 20, randomness="secret", paired=True)
+    assert paired["warnings"] == ["the points of this sweep share their noise: at most one of them may be published"]
+    assert paired["warnings"][0] in format_statement(paired)
+    assert state(Mechanism(communicates=False))["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "accuracies", "tuning", "early stopping", "cohort sizes", "update norms", "clipped", "training losses",
+        "participations", 'report="public"', "checkpoints", "personal states and the key", "trusted server or secure",
+        "pool what they know", "epsilons add up", "one key share their noise", "timing", "finite precision",
+    ],
+)  # fmt: skip
+def test_what_no_epsilon_covers(words):
+    statement = state(Mechanism(clip=1.0, noise_multiplier=9.0))
+    assert any(words in item for item in statement["not_covered"])
+    assert words in " ".join(format_statement(statement).split())
+
+
+def test_noise_on_a_grid_leaves_less_uncovered():
+    m = Mechanism(clip=1.0, noise_multiplier=9.0)
+    object.__setattr__(m, "noise", "grid")
+    assert "float32 Gaussian noise" not in format_statement(state(m))
+    assert any("one grid" in item for item in state(m)["not_covered"])
+
+
+def test_weights_are_said_to_be_public():
+    weighted = state(Mechanism(clip=1.0, noise_multiplier=9.0, weights=np.arange(1.0, 21.0)))
+    assert any("weights are public" in item and "numbers of examples" in item for item in weighted["assumed"])
+
+
+def test_lines_are_short():
+    steps = PerExample(clip=0.5, noise_multiplier=1.0, rate=0.1, steps=10)
+    m = Mechanism(1.0, 9.0, client_noise=3.0, sampling=Poisson(0.1), examples=steps, claim=(1.0, "long " * 40))
+    assert max(map(len, format_statement(state(m, rounds=3)).splitlines())) <= 100
+
+
+def test_the_same_is_accounted_once(monkeypatch):
+    """Seeds and points of a sweep repeat a run; 10 s each, where a schedule has many levels."""
+    m = Mechanism(clip=1.0, noise_multiplier=tuple(np.linspace(5, 9, 4)), sampling=Poisson(0.1))
+    first = state(m, rounds=4)
+    monkeypatch.setattr(accountants, "PLDAccountant", None)
+    monkeypatch.setattr(accountants, "RdpAccountant", None)
+    assert state(m, rounds=4) == first
 
 
 def test_says_what_was_run():
@@ -51,9 +172,6 @@ def test_says_what_was_run():
     assert statement["noise_multiplier"] == {"min": 1.5, "max": 3.0}
     assert (statement["clip"], statement["denominator"], statement["rounds"]) == (0.5, "expected", 2)
     assert statement["unit"].startswith("client")
-    assert any("accuracies" in item for item in statement["not_covered"])
-    assert any("tuning" in item for item in statement["not_covered"])
-    assert any("early stopping" in item for item in statement["not_covered"])
     assert state(Mechanism(clip=1.0, noise_multiplier=9.0, sampling=FixedSize(3)))["sampling"]["size"] == 3
 
 
@@ -82,9 +200,21 @@ def test_a_claim_stays_a_claim():
 def test_warns_of_a_delta_of_one_over_clients():
     loose = state(Mechanism(clip=1.0, noise_multiplier=1.0, delta=1 / 20), rounds=1)
     assert "delta 0.05" in loose["warnings"][0]
+    assert "quote one at delta 1e-05" in loose["warnings"][0]
     assert "warning: delta 0.05" in format_statement(loose)
-    assert state(Mechanism(clip=1.0, noise_multiplier=1.0, delta=0.04), rounds=1)["warnings"] == []
+    fine = state(Mechanism(clip=1.0, noise_multiplier=1.0, delta=0.04), rounds=1)["warnings"]
+    assert not any("delta" in item for item in fine)
     assert state(Mechanism(communicates=False, delta=0.5), rounds=1)["warnings"] == []
+
+
+def test_delta_follows_from_the_number_of_clients():
+    m = Mechanism(clip=1.0, noise_multiplier=9.0)
+    assert [state(m, clients=n, rounds=1)["delta"] for n in (20, 10_000, 1_000_000)] == [1e-5, 1e-5, 1e-7]
+    many = state(m, clients=1_000_000, rounds=1)["honest"]["aggregate"]["epsilon"]
+    assert many == pytest.approx(get_epsilon_gaussian(9.0, 1e-7), rel=1e-6)
+    loose = state(Mechanism(clip=1.0, noise_multiplier=9.0, delta=1e-5), clients=1_000_000, rounds=1)
+    assert "delta 1e-05 is at least 1/clients" in loose["warnings"][0]
+    assert "quote one at delta 1e-07" in loose["warnings"][0]
 
 
 def test_epsilons_by_client():
@@ -108,7 +238,11 @@ def test_examples_are_stated_beside_clients():
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
     text = format_statement(statement)
     assert "of one example, against who sees every upload" in text
-    assert f"epsilon {own['rdp']['total']:.4g} in total (RDP); 7.047 (PLD)" in text
+    assert own["epsilon"] == own["pld"]["total"]
+    assert (
+        "epsilon 7.047 in total\n    by: Poisson-sampled Gaussian, rate 0.1, zero-out, 10 steps per round; PLD" in text
+    )
+    assert f"beside it: {own['rdp']['total']:.4g} (Poisson-sampled Gaussian" in text
     assert state(Mechanism(clip=1.0, noise_multiplier=9.0))["examples"] is None
     silent = state(Mechanism(examples=PerExample(clip=0.5, noise_multiplier=0.0, rate=0.1, steps=10)))
     assert "no finite epsilon: local steps add no noise" in format_statement(silent)

@@ -1,0 +1,110 @@
+"""Replace-one under Poisson sampling, against divergences that are integrated here."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from dp_accounting.pld import PLDAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from jaxfl.privacy import accountants
+from jaxfl.privacy.accountants import ORDERS, replaced_divergences
+from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.privacy.mechanism import Mechanism, Poisson
+
+RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)
+
+
+def density(points: np.ndarray, update: np.ndarray, rate: float, z: float) -> np.ndarray:
+    """(1 - q) N(0, z^2) + q N(u, z^2) at points [..., d]."""
+    here, moved = (np.prod(stats.norm.pdf(points - mean, scale=z), axis=-1) for mean in (0 * update, update))
+    return (1 - rate) * here + rate * moved
+
+
+def hockey_stick(first, second, rate: float, z: float, alpha: float, steps: int) -> float:
+    """Integral of max(0, P_u - alpha P_v) in the plane of both updates."""
+    axes = [np.linspace(-1 - 9 * z, 1 + 9 * z, steps)] * len(first)
+    points = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+    excess = density(points, np.asarray(first), rate, z) - alpha * density(points, np.asarray(second), rate, z)
+    return float(np.maximum(excess, 0).sum() * (axes[0][1] - axes[0][0]) ** len(first))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rate=RATES, z=MULTIPLIERS, alpha=st.floats(0.2, 30.0), data=st.data())
+def test_opposite_updates_dominate_all_others(rate, z, alpha, data):
+    worst = hockey_stick([1.0], [-1.0], rate, z, alpha, 4001)
+    sizes, angle = st.floats(0, 1), data.draw(st.floats(0, math.pi))
+    first, second = data.draw(sizes), data.draw(sizes)
+    pair = [0.0, first], [second * math.sin(angle), second * math.cos(angle)]
+    assert hockey_stick(*pair, rate, z, alpha, 301) <= worst + 1e-4  # in the plane
+
+
+@settings(max_examples=10, deadline=None)
+@given(rate=RATES, z=st.floats(0.5, 4.0), delta=st.sampled_from([1e-2, 1e-3, 1e-5]))
+def test_pld_of_two_rounds_is_the_integral_over_both(rate, z, delta):
+    m = Mechanism(clip=1.0, noise_multiplier=z, sampling=Poisson(rate))
+    found = epsilon(planned_ledger(m, 3, 2), m, unit="example", delta=delta).value
+    x = np.linspace(-1 - 9 * z, 1 + 9 * z, 1501)[:, None]
+    up, down = (density(x, np.array([sign]), rate, z) for sign in (1.0, -1.0))
+
+    def spent(value: float) -> float:
+        excess = np.maximum(np.outer(up, up) - math.exp(value) * np.outer(down, down), 0)
+        return float(excess.sum() * (x[1, 0] - x[0, 0]) ** 2)
+
+    assert spent(found) <= delta * (1 + 1e-3)
+    assert spent(found - 0.01 * found - 2e-3) > delta
+
+
+@pytest.mark.parametrize(("rate", "z"), [(0.01, 0.8), (0.3, 2.0), (0.5, 0.5), (1e-4, 5.0), (0.9, 1.0)])
+@pytest.mark.parametrize("order", [2, 5, 20, 64])
+def test_divergences_are_integrals(rate, z, order):
+    def logarithm(x: float) -> float:
+        near, up, down = (-0.5 * ((x - mean) / z) ** 2 for mean in (0.0, 1.0, -1.0))
+        first, second = (np.logaddexp(math.log1p(-rate) + near, math.log(rate) + far) for far in (up, down))
+        return order * first + (1 - order) * second
+
+    ends = -3 - 12 * z, order + 12 * z
+    parts = np.linspace(ends[0], ends[1], 400)
+    peak = max(map(logarithm, parts))
+    total = sum(integrate.quad(lambda x: math.exp(logarithm(x) - peak), a, b)[0] for a, b in itertools.pairwise(parts))
+    expected = (math.log(total / (z * math.sqrt(2 * math.pi))) + peak) / (order - 1)
+    assert replaced_divergences(z, rate)[ORDERS.index(order)] == pytest.approx(expected, rel=1e-6, abs=1e-13)
+
+
+def test_divergences_where_the_closed_form_is_known():
+    np.testing.assert_allclose(replaced_divergences(1.5, 1.0), 2 * np.array(ORDERS) / 1.5**2)
+    # To the second order of q: half the order times the variance of (N(1) - N(-1)) / N(0).
+    small = replaced_divergences(5.0, 1e-5)[:10]
+    series = 1e-10 * (math.exp(1 / 25) - math.exp(-1 / 25)) * np.array(ORDERS[:10])
+    np.testing.assert_allclose(small, series, rtol=5e-3)
+    assert np.all(replaced_divergences(0.001, 0.5) == 2 * np.array(ORDERS) / 0.001**2)
+    for z in (0.05, 0.3, 1.0, 20.0):
+        for rate in (1e-6, 0.01, 0.5, 0.999):
+            found = replaced_divergences(z, rate)
+            assert np.all((found > 0) & (found <= 2 * np.array(ORDERS) / z**2))
+            assert np.all(np.diff(found) > -1e-9)  # divergences grow with the order
+
+
+@settings(max_examples=12, deadline=None)
+@given(rate=RATES, z=st.floats(0.4, 6.0), rounds=st.integers(1, 60), plain=st.sampled_from([math.inf, 3.0, 20.0]))
+def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):
+    """And both are above zero-out, and below no amplification."""
+    numbers = plain, np.full(rounds, z), rate, 1e-5, 1
+    for evaluate in (accountants.rdp_epsilon, accountants.pld_epsilon):
+        whole = evaluate(*numbers[:2], 1.0, *numbers[3:], True)
+        assert evaluate(*numbers, False) < evaluate(*numbers, True) <= whole * (1 + 1e-3)
+    assert accountants.pld_epsilon(*numbers, True) <= accountants.rdp_epsilon(*numbers, True) * (1 + 1e-2)
+
+
+def test_the_traps_of_replace_one():
+    """Of a plain round PLD doubles the sensitivity itself; so does what is asked here, by halving, for RDP."""
+    none = np.zeros(0)
+    pld = accountants.pld_epsilon(1.0, none, 1.0, 1e-5, 100, True)
+    assert pld == pytest.approx(accountants.pld_epsilon(0.5, none, 1.0, 1e-5, 100), rel=1e-9)
+    both = [accountants.rdp_epsilon(4.0, np.array([2.0]), rate, 1e-5, 3, True) for rate in (1.0, 1 - 1e-9)]
+    assert both[0] == pytest.approx(both[1], rel=1e-6)
+    assert both[0] == pytest.approx(accountants.rdp_epsilon(2.0, np.array([1.0]), 1.0, 1e-5, 3), rel=1e-6)
+    assert PLDAccountant is accountants.PLDAccountant

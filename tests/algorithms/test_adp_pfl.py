@@ -126,7 +126,7 @@ def test_published_client_budgets_follow_private_risks_and_have_no_epsilon():
 
 
 def test_sound_client_budgets_follow_released_risks_and_keep_the_epsilon():
-    plan = client_noise(fixed_budgets(1.0, 12), 4.0, participation=0.4, release_share=0.8)
+    plan = client_noise(fixed_budgets(1.0, 12), 4.0, participation=0.4, release_share=0.8, accountant="rdp")
     algorithm = adp_pfl(MODEL, noise=plan, risks="private", risk_bounds=(0.5, 4.0), risk_fn=by_size, **PRIVATE)
     result = run(algorithm, rounds=12)
     account, ledger = account_of(result), result.ledger

@@ -54,7 +54,7 @@ def spent(m: Mechanism, updates: list[np.ndarray], value: float, attacker: int |
     return max(sum(np.maximum(pair[k], 0).sum() for pair in pairs) for k in (0, 1)) * (x[1] - x[0])
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     data=st.data(),
     sampling=st.sampled_from([Full(), FixedSize(1), FixedSize(2), FixedSize(3), Poisson(0.1), Poisson(0.4)]),

@@ -60,7 +60,7 @@ class Watch:
             return
         train, test = self.broken_data
         data, others = mask & (train | test), mask & ~(train | test)
-        causes = [f"{_names(data)} have NaN or infinite examples: clean them"] if data.any() else []
+        causes = [f"NaN or infinite examples ({_names(data)}): clean them"] if data.any() else []
         if others.any():
             whose = "the shared model has" if others.sum() == tested.sum() else "their personal models have"
             causes.append(f"{'of the others, ' if causes else ''}{whose} diverged: {remedy(self.mechanisms)}")
@@ -113,7 +113,7 @@ class Watch:
         dropped, made = _count(records)
         broken = self.broken_data[0]
         theirs = sum(int(own.ledger.participants[:, broken].sum()) for own in records)
-        causes = [f"{_names(broken)} have NaN or infinite training examples: clean them"] if theirs else []
+        causes = [f"NaN or infinite training examples ({_names(broken)}): clean them"] if theirs else []
         if dropped > theirs:
             causes.append(f"{'others diverged: ' if causes else ''}{remedy(self.mechanisms)}")
         since = f" since round {start}" if start else ""

@@ -13,6 +13,8 @@ from jaxfl.evaluate import PerClient
 from jaxfl.journal import Journal
 from jaxfl.types import Ledger
 
+MAKE: Any = Records  # of host arrays, as a run reads them
+
 C, ROUNDS = len(SIZES), [2, 4, 6]
 PARTICIPANTS = np.array([3.0, 0, 0, 0, 2, 1], np.float32)
 DROPPED = np.array([1, 0, 0, 0, 0, 1], np.int32)
@@ -24,14 +26,14 @@ def records():
     one, flat = np.ones((6, 1), np.float32), np.zeros(6, np.float32)
     ledger = Ledger(np.arange(C) < PARTICIPANTS[:, None], 0 * one, one, flat, flat, flat)
     info = {"loss": loss, "own": 2 * loss, "update_norm": 4 * loss, "clipped": flat, "participants": PARTICIPANTS}
-    return Records(ledger, info, DROPPED, np.ones(6, bool))
+    return MAKE(ledger, info, DROPPED, np.ones(6, bool))
 
 
 def finished(folder, **options):
     journal = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), folder, **options)
     for index, done in enumerate(ROUNDS):
-        fields: Any = [_cut(field, done) for field in records()]
-        journal.record(Records(*fields), done - 2, 2)
+        part = MAKE(*(_cut(field, done) for field in records()))
+        journal.record(part, done - 2, 2)
         accuracy = np.linspace(0, 1, C, dtype=np.float32)
         journal.evaluated(index, PerClient(accuracy, 1 + accuracy))
     return journal, journal.finish(6)

@@ -1,6 +1,8 @@
+import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +17,11 @@ import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
 from jaxfl import report
-from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.algorithms import dp_fedavg, fedavg, fedprox
 from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
-from jaxfl.simulation import simulate
+from jaxfl.resident import Resident
+from jaxfl.simulation import _Run, simulate, sweep
+from jaxfl.stream import Stream
 
 KEY = jax.random.key(1)
 
@@ -97,12 +101,73 @@ def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+DIVERGING = fedavg(MODEL, optimizer=optax.sgd(lambda step: jnp.inf), mechanism=Mechanism(sampling=Full()))
+
+
 def test_updates_that_were_dropped_are_told_at_the_end(caplog):
     quiet(ALGORITHMS["fedavg"](), small_clients())
     assert not caplog.records
-    diverging = fedavg(MODEL, optimizer=optax.sgd(lambda step: jnp.inf), mechanism=Mechanism(sampling=Full()))
-    quiet(diverging, small_clients())
+    quiet(DIVERGING, small_clients())
     assert "fedavg: 20 of 22 updates were not finite and were dropped" in caplog.text  # one client has no examples
+
+
+def test_a_client_of_broken_data_is_named_and_counts_as_wrong(caplog):
+    clients = small_clients()
+    inputs = np.array(clients.inputs, np.float32)
+    inputs[np.r_[clients.train[3, :7], clients.test[3]]] = np.nan
+    result = quiet(ALGORITHMS["fedprox"](), clients._replace(inputs=inputs))
+    assert (
+        "2 of 22 updates were not finite and were dropped: NaN or infinite training examples (client 3)" in caplog.text
+    )
+    assert "1 of 11 tested clients (client 3) have no finite scores after round 1" in caplog.text
+    scores = np.asarray(result.scores.accuracy)
+    assert np.flatnonzero(np.isnan(scores)).tolist() == [3]
+    assert result.metrics[-1]["accuracy"] == pytest.approx(np.nansum(scores) / 11)
+
+
+def test_a_run_whose_updates_are_all_dropped_stops(tmp_path):
+    everyone = small_clients((4, 3, 5))
+    with pytest.raises(FloatingPointError, match=r"3 of 3 updates were .* dropped: lower the learning rate, or"):
+        quiet(DIVERGING, everyone, folder=tmp_path)
+
+
+def test_clients_without_tests_are_fine(tmp_path, caplog):
+    clients = small_clients()
+    untested = clients._replace(test=clients.test[:, :0], test_size=np.zeros_like(clients.test_size))
+    result = quiet(ALGORITHMS["fedprox"](), untested, folder=tmp_path, progress=True)
+    assert [r.getMessage() for r in caplog.records] == [
+        "fedprox: no client has a test example: accuracies are not known"
+    ]
+    assert np.isnan(result.metrics[-1]["accuracy"])
+    assert result.metrics[-1]["train_loss"] > 0
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (row["accuracy"], row["loss"], row["round"]) == (None, None, 2)
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_a_public_report_holds_scores_and_epsilon_alone(tmp_path):
+    names = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss", "epsilon"}
+    alone = quiet(ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path / "alone", report="public")
+    build = functools.partial(fedprox, MODEL, batch_size=4)
+    options: dict[str, Any] = {"rounds": 1, "progress": False, "report": "public", "folder": tmp_path / "sweep"}
+    (point,) = sweep(KEY, build, {"mu": [0.5]}, small_clients(), **options)
+    for result, folder in ((alone, tmp_path / "alone"), (point, tmp_path / "sweep" / "0_mu=0.5")):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert all(row.keys() == names for row in (*result.metrics, *rows))
+        with np.load(folder / "per_client.npz") as arrays:
+            assert "participations" not in arrays
+
+
+@pytest.mark.parametrize("name", ["accuracy", "epsilon", "update_norm", "train_loss"])
+def test_an_info_cannot_take_the_place_of_a_metric(name):
+    base = ALGORITHMS["fedprox"]()
+
+    def client_update(*given):
+        message, client, info = base.client_update(*given)
+        return message, client, info | {name: info["loss"]}
+
+    with pytest.raises(ValueError, match=rf"info=\['{name}'\] from client_update of 'fedprox'.*choose others"):
+        quiet(base._replace(client_update=client_update), small_clients())
 
 
 @pytest.mark.parametrize(
@@ -123,6 +188,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 import conftest, jax
+from experiments.common import stoppable
 from test_simulation import OPTIONS, interruptible
 from jaxfl.simulation import _Run, simulate
 
@@ -135,7 +201,8 @@ def slowly(self, *args):
     record(self, *args)
 
 _Run._record = slowly
-simulate(jax.random.key(1), *interruptible(), folder=sys.argv[1], progress=False, **OPTIONS)
+with stoppable():
+    simulate(jax.random.key(1), *interruptible(), folder=sys.argv[1], progress=False, **OPTIONS)
 """
 OPTIONS = {"rounds": 60, "eval_every": 20}
 
@@ -145,8 +212,15 @@ def interruptible():
     return algorithm, small_clients()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_process_resumes_bit_identically(number, tmp_path):
+@functools.cache
+def whole():
+    return quiet(*interruptible(), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT], [signal.SIGKILL]]
+)
+def test_interrupted_process_resumes_bit_identically(numbers, tmp_path):
     here = pathlib.Path(__file__).parent
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a"), str(here)]
     environment = os.environ | {"PYTHONPATH": str(here.parent)}
@@ -154,23 +228,77 @@ def test_interrupted_process_resumes_bit_identically(number, tmp_path):
     deadline = time.monotonic() + 120
     while not _steps(tmp_path / "a") and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
+    for number in numbers:
+        process.send_signal(number)
+    _, error = process.communicate(timeout=120)
     stopped = _steps(tmp_path / "a")
     assert stopped, error.decode()
     assert max(stopped) < OPTIONS["rounds"], "the process finished before it was stopped: nothing was tested"
-    if number == signal.SIGINT:
-        assert b"KeyboardInterrupt" in error
+    if numbers == [signal.SIGKILL]:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 128 + numbers[0]
+        (line,) = error.decode().split("\n")[1:-1]
+        assert re.fullmatch(r"stopped after round \d+ of 60; the same command goes on from (there|round \d+)", line)
+        assert len(numbers) > 1 or line.endswith(
+            f"after round {max(stopped)} of 60; the same command goes on from there"
+        )
         assert (tmp_path / "a" / "privacy.json").exists()
     resumed = quiet(*interruptible(), folder=tmp_path / "a", **OPTIONS)
-    whole = quiet(*interruptible(), **OPTIONS)
-    for a, b in zip(jax.tree.leaves(resumed[:2]), jax.tree.leaves(whole[:2])):
+    for a, b in zip(jax.tree.leaves(resumed[:2]), jax.tree.leaves(whole()[:2])):
         np.testing.assert_array_equal(a, b)
-    assert resumed.metrics == whole.metrics
+    assert resumed.metrics == whole().metrics
 
 
 def _steps(folder):
     return [int(p.name) for p in (folder / "ckpt").glob("*") if p.name.isdigit()]
+
+
+def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tmp_path, monkeypatch):
+    client_noise = np.where(np.arange(6) % 3 == 0, 3.0, 0.5)[:, None]  # in some rounds too much for amplification
+    noise: dict[str, Any] = {"noise_multiplier": tuple(2 * 3.0 ** (np.arange(6) / 15)), "client_noise": client_noise}
+    mechanism = Mechanism(clip=0.3, sampling=Poisson(0.1), **noise)
+    arguments: tuple[Any, ...] = (fedavg(MODEL, mechanism=mechanism, batch_size=4), small_clients())
+    options: dict[str, Any] = {"rounds": 6, "eval_every": 5}
+    quiet(*arguments, folder=tmp_path / "whole", **options)
+    record = _Run._record
+
+    def stop(run, *given):
+        record(run, *given)
+        signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_record", stop)
+        for done in range(1, 6):
+            with pytest.raises(KeyboardInterrupt, match=f"after round {done} of 6; the same command goes on from the"):
+                quiet(*arguments, folder=tmp_path / "parts", **options)
+    quiet(*arguments, folder=tmp_path / "parts", **options)
+    for name in (report.METRICS, report.PRIVACY):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
+    with np.load(tmp_path / "whole" / report.PER_CLIENT) as one, np.load(tmp_path / "parts" / report.PER_CLIENT) as two:
+        assert set(one) == set(two)
+        for name in one:
+            np.testing.assert_array_equal(one[name], two[name])
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_path, monkeypatch):
+    runner = {"device": Resident, "host": Stream}[store]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "compile", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="stopped after round 0 of 2; the same command goes on from there"):
+            quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, store=store)
+    assert len(quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, store=store).metrics) == 2
+
+
+def test_without_a_folder_an_interrupt_says_that_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(_Run, "_record", lambda *_: signal.raise_signal(signal.SIGINT) or signal.raise_signal(2))
+    with pytest.raises(KeyboardInterrupt, match="stopped after round 0 of 2; nothing is kept without a folder"):
+        quiet(ALGORITHMS["fedavg"](), small_clients())
 
 
 def test_poisson_cohorts_are_in_the_ledger():

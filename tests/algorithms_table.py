@@ -40,7 +40,7 @@ from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.types import Algorithm, ClientData, Clients
 
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
-CLIP = 0.3
+CLIP = 0.2
 SIZES = (9, 4, 0, 7, 9, 1, 5, 8, 6, 3, 9)
 """Unequal, with an empty client, and a number of clients that two devices do not divide."""
 

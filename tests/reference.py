@@ -16,9 +16,9 @@ def run(key, algorithm, clients, rounds):
     """Rounds as the engine's documentation states them, one client at a time."""
     mechanism, count = algorithm.mechanism, clients.train.shape[0]
     init_key, run_key, _ = jax.random.split(key, 3)
-    server, states = algorithm.init(init_key, clients.number)
-    states = [jax.tree.map(lambda leaf, i=i: leaf[i], states) for i in range(count)]
-    update_fn = jax.jit(algorithm.client_update)
+    server, states = jax.jit(lambda key: algorithm.init(key, clients.number))(init_key)
+    states = [jax.tree.map(lambda leaf, i=i: leaf[i], jax.device_get(states)) for i in range(count)]
+    update_fn, server_update = jax.jit(algorithm.client_update), jax.jit(algorithm.server_update)
     aggregates = []  # of rounds that moved the server
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
@@ -80,7 +80,7 @@ def run(key, algorithm, clients, rounds):
         realised = float(weights[sampled].sum()) or 1.0
         denominator = weights.sum() * share if mechanism.denominator == "expected" else realised
         aggregate = jax.tree.map(lambda leaf, d=denominator: (leaf / d).astype(np.float32), total)
-        server = algorithm.server_update(server, aggregate)
+        server = server_update(server, aggregate)
         aggregates.append(aggregate)
     return server, states, aggregates
 

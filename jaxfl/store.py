@@ -113,7 +113,8 @@ class Store:
 
         Rows that have changed since the last checkpoint do not move: it may need what they would replace.
         """
-        for ids in self._parts(np.flatnonzero(self.side & self.kept)):
+        moving = np.flatnonzero(self.side & self.kept) if self.bytes_per_client else np.arange(0)
+        for ids in self._parts(moving):
             self.bytes[0, ids] = self.bytes[1, ids]
 
         def view(leaf: np.memmap) -> np.memmap:

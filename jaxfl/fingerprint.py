@@ -27,7 +27,9 @@ _PARTS = {
     "server_update": "the server's update (its optimizer)",
     "personalize": "`personalize`, whose weights are evaluated",
 }
+_CONSTANTS = "constants"
 _WHOLE = {
+    _CONSTANTS: "arrays that the method's functions hold",
     "round": "the engine's round (sampling, clipping, noise)",
     "evaluation": "the evaluation",
 }
@@ -57,7 +59,9 @@ def marked(what: Any) -> Any:
 
 
 def start(what: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
-    """The program that makes the first states."""
+    """The program that makes the first states, traced one point at a time."""
+    if isinstance(what, Points):
+        what = what._replace(batch=None)
 
     def init(clients: Clients, key: Key[jax.Array, "*P"]) -> tuple[Tree, Tree]:
         return over_points(lambda algorithm, key: algorithm.init(key, clients.number), what)(key)
@@ -109,7 +113,7 @@ def of_versions(mesh: Mesh) -> Facts:
     """What else decides the numbers that a program gives."""
     versions = {name: _version(name) for name in ("jaxfl", "jax", "jaxlib")}
     device = mesh.devices.flat[0]
-    settings = {name: jax.config.values[name] for name in ("jax_enable_x64", "jax_threefry_partitionable")}
+    settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")}
     return versions | {"platform": device.platform, "devices": mesh.size} | settings
 
 
@@ -156,11 +160,16 @@ def _of_array(value: Any) -> str:
 
 
 def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
-    """A hash; of what a part says goes into its own in `parts` instead (None: a part as a whole).
+    """A hash; what a part, or a constant of all, says goes into its own in `parts` instead (None: within a part).
 
     Variables are numbered as they come up, by each part anew, so that one part's hash does not follow from others.
     """
-    constants = {var: _of_value(value, None) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    constants = {}
+    for var, value in zip(jaxpr.constvars, consts, strict=True):
+        if parts is None:
+            constants[var] = _of_value(value, None)
+        else:
+            parts.setdefault(_CONSTANTS, hashlib.sha256()).update(_of_value(value, None).encode())
     numbers: dict[str | None, dict[Any, int]] = {}
     whole = hashlib.sha256()
 

@@ -54,8 +54,7 @@ class Lock:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
-            os.close(self._file)
-            self._file = None
+        self._release()
 
     def _take(self, shared: bool) -> None:
         if self.folder is None:
@@ -66,22 +65,25 @@ class Lock:
             raise ValueError(f"folder={str(self.folder)!r} cannot be written: choose another folder")
         if fcntl is None:
             return
-        file = self._file
-        if file is None:
-            file = self._file = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.close()
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            self._file = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            user = os.pread(file, 1000, 0).decode(errors="replace").strip()
-            os.close(file)  # what it says is the other's
-            self._file = None
+            user = (self.folder / _NAME).read_text(errors="replace").strip()
+            self._release()
             raise ValueError(
                 f"folder={str(self.folder)!r} is in use by {user or 'another process'}: wait for it, end it, or choose "
                 "another folder"
             ) from None
         except OSError as error:
+            self._release()
             _LOG.warning("%s cannot be locked (%s): let no other run use it meanwhile", self.folder, error.strerror)
             return
-        if not shared:
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        user = "" if shared else f"process {os.getpid()} on {socket.gethostname()}\n"
+        (self.folder / _NAME).write_text(user)
+
+    def _release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

@@ -49,6 +49,7 @@ class Resident:
         population = self.population  # not `self`, which would keep programs until the garbage collector comes
         self._build = functools.cache(lambda chunk: compile_rounds(what, population, chunk=chunk, segment=segment))
         self._score = functools.cache(lambda chunk: compile_evaluation(what, population, chunk=chunk))
+        self._segment = segment
 
     @property
     def stateful(self) -> bool:
@@ -72,9 +73,13 @@ class Resident:
         return self.program
 
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
-        """Those of rounds and of an evaluation with this key, traced; whatever the chunk is, here it is 1."""
+        """Those of rounds and of an evaluation with this key, traced one client, and one point, at a time."""
         step: Any = self._build(1)
         score: Any = self._score(1)
+        if isinstance(self.what, Points) and self.what.batch is not None:
+            what = self.what._replace(batch=None)
+            step = compile_rounds(what, self.population, chunk=1, segment=self._segment)
+            score = compile_evaluation(what, self.population, chunk=1)
         return {
             "round": [step.func.trace(*step.args, *self._arguments(0, 1)).jaxpr],
             "evaluation": [score.func.trace(*score.args, key, self.server, self.states).jaxpr],

@@ -125,8 +125,8 @@ class Store:
         return jax.tree.map(view, self.files)
 
     def _map(self, path: pathlib.Path, mode: Literal["w+", "r+", "c"]) -> None:
-        if self.bytes_per_client:
-            self._lay(np.memmap(path, np.uint8, mode, shape=(2, self.number, self.bytes_per_client)))
+        shape = (2, self.number, self.bytes_per_client)
+        self._lay(np.memmap(path, np.uint8, mode, shape=shape) if self.bytes_per_client else np.zeros(shape, np.uint8))
 
     def _lay(self, rows: UInt8[np.ndarray, "2 C bytes"]) -> None:
         self.bytes, names = rows, self._row.names or ()

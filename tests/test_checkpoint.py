@@ -1,0 +1,328 @@
+"""Damage to a folder, and two runs in one: results are those of the run, or there are none."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from algorithms_table import ALGORITHMS, small_clients
+
+from jaxfl import lock as locking
+from jaxfl import report, simulate
+from jaxfl.checkpoint import Checkpoints
+from jaxfl.lock import Lock
+from jaxfl.store import Store
+
+KEY = jax.random.key(1)
+FACTS = {"method": "mine", "rounds": 3}
+CLIENTS = 20
+LIKE = {"head": jax.ShapeDtypeStruct((CLIENTS, 3), np.float32), "mask": jax.ShapeDtypeStruct((CLIENTS, 5), np.uint8)}
+
+
+def state_of(round_):
+    """Of a server, whatever it is."""
+    weights = np.random.default_rng(round_).normal(size=(30, 4)).astype(np.float32)
+    return {"server": {"w": jax.numpy.asarray(weights)}, "round": np.array([round_])}
+
+
+def rows_of(round_, ids):
+    random = np.random.default_rng(round_)
+    return {
+        "head": random.normal(size=(len(ids), 3)).astype(np.float32),
+        "mask": random.integers(0, 255, (len(ids), 5), np.uint8),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with checkpoints of rounds 2 and 3, and what they hold: a state and all rows."""
+    folder, held = tmp_path_factory.mktemp("saved"), {}
+    checkpoints, store = Checkpoints(folder / "ckpt", FACTS), Store(folder / "states", LIKE, CLIENTS)
+    store.start()
+    for round_, ids in enumerate([range(CLIENTS), [1, 4], [4, 7]], 1):
+        store.write(np.array(ids), rows_of(round_, ids))
+        store.flush()
+        checkpoints.save(round_, state_of(round_) | {"states": store.saved()})
+        store.commit()
+        held[round_] = state_of(round_), store.read(np.arange(CLIENTS))
+    return folder, held
+
+
+def restored(folder, facts=FACTS):
+    """The round that a folder goes on from, its state, and all rows."""
+    store, found = Store(folder / "states", LIKE, CLIENTS), []
+
+    def take(round_, state):
+        store.restore(**state.pop("states"))
+        found.append((round_, state, store.read(np.arange(CLIENTS))))
+
+    rounds = Checkpoints(folder / "ckpt", facts).restore(state_of(0) | {"states": store.saved()}, take)
+    assert rounds == found[-1][0]
+    return found[-1]
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def damage(random, path):
+    """A bit, the end, or all of a file."""
+    content = bytearray(path.read_bytes())
+    kind = random.choice(["flip", "cut", "lose", "garble"])
+    if kind == "flip" and content:
+        content[random.integers(len(content))] ^= 1 << random.integers(8)
+    elif kind == "cut" and content:
+        del content[random.integers(len(content)) :]
+    elif kind == "garble":
+        content = bytearray(random.bytes(len(content) + 1))
+    else:
+        path.unlink()
+        return
+    path.write_bytes(content)
+
+
+def rows_are_whole(folder, rows):
+    """Whether each of these rows is in one of its two places."""
+    path, row = folder / "states" / "rows.bin", np.dtype([("head", np.float32, 3), ("mask", np.uint8, 5)], align=True)
+    wanted = np.zeros(CLIENTS, row)
+    wanted["head"], wanted["mask"] = rows["head"], rows["mask"]
+    found = path.read_bytes() if path.exists() else b""
+    if len(found) != 2 * wanted.nbytes:
+        return False
+    places = np.frombuffer(found, np.uint8).reshape(2, CLIENTS, -1)
+    return bool(np.all(np.any(np.all(places == wanted.view(np.uint8).reshape(CLIENTS, -1), axis=2), axis=0)))
+
+
+def test_whole_checkpoints_are_read(saved, caplog):
+    folder, held = saved
+    assert sorted(path.name for path in (folder / "ckpt").iterdir()) == ["2", "3"]
+    round_, state, rows = restored(folder)
+    assert round_ == 3
+    equal((state, rows), held[3])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_damage_goes_unnoticed(seed, saved, tmp_path, caplog):
+    folder, held = saved
+    copy, random = tmp_path / "copy", np.random.default_rng(seed)
+    shutil.copytree(folder, copy)
+    files = sorted(path for path in copy.rglob("*") if path.is_file())
+    wrong = [files[i] for i in random.choice(len(files), 1 + seed % 2, replace=False)]
+    if seed % 4 == 0:  # chance would seldom find the one file of rows
+        wrong = [copy / "states" / "rows.bin"]
+    for path in wrong:
+        damage(random, path)
+    whole = [round_ for round_ in (3, 2) if not any(path.is_relative_to(copy / "ckpt" / str(round_)) for path in wrong)]
+    if copy / "states" / "rows.bin" in wrong:  # which may or may not be a row that counts
+        whole = [round_ for round_ in whole if rows_are_whole(copy, held[round_][1])]
+    if not whole:
+        with pytest.raises(ValueError, match=r"holds no checkpoint that is whole \(the.* of round 3.*resume='never'"):
+            restored(copy)
+        return
+    round_, state, rows = restored(copy)
+    assert round_ == whole[0]
+    equal((state, rows), held[round_])
+    assert ("the checkpoint of round 3" in caplog.text) == (round_ == 2)
+
+
+def test_rows_of_later_rounds_are_no_rows_of_this_checkpoint(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    store = Store(copy / "states", LIKE, CLIENTS)
+    Checkpoints(copy / "ckpt", FACTS).restore(
+        state_of(0) | {"states": store.saved()}, lambda round_, state: store.restore(**state["states"])
+    )
+    store.write(np.array([7]), rows_of(4, [7]))  # where round 2 has it
+    store.flush()
+    assert restored(copy)[0] == 3
+    (copy / "ckpt" / "3" / "manifest.json").write_text("{")
+    with pytest.raises(ValueError, match=r"round 3: manifest.json is damaged.*round 2: the states of 1 clients"):
+        restored(copy)
+
+
+def test_what_was_damaged_is_replaced(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    (copy / "ckpt" / "3" / "manifest.json").unlink()
+    (copy / "ckpt" / "unfinished").mkdir()  # by a kill
+    checkpoints = Checkpoints(copy / "ckpt", FACTS)
+    like = state_of(0) | {"states": Store(None, LIKE, CLIENTS).saved()}
+    assert checkpoints.restore(like, lambda *_: None) == 2
+    checkpoints.save(3, like)
+    assert Checkpoints(copy / "ckpt", FACTS).restore(like, lambda *_: None) == 3
+    checkpoints.save(5, like)
+    assert sorted(path.name for path in (copy / "ckpt").iterdir()) == ["3", "5"]
+
+
+def test_a_kill_in_a_save_leaves_the_one_before(saved, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    like = state_of(0) | {"states": Store(None, LIKE, CLIENTS).saved()}
+    checkpoints = Checkpoints(copy / "ckpt", FACTS)
+    checkpoints.restore(like, lambda *_: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(4, like)
+    equal(restored(copy)[1:], saved[1][3])
+
+
+def test_another_run_is_not_taken_for_a_damaged_one(saved):
+    with pytest.raises(ValueError, match=r"holds another run\. What differs: rounds 3, not 4\."):
+        restored(saved[0], FACTS | {"rounds": 4})
+
+
+def test_processes_of_other_programs_are_refused(saved, monkeypatch):
+    def one_differs(*values):
+        return [*values[:2], values[2] + 1, *values[3:]] if len(values) == 4 else [*values]
+
+    monkeypatch.setattr("jaxfl.hosts.largest", one_differs)
+    with pytest.raises(ValueError, match="arguments or data that differ"):
+        restored(saved[0])
+
+
+def quiet(folder, name="local_only", **options):
+    defaults: dict[str, Any] = {"rounds": 3, "eval_every": 1, "progress": False}
+    return simulate(KEY, ALGORITHMS[name](), small_clients(), folder=folder, **defaults | options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Finished runs of both stores, with a checkpoint after each round."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+        for store in ("device", "host"):
+            folder = tmp_path_factory.mktemp(store)
+            found[store] = folder, quiet(folder, store=store)
+    return found
+
+
+def snapshot(folder):
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")} | {
+        folder: folder.stat().st_mtime_ns
+    }
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, caplog):
+    folder, whole = runs[store]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    large = max((path for path in (copy / "ckpt" / "3").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    large.write_bytes(large.read_bytes()[:-1])
+    again = quiet(copy, store=store)
+    assert "the checkpoint of round 3" in caplog.text
+    assert again.restored == 2
+    equal(again[:2], whole[:2])
+    assert again.metrics == whole.metrics
+    assert quiet(copy, store=store).restored == 3
+    for path in (copy / "ckpt").rglob("manifest.json"):
+        path.write_bytes(b"\xff{garbage")
+    with pytest.raises(ValueError, match="holds no checkpoint that is whole"):
+        quiet(copy, store=store)
+    fresh = quiet(copy, store=store, resume="never")
+    assert fresh.restored == 0
+    equal(fresh[:2], whole[:2])
+
+
+@pytest.mark.parametrize("store", ["device", "host"])
+def test_a_finished_run_is_read_where_nothing_can_be_written(store, runs, monkeypatch):
+    folder, whole = runs[store]
+    plain, before = os.access, snapshot(folder)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and plain(path, mode))
+    again = quiet(folder, store=store)
+    assert again.restored == 3
+    equal(again[:2], whole[:2])
+    with pytest.raises(ValueError, match="cannot be written"):
+        quiet(folder, store=store, resume="never")
+    assert snapshot(folder) == before
+
+
+def test_what_is_read_is_told(runs, capsys, caplog):
+    folder = runs["device"][0]
+    caplog.set_level("INFO", "jaxfl")
+    quiet(folder, progress=True)
+    assert f"local_only: round 3 of 3 read from {folder}/ckpt/3; nothing is computed" in capsys.readouterr().out
+    quiet(folder)
+    assert not capsys.readouterr().out
+    assert "nothing is computed" in caplog.text
+
+
+def test_never_replaces_another_run(runs, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(runs["host"][0], copy)
+    (copy / "mine.txt").write_text("kept")
+    result = quiet(copy, "fedavg", rounds=1, resume="never")
+    assert result.restored == 0
+    assert [json.loads(line)["round"] for line in (copy / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert (copy / "mine.txt").exists()
+    assert not (copy / "states").exists()
+    assert quiet(copy, "fedavg", rounds=1).restored == 1
+
+
+def test_a_folder_in_use_is_refused_and_its_user_named(runs, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(runs["device"][0], copy)
+    lock = Lock(copy)
+    lock.take(shared=False)
+    before = snapshot(copy)
+    for resume in ("auto", "never"):
+        with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on .*: wait for it, end it, or"):
+            quiet(copy, resume=resume)
+    assert snapshot(copy) == before
+    lock.take(shared=True)
+    assert quiet(copy).restored == 3  # both only read
+    with pytest.raises(ValueError, match="is in use by another process"):
+        quiet(copy, resume="never")
+    lock.close()
+    assert quiet(copy, resume="never").restored == 0
+
+
+def test_an_error_releases_the_folder(tmp_path, runs):
+    copy = tmp_path / "copy"
+    shutil.copytree(runs["device"][0], copy)
+    with pytest.raises(ValueError, match="another run") as kept:
+        quiet(copy, "fedavg")
+    lock = Lock(copy)
+    lock.take(shared=False)
+    lock.close()
+    assert kept.value.__traceback__ is not None  # whose frames hold what the call held
+
+
+def test_a_kill_releases_the_folder(tmp_path):
+    script = (
+        "import pathlib, sys, time; from jaxfl.lock import Lock\n"
+        "lock = Lock(pathlib.Path(sys.argv[1])); lock.take(shared=False); print('locked', flush=True); time.sleep(600)"
+    )
+    root = pathlib.Path(__file__).parents[1]
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"locked\n"
+        own = Lock(tmp_path)
+        with pytest.raises(ValueError, match=f"process {process.pid} on "):
+            own.take(shared=True)
+        process.send_signal(signal.SIGKILL)
+    own.take(shared=False)
+    own.close()
+
+
+def test_systems_without_locks_go_without(tmp_path, monkeypatch, caplog):
+    def refuse(file, how):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    Lock(tmp_path).take(shared=False)
+    assert "cannot be locked (Operation not supported)" in caplog.text
+    monkeypatch.setattr(locking, "fcntl", None)
+    Lock(tmp_path).take(shared=False)

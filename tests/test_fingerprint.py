@@ -1,0 +1,233 @@
+"""A folder belongs to one run: whatever decides a result tells another run from it, and nothing else does."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL, small_clients
+
+from jaxfl import fingerprint, simulate, sweep
+from jaxfl.algorithms import fedavg, fedprox
+from jaxfl.data import load, make_clients
+from jaxfl.models import mlp
+from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
+
+KEY = jax.random.key(1)
+UPDATE = "the clients' update"
+CONSTANT = np.linspace(-1, 1, 1_000_000, dtype=np.float32)
+
+
+def method(
+    model=MODEL, rate=0.1, weight=0.5, server=1.0, clip=0.3, constant=CONSTANT, sampling=Poisson(0.6), **options
+):
+    """A method with most of what a run folder must tell apart."""
+    defaults: dict[str, Any] = {"batch_size": 4, "epochs": 2, "sam_radius": 0.1}
+
+    def penalty(params, server):
+        moved = sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(server)))
+        return weight * moved + 0 * jnp.take(constant, jnp.int32(moved))
+
+    return fedavg(
+        model,
+        optimizer=optax.sgd(rate),
+        penalty=penalty,
+        server_optimizer=optax.sgd(server),
+        mechanism=Mechanism(clip=clip, sampling=sampling),
+        **defaults | options,
+    )
+
+
+def run(folder, algorithm=None, clients=None, **options):
+    defaults: dict[str, Any] = {"rounds": 1, "progress": False}
+    return simulate(KEY, algorithm or method(), clients or small_clients(), folder=folder, **defaults | options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a finished run, of another process that orders its sets in another way."""
+    path = tmp_path_factory.mktemp("run")
+    here = pathlib.Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "PYTHONHASHSEED": "7"}
+    script = "import sys, conftest, test_fingerprint; test_fingerprint.run(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", script, str(path)], env=environment, check=True)
+    return path
+
+
+def changed(name, index, value):
+    """The same clients with another value at one place."""
+    clients = small_clients()
+    array = np.array(getattr(clients, name))
+    array[index] = value
+    assert not np.array_equal(array, getattr(clients, name))
+    return clients._replace(**{name: array})
+
+
+def other_constant():
+    constant = CONSTANT.copy()
+    constant[654_321] += 1
+    return constant
+
+
+OTHERS: dict[str, Any] = {
+    "learning rate": ({"algorithm": lambda: method(rate=5.0)}, UPDATE),
+    "batch": ({"algorithm": lambda: method(batch_size=2)}, UPDATE),
+    "epochs": ({"algorithm": lambda: method(epochs=1)}, UPDATE),
+    "penalty": ({"algorithm": lambda: method(weight=0.4)}, UPDATE),
+    "radius": ({"algorithm": lambda: method(sam_radius=0.2)}, UPDATE),
+    "constant": ({"algorithm": lambda: method(constant=other_constant())}, "arrays that the method"),
+    "constant on the device": (
+        {"algorithm": lambda: method(constant=jnp.asarray(other_constant()))},
+        "arrays that the method",
+    ),
+    "server": ({"algorithm": lambda: method(server=0.9)}, "the server's update"),
+    "width": ({"algorithm": lambda: method(mlp((8, 8, 1), 10, hidden=(17,)))}, "the start.*; the clients' update"),
+    "personalize": (
+        {
+            "algorithm": lambda: method()._replace(
+                personalize=lambda key, server, client, data: optax.tree.scale(2, server.params)
+            )
+        },
+        "personalize",
+    ),
+    "clip": ({"algorithm": lambda: method(clip=0.5)}, r"mechanism\.clip 0\.3, not 0\.5"),
+    "cohort": ({"algorithm": lambda: method(sampling=Poisson(0.5))}, r"mechanism\.sampling\.rate 0\.6, not 0\.5"),
+    "pixel": ({"clients": lambda: changed("inputs", (3, 1, 1, 0), 77)}, "What differs: inputs"),
+    "label": ({"clients": lambda: changed("labels", 3, 9)}, "What differs: labels"),
+    "partition": ({"clients": lambda: changed("train", (0, 0), 1700)}, "What differs: the partition"),
+    "size": ({"clients": lambda: changed("train_size", 0, 8)}, "numbers of training examples"),
+    "tests": ({"clients": lambda: changed("test", (0, 0), 1700)}, "rows of test examples"),
+    "rounds": ({"rounds": lambda: 2}, "rounds 1, not 2"),
+    "devices": ({"devices": lambda: jax.devices()[:1]}, "devices 2, not 1"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_run_is_refused_and_what_differs_is_named(name, folder):
+    options, named = OTHERS[name]
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    with pytest.raises(ValueError, match=f"holds another run.*{named}.*resume='never'"):
+        run(folder, **{option: make() for option, make in options.items()})
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 2}, {"chunk": "auto"}, {"progress": True}])
+def test_the_same_run_is_read_whatever_its_speed(options, folder, monkeypatch):
+    monkeypatch.setattr("jaxfl.simulation._Run._evaluate", None)  # nothing is computed
+    assert run(folder, **options).restored == 1
+
+
+def test_what_is_in_another_function_changes_no_other_hash(folder):
+    (manifest,) = folder.glob("ckpt/1/manifest.json")
+    facts = json.loads(manifest.read_text())["fingerprint"]
+    clip = next(name for name in facts if name.startswith("the engine's round"))
+    assert fingerprint.differences(facts, facts | {clip: None, "labels": None, "jax": "0.1"}) == [
+        f"jax {jax.__version__}, not 0.1",
+        "labels",
+    ]
+    assert fingerprint.differences(facts, facts | {clip: None}) == [clip]
+
+
+def test_one_entry_of_a_long_array_of_noise_is_seen(tmp_path):
+    digits = load("digits")
+    clients = make_clients(digits, [[i] for i in range(1200)], [[i % 300] for i in range(1200)])
+
+    def private(noise):
+        examples = PerExample(clip=1.0, noise_multiplier=noise, rate=0.5, steps=1)
+        return fedavg(MODEL, mechanism=Mechanism(clip=1.0, sampling=FixedSize(2), examples=examples))
+
+    noise = np.full(1200, 50.0)
+    run(tmp_path, private(noise), clients)
+    noise[500] = 0.05
+    with pytest.raises(ValueError, match=r"What differs: mechanism\.examples\.noise_multiplier\."):
+        run(tmp_path, private(noise), clients)
+
+
+def test_versions_are_named(folder, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9")
+    with pytest.raises(ValueError, match=f"jax {jax.__version__}, not 9.9"):
+        run(folder)
+    monkeypatch.undo()
+    with jax.threefry_partitionable(False), pytest.raises(ValueError, match="jax_threefry_partitionable"):
+        run(folder)  # whose random numbers would be others
+
+
+def test_a_folder_of_an_older_version_is_refused(tmp_path):
+    (tmp_path / "ckpt" / "1" / "fingerprint").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"of an older version of jaxfl.*resume='never'"):
+        run(tmp_path)
+
+
+def test_points_of_a_sweep_are_told_apart(tmp_path):
+    def points(mu, **options):
+        build = functools.partial(fedprox, MODEL, batch_size=4, **options)
+        return sweep(KEY, build, {"mu": mu}, small_clients(), rounds=1, folder=tmp_path, progress=False)
+
+    first = points([0.0, 1.0])
+    assert [result.restored for result in first] == [0, 0]
+    assert [result.restored for result in points([0.0, 1.0])] == [1, 1]
+    with pytest.raises(ValueError, match=r"values of mu \[0.0, 1.0\], not \[0.0, 0.5\]"):
+        points([0.0, 0.5])
+    with pytest.raises(ValueError, match=UPDATE):
+        points([0.0, 1.0], optimizer=optax.sgd(0.2))
+    build = functools.partial(fedprox, MODEL, batch_size=4)
+    again = sweep(
+        KEY, build, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, batch=2, folder=tmp_path, progress=False
+    )  # fmt: skip
+    assert again[0].restored == 1  # how many points are vectorised is speed
+
+
+def traced(work, *arguments):
+    return fingerprint.of_programs({"round": [jax.make_jaxpr(work)(*arguments)]})
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("size", [3, 1001, 1_000_000])
+def test_every_constant_counts(kind, size):
+    def hashes(last):
+        constant = np.ones(size, np.float32)
+        constant[-1] = last
+
+        def plain(x):
+            return x * jnp.sum(kind(constant) * x)
+
+        def within(x):
+            return jax.lax.fori_loop(0, 3, lambda i, y: jax.jit(plain)(y), x)
+
+        return [traced(work, 1.0) for work in (plain, within)]
+
+    assert hashes(1) == hashes(1)  # of other functions, at other addresses
+    assert all(a != b for a, b in zip(hashes(1), hashes(2)))
+
+
+def test_programs_differ_by_what_they_compute_alone():
+    def one(x, y):
+        return jnp.sin(x) * y + 2.0
+
+    def other(first, second):
+        return jnp.sin(first) * second + 2.0
+
+    assert traced(one, 1.0, 2.0) == traced(other, 1.0, 2.0) == traced(jax.jit(one, inline=True), 1.0, 2.0)
+    wrong = [lambda a, b: one(b, a), lambda a, b: one(a, b) * 1, lambda a, b: jnp.cos(a) * b + 2.0]
+    wrong += [lambda a, b: jnp.sin(a) * b + np.nextafter(np.float32(2), np.float32(3))]
+    assert all(traced(work, 1.0, 2.0) != traced(one, 1.0, 2.0) for work in wrong)
+    assert traced(one, 1.0, np.float16(2)) != traced(one, 1.0, 2.0)
+
+
+def test_callbacks_and_custom_rules_have_no_address():
+    def made():
+        def work(x):
+            return jax.pure_callback(lambda y: y + 1, jax.ShapeDtypeStruct((), np.float32), jax.nn.relu(x))
+
+        return work
+
+    kept = [made() for _ in range(3)]
+    assert traced(kept[0], 1.0) == traced(kept[1], 1.0) == traced(kept[2], 1.0)

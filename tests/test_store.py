@@ -1,0 +1,70 @@
+import jax
+import numpy as np
+import pytest
+from algorithms_table import ALGORITHMS, small_clients
+
+from jaxfl import simulate
+from jaxfl.checkpoint import DamagedError
+from jaxfl.store import Store
+
+LIKE = {"a": jax.ShapeDtypeStruct((6,), np.uint8), "b": jax.ShapeDtypeStruct((6, 3), np.float64)}
+"""Of a row whose fields leave a gap."""
+
+
+def filled(folder):
+    store = Store(folder, LIKE, 6)
+    store.start()
+    store.write(np.arange(6), {"a": np.arange(6, dtype=np.uint8), "b": np.arange(18.0).reshape(6, 3)})
+    store.commit()
+    return store
+
+
+def test_every_bit_of_a_row_is_under_its_checksum(tmp_path):
+    store = filled(tmp_path)
+    store.write(np.array([2]), {"a": np.array([9], np.uint8), "b": np.ones((1, 3))})
+    store.flush()
+    path, size = tmp_path / "rows.bin", store.bytes_per_client
+    content = path.read_bytes()
+    assert len(content) == 2 * 6 * size
+    again = Store(tmp_path, LIKE, 6)
+    for byte in range(len(content)):
+        path.write_bytes(bytes([*content[:byte], content[byte] ^ 16, *content[byte + 1 :]]))
+        place, client = divmod(byte // size, 6)
+        if place == (client == 2):
+            with pytest.raises(DamagedError, match=f"of 1 clients, of client {client} first"):
+                again.restore(**store.saved())
+        else:  # nobody needs that one
+            again.restore(**store.saved())
+            assert again.read(np.array([2]))["a"] == 9
+
+
+@pytest.mark.parametrize("left", [b"", bytes(1000)])
+def test_what_an_interrupted_start_left_is_no_obstacle(left, tmp_path):
+    def run(**options):
+        options |= {"rounds": 1, "store": "host", "progress": False}
+        return simulate(jax.random.key(0), ALGORITHMS["local_only"](), small_clients(), **options)
+
+    (tmp_path / "states").mkdir()
+    (tmp_path / "states" / "rows.bin").write_bytes(left)
+    jax.tree.map(np.testing.assert_array_equal, run(folder=tmp_path)[:2], run()[:2])
+
+
+def test_lost_rows_are_named(tmp_path):
+    store = filled(tmp_path)
+    (tmp_path / "rows.bin").write_bytes(b"")
+    with pytest.raises(DamagedError, match=r"rows.bin has not \d+ bytes"):
+        store.restore(**store.saved())
+    (tmp_path / "rows.bin").unlink()
+    with pytest.raises(DamagedError, match=r"rows.bin is missing"):
+        store.restore(**store.saved())
+    assert not (tmp_path / "rows.bin").exists()
+
+
+def test_states_without_leaves_need_no_file(tmp_path):
+    store = Store(tmp_path / "none", (), 6)
+    store.start()
+    store.write(np.arange(6), ())
+    store.flush()
+    store.commit()
+    store.restore(**store.saved())
+    assert store.states() == ()

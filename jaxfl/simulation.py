@@ -200,6 +200,9 @@ def sweep(
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
     """Number of points, where keys and columns agree on it."""
+    wrong = [name for name in values if not name.isidentifier()]  # which would name a folder, too
+    if wrong:
+        raise ValueError(f"values[{wrong[0]!r}]: give names of arguments of `build`")
     lengths = {name: len(column) for name, column in values.items()}
     if jnp.ndim(key):
         lengths["key"] = len(key)

@@ -171,6 +171,9 @@ def test_points_of_a_sweep_are_told_apart(tmp_path):
         build = functools.partial(fedprox, MODEL, batch_size=4, **options)
         return sweep(KEY, build, {"mu": mu}, small_clients(), rounds=1, folder=tmp_path, progress=False)
 
+    with pytest.raises(ValueError, match=r"values\['\.\./x'\]"):
+        sweep(KEY, fedprox, {"../x": [0.0]}, small_clients(), rounds=1, folder=tmp_path / "a")
+    assert not any(tmp_path.iterdir())
     first = points([0.0, 1.0])
     assert [result.restored for result in first] == [0, 0]
     assert [result.restored for result in points([0.0, 1.0])] == [1, 1]

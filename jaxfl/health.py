@@ -41,10 +41,8 @@ class Watch:
         """
         since = [jax.tree.map(lambda leaf: leaf[start:done], own) for own in records]
         if all(self._stuck(own, recent, done) for own, recent in zip(records, since, strict=True)):
-            raise FloatingPointError(
-                f"{self._dropped(since, start)}; none would count from here on, so the run stops; the last checkpoint "
-                "is intact"
-            )
+            text = f"{self.name}: {self._dropped(since, start)}; none would count from here on, so the run stops"
+            raise FloatingPointError(f"{text}; the last checkpoint is intact")
         dropped, made = _count(since)
         if dropped > _SHARE * made:
             self._warn("updates", self._dropped(since, start))
@@ -62,8 +60,9 @@ class Watch:
         data, others = mask & (train | test), mask & ~(train | test)
         causes = [f"NaN or infinite examples ({_names(data)}): clean them"] if data.any() else []
         if others.any():
-            whose = "the shared model has" if others.sum() == tested.sum() else "their personal models have"
-            causes.append(f"{'of the others, ' if causes else ''}{whose} diverged: {remedy(self.mechanisms)}")
+            whose = "the others'" if causes else "their"
+            model = "the shared model has" if others.sum() == tested.sum() else f"{whose} personal models have"
+            causes.append(f"{model} diverged: {remedy(self.mechanisms)}")
         points = sum(own.any() for own in lost)
         where = f"in {points} of {len(lost)} points, " if len(lost) > 1 else ""
         text = (

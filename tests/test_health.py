@@ -114,7 +114,7 @@ def test_models_without_finite_scores_are_told_with_their_clients(caplog):
         found.scores([scores(1, 4, 7)], 20)
     assert [r.getMessage() for r in caplog.records] == [
         "run: 3 of 11 tested clients (clients 1, 4, 7) have no finite scores after round 20, which count as accuracy "
-        "0; NaN or infinite examples (clients 1, 4): clean them; of the others, their personal models have "
+        "0; NaN or infinite examples (clients 1, 4): clean them; the others' personal models have "
         "diverged: lower the learning rate, or clip updates"
     ]
     caplog.clear()

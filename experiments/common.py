@@ -7,11 +7,13 @@ import math
 import pathlib
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+import tyro
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl import Result, signals, simulate, sweep
+from jaxfl._validate import check_counts
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.engine import compile_rounds, initialize, place
 from jaxfl.models import build, digits_cnn
@@ -28,6 +31,39 @@ from jaxfl.types import Algorithm, Clients, Model
 
 Scale = Literal["smoke", "cpu", "paper", "large"]
 Method = Callable[[Clients], Algorithm]
+C = TypeVar("C")
+
+
+def seeds_of(name: str, value: Any) -> tuple[int, ...]:
+    """Check of a configuration's seeds."""
+    seeds = check_counts(name, value, least=0, empty=False)
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{name}={value!r}: give each seed once, for the spread over them to mean something")
+    return seeds
+
+
+def cli(config: Callable[..., C], description: str | None, **options: Any) -> C:
+    """Read the command line. From then on, a value that does not fit ends the program in one line, without a traceback.
+
+    Args:
+        config: the configuration, a `checked` dataclass.
+        description: help of the command.
+        options: those of `tyro.cli`.
+    """
+    sys.excepthook = in_one_line
+    return tyro.cli(config, description=description, **options)
+
+
+def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """What our own checks say is for the user; anything else is a fault, and shows where."""
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    checked_here = last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
+    if isinstance(error, ValueError | TypeError) and checked_here:
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 class Row(NamedTuple):
@@ -98,7 +134,6 @@ def run_each(
         config: the resolved settings, written beside the results.
         eval_every: as in `simulate`.
     """
-    check_seeds(seeds)
     clients, found = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
         found[name] = []
@@ -149,7 +184,6 @@ def sweep_each(
         config: the resolved settings.
         eval_every: as in `simulate`.
     """
-    check_seeds(seeds)
     results = [
         sweep(
             jax.random.key(seed),
@@ -164,12 +198,6 @@ def sweep_each(
         for seed in seeds
     ]
     return [list(of_point) for of_point in zip(*results, strict=True)]
-
-
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse seeds that repeat: their runs are the same, and would pass for a spread of 0."""
-    if not seeds or len(set(seeds)) < len(seeds):
-        raise ValueError(f"seeds={tuple(seeds)}: give at least one seed, and each of them once")
 
 
 def sweep_folder(

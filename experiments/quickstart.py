@@ -8,9 +8,9 @@ import pathlib
 from typing import Literal
 
 import optax
-import tyro
 
-from experiments.common import run_methods, show, stoppable
+from experiments.common import cli, run_methods, seeds_of, show, stoppable
+from jaxfl._validate import check_fraction, checked, probability
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.data import classes_per_client, load, make_clients
@@ -19,6 +19,7 @@ from jaxfl.privacy import Mechanism, Poisson, calibrate, format_statement
 from jaxfl.types import Algorithm, Clients
 
 
+@checked(delta=probability, rate=check_fraction, seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Settings; every method sees the same clients, cohorts and number of rounds."""
@@ -89,4 +90,4 @@ def digits_clients(clients: int, classes: int, seed: int) -> Clients:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(cli(Config, __doc__))

@@ -171,7 +171,7 @@ def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = 
     array = check_array(name, value)
     sized = array.ndim == 1 and (len(array) == length if length is not None else empty or len(array) > 0)
     if not sized or (array.size and (array.dtype.kind not in "iu" or array.min() < least)):
-        wanted = "" if length is None else f"{length} "
+        wanted = ("" if empty else "one or more ") if length is None else f"{length} "
         raise ValueError(f"{name}={show(value)}: give {wanted}whole numbers of at least {least}")
     return tuple(array.tolist())
 

@@ -7,6 +7,8 @@ import pathlib
 import re
 import subprocess
 import sys
+import traceback
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,6 +20,8 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 import jaxfl
+from experiments.common import cli, in_one_line
+from experiments.quickstart import Config
 from jaxfl import Message, simulate
 from jaxfl._validate import show
 from jaxfl.algorithms import adp_pfl, fedavg, padpfl, pdp_fl
@@ -50,11 +54,9 @@ def refused(call, *, named, value=None):
     try:
         call()
     except (ValueError, TypeError) as error:
-        text, trace = str(error), error.__traceback__
-        while trace.tb_next:
-            trace = trace.tb_next
-        if not trace.tb_frame.f_code.co_filename.startswith(SOURCE):
-            return f"raised in {trace.tb_frame.f_code.co_filename}: {text}"
+        text, where = str(error), traceback.extract_tb(error.__traceback__)[-1].filename
+        if not where.startswith(SOURCE):
+            return f"raised in {where}: {text}"
         return None if named in text and tells(text, value) else f"unclear: {text}"
     except Exception as error:
         return f"crashed: {error!r}"
@@ -189,7 +191,7 @@ def test_a_model_that_does_not_fit_the_clients_is_refused(model, named, never_ru
         simulate(KEY, fedavg(model), CLIENTS, rounds=1, progress=False)
 
 
-BASE = fedavg(MODEL, batch_size=4)
+BASE: Any = fedavg(MODEL, batch_size=4)
 
 
 def updates(change):
@@ -330,10 +332,10 @@ def test_real_rows_come_before_padding_in_64_bits(padded):
 PROGRAM = """
 import jax, numpy as np, optax
 from algorithms_table import ALGORITHMS, small_clients
-from jaxfl import simulate, sweep
+from jaxfl import simulate
 for name in ("dp_fedavg", "dp_pfeddsu", "pdp_fl_examples"):
     result = simulate(jax.random.key(1), ALGORITHMS[name](), small_clients(), rounds=2, progress=False)
-    for leaf in jax.tree.leaves((result.server, result.states, result.per_client)):
+    for leaf in jax.tree.leaves((result.server, result.states, result.history)):
         print(name, np.asarray(leaf).dtype, np.asarray(leaf).tobytes().hex()[:400])
     print(result.metrics)
 """
@@ -355,3 +357,38 @@ def test_a_run_in_64_bits_is_the_same_run():
         outputs.append(found.stdout)
     assert outputs[0] == outputs[1]
     assert "float64" not in outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--rounds", "0"], "rounds=0: give a whole number of at least 1"),
+        (["--seeds"], "seeds=(): give one or more whole numbers of at least 0"),
+        (["--seeds", "-1"], "seeds=(-1,): give one or more whole numbers of at least 0"),
+        (["--clients", "-1"], "clients=-1: give a whole number of at least 1"),
+        (["--rate", "0"], "rate=0.0: give a number in (0, 1]"),
+        (["--delta", "nan"], "delta=nan: give a number in (0, 1)"),
+        (["--epsilon", "inf"], "epsilon=inf: give a finite number above 0"),
+        (["--scale", "huge"], "invalid choice 'huge' for argument '--scale'"),
+    ],
+)
+def test_a_command_line_that_does_not_fit_is_told_in_words(options, named, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quickstart", *options])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with pytest.raises(SystemExit) as ended:
+        cli(Config, None)
+    assert ended.value.code == 2
+    assert named in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_errors_of_a_command_are_one_line_where_they_are_checks(capsys):
+    try:
+        from_arrays(INPUTS, LABELS, INPUTS, LABELS, classes=0)
+    except ValueError as error:
+        in_one_line(ValueError, error, error.__traceback__)
+    assert capsys.readouterr().err == "error: classes=0: give a whole number of at least 1\n"
+    try:
+        np.zeros(2).reshape(3)
+    except ValueError as error:
+        in_one_line(ValueError, error, error.__traceback__)
+    assert "Traceback" in capsys.readouterr().err

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 import numpy as np
 import optax
-import tyro
 from jax import Array
 from jaxtyping import Float, Key
 
+from experiments.common import cli, seeds_of
+from jaxfl._validate import checked
 from jaxfl.algorithms import adp_pfl, dp_lg, fedavg, local_only
 from jaxfl.data import Dataset, label_share, load, make_clients
 from jaxfl.local.train import train_model
@@ -82,6 +83,7 @@ CHANGES: dict[Scale, dict[str, Any]] = {
 }
 
 
+@checked(seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Which data, how much of it, how often."""
@@ -114,7 +116,7 @@ _FIXED = ("fixed", "DP-FedAvg", "DP-LG", NOISE_ALONE)
 
 def start(description: str | None) -> tuple[Config, Setting, Dataset, tuple[int, ...]]:
     """Read the command line: what is asked for, the setting, its data, and the seeds."""
-    config = tyro.cli(Config, description=description)
+    config = cli(Config, description)
     setting = dataclasses.replace(Setting(), **CHANGES[config.scale])
     smoke = config.scale == "smoke"
     return config, setting, load("digits" if smoke else config.dataset), config.seeds[:1] if smoke else config.seeds

@@ -9,21 +9,23 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import optax
-import tyro
 
 from experiments.common import (
     HEADER,
     Row,
     Scale,
     cells,
+    cli,
     model_for,
     percent,
     round_seconds,
     run_methods,
     run_sweep,
+    seeds_of,
     show,
     stoppable,
 )
+from jaxfl._validate import check_counts, checked
 from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.privacy import Full, Poisson, calibrate
@@ -82,6 +84,7 @@ CHANGES: dict[Scale, dict[str, Any]] = {
 }
 
 
+@checked(classes=check_counts, seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Which data, how much of it, how often."""
@@ -193,7 +196,7 @@ def run(
         entries: the rows.
         scale: what the command takes by default.
     """
-    config = tyro.cli(Config, description=description, default=Config(scale=scale))
+    config = cli(Config, description, default=Config(scale=scale))
     name: Data = "digits" if config.scale == "smoke" else config.dataset
     setting = dataclasses.replace(PAPER[name], **CHANGES[config.scale])
     seeds, counts = config.seeds, config.classes or classes.get(name, classes["cifar10"])

@@ -11,12 +11,12 @@ from typing import Literal
 import jax
 import numpy as np
 import optax
-import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common import Scale, check_seeds, model_for, percent, stoppable
+from experiments.common import Scale, cli, model_for, percent, seeds_of, stoppable
 from jaxfl import simulate
+from jaxfl._validate import checked
 from jaxfl.algorithms import fedavg
 from jaxfl.data import classes_per_client, iid, load, make_clients, matching
 from jaxfl.privacy import FixedSize, Mechanism
@@ -45,6 +45,7 @@ TASKS = {
 ROUNDS: dict[Scale, int | None] = {"smoke": 3, "cpu": None, "paper": 1500, "large": 3000}
 
 
+@checked(seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Which task, how long, how often."""
@@ -65,7 +66,6 @@ def main(config: Config) -> None:
     if config.scale == "smoke":
         setting = dataclasses.replace(setting, clients=50, cohort=5)
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
-    check_seeds(seeds)
     algorithm = fedavg(
         model_for("lenet", data),
         optimizer=optax.sgd(setting.learning_rate),
@@ -103,4 +103,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(cli(Config, __doc__))

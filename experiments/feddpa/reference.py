@@ -8,9 +8,9 @@ import pathlib
 from typing import Any, Literal
 
 import optax
-import tyro
 
-from experiments.common import Scale, dirichlet_clients, model_for, run_methods, show, stoppable
+from experiments.common import Scale, cli, dirichlet_clients, model_for, run_methods, seeds_of, show, stoppable
+from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
 from jaxfl.data import load
@@ -45,6 +45,7 @@ SCALES: dict[Scale, Setting] = {
 }
 
 
+@checked(seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Which data, how much of it, how often."""
@@ -112,4 +113,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(cli(Config, __doc__))

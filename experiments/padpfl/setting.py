@@ -8,11 +8,11 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jax import Array
 from jaxtyping import Key
 
-from experiments.common import Method, Row, plot_metric, run_methods, show, stoppable
+from experiments.common import Method, Row, cli, plot_metric, run_methods, seeds_of, show, stoppable
+from jaxfl._validate import checked
 from jaxfl.algorithms import padpfl
 from jaxfl.algorithms.padpfl import convergence_bound
 from jaxfl.data import Dataset, by_sizes, corrupt_clients, load, make_clients, matching
@@ -85,6 +85,7 @@ SCALES: dict[Scale, Setting] = {
 }
 
 
+@checked(seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How much, and how often."""
@@ -98,7 +99,7 @@ class Config:
 @stoppable()
 def run(figure: int, description: str | None) -> None:
     """Read the command line and run figure 2, 4, 6 or 8 (no privacy) or 3, 5, 7 or 9 (private) of scenarios 1 to 4."""
-    config = tyro.cli(Config, description=description)
+    config = cli(Config, description)
     setting, number = SCALES[config.scale], figure // 2
     scenario, data = SCENARIOS[number], load("digits" if config.scale == "smoke" else "mnist")
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds

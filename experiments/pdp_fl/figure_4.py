@@ -5,9 +5,7 @@ python -m experiments.pdp_fl.figure_4 --scale paper
 
 import dataclasses
 
-import tyro
-
-from experiments.common import stoppable
+from experiments.common import cli, stoppable
 from experiments.pdp_fl.setting import Config, Setting, budgets, printed, run, scaled
 from jaxfl.data import Dataset
 from jaxfl.types import Algorithm
@@ -36,4 +34,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(cli(Config, __doc__))

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 import optax
-import tyro
 
-from experiments.common import Method, plot_metric, run_methods, show, stoppable
+from experiments.common import Method, cli, plot_metric, run_methods, seeds_of, show, stoppable
+from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl
 from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
 from jaxfl.data import Dataset, iid, load, make_clients, matching
@@ -53,6 +53,7 @@ class Setting:
 SMOKE: dict[str, Any] = {"dataset": "digits", "clients": 20, "fraction": 0.2, "rounds": 2, "hidden": (16,), "epochs": 1}
 
 
+@checked(seeds=seeds_of)
 @dataclasses.dataclass(frozen=True)
 class Config:
     """How much, and how often."""
@@ -185,7 +186,7 @@ def cases(dataset: Data, rounds: int, figure: int, description: str | None) -> N
         rows |= {f"case {case}": printed(setting, data, budgets(case, setting.clients)) for case in (3, 4)}
         return {"FedAvg": plain(setting, data)} | rows
 
-    config = tyro.cli(Config, description=description)
+    config = cli(Config, description)
     setting = scaled(config.scale, dataset=dataset, rounds=rounds)
     run(f"figure_{figure}", f"Figure {figure}", setting, methods, config)
 
@@ -198,7 +199,7 @@ def comparison(dataset: Data, rounds: int, table: int, description: str | None) 
         rows = {f"PDP-FL, case {case}": printed(setting, data, budgets(case, setting.clients)) for case in (1, 2, 3, 4)}
         return baselines(setting, data) | rows | honest(setting, data, 3)
 
-    config = tyro.cli(Config, description=description)
+    config = cli(Config, description)
     setting = scaled(config.scale, dataset=dataset, rounds=rounds)
     run(f"table_{table}", f"Table {table}", setting, methods, config)
 

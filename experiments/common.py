@@ -38,7 +38,7 @@ def seeds_of(name: str, value: Any) -> tuple[int, ...]:
     """Check of a configuration's seeds."""
     seeds = check_counts(name, value, least=0, empty=False)
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"{name}={value!r}: give each seed once, for the spread over them to mean something")
+        raise ValueError(f"{name}={value!r}: give at least one seed, and each of them once")
     return seeds
 
 

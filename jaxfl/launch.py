@@ -8,20 +8,31 @@ When one process ends early, so do the others, and the same command goes on from
 """
 
 import argparse
+import contextlib
+import hashlib
+import importlib.util
 import math
 import os
 import pathlib
+import platform
+import queue
+import re
 import runpy
+import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 
+from jaxfl import hosts
 from jaxfl.backend import cores
 
 _HEARTBEAT_SECONDS = 30
@@ -30,121 +41,251 @@ _HEARTBEAT_SECONDS = 30
 _GRACE_SECONDS = 10.0
 """For the others to notice and say where they were, before they are killed."""
 
+_ONE_PRESS_SECONDS = 0.1
+"""Signals closer together are one: a terminal and a wrapper may both send it."""
+
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+
+
+class _Stop(NamedTuple):
+    """A signal to the launcher."""
+
+    time: float
+    number: int
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Start this machine's processes, wait for all of them, and say which one failed first.
 
-    Ctrl-C (or SIGTERM) lets a run save and stop; a second one acts at once.
+    Ctrl-C (or SIGTERM) lets a run save and stop; a second one kills. However the launcher ends, its processes do too.
 
     Returns:
-        The exit code of the process that failed first, 128 more than the signal if one ended it; 0 if none did.
+        The exit code of the process that failed first, 128 more than the signal if one ended or stopped it; 0 if none
+        did. 128 more than the signal that the launcher was sent, if that is why they ended.
 
     Raises:
-        ValueError: options that do not go together.
+        SystemExit: with code 2 after one line about options that are wrong or do not go together.
     """
+    # The description has the usage: an error is one line.
     parser = argparse.ArgumentParser(
-        "python -m jaxfl.launch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m jaxfl.launch",
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--processes", type=int, help="how many in all; on this machine, unless --process is given")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of process 0's machine")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address and free port of process 0's machine")
     parser.add_argument("--process", type=int, help="which one this machine starts, from 0")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments")
     parser.add_argument("file", nargs=argparse.REMAINDER, help="or a file to run, and its arguments")
     options = parser.parse_args(arguments)
-    if not (options.module or options.file):
-        raise ValueError("program is missing: give a file, or -m and a module")
-    given = [name for name in ("processes", "coordinator", "process") if getattr(options, name) is not None]
-    if given not in ([], ["processes"], ["processes", "coordinator", "process"]):
-        raise ValueError(
-            f"{given} alone: give processes, or all of processes, coordinator and process, or none of them"
-        )
-    if given and (options.process or 0) not in range(options.processes):
-        raise ValueError(
-            f"processes={options.processes}, process={options.process}: give process from 0 to processes - 1"
-        )
+    if wrong := _wrong(options):
+        parser.error(wrong)
 
-    children = _start(options, alone=given == ["processes"])
-    number, code = _wait(children)
-    if code:
+    alone = options.coordinator is None and options.processes is not None
+    alive, held = os.pipe()  # nothing is ever written: it ends with this process, and so do the others
+    with open(alive, "rb"), open(held, "wb"), _stops() as stops:
+        number, code = _wait(_start(options, alone, alive), stops)
+    again = "start all processes again with the same command, and each run goes on from its last checkpoint"
+    if code and stops and code in (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGKILL):
+        code = -stops[0].number
+        print(f"\nstopped by {signal.Signals(-code).name}: {again}", file=sys.stderr)
+    elif code:
         name = "the process of this machine" if number is None else f"process {number} of {options.processes}"
-        how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
-        again = "start all processes again with the same command, and each run goes on from its last checkpoint"
-        print(f"\n{name} {how}; no other goes on without it: {again}", file=sys.stderr)
+        elsewhere = "" if alone else "; if one of another machine ended before it, that one is the cause"
+        print(f"\n{name} {_how(code)}; no other goes on without it{elsewhere}: {again}", file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
-def _start(options: argparse.Namespace, alone: bool) -> dict[int | None, subprocess.Popen]:
+def _wrong(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options, and the remedy."""
+    names = ("processes", "coordinator", "process")
+    given = [name for name in names if getattr(options, name) is not None]
+    if not (options.module or options.file):
+        return "program is missing: give a file, or -m and a module"
+    if options.file and not os.path.exists(options.file[0]):
+        return f"file={options.file[0]!r} does not exist: give a file, or -m and a module"
+    top = options.module and options.module[0].partition(".")[0]
+    if options.module and not (top and importlib.util.find_spec(top)):
+        return f"-m {options.module[0]}: no such module"
+    if given not in ([], ["processes"], [*names]):
+        return f"{given} alone: give processes, or all of processes, coordinator and process, or none of them"
+    if given and options.processes < 1:
+        return f"processes={options.processes}: give a whole number of at least 1"
+    if given and (options.process or 0) not in range(options.processes):
+        return f"processes={options.processes}, process={options.process}: give process from 0 to processes - 1"
+    return _unreachable(options.coordinator, bind=options.process == 0) if options.coordinator is not None else None
+
+
+def _unreachable(coordinator: str, bind: bool) -> str | None:
+    """What keeps the processes from meeting there."""
+    parts = re.fullmatch(r"(\[[^\s\[\]/]+\]|[^\s\[\]/:]+):([0-9]{1,5})", coordinator)
+    if not parts or not 0 < int(parts[2]) < 2**16:
+        return f"coordinator={coordinator!r}: give HOST:PORT, with a port from 1 to 65535"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(parts[1].strip("[]"), parts[2], type=socket.SOCK_STREAM)[0]
+        if bind and _BIND not in os.environ:
+            # JAX shares a port that another run listens at, and the processes of both mix; elsewhere it crashes.
+            with socket.socket(family, kind) as found:
+                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                found.bind(address)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", error)
+        return f"coordinator={coordinator!r}: {why}: give an address and a free port of process 0's machine"
+    return None
+
+
+def _how(code: int) -> str:
+    """How a process failed."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    if -code in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
+        return f"gives no sign of life, stopped by {name}"
+    return f"was ended by {name}" + (", as by JAX where another is lost" if -code == signal.SIGABRT else "")
+
+
+@contextlib.contextmanager
+def _stops() -> Iterator[list[_Stop]]:
+    """The signals so far that ask for an end; while they are only noted, no number of them can do harm."""
+    stops: list[_Stop] = []
+
+    def note(number: int, frame: Any) -> None:
+        stops.append(_Stop(time.monotonic(), number))  # without a lock: the handler may interrupt itself
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stops
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _start(options: argparse.Namespace, alone: bool, alive: int) -> dict[int | None, subprocess.Popen]:
     """This machine's processes by their number: all where it is alone, else one."""
     program = ["-m", *options.module] if options.module else options.file
-    environment, coordinator, numbers = os.environ.copy(), options.coordinator, [options.process]
+    environment, coordinator, numbers, run = os.environ.copy(), options.coordinator, [options.process], ""
     if alone:
-        coordinator, numbers = f"127.0.0.1:{_free_port()}", list(range(options.processes))
-        environment["JAX_COORDINATOR_BIND_ADDRESS"] = coordinator  # no other machine has to reach it
+        coordinator, numbers, run = f"127.0.0.1:{_free_port()}", list(range(options.processes)), secrets.token_hex(8)
+        environment[_BIND] = coordinator
         share = min(16, cores() // options.processes)
         environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, share)))
+    elif coordinator is not None:
+        environment.setdefault(_BIND, coordinator)  # else all interfaces
     children = {}
     for number in numbers:
-        code = f"from jaxfl.launch import _join; _join({coordinator!r}, {options.processes}, {number})"
-        command = [sys.executable, "-c", code, *program]
+        join = f"_join({coordinator!r}, {options.processes}, {number}, {run!r}, {alive})"
+        command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
         shown = None if number == numbers[0] else subprocess.DEVNULL  # they all print the same
         # In a group of its own, so that Ctrl-C reaches it once, through this process.
-        children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0)
+        children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0, pass_fds=[alive])
     return children
 
 
-def _wait(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int]:
+def _wait(children: dict[int | None, subprocess.Popen], stops: list[_Stop]) -> tuple[int | None, int]:
     """Number and exit code of the process that failed first, once all have ended; code 0 if none failed."""
-    stops = 0
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal stops
-        stops += 1
-        for child in children.values():
-            child.send_signal(signal.SIGINT if stops == 1 else signal.SIGKILL)
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    first, deadline, running = (None, 0), math.inf, True
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    for number, child in children.items():  # a thread each: they notice in the order of events
+        threading.Thread(target=lambda n=number, c=child: ended.put((n, c.wait())), daemon=True).start()
+    first, deadline, told, running = (None, 0), math.inf, False, len(children)
     while running:
-        time.sleep(0.05)
-        codes = {number: child.poll() for number, child in children.items()}
-        running, failed = None in codes.values(), {number: code for number, code in codes.items() if code}
-        if failed and not first[1]:  # of those that ended together, signals before the errors that follow from them
-            first = min(failed.items(), key=lambda item: item[1])
-            deadline = time.monotonic() + _GRACE_SECONDS
-        if time.monotonic() > deadline:
+        with contextlib.suppress(queue.Empty):
+            number, code = ended.get(timeout=0.05)
+            running -= 1
+            if code and not first[1]:
+                first = (code == -signal.SIGABRT and _silent(children)) or (number, code)
+                deadline = time.monotonic() + _GRACE_SECONDS
+        if stops and not told:
+            told = True
+            for child in children.values():
+                child.send_signal(signal.SIGINT)
+        if time.monotonic() > deadline or (stops and stops[-1].time - stops[0].time > _ONE_PRESS_SECONDS):
             for child in children.values():
                 child.kill()
-    for number, handler in previous.items():
-        signal.signal(number, handler)
     return first
 
 
-def _join(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    """Become one of the processes, and run the program."""
-    detect = None if coordinator is None else "deactivate"
+def _silent(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int] | None:
+    """Number of a process that is stopped, and less the signal: JAX ended another one that waited for it."""
+    if not hasattr(os, "waitid"):  # macOS with Python before 3.13
+        return None
+    for number, child in children.items():
+        with contextlib.suppress(ChildProcessError):  # it has ended
+            if found := os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+                return number, -found.si_status
+    return None
+
+
+def _join(coordinator: str | None, processes: int | None, process: int | None, run: str, launcher: int) -> None:
+    """Become one of the processes, and run the program.
+
+    Args:
+        coordinator: HOST:PORT, or None where JAX detects it.
+        processes: how many.
+        process: number of this one.
+        run: what only processes of this run know, where one launcher starts them all.
+        launcher: a pipe that is at its end when the launcher is.
+    """
+    threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save while the others are awaited
     jax.distributed.initialize(
         coordinator,
         processes,
         process,
-        cluster_detection_method=detect,
+        cluster_detection_method=None if coordinator is None else "deactivate",
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = _run(run, processes)
+    sys.stdout.flush()
+    if not code:
+        return
+    if not process:  # without process 0 the others end at once: let them say why
+        time.sleep(2)
+    os._exit(code)  # a regular exit would wait for processes that wait for this one
+
+
+def _end_after(launcher: int) -> None:
+    """Kill this process and those that it started once the launcher has ended."""
+    os.read(launcher, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run(run: str, processes: int | None) -> int:
+    """Run the program, if all processes run the same; its exit code."""
+    module = sys.argv[1] == "-m"
+    sys.argv[:] = sys.argv[2 if module else 1 :]
     try:
-        if sys.argv[1] == "-m":
-            sys.argv[:] = sys.argv[2:]
+        hosts.agree({"run": run, "processes": str(processes), "program": shlex.join(sys.argv), **_versions()})
+    except ValueError as differing:
+        print(differing, file=sys.stderr)
+        return 1
+    try:
+        if module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
-            sys.argv[:] = sys.argv[1:]
             sys.path[0] = str(pathlib.Path(sys.argv[0]).absolute().parent)
             runpy.run_path(sys.argv[0], run_name="__main__")
-    except (Exception, SystemExit) as error:
-        if isinstance(error, SystemExit) and not error.code:
-            raise
+    except SystemExit as end:
+        if isinstance(end.code, int | None):
+            return (end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as stopped:
+        for note in getattr(stopped, "__notes__", ()):
+            print(note, file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Exception:
         traceback.print_exc()
-        sys.stdout.flush()
-        if not process:  # without process 0 the others end at once: let them say why
-            time.sleep(2)
-        os._exit(1)  # a regular exit would wait for processes that wait for this one
+        return 1
+    return 0
+
+
+def _versions() -> dict[str, str]:
+    """What computes, beside the program."""
+    sources = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
+    code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return {"python": platform.python_version(), "jax": jax.__version__, "jaxfl's code": code[:12]}
 
 
 def _free_port() -> int:

@@ -114,21 +114,6 @@ def test_a_lost_process_stops_the_others_and_other_processes_go_on(start, tmp_pa
     check_equal(tmp_path, expected() + sweep_results(devices=jax.devices()[:1]))
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ([], "program"),
-        (["-m"], "program"),
-        (["--processes", "0", "x"], "processes=0"),
-        (["--process", "1", "x"], "process"),
-        (["--coordinator", "a:1", "--processes", "2", "--process", "2", "x"], "process=2"),
-    ],
-)
-def test_wrong_options_name_themselves(options, name):
-    with pytest.raises(ValueError, match=name):
-        launch.main(options)
-
-
 def test_a_process_reads_no_examples_of_others():
     clients = small_clients()
     whole = shard(clients, 4)

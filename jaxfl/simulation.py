@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import math
 import os
 import pathlib
@@ -308,9 +309,11 @@ class _Run:
             for algorithm, own in zip(algorithms, folders, strict=True)
         ]
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
+        facts: fingerprint.Facts = {}
+        if folder is not None or jax.process_count() > 1:
+            facts = self._fingerprint(key, init_key, what, algorithms, options) | options.streams.facts(keys)
+            hosts.agree({name: json.dumps(fact) for name, fact in facts.items()})
         if folder is not None:
-            facts = self._fingerprint(key, init_key, what, algorithms, options.store)
-            facts |= options.streams.facts(keys)
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts)
             if options.resume == "never":
                 self.checkpoints.clear()
@@ -465,12 +468,12 @@ class _Run:
         init_key: Key[Array, "*P"],
         what: Algorithm | Points,
         algorithms: list[Algorithm],
-        store: str,
+        options: _Options,
     ) -> fingerprint.Facts:
         population = self.runner.population
         values = self.points.values if self.points else {}
         facts = {"method": algorithms[0].name, "model": algorithms[0].model.name, "rounds": self.rounds}
-        facts |= {"evaluations": self.evaluations, "store": store}
+        facts |= {"evaluations": self.evaluations, "store": options.store}
         facts |= {f"values of {name}": column.tolist() for name, column in values.items()}
         for p, algorithm in enumerate(algorithms):
             name = f"point {p}: mechanism" if self.points else "mechanism"

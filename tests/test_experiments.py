@@ -5,18 +5,14 @@ from typing import Any
 
 import pytest
 
-from experiments import common
+from experiments import common, quickstart
 from jaxfl import signals
 
 
-def test_a_seed_that_repeats_is_refused(tmp_path):
-    options: dict[str, Any] = {"rounds": 1, "out": tmp_path, "config": {}}
-    unused: Any = None
-    for seeds in ((0, 0), (3, 1, 3), ()):
-        with pytest.raises(ValueError, match=r"seeds=.*each of them once"):
-            common.run_each({}, unused, seeds=seeds, **options)
-        with pytest.raises(ValueError, match=r"seeds=.*each of them once"):
-            common.sweep_each("method", unused, {}, unused, seeds=seeds, **options)
+@pytest.mark.parametrize("seeds", [(0, 0), (3, 1, 3), (), (-1,), (0.5,)])
+def test_seeds_that_repeat_or_are_none_are_refused(seeds):
+    with pytest.raises(ValueError, match=r"seeds=.*give"):
+        quickstart.Config(seeds=seeds)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,19 @@ def test_the_headline_is_never_above_a_bound_that_covers_it(noise, floor, sampli
     assert aggregate["against_client"]["epsilon"] >= aggregate["pld"]["total"] * (1 - 1e-3) or sampling != Full()
 
 
+def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
+    """Each of 10 clients was there once: its upload is one Gaussian at 3 / 2, where the sums count 10 rounds at 3."""
+    m = Mechanism(clip=1.0, client_noise=3.0, sampling=Poisson(0.1))
+    record = planned_ledger(m, 10, 10)._replace(participants=np.eye(10, dtype=bool))
+    honest = privacy_statement(record, m, 10)["honest"]
+    aggregate, once = honest["aggregate"], get_epsilon_gaussian(1.5, 1e-5)
+    assert aggregate["pld"]["total"] == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(10), 1e-5), rel=1e-6)
+    assert aggregate["pld"]["total"] > once
+    for least in (aggregate, aggregate["example"], honest["upload"]):
+        assert least["epsilon"] == pytest.approx(once, rel=1e-6)
+    assert aggregate["by"].startswith("of the uploads, which bounds that of sums: Gaussian, replace-one")
+
+
 def test_another_client_knows_its_own_noise():
     """Two clients that add half of the variance each: one of them sees what the other's own noise leaves."""
     m = Mechanism(clip=1.0, client_noise=2.25 / math.sqrt(2))

@@ -12,7 +12,6 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import (
-    at_least_0,
     check_choice,
     check_noise,
     check_numbers,
@@ -59,6 +58,10 @@ def _check_bounds(name: str, value: Any) -> tuple[float, ...]:
     return bounds
 
 
+def _check_threshold(name: str, value: Any) -> Any:
+    return value if traced(value) else float(check_numbers(name, value, axes=(0,), negative=True))
+
+
 def _check_percentile(name: str, value: Any) -> Any:
     value = check_positive(name, value, zero=True)
     if not traced(value) and value >= 100:
@@ -72,7 +75,7 @@ def _check_percentile(name: str, value: Any) -> Any:
     risk_bounds=_check_bounds,
     clip=up_to_infinity,
     percentile=_check_percentile,
-    threshold=at_least_0,
+    threshold=_check_threshold,
     delta=probability,
     claim=up_to_infinity,
 )

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import pytest
 from jax._src import distributed
@@ -145,10 +144,10 @@ def test_a_stopped_process_is_blamed_for_the_one_that_waited_for_it(monkeypatch)
     [((0.0,) * 50, [signal.SIGINT]), ((0.0, 1.0), [signal.SIGINT, signal.SIGKILL])],
 )
 def test_signals_reach_processes_once_and_a_second_press_kills(times, sent):
-    children: Any = {number: Child(signals=len(sent)) for number in range(2)}
+    one, other = Child(signals=len(sent)), Child(signals=len(sent))
     stops = [launch._Stop(at, signal.SIGTERM) for at in times]
-    assert launch._wait(children, stops)[1] == -sent[-1]
-    assert [child.got for child in children.values()] == [sent] * 2
+    assert launch._wait({0: one, 1: other}, stops)[1] == -sent[-1]
+    assert one.got == other.got == sent
 
 
 def test_signals_are_only_noted():

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Float, Key
 
-from jaxfl._validate import check_noise, checked, count_from_0, probability, up_to_infinity
+from jaxfl._validate import check_noise, checked, count_from_0, nonzero, probability, up_to_infinity
 from jaxfl.local.train import fit_head, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
@@ -24,6 +25,8 @@ class Parts(NamedTuple):
     """Shared, personal -> parameters."""
     own: Callable[[Params, Params], Params]
     """Shared, parameters with another head -> personal."""
+    decay: Number = 0.0
+    """Weight decay of the personal part while it is fitted; the optimizer itself would decay the joined parameters."""
 
 
 @checked(head_epochs=count_from_0, evaluation_epochs=count_from_0)
@@ -87,7 +90,12 @@ def fedrep(
         params = parts.join(server.params, client)
         if not epochs:
             return params
-        return fit_head(key, model, params, data, optimizer=head_optimizer, batch_size=batch_size, epochs=epochs)[0]
+
+        def decay(params: Params) -> Float[Array, ""]:
+            return 0.5 * parts.decay * jnp.asarray(optax.tree.norm(parts.own(server.params, params), squared=True))
+
+        passes: dict[str, Any] = {"optimizer": head_optimizer, "batch_size": batch_size, "epochs": epochs}
+        return fit_head(key, model, params, data, penalty=decay if nonzero(parts.decay) else None, **passes)[0]
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)

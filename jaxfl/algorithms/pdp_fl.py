@@ -14,7 +14,7 @@ from jaxfl.algorithms.fedavg import fedavg, refuse_server_optimizer, sends_weigh
 from jaxfl.algorithms.padpfl import paper_noise, sound_noise, sound_upload_noise
 from jaxfl.privacy.accountants import Accountant, round_down
 from jaxfl.privacy.accounting import calibrate_examples
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Sampling, default_delta
+from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Poisson, Sampling, default_delta
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, Model, Tree
 
@@ -119,7 +119,8 @@ def pdp_fl(
         rounds: T; a run may be shorter.
         clip: C, L2 bound on what a client sends: its update (`paper`: its weights).
         fidelity: which of the two.
-        aggregation: "printed": the mean as Algorithm 3 has it, with a further factor 1/n for n participants.
+        aggregation: "printed": as Algorithm 3 has it, the clients' mean with a further factor 1/n for n participants,
+            whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
         smallest: `paper`: m, examples of the smallest client.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
@@ -157,9 +158,12 @@ def pdp_fl(
     else:
         noise = _by_kind(asked, lambda e: sound_upload_noise(e, rounds, delta, accountant))
         z = sound_noise(epsilon_max, rounds, delta, accountant)
+    if aggregation == "printed" and isinstance(sampling, Poisson):
+        raise ValueError(f"sampling={sampling!r} with aggregation='printed': 1/n needs Full() or FixedSize(n)")
+    count = sampling.expected(len(asked)) if aggregation == "printed" else 1.0
     mechanism = Mechanism(
         clip=clip,
-        noise_multiplier=z,
+        noise_multiplier=z * count,  # the division below takes the factor away again
         client_noise=noise[None],
         weights=level,
         sampling=sampling,
@@ -174,7 +178,7 @@ def pdp_fl(
         return method
 
     def server_update(server: Server, aggregate: Tree) -> Server:
-        return method.server_update(server, optax.tree.scale(1 / sampling.expected(len(asked)), aggregate))
+        return method.server_update(server, optax.tree.scale(1 / count, aggregate))
 
     return method._replace(server_update=server_update)
 

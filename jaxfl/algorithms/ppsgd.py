@@ -7,7 +7,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, probability, up_to_infinity
+from jaxfl._validate import at_least_0, check_noise, check_positive, checked, probability, up_to_infinity
 from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
 from jaxfl.local.train import squared_error, train_model
 from jaxfl.privacy.mechanism import Mechanism, Sampling
@@ -37,7 +37,8 @@ def ppsgd(
 
     "centaur" is the variant of CENTAUR's experiments: FedRep with :math:`\theta_i` in place of the head and
     :math:`(\phi, w)` in place of the extractor; :math:`\theta_i` is fitted for one epoch in a round, and for 15 on a
-    copy before evaluation.
+    copy before evaluation, by the published optimizer: SGD at 0.1, momentum 0.9, weight decay 1e-4 of
+    :math:`\theta_i` alone.
 
     Args:
         model: the network, with a head.
@@ -49,13 +50,14 @@ def ppsgd(
         options: "original": `batch_size` (10), `server_learning_rate` :math:`\eta_w` (0.1), `personal_learning_rate`
             :math:`\eta_\theta` (0.1; the published code multiplies its own by the number of participants), and `loss`
             of logits, labels and weights (`jaxfl.local.train.squared_error`). "centaur": those of `centaur`, of which
-            `head_optimizer` (SGD at 0.1), `head_epochs` (1) and `evaluation_epochs` (15) are of :math:`\theta_i`.
+            `head_optimizer`, `head_epochs` (1) and `evaluation_epochs` (15) are of :math:`\theta_i`, and
+            `head_decay` (1e-4), its weight decay.
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
         mechanism on the clipped sum; for each client against all others (joint privacy): its own head depends on its
         own data. Publishing heads voids it.
     Deviations from the paper: a fixed denominator qN and true sampling. Heads have a bias. Heads are added as
-        parameters, which for heads of one linear layer adds their logits.
+        parameters, which for heads of one linear layer adds their logits. CENTAUR's own heads start at random.
     References: Bietti et al., Personalization Improves Privacy-Accuracy Tradeoffs in Federated Learning, ICML 2022;
         Shen et al., Share Your Representation Only, ICLR 2023 ("centaur").
 
@@ -69,12 +71,11 @@ def ppsgd(
     if variant == "original":
         mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta)
         return _one_step(model, mechanism, **options)
-    heads: dict[str, Any] = {"head_optimizer": optax.sgd(0.1), "head_epochs": 1, "evaluation_epochs": 15}
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
-    return centaur(model, parts=added_head(model), **private, **heads | options)._replace(name="ppsgd")
+    mechanism = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
+    return _of_centaur(model, mechanism, **options)
 
 
-def added_head(model: Model) -> Parts:
+def added_head(model: Model, decay: Number = 0.0) -> Parts:
     """Everything is shared, and a personal head, zero at first, is added to the shared one."""
 
     def join(shared: Params, personal: Params) -> Params:
@@ -84,7 +85,23 @@ def added_head(model: Model) -> Parts:
         cut=lambda params: (params, optax.tree.zeros_like(split_head(model, params)[1])),
         join=join,
         own=lambda shared, params: optax.tree.sub(split_head(model, params)[1], split_head(model, shared)[1]),
+        decay=decay,
     )
+
+
+def _of_centaur(
+    model: Model,
+    mechanism: dict[str, Any],
+    *,
+    head_optimizer: optax.GradientTransformation = optax.sgd(0.1, momentum=0.9),
+    head_decay: Number = 1e-4,
+    head_epochs: int = 1,
+    evaluation_epochs: int = 15,
+    **options: Any,
+) -> Algorithm:
+    check_positive("head_decay", head_decay, zero=True)
+    heads = {"head_optimizer": head_optimizer, "head_epochs": head_epochs, "evaluation_epochs": evaluation_epochs}
+    return centaur(model, parts=added_head(model, head_decay), **mechanism, **heads, **options)._replace(name="ppsgd")
 
 
 @checked(server_learning_rate=at_least_0, personal_learning_rate=at_least_0)

@@ -102,6 +102,20 @@ def test_printed_coefficients_sum_to_one_over_the_participants():
     close(found[1].server.params, optax.tree.scale(0.25, found[0].server.params))
 
 
+def test_the_servers_noise_is_added_after_the_printed_mean():
+    # Algorithm 3: (1/n) sum_k a_k (w_k + N(0, sigma_k^2)) + N(0, sigma_D^2), sigma_D^2 = sigma_A^2 - what is there.
+    levels = np.array([2.0, 2, 5, 5, 8, 8])
+    options: dict[str, Any] = {"fidelity": "paper", "smallest": 4, "aggregation": "printed", "levels": levels}
+    clients = small_clients((4,) * 6)
+    found = [run(build([0.4] * 6, epsilon_max=most, **options), clients, 1) for most in (1.0, math.inf)]
+    noise = optax.tree.sub(found[0].server.params, found[1].server.params)  # the clients' own is in both
+    flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noise)])
+    a, of_one = levels / levels.sum(), 2 * math.sqrt(2 * math.log(1.25 / 1e-5)) / 4
+    present = np.sum((a * of_one / 0.4 / 6) ** 2)
+    wanted = math.sqrt((of_one * a.max()) ** 2 - present)
+    assert flat.std() == pytest.approx(wanted, rel=4 / math.sqrt(2 * flat.size))
+
+
 @given(budgets_of, st.floats(0.5, 50), st.sampled_from([Full(), Poisson(0.4), FixedSize(1)]), st.integers(1, 20))
 @settings(deadline=None, max_examples=25)
 def test_sound_never_exceeds_what_a_client_asked_for(asked, most, sampling, rounds):
@@ -188,6 +202,7 @@ def test_geyers_method_is_dp_fedavg_with_a_fixed_cohort():
         ({"epsilon_max": 0.0}, "epsilon_max=0.0"),
         ({"fidelity": "paper"}, "smallest=None"),
         ({"rounds": 0}, "rounds=0"),
+        ({"aggregation": "printed", "sampling": Poisson(0.5)}, r"sampling=Poisson.*FixedSize"),
     ],
 )
 def test_wrong_arguments_name_themselves(wrong, name):

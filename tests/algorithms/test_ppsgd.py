@@ -91,10 +91,37 @@ def test_squared_error_by_hand():
 
 
 LOCAL: dict[str, Any] = {"variant": "centaur", "optimizer": optax.sgd(0.2), "batch_size": 4, "epochs": 2}
+PLAIN: dict[str, Any] = {"head_optimizer": optax.sgd(0.1), "head_decay": 0.0}
+
+
+def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
+    # torch.optim.SGD(theta, lr=.1, momentum=.9, weight_decay=1e-4): the decay is in the gradient, of theta alone.
+    algorithm = ppsgd(MODEL, head_epochs=4, **LOCAL | {"batch_size": WHOLE}, **PRIVATE)
+    server, states = start(algorithm)
+    before = jax.tree.map(lambda leaf: leaf + 1, first(states))["head"]
+    data = client_data()
+    own = data._rows[: int(data.size)]
+    x, labels = MODEL.prepare(data._inputs[own]), data._labels[own]
+
+    @jax.jit
+    def slope(theta):
+        def loss(theta):
+            logits = MODEL.apply({**server.params, "head": optax.tree.add(server.params["head"], theta)}, x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+        return jax.grad(loss)(theta)
+
+    theta, velocity = jax.device_get(before), optax.tree.zeros_like(before)
+    for _ in range(4):
+        gradient = jax.tree.map(lambda g, t: np.asarray(g) + 1e-4 * t, slope(theta), theta)
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
+        theta = jax.tree.map(lambda t, v: t - 0.1 * v, theta, velocity)
+    _, fitted, _ = jax.jit(algorithm.client_update)(KEY, server, {"head": before}, data)
+    assert_close(optax.tree.sub(fitted["head"], before), optax.tree.sub(theta, before))
 
 
 def test_centaurs_variant_fits_the_added_head_and_then_what_is_shared():
-    algorithm = ppsgd(MODEL, **LOCAL, **PRIVATE)
+    algorithm = ppsgd(MODEL, **LOCAL, **PLAIN, **PRIVATE)
     server, states = start(algorithm)
     theta = jax.tree.map(lambda leaf: leaf + 0.1, first(states))
     message, fitted, _ = algorithm.client_update(KEY, server, theta, client_data())
@@ -119,7 +146,7 @@ def test_centaurs_variant_with_still_heads_is_dp_fedavg():
 
 
 def test_evaluation_tunes_a_copy_longer_than_a_round_does():
-    algorithm = ppsgd(MODEL, **LOCAL, **PRIVATE)
+    algorithm = ppsgd(MODEL, **LOCAL, **PLAIN, **PRIVATE)
     server, states = start(algorithm)
     tuned = algorithm.personalize(KEY, server, first(states), client_data())
     expected, _ = fit_head(KEY, MODEL, server.params, client_data(), optimizer=optax.sgd(0.1), batch_size=4, epochs=15)
@@ -133,6 +160,7 @@ def test_evaluation_tunes_a_copy_longer_than_a_round_does():
         ({"personal_learning_rate": -1.0}, r"personal_learning_rate=-1\.0"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"variant": "centaur", "head_epochs": -1}, "head_epochs=-1"),
+        ({"variant": "centaur", "head_decay": -1.0}, r"head_decay=-1\.0"),
     ],
 )
 def test_wrong_arguments_name_themselves(wrong, name):

@@ -126,14 +126,7 @@ class Watch:
 
 def remedy(mechanisms: Sequence[Mechanism]) -> str:
     """Against models that diverge."""
-    most = float(np.finfo(np.float32).max) / 10  # draws are some times their standard deviation
-    noisy = False
-    for own in mechanisms:
-        added = max(float(np.max(own.client_noise_table)), float(np.max(own.noise_multiplier_table)))
-        local = 0.0 if own.examples is None else float(np.max(own.examples.noise_multiplier)) * own.examples.clip
-        if added * own.clip > most or local > most:
-            return "noise overflows float32: lower the noise multiplier or the clip bound"
-        noisy |= added > 0 or local > 0
+    noisy = any(own.noisy or own.example_noise_table.any() for own in mechanisms)
     return "lower the learning rate or the noise" if noisy else "lower the learning rate, or clip updates"
 
 

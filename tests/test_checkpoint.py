@@ -133,6 +133,16 @@ def test_no_damage_goes_unnoticed(seed, saved, tmp_path, caplog):
     assert ("the checkpoint of round 3" in caplog.text) == (round_ == 2)
 
 
+def test_a_damaged_manifest_is_not_taken_for_another_run(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    path = copy / "ckpt" / "3" / "manifest.json"
+    content = path.read_bytes()
+    for byte in range(0, len(content), 13):
+        path.write_bytes(bytes([*content[:byte], content[byte] ^ 1, *content[byte + 1 :]]))
+        assert restored(copy)[0] == 2
+
+
 def test_rows_of_later_rounds_are_no_rows_of_this_checkpoint(saved, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(saved[0], copy)

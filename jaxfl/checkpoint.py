@@ -85,8 +85,8 @@ class Checkpoints:
         return 0
 
     def newest(self) -> str:
-        """Where the newest state is, if anywhere."""
-        steps = self._steps()
+        """Where the newest state is, if anywhere, that is not known to be damaged."""
+        steps = self._steps() if self._whole is None else [self._whole]
         return str(self._folder / str(steps[-1])) if steps else "none"
 
     def ends(self, rounds: int) -> bool:

@@ -31,7 +31,7 @@ class Result(NamedTuple):
     ledger: Ledger
     statement: dict[str, Any]
     restored: int = 0
-    """Rounds that were read from the folder, not computed."""
+    """Rounds that were read from the folder, and not computed by this call."""
 
 
 class Recorded(NamedTuple):

@@ -229,8 +229,10 @@ def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, ca
     shutil.copytree(folder, copy)
     large = max((path for path in (copy / "ckpt" / "3").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
     large.write_bytes(large.read_bytes()[:-1])
+    caplog.set_level("INFO", "jaxfl")
     again = quiet(copy, store=store)
     assert "the checkpoint of round 3" in caplog.text
+    assert f"round 2 of 3 read from {copy}/ckpt/2; going on" in caplog.text
     assert again.restored == 2
     equal(again[:2], whole[:2])
     assert again.metrics == whole.metrics

@@ -227,7 +227,9 @@ def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, ca
     folder, whole = runs[store]
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    large = max((path for path in (copy / "ckpt" / "3").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    large = max(
+        (path for path in (copy / "ckpt" / "3" / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+    )
     large.write_bytes(large.read_bytes()[:-1])
     caplog.set_level("INFO", "jaxfl")
     again = quiet(copy, store=store)

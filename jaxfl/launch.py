@@ -26,13 +26,12 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxfl import hosts
+from jaxfl import hosts, signals
 from jaxfl.backend import cores
 
 _HEARTBEAT_SECONDS = 30
@@ -236,7 +235,7 @@ def _join(coordinator: str | None, processes: int | None, process: int | None, r
         heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = _run(run, processes)
+    code = _run(run, processes, process)
     sys.stdout.flush()
     if not code:
         return
@@ -251,7 +250,7 @@ def _end_after(launcher: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(run: str, processes: int | None) -> int:
+def _run(run: str, processes: int | None, process: int | None) -> int:
     """Run the program, if all processes run the same; its exit code."""
     module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[2 if module else 1 :]
@@ -271,12 +270,12 @@ def _run(run: str, processes: int | None) -> int:
             return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt as stopped:
-        for note in getattr(stopped, "__notes__", ()):
-            print(note, file=sys.stderr)
-        return 128 + signal.SIGINT
-    except Exception:
-        traceback.print_exc()
+    except KeyboardInterrupt as stop:
+        if str(stop) and not process:
+            print(f"\n{stop}", file=sys.stderr)
+        return signals.exit_code(stop)
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
         return 1
     return 0
 

@@ -28,10 +28,9 @@ FAST = ("feddpa", "adp_pfl_released", "fed_smp")
 
 def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:
     """A test of each method; one worker takes all tests of a method, and compiles it once for each shape."""
-    marks = {
-        name: (pytest.mark.xdist_group(name), *([] if name in fast else [pytest.mark.slow])) for name in ALGORITHMS
-    }
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=own) for name, own in marks.items()])
+    slow = {name: [] if name in fast else [pytest.mark.slow] for name in ALGORITHMS}
+    rows = [pytest.param(name, marks=[pytest.mark.xdist_group(name), *slow[name]]) for name in ALGORITHMS]
+    return pytest.mark.parametrize("name", rows)
 
 
 each, some = _rows(ALGORITHMS), _rows(FAST)

@@ -124,7 +124,7 @@ LOCAL = {"optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"),
 STEPS, SERVER = {"steps": (None, "count?")}, {"server_optimizer": (optax.sgd(1.0), "optimizer")}
 HEADS = {"head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count")}
 PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
-DELTA, MODELS = {"delta": (1e-5, "probability")}, {"model": (MODEL, "model")}
+DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
 PENALTY = {"penalty": (None, "function?"), "sam_radius": (0.0, "at least 0")}
 FEDAVG = MODELS | LOCAL | STEPS | SERVER
 NAMED = {"mechanism": (Mechanism(), "mechanism"), "name": ("own", "text")}
@@ -133,7 +133,7 @@ IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
-PLAN = {"delta": (1e-5, "probability"), "accountant": ("rdp", "choice")}
+PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
 TARGETED = {
     "rounds": (2, "count"),
     "clip": (1.0, "bound"),
@@ -148,6 +148,7 @@ RUN = {
     "chunk": (None, "chunk?"),
 }
 RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (False, "flag")}
+RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_noise": (False, "flag")}
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 
 ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
@@ -157,7 +158,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
-        "batch": (None, "count?"),
+        "batch": (None, "count?"), "paired_noise": (False, "flag"),
     }),
     "local_only": (algorithms.local_only, MODELS | LOCAL | STEPS | {"sampling": (Full(), "sampling")}),
     "fedavg": (algorithms.fedavg, FEDAVG | PENALTY | NAMED),
@@ -204,12 +205,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "threshold": (None, "finite?"), "upload": ("updates", "choice"), "claim": (None, "bound?"),
         "server_optimizer": (None, "optimizer?"),
     }),
-    "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | DELTA | {
+    "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | PLAN | {
         "epsilon": (INF, "bound"), "impacts": (None, "impacts?"), "upload_epsilon": (INF, "bound"),
         "exposures": (1, "count"), "mu": (0.1, "at least 0"), "sampling": (Full(), "sampling"),
         "examples": (None, "examples?"),
     }),
-    "pdp_fl": (algorithms.pdp_fl, FEDAVG | TARGETED | DELTA | {
+    "pdp_fl": (algorithms.pdp_fl, FEDAVG | TARGETED | PLAN | {
         "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "aggregation": ("normalised", "choice"),
         "sampling": (Full(), "sampling"), "examples": (None, "examples?"),
     }),
@@ -279,15 +280,16 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "shape": (None, "number list?"),
     }),
     "calibrate_upload": (privacy.calibrate_upload, PLAN | {
-        "epsilon": (1.0, "positive"), "participations": (2, "count"),
+        "epsilon": (1.0, "positive"), "participations": (2, "count"), "clients": (None, "count?"),
     }),
     "calibrate_examples": (privacy.calibrate_examples, PLAN | {
         "epsilon": (1.0, "positive"), "rate": (0.5, "fraction"), "steps": (1, "count"), "participations": (2, "count"),
+        "clients": (None, "count?"),
     }),
     "epsilon": (privacy.epsilon, {
         "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "observer": ("upload", "choice"),
         "accountant": ("rdp", "choice"), "delta": (None, "probability?"), "one_round": (False, "flag"),
-        "unit": ("client", "choice"),
+        "unit": ("client", "choice"), "stateful": (False, "flag"),
     }),
     "example_epsilon": (privacy.example_epsilon, {
         "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "accountant": ("rdp", "choice"),
@@ -298,6 +300,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "privacy_statement": (privacy.privacy_statement, {
         "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "clients": (2, "count"),
+        "randomness": ("seed", "choice"), "paired": (False, "flag"), "stateful": (False, "flag"),
     }),
     "format_statement": (privacy.format_statement, {
         "statement": (privacy.privacy_statement(LEDGER, MECHANISM, 2), "statement"),
@@ -313,8 +316,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "client_noise": (privacy.client_noise, PLAN | {
         "budgets": ([1.0, 1.0], "number list"), "epsilon": (1.0, "positive"), "participation": (0.5, "fraction"),
         "release_share": (0.1, "share below 1"),
+        "clients": (None, "count?"),
     }),
-    "paper_noise": (privacy.paper_noise, DELTA | {
+    "paper_noise": (privacy.paper_noise, {
+        "delta": (1e-5, "probability"),
         "budgets": ([1.0, 1.0], "number list"), "rule": ("classic", "choice"),
     }),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from typing import Literal
 
+import jax
 import optax
 
 from experiments.common import cli, run_methods, seeds_of, show, stoppable
@@ -14,7 +15,7 @@ from jaxfl._validate import check_fraction, checked, probability
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
 from jaxfl.data import classes_per_client, load, make_clients
-from jaxfl.models import digits_cnn
+from jaxfl.models import digits_cnn, mlp
 from jaxfl.privacy import Mechanism, Poisson, calibrate, format_statement
 from jaxfl.types import Algorithm, Clients
 
@@ -45,7 +46,9 @@ def main(config: Config) -> None:
     """Run the six methods and compare them."""
     if config.scale == "smoke":
         config = dataclasses.replace(config, clients=60, rounds=3)
-    model, sampling = digits_cnn(), Poisson(config.rate)
+        jax.config.update("jax_disable_most_optimizations", True)
+    model = mlp((8, 8, 1), 10, hidden=(32,)) if config.scale == "smoke" else digits_cnn()
+    sampling = Poisson(config.rate)
     z = calibrate(config.epsilon, clients=config.clients, rounds=config.rounds, sampling=sampling, delta=config.delta)
     local = {"optimizer": optax.sgd(0.1, momentum=0.9), "batch_size": 4, "epochs": 3}
     private = {"clip": config.clip, "noise_multiplier": z, "sampling": sampling, "delta": config.delta}

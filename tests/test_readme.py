@@ -1,21 +1,38 @@
 import pathlib
 import re
 
+import jax
+import numpy as np
 import pytest
+from algorithms_table import small_clients
+
+from jaxfl import simulate
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def run(block):
+    names = {}
+    exec(compile(block, str(README), "exec"), names)
+    return names
+
 
 def test_the_example_runs(tmp_path, monkeypatch, capsys):
-    blocks = re.findall(r"<!-- tested by .*? -->\n```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(blocks) == 1
-    code = blocks[0]
-    assert len([line for line in code.splitlines() if line]) <= 15
+    assert len([line for line in BLOCKS[0].splitlines() if line]) <= 15
     monkeypatch.chdir(tmp_path)
-    exec(compile(code.replace("rounds = Poisson(0.2), 30", "rounds = Poisson(0.2), 2"), str(README), "exec"), {})
+    run(BLOCKS[0].replace("Poisson(0.2), 30", "Poisson(0.2), 2").replace("200", "20"))
     printed = capsys.readouterr().out
     assert re.search(r"epsilon \d", printed)
     assert (tmp_path / "runs/example/privacy.json").exists()
+    assert len((tmp_path / "runs/example/metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_method_of_ones_own_runs():
+    result = simulate(jax.random.key(0), run(BLOCKS[1])["mine"], small_clients(), rounds=1, progress=False)
+    assert np.isfinite(result.metrics[-1]["train_loss"])
+    assert len(BLOCKS) == 2  # each is run here
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README.read_text()))

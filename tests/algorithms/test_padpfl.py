@@ -61,7 +61,7 @@ def test_as_many_exposures_as_rounds_need_no_server(p):
     assert printed(np.array(p) / sum(p), rounds=6, exposures=6)[1] == 0
 
 
-@given(impact_factors, st.floats(0, 5), st.floats(0.1, 5))
+@given(impact_factors, st.floats(0, 5).map(lambda s: round(s, 6)), st.floats(0.1, 5))
 @settings(deadline=None, max_examples=50)
 def test_variance_is_the_larger_of_target_and_present(p, s, z):
     p = np.array(p) / sum(p)

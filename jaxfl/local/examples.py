@@ -10,8 +10,8 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanism import PerExample
-from jaxfl.privacy.noise import add_gaussian, derive, single
+from jaxfl.privacy.mechanism import PerExample, coins
+from jaxfl.privacy.noise import add_gaussian, derive
 from jaxfl.types import ClientData, Params, Tree
 
 _CHUNK = 16
@@ -52,8 +52,7 @@ def noisy_gradient(
     batch_key, noise_key = (derive(key, purpose) for purpose in range(2))
     padded = data.padded
     chunk = min(private.chunk or (1 if norms is None else _CHUNK), padded)
-    coins = jax.random.uniform(single(batch_key), (padded,)) < private.rate
-    drawn = coins & (jnp.arange(padded) < data.size)
+    drawn = coins(batch_key, padded, private.rate) & (jnp.arange(padded) < data.size)
     count = jnp.sum(drawn)
     order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
 

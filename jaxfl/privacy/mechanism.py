@@ -29,6 +29,7 @@ from jaxfl._validate import (
     traced,
     up_to_infinity,
 )
+from jaxfl.privacy.noise import random_bits
 from jaxfl.types import Account, Number
 
 ROUNDING = 1e-4
@@ -38,6 +39,25 @@ _SMALL, _LARGE = 2.0**-63, 2.0**50
 """Numbers between have squares, and products of two have values, that single precision holds, sums of 10^7 too."""
 _LEAST_CLIP = 1e-10
 """Smaller bounds clip nothing: squares of the coordinates of an update that exceeds them vanish."""
+
+
+def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{count}"]:
+    """Independent coins of 64 bits that show True with probability `rate`, rounded down to a multiple of 2^-64."""
+    if not traced(rate) and rate == 1:
+        return jnp.ones(count, bool)
+    bits = random_bits(key, (count, 2))
+    high, low = _threshold(rate)
+    return (bits[:, 0] < high) | ((bits[:, 0] == high) & (bits[:, 1] < low))
+
+
+def _threshold(rate: Number) -> tuple[Any, Any]:
+    """A rate under 1 times 2^64, rounded down, in two words; of a sweep's rate, the next float below it."""
+    if traced(rate):
+        scaled = jnp.nextafter(jnp.asarray(rate, jnp.float32), jnp.float32(0)) * 2.0**32
+        high = jnp.floor(scaled)
+        return high.astype(jnp.uint32), ((scaled - high) * 2.0**32).astype(jnp.uint32)
+    high, low = divmod(int(float(rate) * 2.0**64), 2**32)
+    return np.uint32(high), np.uint32(low)
 
 
 @checked(rate=check_fraction)
@@ -53,7 +73,7 @@ class Poisson:
 
     def sample(self, key: Key[Array, ""], clients: int) -> Bool[Array, "C"]:
         """Draw who takes part; client i's coin depends on the key and on i alone."""
-        return jax.random.uniform(key, (clients,)) < self.rate
+        return coins(key, clients, self.rate)
 
 
 @checked()

@@ -23,8 +23,8 @@ def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, 
 def random_bits(key: Key[Array, "*S"], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
     """32 random bits for each place; those of a pair of keys can be told only by who knows both."""
     if not key.ndim:
-        return jax.random.bits(key, shape)
-    return jax.random.bits(key[0], shape) ^ jax.random.bits(key[1], shape)
+        return jax.random.bits(key, shape, jnp.uint32)
+    return jax.random.bits(key[0], shape, jnp.uint32) ^ jax.random.bits(key[1], shape, jnp.uint32)
 
 
 def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]:

@@ -25,12 +25,15 @@ from jaxtyping import Bool, Float, Int, Key
 from jaxfl.backend import compiler_options
 from jaxfl.data.clients import shard
 from jaxfl.local.masks import keep
-from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanism import Release, RoundNoise, adapt, round_numbers, server_noise
-from jaxfl.privacy.noise import add_gaussian, derive, single
+from jaxfl.privacy.clip import clip, round_within
+from jaxfl.privacy.mechanism import Mechanism, Release, RoundNoise, adapt, round_numbers, server_noise, sum_unit
+from jaxfl.privacy.noise import add_gaussian, add_grid_noise, derive, single
+from jaxfl.privacy.sums import add, add_up, narrow, widen
 from jaxfl.types import Account, Algorithm, ClientData, Clients, Ledger, Message, StepNoise, Tree
 
 _SAMPLE, _CLIENT, _CLIENT_NOISE, _SERVER_NOISE, _RELEASE = range(5)
+_BLOCK = 8
+"""Chunks whose clients are added up in single precision, place by place, before the exact sum (see `sums`)."""
 
 _RESERVED = {
     "round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "epsilon",
@@ -98,6 +101,7 @@ class _Slots(NamedTuple):
     ids: Int[Array, "S"]
     sampled: Bool[Array, "S"]
     weights: Float[Array, "S"]
+    scale: Float[Array, "S"]
     noise: Float[Array, "S"]
     example_noise: Float[Array, "S"]
     cost: Float[Array, "S"]
@@ -107,6 +111,7 @@ class Sums(NamedTuple):
     """Sums over participants; outside of `shard_map` each leaf has a leading axis of devices."""
 
     update: Tree
+    """In units of `sum_unit`; under noise whole numbers."""
     variance: Float[Array, ""]
     weight: Float[Array, ""]
     info: dict[str, Float[Array, ""]]
@@ -252,7 +257,7 @@ def _round(
     drawn = draw(algorithm, population.number, keys, index, account)
     ids = jnp.arange(population.clients.number)
     total, states = add_participants(algorithm, population, chunk, keys, drawn, ids, None, server, states)
-    server, records = finish_round(algorithm, keys, drawn, total, server)
+    server, records = finish_round(algorithm, population.mesh, keys, drawn, total, server)
     return server, states, records
 
 
@@ -306,24 +311,27 @@ def add_participants(
         in_specs=(by_client, by_client, P(), by_client, population.layout),
         out_specs=by_client,
         check_vma=False,  # algorithms start loops from constants, which the check takes for replicated
-    )(total, _slots(drawn, ids), server, states, population.clients)
+    )(total, _slots(algorithm.mechanism, drawn, ids), server, states, population.clients)
 
 
-def finish_round(algorithm: Algorithm, keys: Keys, drawn: Draw, total: Sums, server: Tree) -> tuple[Tree, Records]:
+def finish_round(
+    algorithm: Algorithm, mesh: Mesh, keys: Keys, drawn: Draw, total: Sums, server: Tree
+) -> tuple[Tree, Records]:
     """Add up the devices' sums; then the server's noise, the division and the server's step."""
     mechanism, numbers = algorithm.mechanism, drawn.numbers
-    total = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), total)
-    update, std = total.update, jnp.zeros(())
+    total = add_up(total)
+    update, std, unit = total.update, jnp.zeros(()), sum_unit(mechanism, numbers)
     if mechanism.server_noisy:
         std = server_noise(numbers, total.variance)
-        update = add_gaussian(derive(keys.noise, _SERVER_NOISE), update, std * mechanism.clip)
+        update = _noised(mechanism, mesh, derive(keys.noise, _SERVER_NOISE), update, std * mechanism.clip / unit)
     realised = jnp.where(total.weight > 0, total.weight, 1.0)
     denominator = numbers.denominator if mechanism.denominator == "expected" else realised
-    aggregate = jax.tree.map(lambda leaf: leaf / denominator.astype(leaf.dtype), update)
+    aggregate = jax.tree.map(lambda leaf: leaf * (unit / denominator), narrow(update))
 
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
     info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
-    moved = algorithm.server_update(server, aggregate)
+    # Parameters in half precision got an update in single precision.
+    moved = jax.tree.map(_as, algorithm.server_update(server, aggregate), server)
     if mechanism.denominator == "participants":  # it shows an empty cohort anyway
         moved = jax.tree.map(lambda new, old: jnp.where(total.weight > 0, new, old), moved, server)
     server = moved
@@ -340,7 +348,19 @@ def finish_round(algorithm: Algorithm, keys: Keys, drawn: Draw, total: Sums, ser
     return server, Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
-def _slots(drawn: Draw, ids: Int[Array, "S"]) -> _Slots:
+def _noised(mechanism: Mechanism, mesh: Mesh, key: Key[Array, "*S"], update: Tree, std: Float[Array, ""]) -> Tree:
+    """The server's noise on a sum; `std` in the sum's unit. Exact up to what single precision draws."""
+    if mechanism.noise == "grid":
+        return add_grid_noise(key, update, mesh)
+    zero = jax.tree.map(jnp.zeros_like, narrow(update))
+    return add(update, widen(add_gaussian(key, zero, std)))
+
+
+def _as(new: Array, old: Array) -> Array:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _slots(mechanism: Mechanism, drawn: Draw, ids: Int[Array, "S"]) -> _Slots:
     """A round's numbers at these clients; those that only fill up the mesh never take part."""
 
     def at(values: Array) -> Array:
@@ -348,10 +368,10 @@ def _slots(drawn: Draw, ids: Int[Array, "S"]) -> _Slots:
         return values.at[rows].get(mode="fill", fill_value=0)
 
     sampled = drawn.sampled.at[ids].get(mode="fill", fill_value=False)
-    numbers = drawn.numbers
-    return _Slots(
-        ids, sampled, at(numbers.weights), at(numbers.client_noise), at(numbers.example_noise), at(drawn.cost)
-    )
+    numbers, weights = drawn.numbers, at(drawn.numbers.weights)
+    scale = weights / sum_unit(mechanism, numbers)
+    noise = at(numbers.client_noise), at(numbers.example_noise)
+    return _Slots(ids, sampled, weights, scale, *noise, at(drawn.cost))
 
 
 def _cohort(
@@ -367,30 +387,39 @@ def _cohort(
     """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number."""
     own = slots.ids.shape[0]
     chunk = min(chunk, own)
-    participants = jnp.sum(slots.sampled)
+    chunks = -(-jnp.sum(slots.sampled) // chunk)
     order = jnp.nonzero(slots.sampled, size=-(-own // chunk) * chunk, fill_value=own)[0]
 
     @functools.partial(jax.jit, inline=True)
     def one(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree]:
         return _participant(algorithm, keys, slots, slot, server, states, clients)
 
-    if total is None:
-        shapes, _ = jax.eval_shape(one, jnp.zeros((), order.dtype), states)
-        total = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    # Of one client, plain code: a batch axis of 1 would cost the fast matrix products.
+    of_chunk = one if chunk == 1 else jax.vmap(one, (0, None))
 
     def body(i: Int[Array, ""], carry: tuple) -> tuple:
-        total, states = carry
-        if chunk == 1:  # plain code: a batch axis of 1 would cost the fast matrix products
-            slot = order[i]
-            added, state = one(slot, states)
-        else:
-            slot = lax.dynamic_slice(order, (i * chunk,), (chunk,))
-            added, state = jax.vmap(one, (0, None))(slot, states)
-            added = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), added)
+        part, states = carry
+        slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
+        added, state = of_chunk(slot, states)
         states = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), states, state)
-        return optax.tree.add(total, added), states
+        return optax.tree.add(part, added), states
 
-    return lax.fori_loop(0, -(-participants // chunk), body, (total, states))
+    def settle(part: Sums) -> Sums:
+        if chunk == 1:
+            part = jax.tree.map(lambda leaf: leaf[None], part)
+        exact = algorithm.mechanism.noisy and algorithm.mechanism.noise == "float"
+        return add_up(part._replace(update=widen(part.update)) if exact else part)
+
+    lanes = () if chunk == 1 else (chunk,)
+    shapes, _ = jax.eval_shape(one, jnp.zeros((), order.dtype), states)
+    zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
+
+    def block(b: Int[Array, ""], carry: tuple) -> tuple:
+        total, states = carry
+        part, states = lax.fori_loop(b * _BLOCK, jnp.minimum((b + 1) * _BLOCK, chunks), body, (zero, states))
+        return add(total, settle(part)), states
+
+    return lax.fori_loop(0, -(-chunks // _BLOCK), block, (settle(zero) if total is None else total, states))
 
 
 def _participant(
@@ -405,7 +434,7 @@ def _participant(
     """One client's share of the sums, and its new state; a slot beyond the last one contributes zero."""
     mechanism = algorithm.mechanism
     real = slot < slots.ids.shape[0]
-    ids, weight = slots.ids[slot], jnp.where(real, slots.weights[slot], 0.0)
+    ids, weight, scale = slots.ids[slot], *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale))
     old = jax.tree.map(lambda leaf: leaf[slot], states)
     data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
     client_key = derive(keys.clients, _CLIENT, ids)
@@ -443,8 +472,13 @@ def _participant(
             "choose others"
         )
     info = info | {"update_norm": norm, "clipped": (norm > mechanism.clip).astype(jnp.float32)}
+    if mechanism.noise == "grid":
+        mechanism.check_resolution(sum(leaf.size for leaf in jax.tree.leaves(update)))
+        update = round_within(update, jnp.minimum(norm, mechanism.clip), scale, mechanism.clip * scale)
+    else:
+        update = jax.tree.map(lambda leaf: leaf * scale, update)
     share = Sums(
-        update=jax.tree.map(lambda leaf: leaf * weight.astype(leaf.dtype), update),
+        update=update,
         variance=(weight * slots.noise[slot]) ** 2,
         weight=weight,
         info={name: jnp.where(finite & real, value, 0.0) for name, value in info.items()},

@@ -269,7 +269,7 @@ class Stream:
             return add_participants(algorithm, block, chunk, keys.at(index), drawn, ids, total, server, states)
 
         def finish(keys: Keys, index: Int[Array, ""], drawn: Draw, total: Sums, server: Tree) -> tuple:
-            return finish_round(algorithm, keys.at(index), drawn, total, server)
+            return finish_round(algorithm, population.mesh, keys.at(index), drawn, total, server)
 
         def renew(states: Tree, before: Tree, source: Int[Array, "S"]) -> Tree:
             return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)

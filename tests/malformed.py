@@ -274,6 +274,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "client_noise": (0.0, "client noise"), "weights": (None, "weights?"), "denominator": ("expected", "choice"),
         "communicates": (True, "flag"), "claim": (None, "claim?"), "broken": (None, "text?"),
         "release": (None, "release?"), "least_total": (None, "at least 0?"), "examples": (None, "examples?"),
+        "noise": ("float", "choice"),
     }),
     "calibrate": (privacy.calibrate, PLAN | {
         "epsilon": (1.0, "positive"), "clients": (2, "count"), "rounds": (2, "count"), "sampling": (Full(), "sampling"),

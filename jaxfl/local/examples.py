@@ -75,11 +75,14 @@ def noisy_gradient(
         batch = inputs, labels, i * chunk + jnp.arange(chunk) < count
         return optax.tree.add(total, clipped_sum(losses_fn, prepare, params, batch, private.clip))
 
+    # Gradients, their clipping, sum and noise are single precision, whatever the weights are in.
+    dtypes, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
     value, total = lax.fori_loop(0, -(-count // chunk), add, zero)
     total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * private.clip, jnp.float32))
     expected = private.rate * jnp.maximum(data.size, 1)
-    return value / jnp.maximum(count, 1), optax.tree.scale(1 / expected, total)
+    mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, dtypes)
+    return value / jnp.maximum(count, 1), mean
 
 
 def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float) -> tuple:

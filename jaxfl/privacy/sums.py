@@ -1,0 +1,84 @@
+r"""Sums that are exact, whatever their number of terms and their order: whole numbers of 64 bits, in two words of 32.
+
+A sum of floats has no bounded sensitivity: two that one client separates may round apart ever after. The engine adds up
+blocks of b = 8 clients in single precision, in units of :math:`2^{-30} C \max w`, rounds those to whole numbers and
+adds them here. Client i is in one block. The rounding errors of its partial sums, u = 2^-24 times their norms and so
+:math:`u (2 + \dots + b) C \max w` at most, differ between neighbours by up to twice that, and those of the rounding to
+whole numbers by :math:`\sqrt d`. So, for any number of clients, its absence changes the sum by at most
+:math:`w_i C (1 + 2^{-20}) + (70 u + 2^{-30} \sqrt d) C \max w`, where the second factor is 5.1e-6 for a million
+coordinates. The server's noise is added here too: what is released is a rounding of the exact sum with its noise. Where
+clients add noise, blocks add up what is noised already.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Int32, UInt32
+
+from jaxfl.types import Tree
+
+
+class Wide(NamedTuple):
+    """Whole numbers modulo 2^64, as JAX has none without `jax_enable_x64`; stands where a tree has a leaf."""
+
+    high: Int32[Array, "*S"]
+    low: UInt32[Array, "*S"]
+
+
+def widen(tree: Tree) -> Tree:
+    """The nearest whole numbers, exactly; for magnitudes below 2^63."""
+
+    def leaf(x: Float[Array, "*S"]) -> Wide:
+        size = jnp.round(jnp.abs(x))
+        high = jnp.floor(size * 2.0**-32)
+        low = (size - high * 2.0**32).astype(jnp.uint32)
+        return _with_sign(x < 0, Wide(high.astype(jnp.int32), low))
+
+    return jax.tree.map(leaf, tree)
+
+
+def narrow(tree: Tree) -> Tree:
+    """Whole numbers in single precision, which other numbers are in already."""
+
+    def leaf(x: Array | Wide) -> Float[Array, "*S"]:
+        if not isinstance(x, Wide):
+            return x.astype(jnp.float32)
+        negative = x.high < 0
+        size = _with_sign(negative, x)
+        value = size.high.astype(jnp.float32) * 2.0**32 + size.low.astype(jnp.float32)
+        return jnp.where(negative, -value, value)
+
+    return jax.tree.map(leaf, tree, is_leaf=_is_wide)
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    """Sum of two trees; exact where leaves are whole numbers."""
+    return jax.tree.map(lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide)
+
+
+def add_up(tree: Tree) -> Tree:
+    """Sum over the leading axis of each leaf; exact where leaves are whole numbers."""
+
+    def leaf(stack: Array | Wide) -> Array | Wide:
+        if isinstance(stack, Wide):
+            return lax.reduce(stack, Wide(jnp.int32(0), jnp.uint32(0)), _add_wide, (0,))
+        return jnp.sum(stack, axis=0, dtype=stack.dtype)
+
+    return jax.tree.map(leaf, tree, is_leaf=_is_wide)
+
+
+def _add_wide(a: Wide, b: Wide) -> Wide:
+    low = a.low + b.low
+    return Wide(a.high + b.high + (low < b.low).astype(jnp.int32), low)
+
+
+def _with_sign(negative: Array, x: Wide) -> Wide:
+    """-x where `negative`."""
+    high = jnp.where(negative, ~x.high + (x.low == 0).astype(jnp.int32), x.high)
+    return Wide(high, jnp.where(negative, -x.low, x.low))
+
+
+def _is_wide(node: object) -> bool:
+    return isinstance(node, Wide)

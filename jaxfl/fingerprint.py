@@ -114,7 +114,7 @@ def of_versions(mesh: Mesh) -> Facts:
     versions = {name: _version(name) for name in ("jaxfl", "jax", "jaxlib")}
     device = mesh.devices.flat[0]
     settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")}
-    return versions | {"platform": device.platform, "devices": mesh.size} | settings
+    return versions | {"device": device.device_kind, "devices": mesh.size} | settings
 
 
 def differences(found: Facts, own: Facts) -> list[str]:

@@ -69,11 +69,13 @@ def test_one_failure_fails_the_whole_and_the_others_still_run(tmp_path, capfd):
     assert "of an older run" not in printed
 
 
+@pytest.mark.slow
 def test_a_workload_that_cannot_run_fails_its_benchmark(tmp_path):
     options = jobs(quick=True, vs=None)["throughput_lenet"]
     assert run({"throughput_lenet": [*options, "--repeats", "1"]}, tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_gives_its_value_or_its_last_words():
     assert apart(json.dumps, [1, 2]) == "[1, 2]"
     with pytest.raises(RuntimeError, match=r"(?s)json.loads.*JSONDecodeError"):

@@ -43,6 +43,7 @@ def assert_same(a, b):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a.server, b.server)
 
 
+@pytest.mark.slow
 def test_a_measured_chunk_is_said_and_remembered(compiled, caplog):
     caplog.set_level(logging.INFO, "jaxfl")
     first = run("auto")

@@ -95,12 +95,14 @@ def check_equal(folder, wanted):
             np.testing.assert_allclose(found[name], leaf, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hosts")
 def test_eight_devices_change_nothing(start, tmp_path):
     assert start(1, 8, tmp_path) == 0
     check_equal(tmp_path, expected())
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hosts")
 def test_a_lost_process_stops_the_others_and_other_processes_go_on(start, tmp_path, capfd):
     assert start(4, 1, tmp_path, "die") == 128 + signal.SIGKILL

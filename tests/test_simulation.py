@@ -218,7 +218,13 @@ def whole():
 
 
 @pytest.mark.parametrize(
-    "numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGINT], [signal.SIGKILL]]
+    "numbers",
+    [
+        [signal.SIGINT],
+        pytest.param([signal.SIGTERM], marks=pytest.mark.slow),
+        pytest.param([signal.SIGINT, signal.SIGINT], marks=pytest.mark.slow),
+        pytest.param([signal.SIGKILL], marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_process_resumes_bit_identically(numbers, tmp_path):
     here = pathlib.Path(__file__).parent

@@ -29,7 +29,9 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize(("name", "block"), [("centaur", 2**24), ("adp_pfl_released", 1)])
+@pytest.mark.parametrize(
+    ("name", "block"), [pytest.param("centaur", 2**24, marks=pytest.mark.slow), ("adp_pfl_released", 1)]
+)
 def test_results_are_those_of_the_device_store(name, block, monkeypatch):
     monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", block)  # of 1 byte: a client for each device
     device, host = quiet(name), quiet(name, store="host")

@@ -52,7 +52,9 @@ SWEEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "dp_fedsam" else pytest.mark.slow) for name in SWEEPS]
+)
 def test_every_point_is_the_run_of_its_values(name):
     build, values = SWEEPS[name]
     sweeps = [sweep(KEY, build, values, small_clients(), paired_noise=True, **SETTING)]
@@ -70,6 +72,7 @@ def test_every_point_is_the_run_of_its_values(name):
                 assert a == pytest.approx(b, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_a_key_per_point_is_a_run_of_that_seed():
     build = functools.partial(dp_fedavg, MODEL, clip=0.3, noise_multiplier=1.0, sampling=Poisson(0.5), batch_size=4)
     keys = jax.random.split(KEY, 2)
@@ -79,6 +82,7 @@ def test_a_key_per_point_is_a_run_of_that_seed():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result.server, alone.server)
 
 
+@pytest.mark.slow
 def test_more_points_trace_no_more():
     calls = []
 

@@ -39,7 +39,7 @@ def by_size(key, model, params, data):
     return 1.0 + data.size
 
 
-@pytest.mark.parametrize("everything", [{"mask": None}, {"threshold": -1.0}])
+@pytest.mark.parametrize("everything", [pytest.param({"mask": None}, marks=pytest.mark.slow), {"threshold": -1.0}])
 def test_without_masks_and_client_budgets_it_is_dp_fedavg_bit_for_bit(everything):
     expected = run(dp_fedavg(MODEL, noise_multiplier=1.0, **PRIVATE))
     found = run(adp_pfl(MODEL, noise=1.0, **everything, **PRIVATE))
@@ -52,6 +52,7 @@ def test_without_noise_it_is_fedavg_with_clipping():
     assert_same(run(adp_pfl(MODEL, noise=0.0, mask=None, **PRIVATE)), run(fedavg(MODEL, mechanism=mechanism, **LOCAL)))
 
 
+@pytest.mark.slow
 def test_weights_are_averaged_as_fedavg_does():
     options: dict[str, Any] = {"fidelity": "paper", "upload": "weights", "mask": None, "clip": 1e6, "noise": 0.0}
     expected = run(fedavg(MODEL, mechanism=Mechanism(sampling=FixedSize(5), denominator="participants"), **LOCAL))
@@ -188,6 +189,7 @@ def test_dp_lg_shares_the_head_and_nothing_else():
     assert set(result.states) == {"dense_0"}
 
 
+@pytest.mark.slow
 def test_dp_lg_of_one_client_without_noise_trains_alone():
     clients = small_clients((9,))
     found = run(dp_lg(MODEL, noise_multiplier=0.0, **PRIVATE | {"clip": 1e6, "sampling": Full()}), clients=clients)

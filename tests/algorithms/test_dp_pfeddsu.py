@@ -35,7 +35,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("options", [{"density": 1.0}, {"sparse_layers": 0}])
+@pytest.mark.parametrize("options", [pytest.param({"density": 1.0}, marks=pytest.mark.slow), {"sparse_layers": 0}])
 def test_dense_without_penalty_is_centaur_bit_for_bit(options):
     expected = run(centaur(MODEL, **PRIVATE, **LOCAL))
     found = run(dp_pfeddsu(MODEL, weight=0.0, **options, **PRIVATE, **LOCAL))
@@ -43,6 +43,7 @@ def test_dense_without_penalty_is_centaur_bit_for_bit(options):
     assert_same(found.states, expected.states)
 
 
+@pytest.mark.slow
 def test_dense_without_penalty_noise_and_clip_is_fedrep():
     expected = run(fedrep(MODEL, mechanism=Mechanism(denominator="participants"), head_optimizer=HEAD, **LOCAL))
     free: dict[str, Any] = {"clip": float("inf"), "noise_multiplier": 0.0, "sampling": Full(), "head_optimizer": HEAD}
@@ -55,6 +56,7 @@ def test_dense_without_penalty_noise_and_clip_is_fedrep():
 HEAD = optax.sgd(0.1)
 
 
+@pytest.mark.slow
 def test_random_masks_change_from_round_to_round():
     algorithm = dp_pfeddsu(MODEL, mask_source="public_random", density=0.1, **PRIVATE, **LOCAL)
     masks = [np.asarray(run(algorithm, rounds).server.mask["dense_1"]["kernel"]) for rounds in (1, 2)]
@@ -103,6 +105,7 @@ def test_the_statement_of_private_masks_is_infinite_and_says_why():
     assert found["claim"]["epsilon"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"mask_source": "public_random"}, {"mask_source": "local_step"}])
 def test_the_sound_statement_is_finite(options):
     found = run(dp_pfeddsu(MODEL, density=0.1, **options, **PRIVATE, **LOCAL)).statement

@@ -50,7 +50,7 @@ def test_at_zero_everything_is_personal_and_it_is_local_training():
     assert info["personal"] == 1
 
 
-@pytest.mark.parametrize("reg", ["active", "code"])
+@pytest.mark.parametrize("reg", ["active", pytest.param("code", marks=pytest.mark.slow)])
 def test_stages_touch_only_their_own_coordinates(reg):
     # Two runs that differ in stage B's penalty only agree on the personal part, bit for bit.
     one, other = build(reg=reg, threshold=0.3, lambda2=0.05), build(reg=reg, threshold=0.3, lambda2=5.0)

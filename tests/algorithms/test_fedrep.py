@@ -86,6 +86,7 @@ def test_centaurs_statement_is_the_gaussians():
     assert 0 < statement["honest"]["aggregate"]["pld"]["total"] < 0.2
 
 
+@pytest.mark.slow
 def test_centaur_with_everything_shared_is_dp_fedavg():
     # Whole-client batches: the two draw the order of examples from different keys.
     options: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": 16, "epochs": 2}

@@ -28,6 +28,7 @@ def test_without_penalty_it_sends_what_dp_fedavg_sends():
     assert_same(run(pmtl(MODEL, weight=0.0, start="broadcast", **LOCAL, **PRIVATE)).server, expected)
 
 
+@pytest.mark.slow
 def test_own_weights_start_like_the_broadcast_ones_and_then_differ():
     one, other = (pmtl(MODEL, start=start, **LOCAL, **PRIVATE) for start in ("own", "broadcast"))
     assert_same(run(one, rounds=1).server, run(other, rounds=1).server)

@@ -136,6 +136,7 @@ def test_centaurs_variant_fits_the_added_head_and_then_what_is_shared():
     assert_close(message.update, optax.tree.sub(whole, tuned))
 
 
+@pytest.mark.slow
 def test_centaurs_variant_with_still_heads_is_dp_fedavg():
     whole: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": WHOLE, "epochs": 2}
     still = {"head_optimizer": optax.sgd(0.0), "evaluation_epochs": 0}

@@ -55,6 +55,7 @@ def test_chunk_and_padding_change_nothing(private):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
 
 
+@pytest.mark.slow
 def test_convolutions_are_differentiated_one_by_one():
     # With everything in the batch and no example clipped, it is the mean gradient.
     model, data = lenet((8 * 4, 32, 1), 10), client(5, 5)

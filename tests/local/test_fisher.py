@@ -19,6 +19,9 @@ MODELS = {
 }
 
 
+SMALL = ("mlp", "odd", "lenet", "feddpa_mnist")
+
+
 def by_example(model, params, images, labels):
     """Squared gradients of log p(y|x), one example at a time."""
 
@@ -35,7 +38,9 @@ def assert_close(found, expected, tolerance=1e-4):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.max(b)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SMALL else pytest.mark.slow) for name in MODELS]
+)
 def test_one_backward_pass_equals_a_loop_over_examples(name):
     model, shape = MODELS[name]
     rng = np.random.default_rng(0)

@@ -70,6 +70,7 @@ def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
     assert np.median(np.abs(np.asarray(plain) / exact - 1)) > 0.1
 
 
+@pytest.mark.slow
 def test_several_probes_find_a_leading_direction_more_surely():
     """Half of six probes; of three, one. Without it the rest's two probes would still be off by a third."""
     model, params, inputs, _ = points()
@@ -85,7 +86,14 @@ def test_several_probes_find_a_leading_direction_more_surely():
     assert spread(6) < 0.3 * spread(3)
 
 
-@pytest.mark.parametrize(("build", "shape"), [(mlp, (4, 4, 1)), (digits_cnn, (4, 4, 3)), (lenet, (16, 16, 1))])
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (mlp, (4, 4, 1)),
+        pytest.param(digits_cnn, (4, 4, 3), marks=pytest.mark.slow),
+        pytest.param(lenet, (16, 16, 1), marks=pytest.mark.slow),
+    ],
+)
 def test_networks(build, shape):
     model = build(shape)
     inputs = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, *shape), np.uint8))
@@ -95,6 +103,7 @@ def test_networks(build, shape):
     np.testing.assert_allclose(found, exact, rtol=0.08)
 
 
+@pytest.mark.slow
 def test_both_forms_of_a_convolution_agree():
     inputs = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 4, 4, 1), np.uint8))
     models = [digits_cnn((4, 4, 1), form=form) for form in ("fast", "plain")]
@@ -133,6 +142,7 @@ def test_draws_are_in_proportion_to_weights():
         np.testing.assert_allclose(factors, np.array([4 / 3, 4 / 3, 4 / 3, 4.0]) / 3)  # sum w / (3 w)
 
 
+@pytest.mark.slow
 def test_a_mean_over_drawn_examples_is_unbiased():
     model, params, inputs, expected = points()
     wild = np.concatenate([inputs, np.full((4, 1, 1, 5), 1e6, np.float32)])

@@ -31,7 +31,7 @@ def shape_of(name):
     return (32, 32, 3) if name == "lenet" else (8, 8, 1)
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("lenet", marks=pytest.mark.slow)])
 def test_bfloat16_differs_by_its_rounding(name):
     """Each number of a few layers is off by up to 2^-9 of itself; minimal filtering would lose what is left."""
     model = MODELS[name]()
@@ -62,6 +62,7 @@ def test_all_products_of_both_passes_have_the_precision(name, precision, expecte
     assert set(found) == {(lax.Precision[expected],) * 2}
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_reaches_the_same_loss():
     digits = load("digits")
     data = ClientData(

@@ -45,6 +45,7 @@ def test_layers_are_in_depth_order():
     assert model.head == ("a_last",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [Net(), Split()])
 def test_every_method_takes_it(module):
     model = from_flax(module, (8, 8, 1))

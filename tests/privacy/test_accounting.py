@@ -44,7 +44,8 @@ def ledger(m: Mechanism, present: np.ndarray) -> Ledger:
         np.asarray(field, np.float32) for field in (planned.client_noise, planned.weights, planned.noise_multiplier)
     )
     added = (present * np.broadcast_to((w * s) ** 2, present.shape)).sum(axis=1)
-    return Ledger(present, s, w, np.sqrt(np.maximum(0, (z * w.max(axis=1)) ** 2 - added)), z)
+    top_up = np.sqrt(np.maximum(0, (z * w.max(axis=1)) ** 2 - added))
+    return Ledger(present, s, w, top_up, z, example_noise=np.asarray(planned.example_noise, np.float32))
 
 
 def spent(m: Mechanism, rounds: int, clients: int = 4, *, accountant: Accountant = "rdp", **options) -> float:
@@ -246,6 +247,7 @@ def test_tiny_and_huge_epsilons():
     assert fresh < spent(poisson(5.0, 1e-3), 1500) < 1.5 * fresh
 
 
+@pytest.mark.slow
 @BOTH
 def test_many_kinds_of_rounds_stay_upper_bounds(accountant):
     """Between schedules of 35 levels with a little more noise and a little less."""

@@ -7,10 +7,9 @@ import dataclasses
 import pathlib
 from typing import Literal
 
-import jax
 import optax
 
-from experiments.common import cli, run_methods, seeds_of, show, stoppable
+from experiments.common import cli, compile_quickly, run_methods, seeds_of, show, stoppable
 from jaxfl._validate import check_fraction, checked, probability
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
@@ -37,7 +36,7 @@ class Config:
     clip: float = 1.0
     seeds: tuple[int, ...] = (0,)
     scale: Literal["smoke", "cpu"] = "cpu"
-    """smoke: a few rounds of fewer clients, in seconds."""
+    """smoke: a few rounds of a small network and fewer clients, in seconds."""
     out: pathlib.Path = pathlib.Path("runs/quickstart")
 
 
@@ -46,7 +45,7 @@ def main(config: Config) -> None:
     """Run the six methods and compare them."""
     if config.scale == "smoke":
         config = dataclasses.replace(config, clients=60, rounds=3)
-        jax.config.update("jax_disable_most_optimizations", True)
+        compile_quickly()
     model = mlp((8, 8, 1), 10, hidden=(32,)) if config.scale == "smoke" else digits_cnn()
     sampling = Poisson(config.rate)
     z = calibrate(config.epsilon, clients=config.clients, rounds=config.rounds, sampling=sampling, delta=config.delta)

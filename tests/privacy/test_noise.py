@@ -370,7 +370,7 @@ def test_sweeps_and_schedules_run_on_the_grid():
 
     options: dict[str, Any] = {"rounds": 2, "eval_every": 2, "progress": False}
     values = {"clip": [0.3, 0.1], "scale": [1.0, 2.0]}
-    results = sweep(KEY, build, values, small_clients(), **options)
+    results = sweep(KEY, build, values, small_clients(), paired_noise=True, **options)
     for clip, scale, result in zip(*values.values(), results, strict=True):
         alone = simulate(KEY, build(clip, scale), small_clients(), **options)
         for a, b in zip(*(jax.tree.leaves(run.server) for run in (result, alone)), strict=True):

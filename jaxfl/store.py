@@ -113,8 +113,8 @@ class Store:
 
         Rows that have changed since the last checkpoint do not move: it may need what they would replace.
         """
-        moving = np.flatnonzero(self.side & self.kept) if self.bytes_per_client else np.arange(0)
-        for ids in self._parts(moving):
+        moving = np.flatnonzero(self.side & self.kept)
+        for ids in self._parts(moving) if self.bytes_per_client else ():
             self.bytes[0, ids] = self.bytes[1, ids]
 
         def view(leaf: np.memmap) -> np.memmap:

@@ -232,6 +232,10 @@ def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, ca
     )
     large.write_bytes(large.read_bytes()[:-1])
     caplog.set_level("INFO", "jaxfl")
+    if store == "host":  # the end of the run has moved rows of round 2, to hand out its states
+        with pytest.raises(ValueError, match=r"round 3: .* is damaged; the checkpoint of round 2: the states of"):
+            quiet(copy, store=store)
+        return
     again = quiet(copy, store=store)
     assert "the checkpoint of round 3" in caplog.text
     assert f"round 2 of 3 read from {copy}/ckpt/2; going on" in caplog.text

@@ -52,6 +52,11 @@ SWEEPS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _accounted(statement):
+    """All but what is said of the randomness, which points may share."""
+    return {name: said for name, said in statement.items() if name not in ("paired", "warnings", "assumed")}
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "dp_fedsam" else pytest.mark.slow) for name in SWEEPS]
 )
@@ -67,7 +72,7 @@ def test_every_point_is_the_run_of_its_values(name):
             trees = ((result.server, result.states), (alone.server, alone.states))
             for a, b in zip(*map(jax.tree.leaves, trees), strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-            assert result.statement == alone.statement
+            assert _accounted(result.statement) == _accounted(alone.statement)
             for a, b in zip(result.metrics, alone.metrics, strict=True):
                 assert a == pytest.approx(b, rel=1e-3, abs=1e-5, nan_ok=True)
 

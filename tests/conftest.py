@@ -12,16 +12,16 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+# Many tests compile the same programs: once for all workers and what they start, and not again in the next run.
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
 import jax
 import pytest
 
 # As the library does by default on a CPU: one device per core, here two whatever the machine has.
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# Many tests compile the same programs: once for all workers, and not again in the next run.
-jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -69,8 +69,6 @@ def start(monkeypatch):
     """Run this file in some processes with some devices each."""
     root = pathlib.Path(__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", str(root))
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(jax.config.values["jax_compilation_cache_dir"]))
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
     def run(processes, devices, *arguments):
         monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(devices))

@@ -22,8 +22,8 @@ KEY = jax.random.key(7)
 ROUNDS = 3
 WIDE = {"chunk": 4, "devices": 2}
 """Of runs on two devices: with the same clients they share a program."""
-FAST = ("feddpa", "adp_pfl_released", "fed_smp")
-"""Client states; accounts, released numbers and a filter; public masks: what the engine does differently."""
+FAST = ("feddpa", "adp_pfl_released")
+"""Client states; accounts, released numbers and a filter: what the engine does differently."""
 
 
 def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:

@@ -136,6 +136,7 @@ def test_what_is_in_another_function_changes_no_other_hash(folder):
     assert fingerprint.differences(facts, facts | {clip: None}) == [clip]
 
 
+@pytest.mark.slow
 def test_one_entry_of_a_long_array_of_noise_is_seen(tmp_path):
     digits = load("digits")
     clients = make_clients(digits, [[i] for i in range(1200)], [[i % 300] for i in range(1200)])
@@ -166,6 +167,7 @@ def test_a_folder_of_an_older_version_is_refused(tmp_path):
         run(tmp_path)
 
 
+@pytest.mark.slow
 def test_points_of_a_sweep_are_told_apart(tmp_path):
     def points(mu, **options):
         build = functools.partial(fedprox, MODEL, batch_size=4, **options)

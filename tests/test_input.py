@@ -341,6 +341,7 @@ for name in ("dp_fedavg", "dp_pfeddsu", "pdp_fl_examples"):
 """
 
 
+@pytest.mark.slow
 def test_a_run_in_64_bits_is_the_same_run():
     here = str(pathlib.Path(__file__).parent)
     paths = f"{pathlib.Path(SOURCE).parent}:{here}"

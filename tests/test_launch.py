@@ -181,6 +181,7 @@ def wait_for_both(launcher):
         said += line
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hosts")
 def test_exit_codes_stay_and_facts_that_differ_are_named(monkeypatch, capfd):
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.0)
@@ -190,6 +191,7 @@ def test_exit_codes_stay_and_facts_that_differ_are_named(monkeypatch, capfd):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("hosts")
 def test_no_process_outlives_its_launcher(start):
     launcher = start("--processes", "2", __file__, "work")

@@ -46,6 +46,7 @@ def run(code: str, **environment: str | None) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_second_process_compiles_nothing_whatever_the_seed(tmp_path):
     (_, cold), (_, warm), (_, off) = (
         run(RUN.format(seed=seed), JAXFL_CACHE_DIR=str(tmp_path), JAXFL_COMPILATION_CACHE=switch)
@@ -105,7 +106,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["adp_pfl_released", "host store", pytest.param("sweep", marks=pytest.mark.slow)])
 def test_keys_and_data_are_arguments_of_all_programs(name, compiled):
     clients = small_clients()
     RUNS[name](jax.random.key(0), clients)

@@ -50,6 +50,7 @@ def test_points_of_one_key_share_their_noise_only_when_asked_to():
     assert abs(np.corrcoef(one, two)[0, 1]) < 4 / len(one) ** 0.5
 
 
+@pytest.mark.slow
 def test_points_share_cohorts_and_points_of_own_keys_are_their_runs():
     def build(noise_multiplier):
         return dp_fedavg(MODEL, clip=CLIP, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), batch_size=9)
@@ -88,7 +89,7 @@ def test_secret_cohorts_do_not_follow_the_key():
     assert not np.array_equal(one, two)  # equal with probability 2**-132
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypatch):
     algorithm, clients, options = still(), small_clients(), {"rounds": 4, "eval_every": 1, "progress": False}
     whole = simulate(KEY, algorithm, clients, folder=tmp_path / "a", store=store, secret_noise=True, **options)

@@ -281,7 +281,7 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tm
             np.testing.assert_array_equal(one[name], two[name])
 
 
-@pytest.mark.parametrize("store", ["device", "host"])
+@pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_path, monkeypatch):
     runner = {"device": Resident, "host": Stream}[store]
 

@@ -103,6 +103,7 @@ def test_more_points_trace_no_more():
     assert traces([0.0, 0.1, 0.2, 0.3]) == traces([0.1])
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
     build, values = functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()), {"noise_multiplier": [1.0, 2.0]}
     whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)

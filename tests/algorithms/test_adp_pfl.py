@@ -39,7 +39,8 @@ def by_size(key, model, params, data):
     return 1.0 + data.size
 
 
-@pytest.mark.parametrize("everything", [pytest.param({"mask": None}, marks=pytest.mark.slow), {"threshold": -1.0}])
+@pytest.mark.slow
+@pytest.mark.parametrize("everything", [{"mask": None}, {"threshold": -1.0}])
 def test_without_masks_and_client_budgets_it_is_dp_fedavg_bit_for_bit(everything):
     expected = run(dp_fedavg(MODEL, noise_multiplier=1.0, **PRIVATE))
     found = run(adp_pfl(MODEL, noise=1.0, **everything, **PRIVATE))
@@ -47,6 +48,7 @@ def test_without_masks_and_client_budgets_it_is_dp_fedavg_bit_for_bit(everything
     assert found.statement["honest"] == expected.statement["honest"]
 
 
+@pytest.mark.slow
 def test_without_noise_it_is_fedavg_with_clipping():
     mechanism = Mechanism(clip=CLIP, sampling=Poisson(0.6))
     assert_same(run(adp_pfl(MODEL, noise=0.0, mask=None, **PRIVATE)), run(fedavg(MODEL, mechanism=mechanism, **LOCAL)))
@@ -102,6 +104,7 @@ def test_a_threshold_is_of_the_trained_models_scaled_fisher_information():
     np.testing.assert_array_equal(sent, np.where(kept, all_, 0))
 
 
+@pytest.mark.slow
 def test_public_risks_scale_each_clients_noise():
     risks = np.arange(1.0, 1.0 + len(SIZES))
     paper = adp_pfl(MODEL, noise=(2.0, 1.0), fidelity="paper", risks=risks, **PRIVATE)

@@ -35,7 +35,8 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("options", [pytest.param({"density": 1.0}, marks=pytest.mark.slow), {"sparse_layers": 0}])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"density": 1.0}, {"sparse_layers": 0}])
 def test_dense_without_penalty_is_centaur_bit_for_bit(options):
     expected = run(centaur(MODEL, **PRIVATE, **LOCAL))
     found = run(dp_pfeddsu(MODEL, weight=0.0, **options, **PRIVATE, **LOCAL))
@@ -64,7 +65,7 @@ def test_random_masks_change_from_round_to_round():
     assert (masks[0] != masks[1]).any()
 
 
-@pytest.mark.parametrize("source", ["broadcast", "public_random"])
+@pytest.mark.parametrize("source", ["broadcast", pytest.param("public_random", marks=pytest.mark.slow)])
 def test_off_the_public_mask_nothing_moves(source):
     algorithm = dp_pfeddsu(MODEL, mask_source=source, density=0.1, sparse_layers=1, **PRIVATE, **LOCAL)
     init_key = jax.random.split(KEY, 3)[0]
@@ -95,6 +96,7 @@ def test_private_masks_differ_between_clients_and_carry_the_noise():
         assert_same(jax.tree.map(lambda u, m: jnp.where(m, u, 0), message.update, message.mask), message.update)
 
 
+@pytest.mark.slow
 def test_the_statement_of_private_masks_is_infinite_and_says_why():
     found = run(
         dp_pfeddsu(MODEL, fidelity="paper", clients=len(SIZES), claim=1.0, density=0.1, **PRIVATE, **LOCAL)

@@ -21,6 +21,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_fedprox_without_its_term_is_fedavg():
     assert_same(run(fedprox(MODEL, mu=0.0)).server, run(fedavg(MODEL)).server)
 
@@ -70,6 +71,7 @@ def test_local_only_spends_nothing():
     assert honest["aggregate"]["rdp"]["total"] == honest["upload"]["pld"]["total"] == 0
 
 
+@pytest.mark.slow
 def test_weights_by_size_are_the_published_average():
     # One full-batch step from the same point: the average weighted by size is the gradient step on all data.
     weights = Mechanism(weights=np.array(SIZES, float), denominator="participants")

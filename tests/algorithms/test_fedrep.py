@@ -72,6 +72,7 @@ def start_heads(algorithm, result):
     return jax.tree.map(lambda leaf: leaf[0], algorithm.init(init_key, len(SIZES))[1])
 
 
+@pytest.mark.slow
 def test_centaur_without_privacy_is_fedrep():
     private = centaur(MODEL, clip=float("inf"), noise_multiplier=0.0, sampling=Full(), **OPTIONS)
     plain = fedrep(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **OPTIONS)

@@ -36,7 +36,11 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize(
     ("method", "neutral"),
-    [(dp_fedsam, {"radius": 0.0}), (fed_smp, {"density": 1.0}), (blur_lus, {"weight": 0.0, "density": 1.0})],
+    [
+        (dp_fedsam, {"radius": 0.0}),
+        pytest.param(fed_smp, {"density": 1.0}, marks=pytest.mark.slow),
+        pytest.param(blur_lus, {"weight": 0.0, "density": 1.0}, marks=pytest.mark.slow),
+    ],
 )
 def test_without_its_change_it_is_dp_fedavg_bit_for_bit(method, neutral):
     found, expected = (run(one) for one in (method(MODEL, **neutral, **LOCAL, **PRIVATE), BASE))

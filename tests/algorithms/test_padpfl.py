@@ -97,6 +97,7 @@ def run(method, clients=None):
     return simulate(KEY, method, clients or small_clients(), rounds=3, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"fidelity": "paper", "smallest": 1, "impacts": np.full(len(SIZES), 1 / len(SIZES))}]
 )
@@ -107,6 +108,7 @@ def test_equal_factors_without_noise_are_fedavg(options):
     jax.tree.map(close, found.server.params, expected.server.params)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0.01, 1), min_size=len(SIZES), max_size=len(SIZES)),
     st.integers(0, len(SIZES) - 1),

@@ -176,6 +176,7 @@ def test_paper_is_far_from_its_claim():
     assert epsilon(planned_ledger(mechanism, 4, 2), mechanism, observer="upload").value > 1e5
 
 
+@pytest.mark.slow
 def test_one_budget_and_no_server_is_ldp_fed():
     ldp = build([8.0] * len(SIZES), epsilon_max=math.inf)
     s = float(ldp.mechanism.client_noise_table[0, 0])
@@ -183,6 +184,7 @@ def test_one_budget_and_no_server_is_ldp_fed():
     close(run(ldp).server, run(plain).server)
 
 
+@pytest.mark.slow
 def test_geyers_method_is_dp_fedavg_with_a_fixed_cohort():
     # w += (sum clip + N(0, z^2 C^2)) / m: the draws are the engine's, so they are recovered from two amounts of noise.
     gdp = [

@@ -37,6 +37,7 @@ def assert_close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
 
 
+@pytest.mark.slow
 def test_without_personal_steps_it_is_dp_fedsgd():
     steps: dict[str, Any] = {"batch_size": 4, "loss": cross_entropy}
     found = run(ppsgd(MODEL, server_learning_rate=0.3, personal_learning_rate=0.0, **steps, **PRIVATE))

@@ -178,6 +178,7 @@ def test_fixed_size_takes_the_better_of_two_bounds():
         assert epsilon(planned_ledger(m, 1000, 50), m).theorem == found["rdp"].theorem
 
 
+@pytest.mark.slow
 def test_fixed_size_needs_no_more_noise_by_pld():
     """It asked for 18 times the noise, because the theorem is RDP's alone."""
     for size, clients in ((10, 1000), (10, 20)):

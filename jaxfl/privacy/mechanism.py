@@ -35,6 +35,7 @@ from jaxfl.types import Account, Number
 ROUNDING = 1e-4
 """Relative: the engine draws, adds up and records in single precision."""
 _LEAST_ON_GRID = 0.01
+_MOST_NOISE = 1e8
 
 _SMALL, _LARGE = 2.0**-63, 2.0**50
 """Numbers between have squares, and products of two have values, that single precision holds, sums of 10^7 too."""
@@ -280,6 +281,8 @@ class Mechanism:
         for name in ("noise_multiplier", "client_noise"):
             if not traced(getattr(self, name)):
                 on_sum = np.outer(_extremes(name, np.asarray(getattr(self, name), np.float64)), weights)
+                if np.max(getattr(self, name)) > _MOST_NOISE:  # else it would stop at the ends of a sum's 64 bits
+                    raise ValueError(f"{name}={show(getattr(self, name))}: give at most {_MOST_NOISE:g}")
                 _extremes(f"{name} times weights", on_sum)
         if self.least_total is not None:
             _extremes("least_total", np.asarray(self.least_total, np.float64))

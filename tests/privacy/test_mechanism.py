@@ -74,6 +74,7 @@ def test_tables_by_round():
         ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier"),
         ({"clip": 1.0, "noise_multiplier": math.nan}, "noise_multiplier"),
         ({"clip": 1.0, "client_noise": math.inf}, "client_noise"),
+        ({"clip": 1.0, "noise_multiplier": 1e9}, r"noise_multiplier=1000000000.0: give at most 1e\+08"),
         ({"delta": 0.0}, "delta"),
         ({"weights": np.array([-1.0])}, "weights"),
         # single precision squares these to 0 or infinity, and the ledger's check would tell after the last round

@@ -174,6 +174,11 @@ def test_one_of_a_million_clients_changes_the_sum_by_its_clip_bound(chunk, power
     assert found == pytest.approx(1, abs=1e-5)
 
 
+def test_the_most_noise_there_is_fits_the_sum():
+    algorithm = probe(lambda key, data: jnp.zeros(20_000), Mechanism(clip=2.0, noise_multiplier=1e8))
+    is_gaussian(aggregate(algorithm)["sum"], 2e8 / 11)
+
+
 def test_wide_sums_are_those_of_whole_numbers():
     rng = np.random.default_rng(0)
     values = (rng.normal(size=(700, 3)) * 2.0 ** rng.integers(-3, 55, (700, 3))).astype(np.float32)

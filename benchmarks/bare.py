@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.common import busy_clock, in_turn, medians
 from jaxfl.backend import compiler_options
-from jaxfl.engine import Population
+from jaxfl.engine.mesh import Population
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import cross_entropy
 from jaxfl.types import Model, Params, Tree
@@ -70,30 +70,30 @@ def bare_round(
 
 
 def sum_over_clients(
-    one: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
+    client_fn: Callable[..., Tree], population: Population, specs: tuple[P, ...], chunk: int
 ) -> Callable[..., Tree]:
     """A program that adds up `one(slot, *arguments)` over all clients of all devices, in a loop like the engine's.
 
     Args:
-        one: what a client computes; `slot` counts the clients of its device.
+        client_fn: what a client computes; `slot` counts the clients of its device.
         population: names the devices and the number of clients.
         specs: how the arguments lie on the devices.
         chunk: clients vectorised at a time on each device; a last chunk that is not full costs as much as a full one.
     """
     mesh = population.mesh
-    own = population.clients.number // mesh.size
+    slots_per_device = population.clients.number // mesh.size
 
     def device(*arguments: Tree) -> Tree:
         def add(i: Array, total: Tree) -> Tree:
             if chunk == 1:  # plain code, as in the engine
-                return jax.tree.map(jnp.add, total, one(i, *arguments))
-            slots = jnp.minimum(i * chunk + jnp.arange(chunk), own - 1)
-            parts = jax.vmap(lambda slot: one(slot, *arguments))(slots)
+                return jax.tree.map(jnp.add, total, client_fn(i, *arguments))
+            slots = jnp.minimum(i * chunk + jnp.arange(chunk), slots_per_device - 1)
+            parts = jax.vmap(lambda slot: client_fn(slot, *arguments))(slots)
             return jax.tree.map(lambda t, leaf: t + leaf.sum(0), total, parts)
 
-        shapes = jax.eval_shape(one, jnp.int32(0), *arguments)
+        shapes = jax.eval_shape(client_fn, jnp.int32(0), *arguments)
         zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return lax.psum(lax.fori_loop(0, -(-own // chunk), add, zero), "clients")
+        return lax.psum(lax.fori_loop(0, -(-slots_per_device // chunk), add, zero), "clients")
 
     sharded = jax.shard_map(device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     return jax.jit(sharded, compiler_options=compiler_options(mesh))
@@ -108,10 +108,10 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
     y = jnp.asarray(labels[: batches * batch_size].reshape(batches, batch_size))
     weights, params = jnp.ones(batch_size), model.init(jax.random.key(0))
 
-    def total(one: Callable) -> Callable[[Params, Array, Array], Params]:
+    def total(gradient_fn: Callable) -> Callable[[Params, Array, Array], Params]:
         def run(params: Params, x: Array, y: Array) -> Params:
             def step(sum_: Params, batch: tuple) -> tuple[Params, None]:
-                return jax.tree.map(jnp.add, sum_, one(params, *batch)), None
+                return jax.tree.map(jnp.add, sum_, gradient_fn(params, *batch)), None
 
             return lax.scan(step, jax.tree.map(jnp.zeros_like, params), (x, y))[0]
 

@@ -19,7 +19,7 @@ from benchmarks.workloads import (
     examples_of,
     usual_chunk,
 )
-from jaxfl.engine import place
+from jaxfl.engine.mesh import place
 from jaxfl.privacy import FixedSize
 
 
@@ -42,12 +42,12 @@ def main(config: Config) -> None:
     """Time all in turn."""
     work = dataclasses.replace(WORKLOADS[config.workload], clients=config.population)
     population = place(clients_of(*examples_of(work)))
-    own = population.clients.number // population.mesh.size
+    per_device = population.clients.number // population.mesh.size
     usual = usual_chunk(algorithm_of(work), population)
-    sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= own]
+    sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= per_device]
     sizes += [(usual, cohort) for cohort in config.cohorts if (usual, cohort) not in sizes]
     rounds = {str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0]) for size in sizes}
-    seconds = medians(in_turn({name: one.run for name, one in rounds.items()}, config.repeats))
+    seconds = medians(in_turn({name: program.run for name, program in rounds.items()}, config.repeats))
     rows = [
         {
             "chunk": chunk,

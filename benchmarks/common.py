@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxfl.backend import cores
-from jaxfl.report import write_json
+from jaxfl.files import write_json
 
 OUT = pathlib.Path("runs/benchmarks")
 
@@ -55,9 +55,9 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: float(np.median(values)) for name, values in seconds.items()}
 
 
-def ratio(seconds: Sequence[float], own: Sequence[float]) -> float:
+def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
     """Median over turns: the two lie side by side in time, whatever the machine's speed then is."""
-    return float(np.median(np.array(seconds) / np.array(own)))
+    return float(np.median(np.array(seconds) / np.array(reference)))
 
 
 def busy_clock() -> Callable[[], float]:
@@ -93,8 +93,8 @@ def machine() -> dict[str, Any]:
     """Processor, cores, JAX's devices, versions. Starts JAX's backend."""
     device, name = jax.devices()[0], platform.processor() or platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (found := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
-        name = found[1]
+    if cpuinfo.exists() and (line := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
+        name = line[1]
     versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")}
     here = {"cpu": name, "cores": cores(), "device": device.device_kind, "devices": jax.device_count()}
     return here | {"system": platform.platform(), "python": platform.python_version()} | versions

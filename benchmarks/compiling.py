@@ -25,7 +25,7 @@ from benchmarks.workloads import (
     examples_of,
     usual_chunk,
 )
-from jaxfl.engine import place
+from jaxfl.engine.mesh import place
 
 PARTS = ("imports", "data", "start", "compile", "round")
 
@@ -72,9 +72,9 @@ def measure(workload: Name, begun: float) -> dict[str, float]:
     population = place(clients_of(*examples_of(work)))
     jax.block_until_ready(population.clients)
     ends.append(time.time())
-    own = compile_round(algorithm_of(work), population, usual_chunk(algorithm_of(work), population))
-    ends += [time.time() - own.compile_s, time.time()]
-    own.run()
+    program = compile_round(algorithm_of(work), population, usual_chunk(algorithm_of(work), population))
+    ends += [time.time() - program.compile_s, time.time()]
+    program.run()
     ends.append(time.time())
     return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
 

@@ -16,9 +16,9 @@ import tyro
 from jax import Array
 
 from benchmarks.common import OUT, busy_clock, chart, finish, from_zero, in_turn, medians
+from jaxfl import LocalSGD
 from jaxfl.data import Dataset, load
 from jaxfl.local.leakage import client_risk, exact_risk
-from jaxfl.local.train import train
 from jaxfl.models import lenet
 from jaxfl.types import ClientData, Model, Params
 
@@ -56,7 +56,7 @@ def main(config: Config) -> None:
     seconds = medians(in_turn(programs, config.repeats, busy_clock()))
     # A convolution's fast form rounds one example otherwise than many, and its pooling then breaks ties of equal pixels
     # otherwise: exact values are those of the plain form, for which the first maximum always wins.
-    plain = lenet(shape, form="plain")
+    plain = lenet(shape, form="lax")
     inputs, labels = client.take(jnp.arange(client.padded))
     exact = jax.jit(lambda params: jnp.mean(exact_risk(plain, params, inputs, labels)))
     truth = {name: float(exact(params)) for name, params in weights.items()}
@@ -64,15 +64,15 @@ def main(config: Config) -> None:
     for (drawn, probes), risk in risks.items():
         errors = {}
         for name, params in weights.items():
-            found = np.array([risk(jax.random.key(seed), params) for seed in range(config.seeds)])
-            errors[name] = 100 * float(np.sqrt(np.mean((found / truth[name] - 1) ** 2)))
+            estimates = np.array([risk(jax.random.key(seed), params) for seed in range(config.seeds)])
+            errors[name] = 100 * float(np.sqrt(np.mean((estimates / truth[name] - 1) ** 2)))
         cost = seconds[str((drawn, probes))] / seconds["training"]
         rows.append({"examples": drawn, "probes": probes, "of_training": cost} | errors)
     figure, (axes,) = chart(11)
     for drawn, name in itertools.product(config.drawn, weights):
-        own = [row for row in rows if row["examples"] == drawn]
+        drawn_rows = [row for row in rows if row["examples"] == drawn]
         style = "-" if drawn == config.drawn[0] else "--"
-        axes.plot([row["of_training"] for row in own], [row[name] for row in own], style, marker="o",
+        axes.plot([row["of_training"] for row in drawn_rows], [row[name] for row in drawn_rows], style, marker="o",
                   label=f"{drawn} examples, {name}")  # fmt: skip
     axes.set(xlabel="cost over that of 5 local epochs", ylabel="error of the mean risk, %", title="leakage risk")
     from_zero(axes)
@@ -90,9 +90,10 @@ def _rows(data: Dataset, rows: np.ndarray) -> ClientData:
 
 
 def _training(model: Model) -> Callable[[Params, ClientData], Params]:
+    local = LocalSGD(optax.sgd(0.01, momentum=0.5), 64, 5)
+
     def run(params: Params, data: ClientData) -> Params:
-        passes = {"apply": model.apply, "prepare": model.prepare, "optimizer": optax.sgd(0.01, momentum=0.5)}
-        return train(jax.random.key(1), params, data, batch_size=64, epochs=5, **passes)[0]
+        return local.train(jax.random.key(1), model, params, data)[0]
 
     return jax.jit(run)
 

@@ -25,7 +25,7 @@ from benchmarks.workloads import (
     examples_of,
     usual_chunk,
 )
-from jaxfl.engine import place
+from jaxfl.engine.mesh import place
 from jaxfl.privacy import FixedSize
 
 
@@ -60,8 +60,13 @@ def main(config: Config) -> None:
     headline = f"{config.workload}: {whole[-1] - whole[0]:+.0f} MB beyond the data from a cohort of {least} to "
     headline += str(max(config.cohorts))
     figure, (axes,) = chart()
-    for name, own in series.items():
-        axes.plot([row["population"] for row in own], [row["beyond_data_mb"] for row in own], marker="o", label=name)
+    for name, of_cohort in series.items():
+        axes.plot(
+            [row["population"] for row in of_cohort],
+            [row["beyond_data_mb"] for row in of_cohort],
+            marker="o",
+            label=name,
+        )
     axes.plot(config.cohorts, [row["data_mb"] for row in rows[: len(config.cohorts)]], "--", color="grey", label="data")
     axes.set(xlabel="population", ylabel="MB", title=f"{config.workload}: peak of a round beyond the data")
     from_zero(axes)
@@ -78,11 +83,11 @@ def measure(workload: Name, examples: int, steps: int, population: int, cohort: 
     gc.collect()
     _forget_peak()
     algorithm = algorithm_of(work, FixedSize(cohort))
-    own = compile_round(algorithm, placed, usual_chunk(algorithm, placed))
+    program = compile_round(algorithm, placed, usual_chunk(algorithm, placed))
     compiling = _peak()
     _forget_peak()
-    own.run()
-    own.run()
+    program.run()
+    program.run()
     peak = _peak()
     held = data if jax.default_backend() == "cpu" else 0.0  # an accelerator has memory of its own
     device = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -91,7 +96,7 @@ def measure(workload: Name, examples: int, steps: int, population: int, cohort: 
         "compiling_peak_mb": compiling,
         "peak_mb": peak,
         "beyond_data_mb": peak - held,
-        "temporary_mb": own.temporary_mb,
+        "temporary_mb": program.temporary_mb,
         "device_peak_mb": None if device is None else device / 1e6,
     }
 
@@ -102,9 +107,9 @@ def _forget_peak() -> None:
 
 def _peak() -> float:
     """Largest resident memory since it was forgotten, in MB."""
-    found = re.search(r"VmHWM:\s*(\d+) kB", pathlib.Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024 / 1e6
+    line = re.search(r"VmHWM:\s*(\d+) kB", pathlib.Path("/proc/self/status").read_text())
+    assert line is not None
+    return int(line[1]) * 1024 / 1e6
 
 
 if __name__ == "__main__":

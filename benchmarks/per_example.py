@@ -15,10 +15,10 @@ import optax
 import tyro
 
 from benchmarks.common import OUT, bars, busy_clock, finish, in_turn, medians
+from jaxfl import LocalSGD
 from jaxfl.data import from_arrays, make_clients
-from jaxfl.local.train import train
 from jaxfl.models import build
-from jaxfl.privacy import PerExample
+from jaxfl.privacy import DPSGD
 from jaxfl.types import ClientData
 
 
@@ -62,14 +62,13 @@ def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
     data = from_arrays(inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10)
     model = build(name, shape, 10)
     clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
-    own = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
-    private = None
-    if chunk is not None:
-        private = PerExample(clip=1.0, noise_multiplier=1.0, rate=1 / 20, steps=config.steps, chunk=chunk)
-    options: dict[str, Any] = {"apply": model.apply, "prepare": model.prepare, "optimizer": optax.sgd(0.01)}
-    options |= {"norms": model.norms}
-    options |= {"batch_size": config.batch_size, "steps": config.steps, "private": private}
-    program = jax.jit(lambda key, params: train(key, params, own, **options)[0])
+    rows = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+    sgd = optax.sgd(0.01)
+    if chunk is None:
+        local = LocalSGD(sgd, config.batch_size, steps=config.steps)
+    else:
+        local = DPSGD(1.0, noise_multiplier=1.0, rate=1 / 20, steps=config.steps, optimizer=sgd, chunk=chunk)
+    program = jax.jit(lambda key, params: local.train(key, model, params, rows)[0])
     params = model.init(jax.random.key(0))
     return lambda: program(jax.random.key(1), params)
 

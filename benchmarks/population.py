@@ -18,17 +18,19 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import tyro
 from matplotlib.figure import Figure
 
 from benchmarks.common import OUT, chart, finish, from_zero
+from jaxfl import LocalSGD
 from jaxfl.algorithms import centaur
 from jaxfl.data import load
-from jaxfl.engine import all_keys
+from jaxfl.engine.resident import Resident
+from jaxfl.engine.round import all_keys
+from jaxfl.engine.streamed import Stream
 from jaxfl.models import mlp
 from jaxfl.privacy import Poisson
-from jaxfl.resident import Resident
-from jaxfl.stream import Stream
 from jaxfl.types import Clients
 
 
@@ -77,16 +79,16 @@ def main(config: Config) -> None:
         here.recv()  # ready: compiling beside others would disturb nothing but patience
     seconds: list[list[float]] = [[] for _ in cases]
     for _ in range(config.turns):
-        for pipe, own in zip(pipes, seconds, strict=True):
+        for pipe, times in zip(pipes, seconds, strict=True):
             pipe.send("turn")
-            own.append(pipe.recv())
+            times.append(pipe.recv())
     rows = []
-    for case, pipe, process, own in zip(cases, pipes, processes, seconds, strict=True):
+    for case, pipe, process, times in zip(cases, pipes, processes, seconds, strict=True):
         pipe.send("stop")
         memory, states = pipe.recv()
         process.join()
-        row = dataclasses.asdict(case) | {"seconds": statistics.median(own)}
-        row |= {"over_device": statistics.median(a / b for a, b in zip(own, seconds[0], strict=True))}
+        row = dataclasses.asdict(case) | {"seconds": statistics.median(times)}
+        row |= {"over_device": statistics.median(a / b for a, b in zip(times, seconds[0], strict=True))}
         rows.append(row | {"memory_mb": memory / 1e6, "states_mb": states / 1e6})
     largest = rows[len(config.populations)]
     headline = f"{largest['population']} clients streamed take {largest['over_device']:.2f} of the seconds of "
@@ -99,8 +101,14 @@ def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Confi
     peak = [0]
     threading.Thread(target=watch, args=(peak,), daemon=True).start()
     model = mlp((8, 8, 1), 10, hidden=config.hidden)
+    sgd = optax.sgd(0.01, momentum=0.9)
     algorithm = centaur(
-        model, clip=0.1, noise_multiplier=1.0, sampling=Poisson(case.cohort / case.population), batch_size=10
+        model,
+        clip=0.1,
+        noise_multiplier=1.0,
+        sampling=Poisson(case.cohort / case.population),
+        local=LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), sgd), 10),
+        head=LocalSGD(sgd, 10, 15),
     )
     clients, keys = make(case.population, config.examples), jax.random.split(jax.random.key(0))
     if case.store == "host":

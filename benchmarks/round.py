@@ -40,11 +40,12 @@ from benchmarks.workloads import (
     examples_of,
     usual_chunk,
 )
-from jaxfl.engine import Population, initialize, place
-from jaxfl.evaluate import compile_evaluation
+from jaxfl.engine.evaluate import compile_evaluation
+from jaxfl.engine.mesh import Population, place
+from jaxfl.engine.program import initialize
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
-from jaxfl.local.train import train_model
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.noise import add_gaussian
@@ -71,9 +72,9 @@ def main(config: Config) -> None:
     figure, (axes,) = chart(10, 1.6 + 0.45 * len(config.workloads))
     left = dict.fromkeys(config.workloads, 0.0)
     for part in ("sampling", "gather", "local steps", "Fisher", "masks", "clip", "noise", "rest"):
-        own = {row["workload"]: max(0.0, row["percent"]) for row in rows if row["part"] == part}
-        axes.barh(list(own), list(own.values()), left=[left[name] for name in own], label=part)
-        left |= {name: left[name] + share for name, share in own.items()}
+        shares = {row["workload"]: max(0.0, row["percent"]) for row in rows if row["part"] == part}
+        axes.barh(list(shares), list(shares.values()), left=[left[name] for name in shares], label=part)
+        left |= {name: left[name] + share for name, share in shares.items()}
     axes.invert_yaxis()
     axes.axvline(100, color="black", linestyle="--", linewidth=1)
     axes.set(xlabel="% of a whole round", title="parts of a round, each timed alone")
@@ -88,7 +89,8 @@ def _split(name: Name, config: Config) -> list[dict[str, Any]]:
     algorithm = algorithm_of(work, FixedSize(work.clients))
     chunk = usual_chunk(algorithm, population)
     key = jax.random.key(0)
-    server, states = initialize(key, algorithm, population)
+    center, states = initialize(key, key, algorithm, population)
+    server = center.server
     programs = _parts(work, algorithm, population, chunk, server, states)
     programs["whole round"] = compile_round(algorithm, population, chunk).run
     evaluate = compile_evaluation(algorithm, population, chunk=chunk)
@@ -121,8 +123,8 @@ def _parts(
     def state_of(slot: Array, states: Tree) -> Tree:
         return jax.tree.map(lambda leaf: leaf[slot], states)
 
-    def of_clients(one: Callable[..., Tree]) -> Callable[[], Tree]:
-        program = sum_over_clients(one, population, (P(), by_client, by_client), chunk)
+    def of_clients(work_fn: Callable[..., Tree]) -> Callable[[], Tree]:
+        program = sum_over_clients(work_fn, population, (P(), by_client, by_client), chunk)
         return lambda: program(server, states, clients)
 
     def sampling(key: Array) -> Array:
@@ -130,16 +132,15 @@ def _parts(
         return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
 
     def client_update(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
-        own = jax.random.fold_in(key, slot)
-        return algorithm.client_update(own, server, state_of(slot, states), data_of(slot, clients))[0].update
+        client_key = jax.random.fold_in(key, slot)
+        return algorithm.client_update(client_key, server, state_of(slot, states), data_of(slot, clients))[0].update
 
     def gather(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
         def apply(params: Array, x: Array) -> Array:
             return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.microbatch or work.batch_size, params.size))
 
-        options: dict[str, Any] = {"batch_size": work.batch_size, "steps": work.steps, "optimizer": optax.sgd(0.01)}
-        own = jax.random.fold_in(key, slot)
-        return train_model(own, model, jnp.zeros(10), data_of(slot, clients), apply=apply, **options)[0]
+        local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
+        return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data_of(slot, clients), apply=apply)[0]
 
     def fisher(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
         return client_fisher(model, state_of(slot, states), data_of(slot, clients))

@@ -36,8 +36,8 @@ class Config:
 def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
     """Arguments after `python` of each benchmark, by the name of its files."""
     beside = ["--vs", vs] if vs else []
-    own = {f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS}
-    own |= {
+    options_of = {f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS}
+    options_of |= {
         "chunks_lenet": ["chunks"],
         "memory_lenet": ["memory"],
         "scaling_lenet": ["scaling"],
@@ -47,16 +47,27 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
     }
     if quick:
         for name in WORKLOADS:
-            own[f"throughput_{name}"] += ["--repeats", "5"]
-        own["chunks_lenet"] += ["--population", "64", "--chunks", "1", "8", "32", "--cohorts", "16", "--repeats", "3"]
-        own["memory_lenet"] += ["--cohorts", "50", "2000", "--examples", "32", "--steps", "1"]
-        own["scaling_lenet"] += ["--devices", "1", "2", "8", "--processes", "2", "--repeats", "3"]
-        own["population"] += ["--populations", "2000", "100000", "--cohorts", "200", "--turns", "3"]
-        own["compiling"] += ["--workloads", "lenet", "mlp"]
-        own["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
+            options_of[f"throughput_{name}"] += ["--repeats", "5"]
+        options_of["chunks_lenet"] += [
+            "--population",
+            "64",
+            "--chunks",
+            "1",
+            "8",
+            "32",
+            "--cohorts",
+            "16",
+            "--repeats",
+            "3",
+        ]
+        options_of["memory_lenet"] += ["--cohorts", "50", "2000", "--examples", "32", "--steps", "1"]
+        options_of["scaling_lenet"] += ["--devices", "1", "2", "8", "--processes", "2", "--repeats", "3"]
+        options_of["population"] += ["--populations", "2000", "100000", "--cohorts", "200", "--turns", "3"]
+        options_of["compiling"] += ["--workloads", "lenet", "mlp"]
+        options_of["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
     else:
-        own |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep")}
-    return {name: ["-m", f"benchmarks.{module}", *options] for name, (module, *options) in own.items()}
+        options_of |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep")}
+    return {name: ["-m", f"benchmarks.{module}", *options] for name, (module, *options) in options_of.items()}
 
 
 def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
@@ -69,13 +80,13 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
     table, failed = Table("benchmark", "seconds", "result"), []
     for name, arguments in jobs.items():
         print(f"== {name}", flush=True)
-        found = out / f"{name}.json"
-        found.unlink(missing_ok=True)  # an older result is none
+        path = out / f"{name}.json"
+        path.unlink(missing_ok=True)  # an older result is none
         start = time.monotonic()
         ended = subprocess.run([sys.executable, *arguments, "--out", str(out)], check=False).returncode
         result = f"failed, exit status {ended}"
-        if ended == 0 and found.exists():
-            result = json.loads(found.read_text())["headline"]
+        if ended == 0 and path.exists():
+            result = json.loads(path.read_text())["headline"]
         else:
             failed.append(name)
         table.add_row(name, f"{time.monotonic() - start:.0f}", result)

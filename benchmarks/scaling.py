@@ -24,7 +24,7 @@ from benchmarks.workloads import (
     round_flops,
 )
 from jaxfl.backend import cores
-from jaxfl.engine import place
+from jaxfl.engine.mesh import place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +82,15 @@ def measure(workload: Name, clients: int, repeats: int) -> dict[str, float]:
     work = dataclasses.replace(WORKLOADS[workload], clients=clients)
     population = place(clients_of(*examples_of(work)))
     product, flops = matrix_product(population)
-    own = compile_round(algorithm_of(work), population, 1)
-    seconds = in_turn({"round": own.run, "product": product}, repeats)
+    compiled = compile_round(algorithm_of(work), population, 1)
+    seconds = in_turn({"round": compiled.run, "product": product}, repeats)
     middle = medians(seconds)
     return {
         "median_s": middle["round"],
         "clients_per_s": clients / middle["round"],
         "peak_gflop_per_s": flops / middle["product"] / 1e9,
         "share_of_peak": round_flops(work) / flops * ratio(seconds["product"], seconds["round"]),
-        "temporary_mb": own.temporary_mb,
+        "temporary_mb": compiled.temporary_mb,
     }
 
 

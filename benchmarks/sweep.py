@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import tyro
 
 from benchmarks.common import OUT, bars, finish
-from jaxfl import Result, simulate, sweep
+from jaxfl import LocalSGD, Result, simulate, sweep
 from jaxfl.algorithms import dp_pfeddsu
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.models import lenet_groupnorm
@@ -40,15 +41,22 @@ def main(config: Config) -> None:
     labels = rng.integers(0, 10, len(inputs))
     rows = np.split(np.arange(len(inputs)), config.clients)
     clients = make_clients(from_arrays(inputs, labels, inputs, labels, classes=10), rows, rows)
-    values = {"weight": np.linspace(0.1, 0.7, config.points).tolist()}
+    values = {"penalty_weight": np.linspace(0.1, 0.7, config.points).tolist()}
+    sgd = optax.sgd(0.01, momentum=0.9)
     build = functools.partial(
-        dp_pfeddsu, lenet_groupnorm(), sampling=Full(), noise_multiplier=20.0, sparse_layers=2, batch_size=25, epochs=1
+        dp_pfeddsu,
+        lenet_groupnorm(),
+        sampling=Full(),
+        noise_multiplier=20.0,
+        sparse_layers=2,
+        local=LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), sgd), 25),
+        head=LocalSGD(sgd, 25, 15),
     )
     options: dict[str, Any] = {"rounds": config.rounds, "progress": False}
     key = jax.random.key(0)
     ways: dict[str, Callable[[], list[Result]]] = {
         "a run for each": lambda: [
-            simulate(key, build(weight=weight), clients, **options) for weight in values["weight"]
+            simulate(key, build(penalty_weight=weight), clients, **options) for weight in values["penalty_weight"]
         ],
         "sweep, one after the other": lambda: sweep(key, build, values, clients, **options),
         "sweep, vectorised": lambda: sweep(key, build, values, clients, batch=config.points, **options),

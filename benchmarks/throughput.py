@@ -29,7 +29,7 @@ from benchmarks.workloads import (
     round_flops,
     usual_chunk,
 )
-from jaxfl.engine import place
+from jaxfl.engine.mesh import place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,9 @@ def main(config: Config) -> None:
     inputs, labels = examples_of(work)
     population, model = place(clients_of(inputs, labels), jax.devices()[: config.devices]), model_of(work)
     chunk = config.chunk or usual_chunk(algorithm_of(work), population)
-    own = compile_round(algorithm_of(work), population, chunk)
+    compiled = compile_round(algorithm_of(work), population, chunk)
     product, product_flops = matrix_product(population)
-    rounds: dict[str, Callable[[], Any]] = {"matrix product": product, "jaxfl": own.run}
+    rounds: dict[str, Callable[[], Any]] = {"matrix product": product, "jaxfl": compiled.run}
     if not work.feddpa:
         steps = (work.batch_size, work.steps, chunk)
         rounds["bare local training"] = bare_round(model, population, inputs, labels, *steps)
@@ -93,8 +93,8 @@ def main(config: Config) -> None:
     facts = {
         "workload": dataclasses.asdict(work),
         "chunk": chunk,
-        "compile_s": own.compile_s,
-        "temporary_mb": own.temporary_mb,
+        "compile_s": compiled.compile_s,
+        "temporary_mb": compiled.temporary_mb,
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "model_flops": flops,
         "peak_gflop_per_s": product_flops / medians({"": peak})[""] / 1e9,
@@ -103,7 +103,7 @@ def main(config: Config) -> None:
     }
     print(
         f"{config.workload}: {work.clients} clients, {work.steps} steps, batch {work.batch_size}, chunk {chunk}; "
-        f"compile {own.compile_s:.2f} s, temporaries {own.temporary_mb:.0f} MB, peak of the process "
+        f"compile {compiled.compile_s:.2f} s, temporaries {compiled.temporary_mb:.0f} MB, peak of the process "
         f"{facts['peak_mb']:.0f} MB; exact Fisher diagonal: {facts['fisher_over_gradient']:.2f} plain gradients; "
         f"matrix products: {facts['peak_gflop_per_s']:.0f} GFLOP/s"
     )
@@ -124,7 +124,7 @@ def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dic
     device = pytorch.best_device(cores())
     data = pytorch.tensors(_floats(inputs), labels, device)
 
-    def one(**options: Any) -> Callable[[], None]:
+    def round_of(**options: Any) -> Callable[[], None]:
         network = pytorch.NETWORKS[work.model](work.input_shape).to(device)
         personal = [[w.detach().clone() for w in network.parameters()] for _ in range(work.clients)]
 
@@ -137,8 +137,8 @@ def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dic
 
         return run
 
-    rounds = {f"torch, {device}": one()}
-    return rounds | {f"torch, {device}, Fisher as published": one(published=True)} if work.feddpa else rounds
+    rounds = {f"torch, {device}": round_of()}
+    return rounds | {f"torch, {device}, Fisher as published": round_of(published=True)} if work.feddpa else rounds
 
 
 def _torch_processes(work: Workload, inputs: np.ndarray, labels: np.ndarray, repeats: int) -> list[float]:

@@ -16,6 +16,7 @@ import tyro
 from jax import Array, lax
 
 from benchmarks.common import OUT, bars, busy_clock, finish, in_turn, medians
+from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_pfeddsu
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.masks import top_k_mask
@@ -106,16 +107,16 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
         noise_multiplier=1.0,
         mask_source=source,
         density=config.density,
-        batch_size=config.batch_size,
-        epochs=2,
-        head_epochs=1,
-        head_optimizer=optax.sgd(0.01),
+        local=LocalSGD(
+            optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), config.batch_size, 2
+        ),
+        head=LocalSGD(optax.sgd(0.01), config.batch_size),
     )
     clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
     server, state = algorithm.init(jax.random.key(0), clients.number)
-    own = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+    rows = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     first = jax.tree.map(lambda leaf: leaf[0], state)
-    program = jax.jit(lambda key, server, state: algorithm.client_update(key, server, state, own)[0].update)
+    program = jax.jit(lambda key, server, state: algorithm.client_update(key, server, state, rows)[0].update)
     return lambda: program(jax.random.key(1), server, first)
 
 

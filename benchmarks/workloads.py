@@ -14,14 +14,16 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg, feddpa
 from jaxfl.backend import compiler_options, of_devices
-from jaxfl.chunks import Build, compile_chunk, fastest
 from jaxfl.data import from_arrays, make_clients
-from jaxfl.engine import Population, compile_rounds, initialize
+from jaxfl.engine.chunk import Build, compile_chunk, fastest
+from jaxfl.engine.mesh import Population
+from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.models import build, feddpa_cnn, lenet, mlp, resnet20
 from jaxfl.privacy import Full
-from jaxfl.privacy.mechanism import Sampling
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Clients, Model
 
 Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa"]
@@ -73,10 +75,11 @@ def model_of(work: Workload) -> Model:
 
 def algorithm_of(work: Workload, sampling: Sampling = Full()) -> Algorithm:
     """DP-FedAvg with SGD, or FedDPA."""
-    private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling, "batch_size": work.batch_size}
+    private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling}
     if work.feddpa:
-        return feddpa(model_of(work), clip=0.5, **private)
-    return dp_fedavg(model_of(work), clip=1.0, optimizer=optax.sgd(0.01), steps=work.steps, **private)
+        return feddpa(model_of(work), clip=0.5, local=LocalSGD(optax.adam(1e-3), work.batch_size, 2), **private)
+    local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
+    return dp_fedavg(model_of(work), clip=1.0, local=local, **private)
 
 
 def usual_chunk(algorithm: Algorithm, population: Population) -> int:
@@ -86,7 +89,7 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
     if chunk != "auto":
         return chunk
     key = jax.random.key(0)
-    arguments = (key, 0, 1, *initialize(key, algorithm, population))
+    arguments = (key, 0, 1, *initialize(key, key, algorithm, population))
     most = population.clients.number // mesh.size
     return fastest(_rounds_of(algorithm, population), most, arguments, mesh, ("benchmark",)).chunk
 
@@ -102,7 +105,7 @@ class Round(NamedTuple):
 def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> Round:
     """One round, compiled apart from its data."""
     key = jax.random.key(0)
-    state = list(initialize(key, algorithm, population))
+    state = list(initialize(key, key, algorithm, population))
     start = time.perf_counter()
     program = compile_chunk(_rounds_of(algorithm, population), chunk, (key, 0, 1, *state))
     seconds = time.perf_counter() - start
@@ -138,10 +141,10 @@ def round_flops(work: Workload) -> float:
 def forward_flops(work: Workload) -> list[float]:
     """Operations of each matrix product and convolution of one example's forward pass, in order."""
     plain: dict[str, Callable[[], Model]] = {
-        "lenet": functools.partial(lenet, work.input_shape, form="plain"),
+        "lenet": functools.partial(lenet, work.input_shape, form="lax"),
         "mlp": functools.partial(mlp, work.input_shape),
-        "feddpa_cnn": functools.partial(feddpa_cnn, form="plain"),
-        "resnet20": functools.partial(resnet20, work.input_shape, form="plain"),
+        "feddpa_cnn": functools.partial(feddpa_cnn, form="lax"),
+        "resnet20": functools.partial(resnet20, work.input_shape, form="lax"),
     }
     model = plain[work.model]()
     arguments = jax.eval_shape(model.init, jax.random.key(0)), jnp.zeros((1, *work.input_shape), jnp.uint8)

@@ -21,13 +21,15 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jaxfl import Result, signals, simulate, sweep
+from jaxfl import Result, simulate, sweep
 from jaxfl._validate import check_counts
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
-from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.models import build, digits_cnn
 from jaxfl.privacy import Full
-from jaxfl.report import run_folder
+from jaxfl.run import signals
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 Scale = Literal["smoke", "cpu", "paper", "large"]
@@ -118,6 +120,11 @@ def dirichlet_clients(
     return make_clients(dataset, lists, matching(lists, dataset.train_labels, dataset.test_labels, seed=seed))
 
 
+def claiming(method: Algorithm, epsilon: float, rule: str) -> Algorithm:
+    """The method, whose statement also has the epsilon that some rule would state for its noise."""
+    return method._replace(terms=method.terms._replace(claim=(epsilon, rule)))
+
+
 def run_methods(methods: Mapping[str, Method], make: Callable[[int], Clients], **options: Any) -> list[Row]:
     """A row of every method, of `run_each`'s results."""
     return [row_of(name, results) for name, results in run_each(methods, make, **options).items()]
@@ -144,16 +151,16 @@ def run_each(
         config: the resolved settings, written beside the results.
         eval_every: as in `simulate`.
     """
-    clients, found = {seed: make(seed) for seed in seeds}, {}
+    clients, results = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
-        found[name] = []
+        results[name] = []
         for seed in seeds:
             algorithm = builder(clients[seed])._replace(name=name)
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
             result = simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder)
-            found[name].append(result)
-    return found
+            results[name].append(result)
+    return results
 
 
 def run_sweep(
@@ -166,7 +173,7 @@ def run_sweep(
     """A row of each value, of `sweep_each`'s results."""
     results = sweep_each(method, build, values, make, **options)
     names = [", ".join([method, *(f"{name} = {value:g}" for name, value in point.items())]) for point in points(values)]
-    return [row_of(name, own) for name, own in zip(names, results, strict=True)]
+    return [row_of(name, of_point) for name, of_point in zip(names, results, strict=True)]
 
 
 def sweep_each(
@@ -251,11 +258,11 @@ def round_seconds(algorithm: Algorithm, clients: Clients) -> float:
     expected = algorithm.mechanism.sampling.expected(clients.number) * np.mean(clients.train_size)
     algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, sampling=Full()))
     key, population, seconds = jax.random.key(0), place(part, None), 0.0
-    server, states = initialize(key, algorithm, population)
+    center, states = initialize(key, key, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=1, segment=1)
     for _ in range(2):
         start = time.monotonic()
-        server, states, _ = jax.block_until_ready(step(key, 0, 1, server, states))
+        center, states, _ = jax.block_until_ready(step(key, 0, 1, center, states))
         seconds = time.monotonic() - start
     return seconds * float(expected / sizes.sum())
 
@@ -280,8 +287,8 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def _example(row: Row) -> str:
     """Epsilons of a single example, where local steps protect it."""
-    own = row.statement["examples"]
-    return f"{number(own['rdp']['total'])} / {number(own['pld']['total'])}" if own else "–"
+    bounds = row.statement["examples"]
+    return f"{number(bounds['rdp']['total'])} / {number(bounds['pld']['total'])}" if bounds else "–"
 
 
 def percent(values: Sequence[float]) -> str:

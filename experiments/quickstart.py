@@ -9,7 +9,8 @@ from typing import Literal
 
 import optax
 
-from experiments.common import cli, compile_quickly, run_methods, seeds_of, show, stoppable
+from experiments.common import claiming, cli, compile_quickly, run_methods, seeds_of, show, stoppable
+from jaxfl import LocalSGD
 from jaxfl._validate import check_fraction, checked, probability
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
@@ -49,7 +50,7 @@ def main(config: Config) -> None:
     model = mlp((8, 8, 1), 10, hidden=(32,)) if config.scale == "smoke" else digits_cnn()
     sampling = Poisson(config.rate)
     z = calibrate(config.epsilon, clients=config.clients, rounds=config.rounds, sampling=sampling, delta=config.delta)
-    local = {"optimizer": optax.sgd(0.1, momentum=0.9), "batch_size": 4, "epochs": 3}
+    local = LocalSGD(optax.sgd(0.1, momentum=0.9), 4, 3)
     private = {"clip": config.clip, "noise_multiplier": z, "sampling": sampling, "delta": config.delta}
     plain = Mechanism(sampling=sampling, denominator="participants")
 
@@ -57,15 +58,15 @@ def main(config: Config) -> None:
         examples = int(clients.train_size.sum())
         rule = {"examples": examples, "batch_size": 4, "epochs": 2, "rounds": config.rounds, "rate": config.rate}
         claim = paper_epsilon(z, delta=config.delta, **rule)
-        adam = {"optimizer": optax.adam(5e-3), "batch_size": 4, "epochs": 2}
-        return feddpa(model, evaluate="adapt", claim=claim, **adam, **private)
+        method = feddpa(model, evaluate="adapt", local=LocalSGD(optax.adam(5e-3), 4, 2), **private)
+        return claiming(method, claim, "by the paper's rule, per example and local step")
 
     methods = {
-        "local_only": lambda _: local_only(model, **local),
-        "fedavg": lambda _: fedavg(model, mechanism=plain, **local),
-        "fedprox": lambda _: fedprox(model, mu=0.1, mechanism=plain, **local),
-        "dp_fedavg": lambda _: dp_fedavg(model, **local, **private),
-        "dp_fedavg_fb": lambda _: dp_fedavg_fb(model, head_optimizer=optax.sgd(0.1), **local, **private),
+        "local_only": lambda _: local_only(model, local=local),
+        "fedavg": lambda _: fedavg(model, mechanism=plain, local=local),
+        "fedprox": lambda _: fedprox(model, mu=0.1, mechanism=plain, local=local),
+        "dp_fedavg": lambda _: dp_fedavg(model, local=local, **private),
+        "dp_fedavg_fb": lambda _: dp_fedavg_fb(model, head=LocalSGD(optax.sgd(0.1), epochs=15), local=local, **private),
         "feddpa": dpa,
     }
     rows = run_methods(

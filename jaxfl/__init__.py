@@ -14,13 +14,16 @@ if jax.config.values["jax_num_cpu_devices"] < 1:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 
-from jaxfl import algorithms, data, models, privacy, programs
-from jaxfl.simulation import Result, simulate, sweep
-from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model
+from jaxfl import algorithms, data, models, privacy
+from jaxfl.engine import compilation_cache
+from jaxfl.local import LocalSGD
+from jaxfl.run.recorder import Result
+from jaxfl.run.simulate import simulate, sweep
+from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model, Terms
 
-programs.keep()
+compilation_cache.keep()
 
 __all__ = [
-    "Algorithm", "ClientData", "Clients", "Ledger", "Message", "Model", "Result",
+    "Algorithm", "ClientData", "Clients", "Ledger", "LocalSGD", "Message", "Model", "Result", "Terms",
     "algorithms", "data", "models", "privacy", "simulate", "sweep",
 ]  # fmt: skip

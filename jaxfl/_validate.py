@@ -15,7 +15,7 @@ import numbers
 import os
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,10 @@ _F = TypeVar("_F", bound=Callable)
 _REMEDIES = {
     "Model": "a model, for instance jaxfl.models.lenet()",
     "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1)",
-    "Poisson": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
+    "LocalSGD": "a jaxfl.LocalSGD(optimizer), or in the FedAvg family a jaxfl.privacy.DPSGD",
+    "DPSGD": "a jaxfl.privacy.DPSGD",
+    "Sampling": "Poisson(rate), FixedSize(size) or Full() of jaxfl.privacy",
     "Mechanism": "a jaxfl.privacy.Mechanism",
-    "PerExample": "a jaxfl.privacy.PerExample",
     "Algorithm": "an algorithm, for instance jaxfl.algorithms.fedavg(model)",
     "Clients": "clients from jaxfl.data.make_clients",
     "Module": "a module of Flax linen, made: nn.Dense(10), not nn.Dense",
@@ -221,10 +222,11 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             target.__init__ = decorate(target.__init__)  # pyrefly: ignore[bad-argument-type]
             return target
         signature, hints = inspect.signature(target), get_type_hints(target)
-        own: dict[str, Check] = {}
-        for name, parameter in signature.parameters.items():
-            if name != "self" and parameter.kind is not parameter.VAR_KEYWORD:
-                own[name] = _by_annotation(name, hints[name], checks.get(name))
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
+        options = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
+        fields = _fields(hints.get(options))
+        named = {name: hints[name] for name in kinds if name != options} | fields
+        own = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
         assert set(checks) <= set(own), f"{target.__qualname__}: {set(checks) - set(own)} are no arguments"
 
         @functools.wraps(target)
@@ -233,14 +235,23 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
                 return target(*args, **kwargs)  # Python's own error names the function
+            further = bound.arguments.get(options, {})
+            if fields and (unknown := [name for name in further if name not in fields]):
+                raise TypeError(f"{target.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")
             for name, check in own.items():
-                if name in bound.arguments:
-                    bound.arguments[name] = check(name, bound.arguments[name])
+                for arguments in (bound.arguments, further):
+                    if name in arguments:
+                        arguments[name] = check(name, arguments[name])
             return target(*bound.args, **bound.kwargs)
 
         return call  # pyrefly: ignore[bad-return]
 
     return decorate
+
+
+def _fields(options: Any) -> dict[str, Any]:
+    """Annotations of keyword arguments that a `TypedDict` names."""
+    return get_type_hints(get_args(options)[0]) if get_origin(options) is Unpack else {}
 
 
 def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:

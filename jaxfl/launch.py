@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxfl import hosts, signals
 from jaxfl.backend import cores
+from jaxfl.engine.processes import agree
+from jaxfl.run import signals
 
 _HEARTBEAT_SECONDS = 30
 """A process that gives no sign of life for so long is lost."""
@@ -255,7 +256,7 @@ def _run(run: str, processes: int | None, process: int | None) -> int:
     module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[2 if module else 1 :]
     try:
-        hosts.agree({"run": run, "processes": str(processes), "program": shlex.join(sys.argv), **_versions()})
+        agree({"run": run, "processes": str(processes), "program": shlex.join(sys.argv), **_versions()})
     except ValueError as differing:
         print(differing, file=sys.stderr)
         return 1

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl.types import Account, Params, Tree
+from jaxfl.types import Params, Tree
 
 
 class Server(NamedTuple):
@@ -43,11 +43,6 @@ def init_server(params: Params, optimizer: optax.GradientTransformation) -> Serv
 def init_clients(params: Params, number: int) -> Params:
     """Client states [C, ...] that all start from `params`."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), params)
-
-
-def init_account(number: int) -> Account:
-    """Nothing released, nothing spent."""
-    return Account(jnp.zeros(number), jnp.zeros(number))
 
 
 def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:

@@ -6,16 +6,13 @@ T rounds, D examples in the store, d parameters.
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
-
-if TYPE_CHECKING:
-    from jaxfl.privacy.mechanism import Mechanism
 
 Params: TypeAlias = Any
 """Nested dict of arrays; the top level names the layers of the model."""
@@ -50,7 +47,7 @@ class Clients(NamedTuple):
 
 
 class StepNoise(NamedTuple):
-    """Noise of one client's private local steps (see `jaxfl.privacy.mechanism.PerExample`), given by the engine."""
+    """Noise of one client's private local steps (see `jaxfl.privacy.DPSGD`), given by the engine."""
 
     multiplier: Any
     """Std on the sum of clipped gradients over their clip bound; the ledger has this number."""
@@ -71,6 +68,8 @@ class ClientData:
     _labels: Any
     _rows: Any
     size: Any
+    id: Any = 0
+    """The client's number, from 0."""
     noise: StepNoise | None = None
 
     @property
@@ -98,14 +97,14 @@ class Model(NamedTuple):
     """A classifier as pure functions, with its parameters named in depth order.
 
     `apply(params, prepare(inputs))` are logits. `prepare` normalises and lays out a batch; the local
-    loop calls it once per block of batches, outside the loop over steps. `squares` has the values of
+    loop calls it once per block of batches, outside the loop over steps. `sum_grad_squared` has the values of
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
     per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule. `extract` and
     `classify` split `apply` at the head; None where a model cannot be split. `microbatch` examples go through
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
-    `norms(params, x, probe)` has the values of `apply` too, and its gradient by `probe` [B] is the squared norm of each
-    example's gradient (see `jaxfl.local.examples`): private steps clip by it, so another `apply` needs other norms, or
-    None. `input_shape` is that of an example (None: any that `prepare` takes).
+    `ghost_norms(params, x, probe)` has the values of `apply` too, and its gradient by `probe` [B] is the squared norm
+    of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it, so another `apply` needs other
+    norms, or None. `input_shape` is that of an example (None: any that `prepare` takes).
     """
 
     name: str
@@ -114,37 +113,33 @@ class Model(NamedTuple):
     extract: Callable[[Params, Array], Float[Array, "B F"]] | None
     classify: Callable[[Params, Float[Array, "B F"]], Float[Array, "B K"]] | None
     apply: Callable[[Params, Array], Float[Array, "B K"]]
-    squares: Callable[[Params, Array], Float[Array, "B K"]] | None
+    sum_grad_squared: Callable[[Params, Array], Float[Array, "B K"]] | None
     layers: tuple[str, ...]
     head: tuple[str, ...]
     microbatch: int | None = None
-    norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None
+    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None
     input_shape: tuple[int, ...] | None = None
 
 
 class Message(NamedTuple):
-    """The raw update of one client: not clipped, not noised.
+    """The raw update of one client, neither clipped nor noised, and what else its mechanism reads (None: nothing).
 
-    `mask` is a private support that cuts the client's noise too (None: noise everywhere). It voids every epsilon:
-    only a `Mechanism` that says so (`broken`) may come with it. `release` is a number that all will know, as raw as the
-    update (see `jaxfl.privacy.mechanism.Release`).
+    A `PrivacyFilter` reads a number that the client releases, a `PrivateMask` the support of the update.
     """
 
     update: Tree
-    mask: Tree = None
-    release: Float[Array, ""] | None = None
+    extra: Tree = None
 
 
-class Account(NamedTuple):
-    """What everyone knows of each client, where noise or participation follows from it.
+class Terms(NamedTuple):
+    """What a privacy statement says beside the epsilon of the mechanism."""
 
-    A client state under such a mechanism has a field `account`, which only the engine writes.
-    """
-
-    released: Float[Any, "*C"]
-    """The number that it released last; 0: none yet."""
-    spent: Float[Any, "*C"]
-    """Sum of the inverse squares of the multipliers of all that it sent."""
+    delta: float | None = None
+    """Failure probability; None: min(1e-5, 1 / (10 C)) of C clients."""
+    claim: tuple[float, str] | None = None
+    """The epsilon that the paper's own rule would state for these numbers, and how it gets there."""
+    broken: str | None = None
+    """Why no finite epsilon exists, where a published method has none."""
 
 
 class Algorithm(NamedTuple):
@@ -156,6 +151,9 @@ class Algorithm(NamedTuple):
       all that the server gets: `info` is for reports. Where the denominator is the realised one, a round without
       participants leaves the server as it is.
     - `personalize(key, server, client, data) -> params`: the weights that client is evaluated with.
+
+    `dp_sgd` names the private local steps that `client_update` takes (None: none), whose noise the engine hands out;
+    `terms` are for the privacy statement.
     """
 
     name: str
@@ -164,7 +162,11 @@ class Algorithm(NamedTuple):
     client_update: Callable[[Key[Array, ""], Tree, Tree, ClientData], tuple[Message, Tree, dict[str, Array]]]
     server_update: Callable[[Tree, Tree], Tree]
     personalize: Callable[[Key[Array, ""], Tree, Tree, ClientData], Params]
-    mechanism: "Mechanism"
+    mechanism: Any
+    """A `jaxfl.privacy.Mechanism`."""
+    dp_sgd: Any = None
+    """A `jaxfl.privacy.DPSGD`."""
+    terms: Terms = Terms()
 
 
 class Ledger(NamedTuple):
@@ -178,7 +180,7 @@ class Ledger(NamedTuple):
     weights: Float[Any, "T #C"]
     server_noise: Float[Any, "T"]
     noise_multiplier: Float[Any, "T"]
-    release_noise: Float[Any, "#T"] = np.full(1, np.inf)
-    """Std of the noise on each participant's released number over its range; infinity: none was released."""
     example_noise: Float[Any, "#T #C"] = np.zeros((1, 1))
     """Std of the noise that each participant's local steps put on their sums of clipped gradients; 0: none."""
+    notes: dict[str, Float[Any, "T"]] = {}  # noqa: RUF012 (never written to)
+    """What the mechanism notes by itself, such as the noise on released numbers."""

@@ -11,6 +11,7 @@ import optax
 
 from jaxfl.algorithms import (
     adp_pfl,
+    adp_pfl_paper,
     blur_lus,
     centaur,
     dp_fedavg,
@@ -18,24 +19,31 @@ from jaxfl.algorithms import (
     dp_fedsam,
     dp_lg,
     dp_pfeddsu,
+    dp_pfeddsu_paper,
     fed_smp,
     fedavg,
     feddpa,
+    feddpa_paper,
     fedprox,
     fedrep,
     local_only,
     padpfl,
+    padpfl_paper,
     pdp_fl,
+    pdp_fl_paper,
     pmtl,
+    pmtl_ft,
     ppsgd,
+    ppsgd_centaur,
 )
+from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.algorithms.padpfl import paper_noise
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.data import load, make_clients
-from jaxfl.local.train import squared_error
+from jaxfl.local.train import LocalSGD, squared_error
 from jaxfl.models import mlp
+from jaxfl.privacy import DPSGD, FixedSize, Mechanism, Poisson
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
 from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.types import Algorithm, ClientData, Clients
 
@@ -45,72 +53,50 @@ SIZES = (9, 4, 0, 7, 9, 1, 5, 8, 6, 3, 9)
 """Unequal, with an empty client, and a number of clients that two devices do not divide."""
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    "local_only": lambda z=1.0, sgd=0.1, **o: local_only(
-        MODEL, optimizer=optax.sgd(sgd), batch_size=4, epochs=2, sampling=Poisson(0.6)
-    ),
+    "local_only": lambda z=1.0, sgd=0.1, **o: local_only(MODEL, local=passes(sgd, 2), sampling=Poisson(0.6)),
     "fedavg": lambda z=1.0, sgd=0.1, **o: fedavg(
         MODEL,
-        optimizer=optax.sgd(sgd, momentum=0.5),
-        batch_size=4,
+        local=LocalSGD(optax.sgd(sgd, momentum=0.5), 4),
         mechanism=Mechanism(
             clip=CLIP, sampling=FixedSize(6), weights=np.array(SIZES, float), denominator="participants"
         ),
     ),
     "fedprox": lambda z=1.0, sgd=0.1, **o: fedprox(
-        MODEL, mu=0.5, optimizer=optax.sgd(sgd), batch_size=4, steps=3, mechanism=Mechanism(clip=CLIP)
+        MODEL, mu=0.5, local=LocalSGD(optax.sgd(sgd), 4, steps=3), mechanism=Mechanism(clip=CLIP)
     ),
-    "dp_fedavg": lambda z=1.0, sgd=0.1, **o: dp_fedavg(
-        MODEL, clip=CLIP, noise_multiplier=z, sampling=Poisson(0.6), optimizer=optax.sgd(sgd), batch_size=4, epochs=2
-    ),
+    "dp_fedavg": lambda z=1.0, sgd=0.1, **o: dp_fedavg(MODEL, **private(z, sgd)),
     "dp_fedavg_fb": lambda z=1.0, sgd=0.1, **o: dp_fedavg_fb(
-        MODEL,
-        clip=CLIP,
-        noise_multiplier=z,
-        sampling=Poisson(0.6),
-        optimizer=optax.sgd(sgd),
-        batch_size=4,
-        head_epochs=2,
-        head_batch_size=4,
+        MODEL, head=passes(0.01, 2), **private(z, sgd) | {"local": passes(sgd)}
     ),
     "feddpa": lambda z=1.0, sgd=0.1, **o: feddpa(
-        MODEL, sampling=Poisson(0.6), noise_multiplier=z, clip=CLIP, optimizer=optax.sgd(sgd), batch_size=4, epochs=1
+        MODEL, sampling=Poisson(0.6), noise_multiplier=z, clip=CLIP, local=passes(sgd)
     ),
-    "feddpa_paper": lambda z=1.0, sgd=0.1, **o: feddpa(
+    "feddpa_paper": lambda z=1.0, sgd=0.1, **o: feddpa_paper(
         MODEL,
-        fidelity="paper",
         reg="code",
-        evaluate="adapt",
         clients=len(SIZES),
         sampling=FixedSize(6),
         noise_multiplier=z,
         clip=CLIP,
-        optimizer=optax.sgd(sgd),
-        batch_size=4,
-        epochs=1,
+        local=passes(sgd),
     ),
     "fedrep": lambda z=1.0, sgd=0.1, **o: fedrep(
-        MODEL, optimizer=optax.sgd(sgd), batch_size=4, head_epochs=2, mechanism=Mechanism(clip=CLIP)
+        MODEL, local=passes(sgd), head=LocalSGD(HEAD, 4, 2), mechanism=Mechanism(clip=CLIP)
     ),
     "centaur": lambda z=1.0, sgd=0.1, **o: centaur(
         MODEL,
+        local=LocalSGD(optax.sgd(sgd, momentum=0.9), 4),
+        head=LocalSGD(optax.sgd(0.01, momentum=0.9), 4, 2),
         clip=CLIP,
         noise_multiplier=z,
         sampling=Poisson(0.6),
-        optimizer=optax.sgd(sgd, momentum=0.9),
-        batch_size=4,
-        head_epochs=2,
     ),
     "dp_pfeddsu": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(MODEL, noise_multiplier=z, **sparse(sgd)),
     "dp_pfeddsu_random": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(
-        MODEL, noise_multiplier=z, mask_source="public_random", backward_density=0.5, penalty="hinge", **sparse(sgd)
+        MODEL, noise_multiplier=z, mask_source="public_random", backward_density=0.5, **sparse(sgd)
     ),
-    "dp_pfeddsu_paper": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(
-        MODEL,
-        noise_multiplier=z,
-        fidelity="paper",
-        clients=len(SIZES),
-        outside="dense",
-        **sparse(sgd) | {"sampling": FixedSize(6)},
+    "dp_pfeddsu_paper": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu_paper(
+        MODEL, noise_multiplier=z, clients=len(SIZES), **sparse(sgd) | {"sampling": FixedSize(6)}
     ),
     "ppsgd": lambda z=1.0, sgd=0.1, **o: ppsgd(
         MODEL,
@@ -121,52 +107,59 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         server_learning_rate=1.0,
         loss=lambda *batch: 10 * sgd * squared_error(*batch),  # it sends gradients, which no local rate scales
     ),
-    "ppsgd_centaur": lambda z=1.0, sgd=0.1, **o: ppsgd(
-        MODEL, variant="centaur", evaluation_epochs=2, **private(z, sgd)
+    "ppsgd_centaur": lambda z=1.0, sgd=0.1, **o: ppsgd_centaur(
+        MODEL, head=LocalSGD(optax.sgd(0.1, momentum=0.9), 4), evaluation_epochs=2, **private(z, sgd)
     ),
-    "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, weight=0.5, start="broadcast", **private(z, sgd)),
-    "pmtl_own": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, weight=0.5, **private(z, sgd)),
-    "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, finetune=2, head_batch_size=4, **private(z, sgd)),
+    "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, start="broadcast", **private(z, sgd)),
+    "pmtl_own": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, **private(z, sgd)),
+    "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl_ft(MODEL, head=passes(0.01, 2), **private(z, sgd)),
     "dp_fedsam": lambda z=1.0, sgd=0.1, **o: dp_fedsam(MODEL, radius=0.1, **private(z, sgd)),
     "fed_smp": lambda z=1.0, sgd=0.1, **o: fed_smp(MODEL, density=0.2, **private(z, sgd)),
-    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(
-        # Equal pixels get equal updates, and rounding would choose which of them are kept: decay parts them.
-        MODEL,
-        density=0.5,
-        **private(z, sgd) | {"optimizer": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd))},
-    ),
+    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(MODEL, density=0.5, **private(z, sgd) | {"local": decayed(sgd)}),
     "dp_lg": lambda z=1.0, sgd=0.1, **o: dp_lg(MODEL, **private(z, sgd)),
     "adp_pfl": lambda z=1.0, sgd=0.1, **o: adp_pfl(MODEL, noise=z, **budgeted(sgd) | {"sampling": Poisson(0.6)}),
     "adp_pfl_public": lambda z=1.0, sgd=0.1, **o: adp_pfl(
-        MODEL, noise=filtered(z), risks=np.full(len(SIZES), 3.0), **budgeted(sgd) | {"mask": "top_k"}
+        MODEL, noise=filtered(z), risks=np.full(len(SIZES), 3.0), **budgeted(sgd) | {"mask": largest(50.0)}
     ),
     "adp_pfl_released": lambda z=1.0, sgd=0.1, **o: adp_pfl(
         MODEL, noise=filtered(z), risks="private", risk_bounds=(1.0, 3.0), **budgeted(sgd) | {"mask": None}
     ),
-    "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl(
-        MODEL, noise=z / 6**0.5, fidelity="paper", risks="private", **budgeted(sgd) | {"mask": "random"}
+    "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl_paper(
+        MODEL, noise=z / 6**0.5, risks="private", **budgeted(sgd) | {"mask": random_share(50.0)}
     ),
     "padpfl": lambda z=1.0, sgd=0.1, **o: padpfl(
-        MODEL, epsilon=honest(z), upload_epsilon=honest(z / 8), impacts=IMPACTS, mu=0.5, **noised(sgd)
+        MODEL, epsilon=honest(z), upload_epsilon=honest(z / 8), impacts=IMPACTS, mu=0.5, rounds=ROUNDS, **noised(sgd)
     ),
-    "padpfl_paper": lambda z=1.0, sgd=0.1, **o: padpfl(
-        MODEL, epsilon=claimed(z, times=4), fidelity="paper", smallest=10, sampling=FixedSize(6), **noised(sgd)
+    "padpfl_paper": lambda z=1.0, sgd=0.1, **o: padpfl_paper(
+        MODEL, epsilon=claimed(z, times=ROUNDS), smallest=10, sampling=FixedSize(6), rounds=ROUNDS, **noised(sgd)
     ),
     "pdp_fl": lambda z=1.0, sgd=0.1, **o: pdp_fl(
-        MODEL, budgets=asked(honest(z / 8)), epsilon_max=honest(z), sampling=Poisson(0.6), **noised(sgd)
+        MODEL,
+        budgets=asked(honest(z / 8)),
+        epsilon_max=honest(z),
+        sampling=Poisson(0.6),
+        rounds=ROUNDS,
+        **noised(sgd),
     ),
     "pdp_fl_examples": lambda z=1.0, sgd=0.1, **o: pdp_fl(
         MODEL,
         budgets=asked(math.inf),
         epsilon_max=math.inf,
-        examples=PerExample(clip=0.5, noise_multiplier=np.linspace(0, z, len(SIZES)), rate=0.4, steps=3, chunk=2),
-        **noised(sgd),
+        rounds=ROUNDS,
+        clip=CLIP,
+        local=DPSGD(
+            clip=0.5,
+            noise_multiplier=np.linspace(0, z, len(SIZES)),
+            rate=0.4,
+            steps=3,
+            optimizer=optax.sgd(sgd),
+            chunk=2,
+        ),
     ),
-    "pdp_fl_paper": lambda z=1.0, sgd=0.1, **o: pdp_fl(
+    "pdp_fl_paper": lambda z=1.0, sgd=0.1, **o: pdp_fl_paper(
         MODEL,
         budgets=asked(claimed(z / 4)),
         epsilon_max=claimed(z),
-        fidelity="paper",
         smallest=10,
         sampling=FixedSize(6),
         **noised(sgd),
@@ -177,17 +170,24 @@ SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")
 IMPACTS = np.linspace(0, 2 / len(SIZES), len(SIZES))
 
 
+HEAD = optax.sgd(0.01, momentum=0.5)
+ROUNDS = 4
+"""Of methods that take the noise from a target; they never run for more."""
+
+
+def passes(sgd: float, epochs: int = 1) -> LocalSGD:
+    """Passes of plain SGD over batches of four."""
+    return LocalSGD(optax.sgd(sgd), 4, epochs)
+
+
+def decayed(sgd: float) -> LocalSGD:
+    """Equal pixels have equal updates and Fisher values, and rounding would choose what is kept: decay parts them."""
+    return LocalSGD(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd)), 4, 2)
+
+
 def budgeted(sgd: float) -> dict[str, Any]:
     """ADP-PFL's options."""
-    # Equal pixels have equal Fisher values, and rounding would choose which of them are kept: decay parts updates.
-    return {
-        "clip": CLIP,
-        "sampling": FixedSize(6),
-        "percentile": 50.0,
-        "optimizer": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(sgd)),
-        "batch_size": 4,
-        "epochs": 2,
-    }
+    return {"clip": CLIP, "sampling": FixedSize(6), "mask": fisher_percentile(50.0), "local": decayed(sgd)}
 
 
 def filtered(z: float) -> ClientNoise:
@@ -198,19 +198,12 @@ def filtered(z: float) -> ClientNoise:
 
 def private(z: float, sgd: float) -> dict[str, Any]:
     """Options of most private methods."""
-    return {
-        "clip": CLIP,
-        "noise_multiplier": z,
-        "sampling": Poisson(0.6),
-        "optimizer": optax.sgd(sgd),
-        "batch_size": 4,
-        "epochs": 2,
-    }
+    return {"clip": CLIP, "noise_multiplier": z, "sampling": Poisson(0.6), "local": passes(sgd, 2)}
 
 
 def noised(sgd: float) -> dict[str, Any]:
-    """Options of methods that take the noise from a target; they never run for more than four rounds."""
-    return {"rounds": 4, "clip": CLIP, "optimizer": optax.sgd(sgd), "batch_size": 4, "epochs": 2}
+    """Options of methods that take the noise from a target."""
+    return {"clip": CLIP, "local": passes(sgd, 2)}
 
 
 def honest(z: float) -> float:
@@ -231,15 +224,8 @@ def asked(least: float) -> Budgets:
 
 def sparse(sgd: float) -> dict[str, Any]:
     """DP-pFedDSU's options."""
-    return {
-        "sampling": Poisson(0.6),
-        "clip": CLIP,
-        "density": 0.2,
-        "optimizer": optax.sgd(sgd),
-        "batch_size": 4,
-        "epochs": 1,
-        "head_epochs": 2,
-    }
+    head = LocalSGD(optax.sgd(0.01, momentum=0.9), 4, 2)
+    return {"sampling": Poisson(0.6), "clip": CLIP, "density": 0.2, "local": passes(sgd), "head": head}
 
 
 def client_data(index: int = 0) -> ClientData:

@@ -14,9 +14,10 @@ import optax
 from algorithms_table import MODEL, small_clients
 
 import jaxfl
-from jaxfl import algorithms, data, models, privacy
+from jaxfl import LocalSGD, algorithms, data, models, privacy
 from jaxfl.algorithms.pdp_fl import Budgets
-from jaxfl.privacy import Full, Mechanism, PerExample, Poisson
+from jaxfl.privacy import DPSGD, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
+from jaxfl.types import Terms
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS = ["1", None, True, [1.0], {}, 1j, object(), np.array([1.0, 2.0]), NAN, np.str_("1"), 10**400]
@@ -31,6 +32,8 @@ NO_INPUTS = [
 ]  # fmt: skip
 NO_NUMBER_LISTS = [None, 3.0, "1", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [[[1.0]]], [True], [1j], [None]]
 
+PRIVATE_STEPS = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=1)
+
 BAD: dict[str, list[Any]] = {
     "count": [*NO_NUMBERS, 0, -1, 1.5, INF],
     "count from 0": [*NO_NUMBERS, -1, 1.5, INF],
@@ -42,7 +45,6 @@ BAD: dict[str, list[Any]] = {
     "fraction from 0": [*NO_NUMBERS, -0.1, 1.1, INF],
     "share below 1": [*NO_NUMBERS, -0.1, 1.0, INF],
     "probability": [*NO_NUMBERS, 0.0, 1.0, -1.0, INF],
-    "percentile": [*NO_NUMBERS, -1.0, 100.0, INF],
     "noise": [*NO_NOISE, [[1.0]]],
     "client noise": NO_NOISE,
     "choice": ["none", 3, None, True, [], b"sound", "", NAN, np.zeros(2), object(), {}],
@@ -53,7 +55,9 @@ BAD: dict[str, list[Any]] = {
     "optimizer": [*NO_CLASSES, optax.sgd, 0.1, "sgd"],
     "sampling": [*NO_CLASSES, Poisson, 0.1, "poisson", 5],
     "mechanism": [*NO_CLASSES, Mechanism, Poisson(0.5)],
-    "examples": [*NO_CLASSES, PerExample, Mechanism()],
+    "local": [*NO_CLASSES, LocalSGD, optax.sgd(0.1), PRIVATE_STEPS],
+    "steps": [*NO_CLASSES, LocalSGD, DPSGD, optax.sgd(0.1)],
+    "dp_sgd": [*NO_CLASSES, DPSGD, Mechanism(), LocalSGD(optax.sgd(0.1))],
     "release": NO_CLASSES,
     "function": [None, 3, "f", object(), [], 0.5],
     "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
@@ -84,7 +88,7 @@ BAD: dict[str, list[Any]] = {
     "round noise": [*NO_NOISE, [[1.0]]],
     "risks": ["public", 3.0, {}, object(), [], [0.0], [-1.0], [NAN], [INF], ["a"], [[1.0]]],
     "risk bounds": [3.0, "1", {}, object(), [], (1.0,), (2.0, 1.0), (0.0, 1.0), (1.0, INF), (NAN, 1.0), ("a", "b")],
-    "claim": [3.0, "1", {}, object(), (1.0,), (1.0, 2.0), ("a", "b"), (NAN, "x"), (-1.0, "x"), (True, "x")],
+    "terms": [*NO_CLASSES, Terms, (1e-5, None, None)],
     "ledger": NO_CLASSES,
     "statement": [*NO_CLASSES, {"honest": 1}],
     "key": [None, 0, "key", object(), np.zeros(2, np.uint32), jnp.zeros(3), (0, 1), jnp.zeros((), jnp.uint32)],
@@ -120,26 +124,26 @@ LISTS = [[0, 1], [2, 3]]
 KEY = jax.random.key(0)
 CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
-LOCAL = {"optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"), "epochs": (1, "count")}
-STEPS, SERVER = {"steps": (None, "count?")}, {"server_optimizer": (optax.sgd(1.0), "optimizer")}
-HEADS = {"head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count")}
+LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
+HEAD = {"head": (LocalSGD(optax.sgd(0.1), 4), "local")}
+SERVER = {"server_optimizer": (optax.sgd(1.0), "optimizer")}
 PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
 DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
-PENALTY = {"penalty": (None, "function?"), "sam_radius": (0.0, "at least 0")}
-FEDAVG = MODELS | LOCAL | STEPS | SERVER
-NAMED = {"mechanism": (Mechanism(), "mechanism"), "name": ("own", "text")}
+PENALTY = {"penalty": (None, "function?"), "gradient": (None, "function?")}
+FEDAVG = MODELS | SERVER | {"local": (LocalSGD(optax.sgd(0.1), 4), "steps")}
+NAMED = {"mechanism": (Mechanism(), "mechanism"), "terms": (Terms(), "terms"), "name": ("own", "text")}
+WEIGHT = {"penalty_weight": (0.1, "at least 0")}
+PUBLISHED = {"clients": (2, "count"), "claim": (None, "bound?")}
 SEED = {"seed": (0, "count from 0")}
 IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
 PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
-TARGETED = {
-    "rounds": (2, "count"),
-    "clip": (1.0, "bound"),
-    "fidelity": ("sound", "choice"),
-    "smallest": (None, "count?"),
-}
+TARGETED = {"clip": (1.0, "bound"), "sampling": (Full(), "sampling")}
+IMPACTS = {
+    "epsilon": (INF, "bound"), "rounds": (2, "count"), "impacts": (None, "impacts?"), "mu": (0.1, "at least 0"),
+}  # fmt: skip
 BUDGETS = Budgets(np.full(2, INF), np.ones(2))
 RUN = {
     "clients": (CLIENTS, "clients"),
@@ -150,69 +154,78 @@ RUN = {
 RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (False, "flag")}
 RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_noise": (False, "flag")}
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
+FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
+    "threshold": (0.4, "at least 0"), "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"),
+}  # fmt: skip
+DP_PFEDDSU = MODELS | LOCAL | HEAD | PRIVATE | DELTA | WEIGHT | {
+    "density": (0.1, "fraction"), "sparse_layers": (1, "count from 0"),
+}  # fmt: skip
+ADP_PFL = MODELS | LOCAL | DELTA | {
+    "sampling": (Full(), "sampling"), "noise": (1.0, "round noise"), "risks": (None, "risks?"),
+    "risk_fn": (print, "function"), "clip": (1.0, "bound"), "mask": (None, "function?"),
+}  # fmt: skip
+PUBLISHED_STEPS = MODELS | TARGETED | DELTA | {
+    "local": (LocalSGD(optax.sgd(0.1), 4), "steps"), "smallest": (2, "count"),
+}  # fmt: skip
+NOISED = PRIVATE | {
+    "client_noise": (0.0, "client noise"), "weights": (None, "weights?"), "denominator": ("expected", "choice"),
+    "communicates": (True, "flag"), "noise": ("float", "choice"),
+}  # fmt: skip
 
 ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "simulate": (jaxfl.simulate, RUN | {
-        "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "store": ("device", "choice"),
+        "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "states": ("device", "choice"),
         "tensorboard": (False, "flag"),
     }),
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"),
     }),
-    "local_only": (algorithms.local_only, MODELS | LOCAL | STEPS | {"sampling": (Full(), "sampling")}),
+    "LocalSGD": (LocalSGD, {
+        "optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"), "epochs": (1, "count from 0"),
+        "steps": (None, "count?"),
+    }),
+    "local_only": (algorithms.local_only, MODELS | LOCAL | {"sampling": (Full(), "sampling")}),
     "fedavg": (algorithms.fedavg, FEDAVG | PENALTY | NAMED),
     "fedprox": (algorithms.fedprox, FEDAVG | {"mu": (0.1, "at least 0"), "mechanism": (Mechanism(), "mechanism")}),
     "dp_fedavg": (algorithms.dp_fedavg, FEDAVG | PRIVATE | DELTA | PENALTY),
-    "dp_fedavg_fb": (algorithms.dp_fedavg_fb, FEDAVG | PRIVATE | DELTA | HEADS | {"head_batch_size": (4, "count")}),
+    "dp_fedavg_fb": (algorithms.dp_fedavg_fb, FEDAVG | PRIVATE | DELTA | HEAD),
     "dp_fedsam": (algorithms.dp_fedsam, FEDAVG | PRIVATE | DELTA | {"radius": (0.1, "at least 0")}),
     "fed_smp": (algorithms.fed_smp, FEDAVG | PRIVATE | DELTA | {"density": (0.5, "fraction")}),
-    "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | {
-        "weight": (0.1, "at least 0"), "density": (0.5, "fraction"),
-    }),
-    "pmtl": (algorithms.pmtl, FEDAVG | PRIVATE | DELTA | {
-        "weight": (0.1, "at least 0"), "finetune": (None, "count?"), "start": ("own", "choice"),
-        "head_optimizer": (optax.sgd(0.1), "optimizer"), "head_batch_size": (4, "count"),
-    }),
+    "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | WEIGHT | {"density": (0.5, "fraction")}),
+    "pmtl": (algorithms.pmtl, FEDAVG | PRIVATE | DELTA | WEIGHT | {"start": ("own", "choice")}),
+    "pmtl_ft": (algorithms.pmtl_ft, FEDAVG | PRIVATE | DELTA | WEIGHT | HEAD),
     "dp_lg": (algorithms.dp_lg, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
-    "fedrep": (algorithms.fedrep, MODELS | LOCAL | SERVER | NAMED | {
-        "head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count from 0"),
+    "fedrep": (algorithms.fedrep, MODELS | LOCAL | HEAD | SERVER | NAMED | {
         "evaluation_epochs": (None, "count from 0?"), "parts": (None, "release?"),
     }),
-    "centaur": (algorithms.centaur, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
-        "head_optimizer": (optax.sgd(0.1), "optimizer"), "head_epochs": (1, "count from 0"),
+    "centaur": (algorithms.centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
         "evaluation_epochs": (None, "count from 0?"),
     }),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
-        "variant": ("original", "choice"), "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
+        "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
         "personal_learning_rate": (0.1, "at least 0"), "loss": (lambda *batch: 0.0, "function"),
     }),
-    "feddpa": (algorithms.feddpa, MODELS | LOCAL | PRIVATE | DELTA | {
-        "fidelity": ("sound", "choice"), "clients": (None, "count?"), "threshold": (0.4, "at least 0"),
-        "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"), "reg": ("active", "choice"),
-        "evaluate": ("stored", "choice"), "claim": (None, "bound?"),
+    "ppsgd_centaur": (algorithms.ppsgd_centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
+        "head_decay": (1e-4, "at least 0"), "evaluation_epochs": (1, "count from 0"),
     }),
-    "dp_pfeddsu": (algorithms.dp_pfeddsu, MODELS | LOCAL | PRIVATE | DELTA | HEADS | {
-        "fidelity": ("sound", "choice"), "clients": (None, "count?"), "density": (0.1, "fraction"),
-        "sparse_layers": (1, "count from 0"), "weight": (0.1, "at least 0"), "mask_source": (None, "choice?"),
-        "backward_density": (None, "fraction?"), "outside": ("masked", "choice"), "penalty": ("hinge", "choice"),
-        "server_learning_rate": (1.0, "positive"), "claim": (None, "bound?"),
+    "feddpa": (algorithms.feddpa, FEDDPA | {"evaluate": ("stored", "choice")}),
+    "feddpa_paper": (algorithms.feddpa_paper, FEDDPA | PUBLISHED | {"reg": ("active", "choice")}),
+    "dp_pfeddsu": (algorithms.dp_pfeddsu, DP_PFEDDSU | {
+        "mask_source": ("broadcast", "choice"), "backward_density": (None, "fraction?"),
     }),
-    "adp_pfl": (algorithms.adp_pfl, MODELS | LOCAL | DELTA | {
-        "sampling": (Full(), "sampling"), "noise": (1.0, "round noise"), "fidelity": ("sound", "choice"),
-        "risks": (None, "risks?"), "risk_bounds": (None, "risk bounds?"), "risk_fn": (print, "function"),
-        "clip": (1.0, "bound"), "mask": ("fisher", "choice?"), "percentile": (80.0, "percentile"),
-        "threshold": (None, "finite?"), "upload": ("updates", "choice"), "claim": (None, "bound?"),
-        "server_optimizer": (None, "optimizer?"),
+    "dp_pfeddsu_paper": (algorithms.dp_pfeddsu_paper, DP_PFEDDSU | PUBLISHED),
+    "adp_pfl": (algorithms.adp_pfl, ADP_PFL | SERVER | {"risk_bounds": (None, "risk bounds?")}),
+    "adp_pfl_paper": (algorithms.adp_pfl_paper, ADP_PFL | {
+        "upload": ("updates", "choice"), "claim": (None, "bound?"),
     }),
-    "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | PLAN | {
-        "epsilon": (INF, "bound"), "impacts": (None, "impacts?"), "upload_epsilon": (INF, "bound"),
-        "exposures": (1, "count"), "mu": (0.1, "at least 0"), "sampling": (Full(), "sampling"),
-        "examples": (None, "examples?"),
-    }),
+    "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | PLAN | IMPACTS | {"upload_epsilon": (INF, "bound")}),
+    "padpfl_paper": (algorithms.padpfl_paper, PUBLISHED_STEPS | IMPACTS | {"exposures": (1, "count")}),
     "pdp_fl": (algorithms.pdp_fl, FEDAVG | TARGETED | PLAN | {
+        "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "rounds": (2, "count"),
+    }),
+    "pdp_fl_paper": (algorithms.pdp_fl_paper, PUBLISHED_STEPS | {
         "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "aggregation": ("normalised", "choice"),
-        "sampling": (Full(), "sampling"), "examples": (None, "examples?"),
     }),
     "load": (data.load, {"name": ("digits", "dataset"), "data_dir": (None, "path?")}),
     "from_arrays": (data.from_arrays, {
@@ -266,15 +279,18 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "Full": (Full, {}),
     "Poisson": (Poisson, {"rate": (0.5, "fraction")}),
     "FixedSize": (privacy.FixedSize, {"size": (2, "count")}),
-    "PerExample": (PerExample, {
+    "DPSGD": (DPSGD, {
         "clip": (1.0, "positive"), "noise_multiplier": (1.0, "noise"), "rate": (0.5, "fraction"), "steps": (1, "count"),
-        "chunk": (None, "count?"),
+        "optimizer": (optax.sgd(0.1), "optimizer"), "chunk": (None, "count?"),
     }),
-    "Mechanism": (Mechanism, PRIVATE | DELTA | {
-        "client_noise": (0.0, "client noise"), "weights": (None, "weights?"), "denominator": ("expected", "choice"),
-        "communicates": (True, "flag"), "claim": (None, "claim?"), "broken": (None, "text?"),
-        "release": (None, "release?"), "least_total": (None, "at least 0?"), "examples": (None, "examples?"),
-        "noise": ("float", "choice"),
+    "Mechanism": (Mechanism, NOISED),
+    "PrivateMask": (PrivateMask, NOISED),
+    "PrivacyFilter": (PrivacyFilter, NOISED | {
+        "least_total": (0.0, "at least 0"), "release": (None, "release?"),
+    }),
+    "Release": (Release, {
+        "shares": (print, "function"), "low": (0.25, "positive"), "high": (2.0, "bound"),
+        "noise": (1.0, "at least 0"),
     }),
     "calibrate": (privacy.calibrate, PLAN | {
         "epsilon": (1.0, "positive"), "clients": (2, "count"), "rounds": (2, "count"), "sampling": (Full(), "sampling"),
@@ -293,15 +309,17 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "unit": ("client", "choice"), "stateful": (False, "flag"),
     }),
     "example_epsilon": (privacy.example_epsilon, {
-        "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "accountant": ("rdp", "choice"),
+        "ledger": (LEDGER, "ledger"), "dp_sgd": (None, "dp_sgd?"), "accountant": ("rdp", "choice"),
         "delta": (None, "probability?"),
     }),
     "planned_ledger": (privacy.planned_ledger, {
         "mechanism": (MECHANISM, "mechanism"), "clients": (2, "count"), "rounds": (2, "count"),
+        "dp_sgd": (None, "dp_sgd?"),
     }),
     "privacy_statement": (privacy.privacy_statement, {
         "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "clients": (2, "count"),
-        "randomness": ("seed", "choice"), "paired": (False, "flag"), "stateful": (False, "flag"),
+        "terms": (Terms(), "terms"), "dp_sgd": (None, "dp_sgd?"), "randomness": ("seed", "choice"),
+        "paired": (False, "flag"), "stateful": (False, "flag"),
     }),
     "format_statement": (privacy.format_statement, {
         "statement": (privacy.privacy_statement(LEDGER, MECHANISM, 2), "statement"),
@@ -325,7 +343,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
 }  # fmt: skip
 
-RECORDS = {"Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Model", "NAMES", "Result"}
+RECORDS = {
+    "Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Model", "NAMES", "Result", "Sampling",
+    "Terms",
+}  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 
 

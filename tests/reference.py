@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfl.data import load
-from jaxfl.types import Account, ClientData, StepNoise
+from jaxfl.privacy.mechanisms import PrivateMask
+from jaxfl.types import ClientData, StepNoise
 
 DIGITS = load("digits")
 
@@ -20,6 +21,8 @@ def run(key, algorithm, clients, rounds):
     states = [jax.tree.map(lambda leaf, i=i: leaf[i], jax.device_get(states)) for i in range(count)]
     update_fn, server_update = jax.jit(algorithm.client_update), jax.jit(algorithm.server_update)
     aggregates = []  # of rounds that moved the server
+    released, spent = np.zeros(count), np.zeros(count)
+    release, least_total = getattr(mechanism, "release", None), getattr(mechanism, "least_total", 0.0)
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
         sample_key, client_key, client_noise_key, server_noise_key, release_key = (
@@ -29,47 +32,42 @@ def run(key, algorithm, clients, rounds):
         table_row = lambda table, t=t: np.broadcast_to(table[min(t, len(table) - 1)], (count,))  # noqa: E731
         weights, noise = table_row(mechanism.weight_table), table_row(mechanism.client_noise_table)
         z = mechanism.noise_multiplier_table[min(t, len(mechanism.noise_multiplier_table) - 1)]
-        release = mechanism.release
         if release is not None:
-            noise = noise / np.asarray(release.shares(np.array([s.account.released for s in states])))
+            noise = noise / np.asarray(release.shares(jnp.asarray(released, jnp.float32)))
         cost = np.zeros(count)
-        if mechanism.least_total:
+        if least_total:
             cost = 4 / noise**2 + (0 if release is None else 1 / release.noise**2)
-            spent = np.array([s.account.spent for s in states])
-            sampled = sampled & (spent + cost <= 0.9999 / mechanism.least_total**2)
+            sampled = sampled & (spent + cost <= 0.9999 / least_total**2)
         total, variance = None, 0.0
         for i in np.flatnonzero(sampled):
-            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i])
+            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i], i)
             old, own_key = states[i], jax.random.fold_in(client_key, i)
-            if mechanism.examples is not None:
-                own = np.broadcast_to(mechanism.examples.noise_multiplier, (count,))[i]
-                data = dataclasses.replace(data, noise=StepNoise(jnp.float32(own), own_key))
+            if algorithm.dp_sgd is not None:
+                multiplier = np.broadcast_to(algorithm.dp_sgd.noise_multiplier, (count,))[i]
+                data = dataclasses.replace(data, noise=StepNoise(jnp.float32(multiplier), own_key))
             message, states[i], _ = update_fn(own_key, server, old, data)
-            if mechanism.adaptive:
-                told = old.account.released
-                if release is not None:
-                    width = release.high - release.low
-                    error = jax.random.normal(jax.random.fold_in(release_key, i), (1,))[0]
-                    told = np.clip(message.release, release.low, release.high)
-                    if release.noise:
-                        told = np.clip(told + error * release.noise * width, release.low, release.high)
-                states[i] = states[i]._replace(
-                    account=Account(np.float32(told), np.float32(old.account.spent + cost[i]))
-                )
+            if release is not None:
+                width = release.high - release.low
+                error = jax.random.normal(jax.random.fold_in(release_key, i), (1,))[0]
+                told = np.clip(message.extra, release.low, release.high)
+                if release.noise:
+                    told = np.clip(told + error * release.noise * width, release.low, release.high)
+                released[i] = told
+            spent[i] += cost[i]
             update = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), message.update)
             update = clip(update, mechanism.clip)
             if noise[i] > 0:
                 drawn = gaussian(jax.random.fold_in(client_noise_key, i), message.update)
                 update = jax.tree.map(lambda u, n, s=noise[i]: u + n * s * mechanism.clip, update, drawn)
-            if message.mask is not None:
-                update = jax.tree.map(lambda u, m: u * m, update, message.mask)
+            if isinstance(mechanism, PrivateMask):
+                update = jax.tree.map(lambda u, m: u * m, update, message.extra)
             update = jax.tree.map(lambda u, w=weights[i]: w * u, update)
             total = update if total is None else jax.tree.map(np.add, total, update)
             variance += (weights[i] * noise[i]) ** 2
         if total is None and mechanism.denominator == "participants":
             continue  # the denominator shows that nobody was there
         if total is None:
-            data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
+            data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0], 0)
             shape = jax.eval_shape(update_fn, client_key, server, states[0], data)[0].update
             total = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shape)
         if z > 0:

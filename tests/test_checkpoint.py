@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
-from jaxfl import lock as locking
-from jaxfl import report, simulate
-from jaxfl.checkpoint import Checkpoints
-from jaxfl.lock import Lock
-from jaxfl.store import Store
+from jaxfl import simulate
+from jaxfl.engine.state_file import Store
+from jaxfl.run import checkpoint
+from jaxfl.run import lock as locking
+from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.lock import Lock
 
 KEY = jax.random.key(1)
 FACTS = {"method": "mine", "rounds": 3}
@@ -179,7 +180,7 @@ def test_a_kill_in_a_save_leaves_the_one_before(saved, tmp_path, monkeypatch):
     checkpoints = Checkpoints(copy / "ckpt", FACTS)
     checkpoints.restore(like, lambda *_: None)
     with monkeypatch.context() as patch:
-        patch.setattr(report, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             checkpoints.save(4, like)
     equal(restored(copy)[1:], saved[1][3])
@@ -194,7 +195,7 @@ def test_processes_of_other_programs_are_refused(saved, monkeypatch):
     def one_differs(*values):
         return [*values[:2], values[2] + 1, *values[3:]] if len(values) == 4 else [*values]
 
-    monkeypatch.setattr("jaxfl.hosts.largest", one_differs)
+    monkeypatch.setattr("jaxfl.engine.processes.largest", one_differs)
     with pytest.raises(ValueError, match="arguments or data that differ"):
         restored(saved[0])
 
@@ -209,10 +210,10 @@ def runs(tmp_path_factory):
     """Finished runs of both stores, with a checkpoint after each round."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+        patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
         for store in ("device", "host"):
             folder = tmp_path_factory.mktemp(store)
-            found[store] = folder, quiet(folder, store=store)
+            found[store] = folder, quiet(folder, states=store)
     return found
 
 
@@ -234,20 +235,20 @@ def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, ca
     caplog.set_level("INFO", "jaxfl")
     if store == "host":  # the end of the run has moved rows of round 2, to hand out its states
         with pytest.raises(ValueError, match=r"round 3: .* is damaged; the checkpoint of round 2: the states of"):
-            quiet(copy, store=store)
+            quiet(copy, states=store)
         return
-    again = quiet(copy, store=store)
+    again = quiet(copy, states=store)
     assert "the checkpoint of round 3" in caplog.text
     assert f"round 2 of 3 read from {copy}/ckpt/2; going on" in caplog.text
     assert again.restored == 2
     equal(again[:2], whole[:2])
     assert again.metrics == whole.metrics
-    assert quiet(copy, store=store).restored == 3
+    assert quiet(copy, states=store).restored == 3
     for path in (copy / "ckpt").rglob("manifest.json"):
         path.write_bytes(b"\xff{garbage")
     with pytest.raises(ValueError, match="holds no checkpoint that is whole"):
-        quiet(copy, store=store)
-    fresh = quiet(copy, store=store, resume="never")
+        quiet(copy, states=store)
+    fresh = quiet(copy, states=store, resume="never")
     assert fresh.restored == 0
     equal(fresh[:2], whole[:2])
 
@@ -257,11 +258,11 @@ def test_a_finished_run_is_read_where_nothing_can_be_written(store, runs, monkey
     folder, whole = runs[store]
     plain, before = os.access, snapshot(folder)
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and plain(path, mode))
-    again = quiet(folder, store=store)
+    again = quiet(folder, states=store)
     assert again.restored == 3
     equal(again[:2], whole[:2])
     with pytest.raises(ValueError, match="cannot be written"):
-        quiet(folder, store=store, resume="never")
+        quiet(folder, states=store, resume="never")
     assert snapshot(folder) == before
 
 
@@ -318,7 +319,7 @@ def test_an_error_releases_the_folder(tmp_path, runs):
 
 def test_a_kill_releases_the_folder(tmp_path):
     script = (
-        "import pathlib, sys, time; from jaxfl.lock import Lock\n"
+        "import pathlib, sys, time; from jaxfl.run.lock import Lock\n"
         "lock = Lock(pathlib.Path(sys.argv[1])); lock.take(shared=False); print('locked', flush=True); time.sleep(600)"
     )
     root = pathlib.Path(__file__).parents[1]

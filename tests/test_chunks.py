@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
-from jaxfl import chunks
-from jaxfl.resident import Resident
-from jaxfl.simulation import simulate
+from jaxfl.engine import chunk
+from jaxfl.engine.resident import Resident
+from jaxfl.run.simulate import simulate
 
 KEY = jax.random.key(1)
 
@@ -18,20 +18,20 @@ KEY = jax.random.key(1)
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(chunks, "_REMEMBERED", {})
-    monkeypatch.setattr(chunks, "_SIZES", (1, 4))
+    monkeypatch.setattr(chunk, "_REMEMBERED", {})
+    monkeypatch.setattr(chunk, "_SIZES", (1, 4))
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """Chunks that were compiled, in turn."""
-    made, original = [], chunks.compile_chunk
+    made, original = [], chunk.compile_chunk
 
     def spy(build, chunk, arguments):
         made.append(chunk)
         return original(build, chunk, arguments)
 
-    monkeypatch.setattr(chunks, "compile_chunk", spy)
+    monkeypatch.setattr(chunk, "compile_chunk", spy)
     return made
 
 
@@ -54,7 +54,7 @@ def test_a_measured_chunk_is_said_and_remembered(compiled, caplog):
     assert "4: " in caplog.text
     assert "MB of temporary memory per client" in caplog.text
     assert_same(first, run("auto"))
-    chunks._REMEMBERED.clear()  # another process finds it on disk
+    chunk._REMEMBERED.clear()  # another process finds it on disk
     run("auto")
     assert compiled == [1, 4, program.chunk, program.chunk]
     assert "remembered" in caplog.records[-1].message
@@ -66,18 +66,18 @@ def test_a_measured_chunk_is_said_and_remembered(compiled, caplog):
 def test_the_fastest_chunk_is_taken(compiled, monkeypatch, caplog):
     clock = iter([0.0, 1.0, 1.0, 4.0, 4.0, 99.0, 99.0, 101.0])  # second calls: 3 s at chunk 1, 2 s at chunk 4
     caplog.set_level(logging.INFO, "jaxfl")
-    monkeypatch.setattr(chunks, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(chunk, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     step = jax.jit(lambda data, key, start, rounds, server, states: (server, states, start))
-    build = lambda chunk: functools.partial(step, jnp.zeros(3))  # noqa: E731
+    build = lambda size: functools.partial(step, jnp.zeros(3))  # noqa: E731
     arguments = (KEY, jnp.int32(0), jnp.int32(1), jnp.zeros(2), jnp.zeros(2))
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
-    assert chunks.fastest(build, 11, arguments, mesh, ()).chunk == 4
+    assert chunk.fastest(build, 11, arguments, mesh, ()).chunk == 4
     assert "chunk 4 of 1: 3 s, 4: 2 s" in caplog.text
 
 
 def breaking_above(most, monkeypatch, message="RESOURCE_EXHAUSTED: Out of memory while trying to allocate"):
     """Programs that take their arguments and fail where a chunk is larger than `most`."""
-    original = chunks.compile_chunk
+    original = chunk.compile_chunk
 
     def compile_chunk(build, chunk, arguments):
         program = original(build, chunk, arguments)
@@ -91,9 +91,10 @@ def breaking_above(most, monkeypatch, message="RESOURCE_EXHAUSTED: Out of memory
 
         return program._replace(step=step)
 
-    monkeypatch.setattr(chunks, "compile_chunk", compile_chunk)
+    monkeypatch.setattr(chunk, "compile_chunk", compile_chunk)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, caplog):
     expected = run(1)
     breaking_above(2, monkeypatch)
@@ -102,6 +103,7 @@ def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, capl
     assert "chunk=5 does not fit the device's memory: going on with chunk=2" in caplog.text
 
 
+@pytest.mark.slow
 def test_measuring_stops_where_memory_ends(compiled, monkeypatch, caplog):
     breaking_above(2, monkeypatch)
     assert np.isfinite(run("auto").metrics[-1]["accuracy"])

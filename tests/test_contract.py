@@ -12,18 +12,21 @@ import reference
 from algorithms_table import ALGORITHMS, CLIP, MODEL, SEND_WEIGHTS, SIZES, small_clients
 
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanism import Full, Mechanism
-from jaxfl.simulation import _Run, simulate
+from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
+from jaxfl.privacy.sampling import Full
+from jaxfl.run.simulate import _Run, simulate
 
 KEY = jax.random.key(7)
 ROUNDS = 3
 WIDE = {"chunk": 4, "devices": 2}
 """Of runs on two devices: with the same clients they share a program."""
-FAST = ("feddpa", "adp_pfl_released")
-"""Client states; accounts, released numbers and a filter: what the engine does differently."""
+USUAL = ("local_only", "dp_fedavg", "feddpa", "dp_pfeddsu", "adp_pfl_released", "padpfl", "pdp_fl_examples")
+"""No communication, client states, public masks, a memory, weights and noise by clients, private local steps."""
 
 
 def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:
@@ -33,7 +36,7 @@ def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", rows)
 
 
-each, some = _rows(ALGORITHMS), _rows(FAST)
+each, some = _rows(USUAL), _rows(["adp_pfl_released"])
 """Here and in CI; some of them in CI alone."""
 
 
@@ -47,12 +50,18 @@ def runner(algorithm, clients, *, chunk=1, devices=1):
     population = place(clients, devices)
     step = compile_rounds(algorithm, population, chunk=chunk, segment=ROUNDS)
 
-    def rounds_of(clients, rounds, key):
+    def rounds_of(clients, rounds, key, cut=0):
+        """`cut`: after so many rounds, all that is left goes to the host and comes back."""
         population = place(clients, devices)
         init_key, run_key, _ = jax.random.split(key, 3)
-        server, states = initialize(init_key, algorithm, population)
-        server, states, records = step.func(population.clients, run_key, 0, rounds, server, states)
-        return jax.device_get((server, jax.tree.map(lambda leaf: leaf[: clients.number], states), records))
+        left = initialize(init_key, run_key, algorithm, population)
+        if cut:
+            left = step.func(population.clients, run_key, 0, cut, *left)[:2]
+            places = jax.tree.map(lambda leaf: leaf.sharding, left)
+            left = jax.device_put(jax.device_get(left), places)
+        center, states, records = step.func(population.clients, run_key, cut, rounds - cut, *left)
+        states = jax.tree.map(lambda leaf: leaf[: clients.number], states)
+        return jax.device_get((center.server, states, records))
 
     return rounds_of
 
@@ -86,6 +95,7 @@ def test_chunk_devices_and_padding_change_nothing(name):
     np.testing.assert_array_equal(expected[2].ledger.participants, found[2].ledger.participants)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"chunk": 4}, {"chunk": 100}, {"devices": 2}])
 def test_chunk_and_devices_change_nothing_alone(options):
     algorithm, run_plainly = method("feddpa")
@@ -94,7 +104,9 @@ def test_chunk_and_devices_change_nothing_alone(options):
 
 def test_order_of_clients_changes_nothing():
     # Whole-client batches and full participation leave no randomness that could follow a client's number.
-    algorithm = fedavg(MODEL, batch_size=16, epochs=2, mechanism=Mechanism(sampling=Full()))
+    algorithm = fedavg(
+        MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=16, epochs=2), mechanism=Mechanism(sampling=Full())
+    )
     clients = small_clients()
     order = np.random.default_rng(0).permutation(clients.number)
     permuted = clients._replace(
@@ -104,7 +116,7 @@ def test_order_of_clients_changes_nothing():
 
 
 def test_infinite_clip_and_no_noise_is_the_plain_method():
-    options = {"optimizer": optax.sgd(0.1), "batch_size": 4, "epochs": 2}
+    options = {"local": LocalSGD(optax.sgd(0.1), 4, epochs=2)}
     private = dp_fedavg(MODEL, clip=float("inf"), noise_multiplier=0.0, sampling=Full(), **options)
     plain = fedavg(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **options)
     assert_close(run(private, small_clients())[0], run(plain, small_clients())[0])
@@ -113,7 +125,7 @@ def test_infinite_clip_and_no_noise_is_the_plain_method():
 @each
 def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
     # The noise is the same on both sides and goes, unless its place depends on private data.
-    algorithm, run = method(name, z=0.0 if ALGORITHMS[name]().mechanism.broken else 1.0)
+    algorithm, run = method(name, z=0.0 if _follows_private_data(ALGORITHMS[name]()) else 1.0)
     mechanism, clients = algorithm.mechanism, small_clients()
     if not mechanism.communicates:
         pytest.skip("nothing is sent")
@@ -130,6 +142,10 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
     other = run(absent, 1, key)[0]
     moved = float(optax.tree.norm(optax.tree.sub(one.params, other.params))) * denominator
     assert 0 < moved <= CLIP * (1 + 1e-4)
+
+
+def _follows_private_data(algorithm):
+    return algorithm.terms.broken is not None or isinstance(algorithm.mechanism, PrivateMask)
 
 
 @each
@@ -162,12 +178,19 @@ def test_noise_has_the_stated_std_on_the_stated_support(name):
     assert abs(noise.mean()) < 4 * std / np.sqrt(noise.size)
 
 
-@some
+@each
+def test_rounds_may_be_cut_anywhere(name):
+    (_, run), clients = method(name), small_clients()
+    whole, parts = run(clients, ROUNDS, KEY), run(clients, ROUNDS, KEY, cut=1)
+    jax.tree.map(np.testing.assert_array_equal, whole[:2], parts[:2])
+
+
+@pytest.mark.parametrize("name", [pytest.param("feddpa", marks=pytest.mark.slow), "adp_pfl_released"])
 def test_resume_is_bit_identical(name, tmp_path, monkeypatch):
     algorithm, clients = ALGORITHMS[name](), small_clients(extra_padding=5)
     options = {"rounds": ROUNDS + 1, "eval_every": ROUNDS, "chunk": WIDE["chunk"], "progress": False}
     whole = simulate(KEY, algorithm, clients, **options)
-    monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         patch.setattr(_Run, "_evaluate", _dies_in_round(ROUNDS + 1))
         with pytest.raises(RuntimeError, match="killed"):
@@ -196,7 +219,7 @@ def test_ledger_says_what_the_mechanism_planned(name):
     ledger = run(clients, ROUNDS, KEY)[2].ledger
     planned = planned_ledger(algorithm.mechanism, clients.number, ROUNDS)
     np.testing.assert_allclose(ledger.noise_multiplier, planned.noise_multiplier, rtol=1e-6)
-    if algorithm.mechanism.release is None:
+    if getattr(algorithm.mechanism, "release", None) is None:
         np.testing.assert_allclose(ledger.client_noise, planned.client_noise, rtol=1e-6)
     else:  # planned with the full share of the budget, which is the least noise
         assert np.all(ledger.client_noise >= planned.client_noise * (1 - 1e-6))

@@ -6,9 +6,12 @@ import pytest
 from algorithms_table import CLIP, MODEL, small_clients
 
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine import compile_rounds, initialize, place
-from jaxfl.evaluate import PerClient, compile_evaluation, summarize
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
+from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 from jaxfl.types import Message
 
 KEY = jax.random.key(5)
@@ -17,7 +20,7 @@ KEY = jax.random.key(5)
 def start(algorithm, clients, *, devices=2, segment=4, chunk=1):
     population = place(clients, jax.devices()[:devices])
     step = compile_rounds(algorithm, population, chunk=chunk, segment=segment)
-    return step, *initialize(KEY, algorithm, population)
+    return step, *initialize(KEY, KEY, algorithm, population)
 
 
 def flat(tree):
@@ -33,53 +36,55 @@ def test_traces_once_for_all_calls():
         traces += 1
         return base.client_update(*args)
 
-    step, server, states = start(base._replace(client_update=counted), small_clients())
-    server, states, _ = step(KEY, 0, 3, server, states)
+    step, center, states = start(base._replace(client_update=counted), small_clients())
+    center, states, _ = step(KEY, 0, 3, center, states)
     first = traces
-    server, states, _ = step(KEY, 3, 1, server, states)
-    step(KEY, 4, 4, server, states)
+    center, states, _ = step(KEY, 3, 1, center, states)
+    step(KEY, 4, 4, center, states)
     assert traces == first == 1
 
 
 def test_segments_equal_one_long_call():
-    algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), batch_size=4)
-    step, server, states = start(algorithm, small_clients())
-    once, *_ = step(KEY, 0, 4, server, states)
-    step, server, states = start(algorithm, small_clients())
-    server, states, _ = step(KEY, 0, 1, server, states)
-    server, states, _ = step(KEY, 1, 3, server, states)
-    np.testing.assert_array_equal(flat(once), flat(server))
+    algorithm = dp_fedavg(
+        MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+    )
+    step, center, states = start(algorithm, small_clients())
+    once, *_ = step(KEY, 0, 4, center, states)
+    step, center, states = start(algorithm, small_clients())
+    center, states, _ = step(KEY, 0, 1, center, states)
+    center, states, _ = step(KEY, 1, 3, center, states)
+    np.testing.assert_array_equal(flat(once), flat(center))
 
 
 def test_donates_its_state():
-    step, server, states = start(fedavg(MODEL), small_clients())
-    step(KEY, 0, 1, server, states)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(server))
+    step, center, states = start(fedavg(MODEL), small_clients())
+    step(KEY, 0, 1, center, states)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(center))
 
 
 def test_empty_rounds_still_add_noise():
     algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(1e-9))
-    step, server, states = start(algorithm, small_clients())
-    before = flat(server.params)
-    server, _, records = step(KEY, 0, 1, server, states)
-    noise = (flat(server.params) - before) * 1e-9 * 11
+    step, center, states = start(algorithm, small_clients())
+    before = flat(center.server.params)
+    center, _, records = step(KEY, 0, 1, center, states)
+    noise = (flat(center.server.params) - before) * 1e-9 * 11
     assert not records.ledger.participants.any()
     assert noise.std() == pytest.approx(CLIP, rel=4 / np.sqrt(2 * noise.size))
     assert all(np.isfinite(value).all() for value in records.info.values())
 
 
 def test_empty_rounds_without_noise_change_nothing():
-    step, server, states = start(
+    step, center, states = start(
         fedavg(MODEL, mechanism=Mechanism(sampling=Poisson(1e-9), denominator="participants")), small_clients()
     )
-    before = flat(server.params)
-    server, *_ = step(KEY, 0, 2, server, states)
-    np.testing.assert_array_equal(before, flat(server.params))
+    before = flat(center.server.params)
+    center, *_ = step(KEY, 0, 2, center, states)
+    np.testing.assert_array_equal(before, flat(center.server.params))
 
 
 def poisoned(value):
     """FedAvg in which the client of 7 examples sends a non-finite update."""
-    base = fedavg(MODEL, batch_size=4, mechanism=Mechanism(denominator="expected"))
+    base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism(denominator="expected"))
 
     def client_update(key, server, client, data):
         message, client, info = base.client_update(key, server, client, data)
@@ -89,25 +94,30 @@ def poisoned(value):
     return base._replace(client_update=client_update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "chunk"), [(jnp.nan, 1), (jnp.inf, 4), (3e38, 1)])
 def test_nonfinite_updates_are_dropped_and_counted(value, chunk):
     clients = small_clients()
-    step, server, states = start(poisoned(value), clients, chunk=chunk)
-    server, _, records = step(KEY, 0, 2, server, states)
+    step, center, states = start(poisoned(value), clients, chunk=chunk)
+    center, _, records = step(KEY, 0, 2, center, states)
     assert list(records.nonfinite[:2]) == [1, 1]
-    assert np.isfinite(flat(server)).all()
+    assert np.isfinite(flat(center)).all()
     absent = clients._replace(train_size=np.where(clients.train_size == 7, 0, clients.train_size))
-    step, other, states = start(fedavg(MODEL, batch_size=4, mechanism=Mechanism()), absent, chunk=chunk)
+    step, other, states = start(
+        fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism()), absent, chunk=chunk
+    )
     other, *_ = step(KEY, 0, 2, other, states)
-    np.testing.assert_allclose(flat(server.params), flat(other.params), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(center.server.params), flat(other.server.params), rtol=1e-5, atol=1e-6)
 
 
 def test_temporary_memory_does_not_grow_with_the_cohort():
     def temporary(count):
         clients = small_clients((9,) * count)
-        algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), batch_size=4)
-        step, server, states = start(algorithm, clients, devices=1, segment=1)
-        lowered = step.func.lower(*step.args, KEY, 0, 1, server, states)  # pyrefly: ignore[missing-attribute]
+        algorithm = dp_fedavg(
+            MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+        )
+        step, center, states = start(algorithm, clients, devices=1, segment=1)
+        lowered = step.func.lower(*step.args, KEY, 0, 1, center, states)  # pyrefly: ignore[missing-attribute]
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     parameters = 4 * 1210
@@ -117,8 +127,8 @@ def test_temporary_memory_does_not_grow_with_the_cohort():
 @pytest.mark.parametrize("sampling", [Poisson(0.4), FixedSize(5), Full()])
 def test_the_cohort_is_the_samplers_draw(sampling):
     algorithm = fedavg(MODEL, mechanism=Mechanism(sampling=sampling))
-    step, server, states = start(algorithm, small_clients())
-    records = step(KEY, 0, 4, server, states)[2]
+    step, center, states = start(algorithm, small_clients())
+    records = step(KEY, 0, 4, center, states)[2]
     for t in range(4):
         key = jax.random.fold_in(jax.random.fold_in(KEY, t), 0)
         np.testing.assert_array_equal(records.ledger.participants[t], sampling.sample(key, 11))
@@ -128,9 +138,9 @@ def test_the_cohort_is_the_samplers_draw(sampling):
 def test_client_state_moves_only_with_participation():
     from jaxfl.algorithms import local_only
 
-    step, server, states = start(local_only(MODEL, sampling=FixedSize(4)), small_clients())
+    step, center, states = start(local_only(MODEL, sampling=FixedSize(4)), small_clients())
     before = jax.device_get(states)
-    _, after, records = step(KEY, 0, 1, server, states)
+    _, after, records = step(KEY, 0, 1, center, states)
     moved = np.any(
         [
             np.any(np.reshape(a != b, (len(a), -1)), axis=1)
@@ -149,9 +159,9 @@ def test_evaluation_equals_a_plain_loop(tests):
         rows = np.random.default_rng(0).integers(len(clients.labels), size=(clients.number, tests)).astype(np.int32)
         sizes = np.resize(np.array([300, 0, 1, 60, 61, 180, 299], np.int32), clients.number)
         clients = clients._replace(test=rows, test_size=sizes)
-    algorithm = fedavg(MODEL, optimizer=optax.sgd(0.1), epochs=3)
+    algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), epochs=3))
     population = place(clients)
-    server, states = initialize(KEY, algorithm, population)
+    (server, _), states = initialize(KEY, KEY, algorithm, population)
     scores = compile_evaluation(algorithm, population)(KEY, server, states)
     chunked = compile_evaluation(algorithm, population, chunk=4)(KEY, server, states)
     logits = MODEL.apply(server.params, MODEL.prepare(jnp.asarray(clients.inputs)))

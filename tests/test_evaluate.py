@@ -7,8 +7,9 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 from jaxfl.algorithms import fedavg
-from jaxfl.engine import initialize, place
-from jaxfl.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import initialize
 
 KEY = jax.random.key(7)
 
@@ -32,9 +33,8 @@ def test_a_model_without_finite_outputs_has_no_score_and_no_other_client_notices
     found = {}
     for name, algorithm in (("sound", base), ("broken", base._replace(personalize=personalize))):
         population = place(clients)
-        found[name] = jax.device_get(
-            compile_evaluation(algorithm, population)(KEY, *initialize(KEY, algorithm, population))
-        )
+        (server, _), states = initialize(KEY, KEY, algorithm, population)
+        found[name] = jax.device_get(compile_evaluation(algorithm, population)(KEY, server, states))
     for scores, lost in ((found["sound"], [4]), (found["broken"], [1, 3, 4])):
         for values in scores:
             assert np.flatnonzero(np.isnan(values)).tolist() == lost

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from experiments import common, quickstart
-from jaxfl import signals
+from jaxfl.run import signals
 
 
 @pytest.mark.parametrize("seeds", [(0, 0), (3, 1, 3), (), (-1,), (0.5,)])

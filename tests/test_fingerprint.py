@@ -15,11 +15,16 @@ import optax
 import pytest
 from algorithms_table import MODEL, small_clients
 
-from jaxfl import fingerprint, simulate, sweep
+from jaxfl import simulate, sweep
 from jaxfl.algorithms import fedavg, fedprox
 from jaxfl.data import load, make_clients
+from jaxfl.local.sam import sam
+from jaxfl.local.train import LocalSGD
 from jaxfl.models import mlp
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, PerExample, Poisson
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import FixedSize, Poisson
+from jaxfl.run import fingerprint
 
 KEY = jax.random.key(1)
 UPDATE = "the clients' update"
@@ -27,10 +32,18 @@ CONSTANT = np.linspace(-1, 1, 1_000_000, dtype=np.float32)
 
 
 def method(
-    model=MODEL, rate=0.1, weight=0.5, server=1.0, clip=0.3, constant=CONSTANT, sampling=Poisson(0.6), **options
+    model=MODEL,
+    rate=0.1,
+    weight=0.5,
+    server=1.0,
+    clip=0.3,
+    constant=CONSTANT,
+    sampling=Poisson(0.6),
+    radius=0.1,
+    **steps,
 ):
     """A method with most of what a run folder must tell apart."""
-    defaults: dict[str, Any] = {"batch_size": 4, "epochs": 2, "sam_radius": 0.1}
+    steps: dict[str, Any] = {"batch_size": 4, "epochs": 2} | steps
 
     def penalty(params, server):
         moved = sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(server)))
@@ -38,11 +51,11 @@ def method(
 
     return fedavg(
         model,
-        optimizer=optax.sgd(rate),
+        local=LocalSGD(optax.sgd(rate), **steps),
         penalty=penalty,
         server_optimizer=optax.sgd(server),
         mechanism=Mechanism(clip=clip, sampling=sampling),
-        **defaults | options,
+        gradient=sam(radius),
     )
 
 
@@ -82,7 +95,7 @@ OTHERS: dict[str, Any] = {
     "batch": ({"algorithm": lambda: method(batch_size=2)}, UPDATE),
     "epochs": ({"algorithm": lambda: method(epochs=1)}, UPDATE),
     "penalty": ({"algorithm": lambda: method(weight=0.4)}, UPDATE),
-    "radius": ({"algorithm": lambda: method(sam_radius=0.2)}, UPDATE),
+    "radius": ({"algorithm": lambda: method(radius=0.2)}, UPDATE),
     "constant": ({"algorithm": lambda: method(constant=other_constant())}, "arrays that the method"),
     "constant on the device": (
         {"algorithm": lambda: method(constant=jnp.asarray(other_constant()))},
@@ -119,9 +132,10 @@ def test_another_run_is_refused_and_what_differs_is_named(name, folder):
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"chunk": 2}, {"chunk": "auto"}, {"progress": True}])
 def test_the_same_run_is_read_whatever_its_speed(options, folder, monkeypatch):
-    monkeypatch.setattr("jaxfl.simulation._Run._evaluate", None)  # nothing is computed
+    monkeypatch.setattr("jaxfl.run.simulate._Run._evaluate", None)  # nothing is computed
     assert run(folder, **options).restored == 1
 
 
@@ -142,13 +156,13 @@ def test_one_entry_of_a_long_array_of_noise_is_seen(tmp_path):
     clients = make_clients(digits, [[i] for i in range(1200)], [[i % 300] for i in range(1200)])
 
     def private(noise):
-        examples = PerExample(clip=1.0, noise_multiplier=noise, rate=0.5, steps=1)
-        return fedavg(MODEL, mechanism=Mechanism(clip=1.0, sampling=FixedSize(2), examples=examples))
+        steps = DPSGD(clip=1.0, noise_multiplier=noise, rate=0.5, steps=1)
+        return fedavg(MODEL, local=steps, mechanism=Mechanism(clip=1.0, sampling=FixedSize(2)))
 
     noise = np.full(1200, 50.0)
     run(tmp_path, private(noise), clients)
     noise[500] = 0.05
-    with pytest.raises(ValueError, match=r"What differs: mechanism\.examples\.noise_multiplier\."):
+    with pytest.raises(ValueError, match=r"What differs: dp_sgd\.noise_multiplier\."):
         run(tmp_path, private(noise), clients)
 
 
@@ -169,8 +183,8 @@ def test_a_folder_of_an_older_version_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_points_of_a_sweep_are_told_apart(tmp_path):
-    def points(mu, **options):
-        build = functools.partial(fedprox, MODEL, batch_size=4, **options)
+    def points(mu, rate=0.05):
+        build = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(rate), batch_size=4))
         return sweep(KEY, build, {"mu": mu}, small_clients(), rounds=1, folder=tmp_path, progress=False)
 
     with pytest.raises(ValueError, match=r"values\['\.\./x'\]"):
@@ -182,8 +196,8 @@ def test_points_of_a_sweep_are_told_apart(tmp_path):
     with pytest.raises(ValueError, match=r"values of mu \[0.0, 1.0\], not \[0.0, 0.5\]"):
         points([0.0, 0.5])
     with pytest.raises(ValueError, match=UPDATE):
-        points([0.0, 1.0], optimizer=optax.sgd(0.2))
-    build = functools.partial(fedprox, MODEL, batch_size=4)
+        points([0.0, 1.0], rate=0.2)
+    build = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
     again = sweep(
         KEY, build, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, batch=2, folder=tmp_path, progress=False
     )  # fmt: skip

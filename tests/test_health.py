@@ -6,17 +6,18 @@ import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine import Records
-from jaxfl.evaluate import PerClient
-from jaxfl.health import Watch
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample
+from jaxfl.engine.evaluate import PerClient
+from jaxfl.engine.round import Records
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.sampling import Full
+from jaxfl.run.health import Watch
 from jaxfl.types import Ledger
 
 MAKE: Any = Records  # of host arrays, as a run reads them
 
 C = len(SIZES)
-PLAIN = fedavg(MODEL).mechanism
-NOISY = dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Full()).mechanism
+PLAIN = fedavg(MODEL)
+NOISY = dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Full())
 NAMES = range(C)
 
 
@@ -36,12 +37,12 @@ def records(dropped, participants, noise=0.0):
     """Rounds in which the first few clients take part."""
     dropped, participants = np.array(dropped), np.array(participants, np.float32)
     one = np.ones((len(dropped), 1), np.float32)
-    ledger = Ledger(np.arange(C) < participants[:, None], 0 * one, one, noise * one[:, 0], one[:, 0], one[:, 0])
+    ledger = Ledger(np.arange(C) < participants[:, None], 0 * one, one, noise * one[:, 0], one[:, 0])
     return MAKE(ledger, {"participants": participants}, dropped, np.ones(len(dropped), bool))
 
 
-def watch(clients=None, *mechanisms):
-    return Watch("run", small_clients() if clients is None else clients, mechanisms or [PLAIN])
+def watch(clients=None, *algorithms):
+    return Watch("run", small_clients() if clients is None else clients, algorithms or [PLAIN])
 
 
 def scores(*lost):
@@ -132,17 +133,17 @@ def test_no_test_example_is_told_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "text"),
+    ("algorithm", "text"),
     [
         (PLAIN, "lower the learning rate, or clip updates"),
         (NOISY, "lower the learning rate or the noise"),
         (
-            Mechanism(examples=PerExample(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=1)),
+            fedavg(MODEL, local=DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=1)),
             "lower the learning rate or the noise",
         ),
     ],
 )
-def test_remedies_fit_the_cause(mechanism, text, caplog):
+def test_remedies_fit_the_cause(algorithm, text, caplog):
     caplog.set_level(logging.WARNING)
-    watch(None, PLAIN, mechanism).end([records([1], [3])])
+    watch(None, PLAIN, algorithm).end([records([1], [3])])
     assert caplog.records[0].getMessage().endswith(f"dropped: {text}") or text in caplog.text

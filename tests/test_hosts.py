@@ -14,15 +14,17 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 from jax.experimental import multihost_utils
 
-from jaxfl import launch, report, simulate, sweep
+from jaxfl import files, launch, simulate, sweep
 from jaxfl.algorithms import fedprox
 from jaxfl.data import shard
-from jaxfl.engine import place
-from jaxfl.simulation import _Run
+from jaxfl.engine.mesh import place
+from jaxfl.local.train import LocalSGD
+from jaxfl.run.simulate import _Run
 
 KEY = jax.random.key(3)
 
@@ -39,7 +41,7 @@ def results(**options):
 
 
 def sweep_results(**options):
-    method = functools.partial(fedprox, MODEL, batch_size=4)
+    method = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
     runs = sweep(KEY, method, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, progress=False, **options)
     return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores.loss)]
 
@@ -48,7 +50,7 @@ def program(folder, *options):
     """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards."""
     if "die" in options:
         patch = pytest.MonkeyPatch()
-        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+        patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
         record = _Run._record
 
         def die(run, *arguments):
@@ -61,7 +63,7 @@ def program(folder, *options):
     if "sweep" in options:
         found += sweep_results()
     if jax.process_index() == 0:
-        report.write_arrays(pathlib.Path(folder) / "found.npz", {str(i): leaf for i, leaf in enumerate(found)})
+        files.write_arrays(pathlib.Path(folder) / "found.npz", {str(i): leaf for i, leaf in enumerate(found)})
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from experiments.common import cli, in_one_line
 from experiments.quickstart import Config
 from jaxfl import Message, simulate
 from jaxfl._validate import show
-from jaxfl.algorithms import adp_pfl, fedavg, padpfl, pdp_fl
+from jaxfl.algorithms import fedavg
 from jaxfl.data import from_arrays, make_clients
-from jaxfl.local.train import _shuffle
+from jaxfl.local.train import LocalSGD, _shuffle
 from jaxfl.models import from_flax, lenet, mlp
-from jaxfl.privacy import Full
 
 KEY = jax.random.key(0)
 SOURCE = str(pathlib.Path(jaxfl.__file__).parent)
@@ -45,8 +44,8 @@ def never_runs(monkeypatch):
     def start(*arguments):
         raise Reached
 
-    monkeypatch.setattr("jaxfl.simulation.Resident", start)
-    monkeypatch.setattr("jaxfl.simulation.Stream", start)
+    monkeypatch.setattr("jaxfl.run.simulate.Resident", start)
+    monkeypatch.setattr("jaxfl.run.simulate.Stream", start)
 
 
 def refused(call, *, named, value=None):
@@ -191,7 +190,7 @@ def test_a_model_that_does_not_fit_the_clients_is_refused(model, named, never_ru
         simulate(KEY, fedavg(model), CLIENTS, rounds=1, progress=False)
 
 
-BASE: Any = fedavg(MODEL, batch_size=4)
+BASE: Any = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
 
 
 def updates(change):
@@ -265,22 +264,6 @@ def test_client_states_of_another_shape_name_both_shapes(never_runs):
         simulate(KEY, own, CLIENTS, rounds=1, progress=False)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda **own: padpfl(MODEL, epsilon=1.0, rounds=1, clip=1.0, fidelity="paper", smallest=9, **own),
-        lambda **own: pdp_fl(
-            MODEL, budgets=malformed.BUDGETS, epsilon_max=1.0, rounds=1, clip=1.0, fidelity="paper", smallest=9, **own
-        ),
-        lambda **own: adp_pfl(MODEL, sampling=Full(), noise=1.0, fidelity="paper", upload="weights", **own),
-    ],
-)
-def test_a_server_optimizer_is_refused_where_weights_are_sent(build):
-    build()
-    with pytest.raises(ValueError, match=r"server_optimizer=<GradientTransformation.* leave it out"):
-        build(server_optimizer=optax.sgd(0.5))
-
-
 class Tokens(nn.Module):
     """Counts looked-up rows."""
 
@@ -314,7 +297,7 @@ def test_tokens_are_learned():
     labels = rng.integers(0, 3, 60)
     tokens = (labels[:, None] * 60 + rng.integers(0, 60, (60, 4))).astype(np.int64)
     clients = make_clients((tokens, labels, tokens, labels), np.split(np.arange(60), 4), np.split(np.arange(60), 4))
-    method = fedavg(from_flax(Tokens(), (4,)), optimizer=optax.adam(0.05), batch_size=15, epochs=10)
+    method = fedavg(from_flax(Tokens(), (4,)), local=LocalSGD(optax.adam(0.05), batch_size=15, epochs=10))
     result = simulate(KEY, method, clients, rounds=2, progress=False)
     assert result.metrics[-1]["accuracy"] > 0.9  # a third by guessing
 

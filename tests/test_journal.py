@@ -2,15 +2,16 @@ import json
 import math
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 
-from jaxfl import report
 from jaxfl.algorithms import fedavg
-from jaxfl.engine import Records
-from jaxfl.evaluate import PerClient
-from jaxfl.journal import Journal
+from jaxfl.engine.evaluate import PerClient
+from jaxfl.engine.round import Records
+from jaxfl.run import report
+from jaxfl.run.recorder import Journal
 from jaxfl.types import Ledger
 
 MAKE: Any = Records  # of host arrays, as a run reads them
@@ -24,7 +25,7 @@ def records():
     """Six rounds: in the second to the fourth nobody takes part, in the last one the only update is dropped."""
     loss = np.array([2.5, 0, 0, 0, 1.5, 0], np.float32)
     one, flat = np.ones((6, 1), np.float32), np.zeros(6, np.float32)
-    ledger = Ledger(np.arange(C) < PARTICIPANTS[:, None], 0 * one, one, flat, flat, flat)
+    ledger = Ledger(np.arange(C) < PARTICIPANTS[:, None], 0 * one, one, flat, flat, 0 * one)
     info = {"loss": loss, "own": 2 * loss, "update_norm": 4 * loss, "clipped": flat, "participants": PARTICIPANTS}
     return MAKE(ledger, info, DROPPED, np.ones(6, bool))
 
@@ -43,7 +44,7 @@ def _cut(field, done):
     if isinstance(field, dict):
         return {name: leaf[done - 2 : done] for name, leaf in field.items()}
     if isinstance(field, Ledger):
-        return Ledger(*(leaf[done - 2 : done] for leaf in field))
+        return jax.tree.map(lambda leaf: leaf[done - 2 : done], field)
     return field[done - 2 : done]
 
 

@@ -1,6 +1,6 @@
 """Kills at random moments: every run that is started again leaves all files as one that nothing stopped.
 
-This file is also the program that is killed. `JAXFL_KILLS` is the number of kills of each kind of run (default 2).
+This file is also the program that is killed. `JAXFL_KILLS` is the number of kills of each kind of run (default 1).
 """
 
 import contextlib
@@ -15,17 +15,22 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from algorithms_table import CLIP, MODEL, small_clients
 from jax.experimental import multihost_utils
 
-from jaxfl import report, simulate, sweep
+from jaxfl import simulate, sweep
 from jaxfl.algorithms import fedrep
-from jaxfl.privacy.mechanism import Mechanism, Poisson
-from jaxfl.simulation import _Run
+from jaxfl.files import write_arrays
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Poisson
+from jaxfl.run import report
+from jaxfl.run.simulate import _Run
 
 KINDS = ("device", "host", "sweep", "processes")
-ROUNDS, KILLS = 24, int(os.environ.get("JAXFL_KILLS", "2"))
+ROUNDS, KILLS = 24, int(os.environ.get("JAXFL_KILLS", "1"))
 SETTING: dict[str, Any] = {"rounds": ROUNDS, "eval_every": 10, "progress": False}
 
 
@@ -33,14 +38,18 @@ def method(clip=CLIP):
     """Heads stay with their clients; noise by round, in some too much of it at the clients for amplification."""
     client_noise = np.where(np.arange(ROUNDS) % 3 == 0, 3.0, 0.5)[:, None]
     noise: dict[str, Any] = {"noise_multiplier": tuple(np.geomspace(2, 6, ROUNDS)), "client_noise": client_noise}
-    return fedrep(MODEL, batch_size=4, mechanism=Mechanism(clip=clip, sampling=Poisson(0.3), **noise))
+    return fedrep(
+        MODEL,
+        local=LocalSGD(optax.sgd(0.05), batch_size=4),
+        mechanism=Mechanism(clip=clip, sampling=Poisson(0.3), **noise),
+    )
 
 
 def program(kind, folder):
     """Run, say every round, and write server and states beside the reports."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("jaxfl.simulation._SEGMENT_SECONDS", 0.0)
-    patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", 0.1)
+    patch.setattr("jaxfl.run.simulate._SEGMENT_SECONDS", 0.0)
+    patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", 0.1)
     record, folder = _Run._record, pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{jax.process_index()}.pid").write_text(str(os.getpid()))
@@ -55,10 +64,10 @@ def program(kind, folder):
         results = sweep(key, method, {"clip": [0.1, CLIP]}, clients, folder=folder, **SETTING)
     else:
         store: Any = "host" if kind == "host" else "device"
-        results = [simulate(key, method(), clients, folder=folder, store=store, **SETTING)]
+        results = [simulate(key, method(), clients, folder=folder, states=store, **SETTING)]
     leaves = jax.tree.leaves(multihost_utils.process_allgather([result[:2] for result in results], tiled=True))
     if jax.process_index() == 0:
-        report.write_arrays(folder / "left.npz", {str(i): leaf for i, leaf in enumerate(leaves)})
+        write_arrays(folder / "left.npz", {str(i): leaf for i, leaf in enumerate(leaves)})
 
 
 def start(kind, folder):

@@ -15,7 +15,8 @@ import time
 import pytest
 from jax._src import distributed
 
-from jaxfl import hosts, launch
+from jaxfl import launch
+from jaxfl.engine import processes
 
 LAUNCH = [sys.executable, "-m", "jaxfl.launch"]
 
@@ -24,9 +25,9 @@ def program(what, *arguments):
     """Of one process."""
     process = distributed.global_state.process_id
     if what == "fail":  # where facts differ; process 1 first
-        hosts.agree({"same": "for all"})
+        processes.agree({"same": "for all"})
         with pytest.raises(ValueError, match=r"^data differs by process: '0' in 0; '1' in 1: start the same run"):
-            hosts.agree({"same": "for all", "data": str(process)})
+            processes.agree({"same": "for all", "data": str(process)})
         if process == 1:
             sys.exit(7)
     sys.stderr.write(f"process {process} is here\n")

@@ -13,7 +13,8 @@ from algorithms_table import ALGORITHMS, small_clients
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl import programs, simulate, sweep
+from jaxfl import simulate, sweep
+from jaxfl.engine import compilation_cache
 from jaxfl.types import Algorithm, Clients
 
 PROGRAM = """
@@ -59,6 +60,7 @@ def test_a_second_process_compiles_nothing_whatever_the_seed(tmp_path):
     assert warm[2] == off[2] != cold[2]  # bit for bit, loaded or compiled
 
 
+@pytest.mark.slow
 def test_importing_writes_nothing_and_what_the_user_set_stands(tmp_path):
     folder, own = tmp_path / "cache", str(tmp_path / "own")
     ((found, least),) = run("", JAXFL_CACHE_DIR=str(folder))
@@ -101,11 +103,12 @@ def run_sweep(key: Key[Array, ""], clients: Clients) -> None:
 
 RUNS = {
     "adp_pfl_released": functools.partial(run_method, "adp_pfl_released"),
-    "host store": functools.partial(run_method, "centaur", store="host"),
+    "host store": functools.partial(run_method, "centaur", states="host"),
     "sweep": run_sweep,
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adp_pfl_released", "host store", pytest.param("sweep", marks=pytest.mark.slow)])
 def test_keys_and_data_are_arguments_of_all_programs(name, compiled):
     clients = small_clients()
@@ -121,10 +124,10 @@ def test_the_folder_keeps_what_was_used_last(tmp_path):
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(10))
         os.utime(path, (1e9 - age, 1e9 - age))
-    programs.trim(tmp_path, 30)
+    compilation_cache.trim(tmp_path, 30)
     assert len(list(tmp_path.glob("*/*"))) == 3
-    programs.trim(tmp_path, 29)
+    compilation_cache.trim(tmp_path, 29)
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["middle", "new"]
-    programs.trim(tmp_path, 0)
+    compilation_cache.trim(tmp_path, 0)
     assert not list(tmp_path.glob("*/*"))
-    programs.trim(tmp_path / "absent", 0)
+    compilation_cache.trim(tmp_path / "absent", 0)

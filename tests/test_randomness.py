@@ -12,11 +12,16 @@ from algorithms_table import CLIP, MODEL, SIZES, small_clients
 
 from jaxfl import simulate, sweep
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine import all_keys, compile_rounds, initialize, place
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.engine.round import all_keys
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accounting import example_epsilon
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Poisson
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.noise import normal, random_bits
-from jaxfl.simulation import _Run
+from jaxfl.privacy.sampling import Full, Poisson
+from jaxfl.run.simulate import _Run
 from jaxfl.types import ClientData
 
 KEY = jax.random.key(3)
@@ -26,7 +31,11 @@ QUIET: dict[str, Any] = {"rounds": 2, "progress": False}
 def still(noise_multiplier=1.0):
     """Nothing is learnt: what moves is noise."""
     return dp_fedavg(
-        MODEL, clip=CLIP, noise_multiplier=noise_multiplier, sampling=Full(), optimizer=optax.sgd(0.0), batch_size=9
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=noise_multiplier,
+        sampling=Full(),
+        local=LocalSGD(optax.sgd(0.0), batch_size=9),
     )
 
 
@@ -35,7 +44,7 @@ def flat(tree):
 
 
 def moved(result):
-    start = initialize(jax.random.split(KEY, 3)[0], still(), place(small_clients()))[0]
+    start = initialize(jax.random.split(KEY, 3)[0], KEY, still(), place(small_clients()))[0].server
     return flat(result.server.params) - flat(start.params)
 
 
@@ -53,7 +62,13 @@ def test_points_of_one_key_share_their_noise_only_when_asked_to():
 @pytest.mark.slow
 def test_points_share_cohorts_and_points_of_own_keys_are_their_runs():
     def build(noise_multiplier):
-        return dp_fedavg(MODEL, clip=CLIP, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), batch_size=9)
+        return dp_fedavg(
+            MODEL,
+            clip=CLIP,
+            noise_multiplier=noise_multiplier,
+            sampling=Poisson(0.5),
+            local=LocalSGD(optax.sgd(0.05), batch_size=9),
+        )
 
     one, two = sweep(KEY, build, {"noise_multiplier": [1.0, 2.0]}, small_clients(), **QUIET)
     np.testing.assert_array_equal(one.ledger.participants, two.ledger.participants)
@@ -63,6 +78,7 @@ def test_points_share_cohorts_and_points_of_own_keys_are_their_runs():
         np.testing.assert_allclose(flat(own.server.params), flat(alone.server.params), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_secret_noise_is_new_in_every_run_and_kept_for_its_owner(tmp_path):
     algorithm = still()
     one, two = (
@@ -83,19 +99,22 @@ def test_secret_noise_is_new_in_every_run_and_kept_for_its_owner(tmp_path):
 
 
 def test_secret_cohorts_do_not_follow_the_key():
-    algorithm = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), batch_size=9)
+    algorithm = dp_fedavg(
+        MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(0.05), batch_size=9)
+    )
     found = [simulate(KEY, algorithm, small_clients(), secret_noise=True, rounds=12, progress=False) for _ in range(2)]
     one, two = (result.ledger.participants for result in found)
     assert not np.array_equal(one, two)  # equal with probability 2**-132
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypatch):
     algorithm, clients, options = still(), small_clients(), {"rounds": 4, "eval_every": 1, "progress": False}
-    whole = simulate(KEY, algorithm, clients, folder=tmp_path / "a", store=store, secret_noise=True, **options)
+    whole = simulate(KEY, algorithm, clients, folder=tmp_path / "a", states=store, secret_noise=True, **options)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "noise.key").write_bytes((tmp_path / "a" / "noise.key").read_bytes())
-    monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     original = _Run._evaluate
     with monkeypatch.context() as patch:
 
@@ -106,8 +125,8 @@ def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypa
 
         patch.setattr(_Run, "_evaluate", evaluate)
         with pytest.raises(RuntimeError, match="killed"):
-            simulate(KEY, algorithm, clients, folder=tmp_path / "b", store=store, secret_noise=True, **options)
-    resumed = simulate(KEY, algorithm, clients, folder=tmp_path / "b", store=store, secret_noise=True, **options)
+            simulate(KEY, algorithm, clients, folder=tmp_path / "b", states=store, secret_noise=True, **options)
+    resumed = simulate(KEY, algorithm, clients, folder=tmp_path / "b", states=store, secret_noise=True, **options)
     np.testing.assert_array_equal(flat(whole.server), flat(resumed.server))
 
 
@@ -136,7 +155,8 @@ def test_the_server_gets_the_aggregate_and_nothing_else():
 def compile_and_run(algorithm, rounds=1, **options):
     population = place(small_clients(), jax.devices()[:1])
     step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
-    return step(all_keys(KEY), 0, rounds, *initialize(KEY, algorithm, population))
+    center, states, records = step(all_keys(KEY), 0, rounds, *initialize(KEY, KEY, algorithm, population))
+    return center.server, states, records
 
 
 @pytest.mark.parametrize("sent", ["updates", "weights"])
@@ -160,14 +180,14 @@ def test_a_client_sees_its_own_examples_and_zeros_beyond_them():
     np.testing.assert_array_equal(labels, [[3, 5], [0, 0]])
     part = data.part(1, 2)
     np.testing.assert_array_equal(part.take(jnp.arange(2))[1], [3, 0])
-    assert {name for name in vars(data) if not name.startswith("_")} == {"size", "noise"}
+    assert {name for name in vars(data) if not name.startswith("_")} == {"size", "id", "noise"}
 
 
-PRIVATE = PerExample(clip=0.5, noise_multiplier=np.array([4.0]), rate=0.5, steps=1)
+PRIVATE = DPSGD(clip=0.5, noise_multiplier=np.array([4.0]), rate=0.5, steps=1, optimizer=optax.sgd(1.0))
 
 
 def test_one_multiplier_in_an_array_is_for_every_client():
-    base = fedavg(MODEL, optimizer=optax.sgd(1.0), mechanism=Mechanism(examples=PRIVATE))
+    base = fedavg(MODEL, local=PRIVATE, mechanism=Mechanism())
 
     def client_update(key, server, client, data):
         message, client, info = base.client_update(key, server, client, data)
@@ -189,19 +209,18 @@ def test_one_multiplier_in_an_array_is_for_every_client():
 
 
 def test_the_epsilon_of_examples_is_read_from_the_ledger():
-    mechanism = Mechanism(examples=PRIVATE)
-    records = compile_and_run(fedavg(MODEL, mechanism=mechanism), rounds=2)[2]
+    records = compile_and_run(fedavg(MODEL, local=PRIVATE, mechanism=Mechanism()), rounds=2)[2]
     ledger = jax.device_get(records.ledger)
-    stated = example_epsilon(ledger, mechanism)
+    stated = example_epsilon(ledger, PRIVATE)
     assert np.isfinite(stated.value)
     half = ledger._replace(example_noise=np.array([[4.0], [2.0]]))
-    assert example_epsilon(half, mechanism).value > stated.value
+    assert example_epsilon(half, PRIVATE).value > stated.value
     none = ledger._replace(example_noise=np.zeros((2, 1)))
-    assert np.isinf(example_epsilon(none, mechanism).value)
+    assert np.isinf(example_epsilon(none, PRIVATE).value)
 
 
 def test_plain_steps_under_private_ones_are_refused():
-    base = fedavg(MODEL, mechanism=Mechanism(examples=PRIVATE))
-    plain = fedavg(MODEL, batch_size=4).client_update
-    with pytest.raises(ValueError, match=r"mechanism\.examples.*no private steps"):
+    base = fedavg(MODEL, local=PRIVATE, mechanism=Mechanism())
+    plain = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4)).client_update
+    with pytest.raises(ValueError, match=r"dp_sgd=DPSGD.*no private steps"):
         compile_and_run(base._replace(client_update=plain))

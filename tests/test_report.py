@@ -8,8 +8,10 @@ import stat
 import numpy as np
 import pytest
 
-from jaxfl import chunks, report
+from jaxfl import files
+from jaxfl.engine import chunk
 from jaxfl.privacy import Poisson
+from jaxfl.run import report
 
 run_folder = inspect.unwrap(report.run_folder)  # without the tests' own check of types
 
@@ -18,17 +20,17 @@ run_folder = inspect.unwrap(report.run_folder)  # without the tests' own check o
 def test_files_keep_the_umask(umask, mode, tmp_path):
     before = os.umask(umask)
     try:
-        report.write_json(tmp_path / "a.json", {})
-        report.write_arrays(tmp_path / "a.npz", {"a": np.zeros(1)})
+        files.write_json(tmp_path / "a.json", {})
+        files.write_arrays(tmp_path / "a.npz", {"a": np.zeros(1)})
     finally:
         os.umask(before)
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {mode}
 
 
 def test_a_failed_write_leaves_the_old_file_alone(tmp_path):
-    report.write_json(tmp_path / "a.json", 1)
+    files.write_json(tmp_path / "a.json", 1)
     with pytest.raises(TypeError):
-        report.write_json(tmp_path / "a.json", object())
+        files.write_json(tmp_path / "a.json", object())
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
     assert json.loads((tmp_path / "a.json").read_text()) == 1
 
@@ -80,8 +82,8 @@ def test_seeds_that_are_no_numbers_are_refused(seed, tmp_path):
 )  # fmt: skip
 def test_a_damaged_remembered_chunk_is_forgotten(content, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(chunks, "_REMEMBERED", {})
+    monkeypatch.setattr(chunk, "_REMEMBERED", {})
     (tmp_path / "chunk-a.json").write_bytes(content)
-    assert chunks._recall("a") is None
+    assert chunk._recall("a") is None
     (tmp_path / "chunk-a.json").write_text('{"chunk": 8}')
-    assert chunks._recall("a") == 8
+    assert chunk._recall("a") == 8

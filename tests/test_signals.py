@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from jaxfl import signals
+from jaxfl.run import signals
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 

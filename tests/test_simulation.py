@@ -16,12 +16,14 @@ import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
-from jaxfl import report
 from jaxfl.algorithms import dp_fedavg, fedavg, fedprox
-from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
-from jaxfl.resident import Resident
-from jaxfl.simulation import _Run, simulate, sweep
-from jaxfl.stream import Stream
+from jaxfl.engine.resident import Resident
+from jaxfl.engine.streamed import Stream
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Full, Poisson
+from jaxfl.run import report
+from jaxfl.run.simulate import _Run, simulate, sweep
 
 KEY = jax.random.key(1)
 
@@ -81,17 +83,17 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
 
 def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     first = quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
-    monkeypatch.setattr("jaxfl.simulation._Run._evaluate", None)
+    monkeypatch.setattr("jaxfl.run.simulate._Run._evaluate", None)
     again = quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
     assert first.metrics == again.metrics
     np.testing.assert_array_equal(first.scores.accuracy, again.scores.accuracy)
 
 
 def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     base = fedavg(
         MODEL,
-        optimizer=optax.sgd(0.1),
+        local=LocalSGD(optax.sgd(0.1)),
         server_optimizer=optax.sgd(lambda step: jnp.where(jnp.less(step, 2), 1.0, jnp.inf)),
     )
     with pytest.raises(FloatingPointError, match=r"round 3.*learning rate"):
@@ -101,7 +103,7 @@ def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-DIVERGING = fedavg(MODEL, optimizer=optax.sgd(lambda step: jnp.inf), mechanism=Mechanism(sampling=Full()))
+DIVERGING = fedavg(MODEL, local=LocalSGD(optax.sgd(lambda step: jnp.inf)), mechanism=Mechanism(sampling=Full()))
 
 
 def test_updates_that_were_dropped_are_told_at_the_end(caplog):
@@ -142,7 +144,7 @@ def test_clients_without_tests_are_fine(tmp_path, caplog):
 def test_a_public_report_holds_scores_and_epsilon_alone(tmp_path):
     names = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss", "epsilon"}
     alone = quiet(ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path / "alone", report="public")
-    build = functools.partial(fedprox, MODEL, batch_size=4)
+    build = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
     options: dict[str, Any] = {"rounds": 1, "progress": False, "report": "public", "folder": tmp_path / "sweep"}
     (point,) = sweep(KEY, build, {"mu": [0.5]}, small_clients(), **options)
     for result, folder in ((alone, tmp_path / "alone"), (point, tmp_path / "sweep" / "0_mu=0.5")):
@@ -184,9 +186,9 @@ sys.path.insert(0, sys.argv[2])
 import conftest, jax
 from experiments.common import stoppable
 from test_simulation import OPTIONS, interruptible
-from jaxfl.simulation import _Run, simulate
+from jaxfl.run.simulate import _Run, simulate
 
-simulation = sys.modules["jaxfl.simulation"]
+simulation = sys.modules["jaxfl.run.simulate"]
 simulation._SEGMENT_SECONDS, simulation._CHECKPOINT_SECONDS = 0.0, 0.3
 record = _Run._record
 
@@ -202,7 +204,13 @@ OPTIONS = {"rounds": 60, "eval_every": 20}
 
 
 def interruptible():
-    algorithm = dp_fedavg(MODEL, clip=0.3, noise_multiplier=1.0, sampling=Poisson(0.6), batch_size=4, epochs=2)
+    algorithm = dp_fedavg(
+        MODEL,
+        clip=0.3,
+        noise_multiplier=1.0,
+        sampling=Poisson(0.6),
+        local=LocalSGD(optax.sgd(0.05), batch_size=4, epochs=2),
+    )
     return algorithm, small_clients()
 
 
@@ -217,7 +225,6 @@ def whole():
         [signal.SIGINT],
         pytest.param([signal.SIGTERM], marks=pytest.mark.slow),
         pytest.param([signal.SIGINT, signal.SIGINT], marks=pytest.mark.slow),
-        pytest.param([signal.SIGKILL], marks=pytest.mark.slow),
     ],
 )
 def test_interrupted_process_resumes_bit_identically(numbers, tmp_path):
@@ -254,11 +261,15 @@ def _steps(folder):
     return [int(p.name) for p in (folder / "ckpt").glob("*") if p.name.isdigit()]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tmp_path, monkeypatch):
     client_noise = np.where(np.arange(6) % 3 == 0, 3.0, 0.5)[:, None]  # in some rounds too much for amplification
     noise: dict[str, Any] = {"noise_multiplier": tuple(2 * 3.0 ** (np.arange(6) / 15)), "client_noise": client_noise}
     mechanism = Mechanism(clip=0.3, sampling=Poisson(0.1), **noise)
-    arguments: tuple[Any, ...] = (fedavg(MODEL, mechanism=mechanism, batch_size=4), small_clients())
+    arguments: tuple[Any, ...] = (
+        fedavg(MODEL, mechanism=mechanism, local=LocalSGD(optax.sgd(0.05), batch_size=4)),
+        small_clients(),
+    )
     options: dict[str, Any] = {"rounds": 6, "eval_every": 5}
     quiet(*arguments, folder=tmp_path / "whole", **options)
     record = _Run._record
@@ -281,6 +292,7 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tm
             np.testing.assert_array_equal(one[name], two[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
 def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_path, monkeypatch):
     runner = {"device": Resident, "host": Stream}[store]
@@ -291,8 +303,8 @@ def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_
     with monkeypatch.context() as patch:
         patch.setattr(runner, "compile", interrupted)
         with pytest.raises(KeyboardInterrupt, match="stopped after round 0 of 2; the same command goes on from there"):
-            quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, store=store)
-    assert len(quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, store=store).metrics) == 2
+            quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, states=store)
+    assert len(quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, states=store).metrics) == 2
 
 
 def test_without_a_folder_an_interrupt_says_that_nothing_is_kept(monkeypatch):

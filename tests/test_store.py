@@ -4,8 +4,8 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import simulate
-from jaxfl.checkpoint import DamagedError
-from jaxfl.store import Store
+from jaxfl.engine.state_file import Store
+from jaxfl.run.checkpoint import DamagedError
 
 LIKE = {"a": jax.ShapeDtypeStruct((6,), np.uint8), "b": jax.ShapeDtypeStruct((6, 3), np.float64)}
 """Of a row whose fields leave a gap."""
@@ -38,10 +38,11 @@ def test_every_bit_of_a_row_is_under_its_checksum(tmp_path):
             assert again.read(np.array([2]))["a"] == 9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [b"", bytes(1000)])
 def test_what_an_interrupted_start_left_is_no_obstacle(left, tmp_path):
     def run(**options):
-        options |= {"rounds": 1, "store": "host", "progress": False}
+        options |= {"rounds": 1, "states": "host", "progress": False}
         return simulate(jax.random.key(0), ALGORITHMS["local_only"](), small_clients(), **options)
 
     (tmp_path / "states").mkdir()

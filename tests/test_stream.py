@@ -5,17 +5,20 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
 from jaxfl.algorithms import fedavg
-from jaxfl.checkpoint import Checkpoints
-from jaxfl.engine import all_keys
-from jaxfl.privacy.mechanism import Mechanism, Poisson
-from jaxfl.resident import Resident
-from jaxfl.simulation import simulate
-from jaxfl.store import Store
-from jaxfl.stream import Stream, place_examples
+from jaxfl.engine.resident import Resident
+from jaxfl.engine.round import all_keys
+from jaxfl.engine.state_file import Store
+from jaxfl.engine.streamed import Stream, place_examples
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Poisson
+from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.simulate import simulate
 
 KEY = jax.random.key(7)
 
@@ -29,12 +32,11 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize(
-    ("name", "block"), [pytest.param("centaur", 2**24, marks=pytest.mark.slow), ("adp_pfl_released", 1)]
-)
-def test_results_are_those_of_the_device_store(name, block, monkeypatch):
-    monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", block)  # of 1 byte: a client for each device
-    device, host = quiet(name), quiet(name, store="host")
+@pytest.mark.slow
+def test_results_are_those_of_the_device_store(monkeypatch):
+    name = "adp_pfl_released"  # with client states: `test_numbers`
+    monkeypatch.setattr("jaxfl.engine.streamed._BLOCK_BYTES", 1)  # a client for each device
+    device, host = quiet(name), quiet(name, states="host")
     present = device.ledger.participants
     # The first call is one round; the other three are streamed without a pause.
     assert (present[2:] & present[1:-1]).any(), "nobody is in two cohorts that follow each other"
@@ -45,8 +47,8 @@ def test_results_are_those_of_the_device_store(name, block, monkeypatch):
 
 
 def test_compiles_once_whatever_the_cohort(monkeypatch):
-    monkeypatch.setattr("jaxfl.stream._BLOCK_BYTES", 1)
-    algorithm = fedavg(MODEL, batch_size=4, mechanism=Mechanism(sampling=Poisson(0.5)))
+    monkeypatch.setattr("jaxfl.engine.streamed._BLOCK_BYTES", 1)
+    algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism(sampling=Poisson(0.5)))
     stream = Stream(KEY, all_keys(KEY), algorithm, small_clients(), None, 1, None)
     stream.compile(())  # of one block, ahead of time: it would refuse any other shape
     for start, count in ((0, 3), (3, 1), (4, 2)):
@@ -55,6 +57,7 @@ def test_compiles_once_whatever_the_cohort(monkeypatch):
         assert program._cache_size() == 1  # pyrefly: ignore[missing-attribute]
 
 
+@pytest.mark.slow
 def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     """A copy of the files at a moment is what a kill leaves then."""
     saved, kills = {}, []
@@ -77,10 +80,10 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
     init = Store.__init__
     monkeypatch.setattr(Store, "__init__", lambda self, *args: (stores.append(self), init(self, *args))[1])
     with monkeypatch.context() as patch:
-        patch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+        patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
         for owner, name in ((Store, "write"), (Store, "flush"), (Store, "commit"), (Checkpoints, "save")):
             watched(owner, name)
-        whole = quiet("local_only", rounds=4, eval_every=1, store="host", folder=folder)
+        whole = quiet("local_only", rounds=4, eval_every=1, states="host", folder=folder)
         monkeypatch.undo()
     assert {kill.name.split("-")[1] for kill in kills} == {"write", "flush", "commit", "save"}
     checked = set()
@@ -94,7 +97,7 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
             checked.add((max(steps), kill.name.split("-")[1]))
     assert {(2, "save"), (2, "commit"), (2, "write"), (2, "flush"), (3, "save")} <= checked
     torn = next(kill for kill in kills if kill.name.endswith("flush") and (kill / "ckpt" / "2").exists())
-    equal(quiet("local_only", rounds=4, eval_every=1, store="host", folder=torn)[:2], whole[:2])
+    equal(quiet("local_only", rounds=4, eval_every=1, states="host", folder=torn)[:2], whole[:2])
 
 
 def test_rows_that_a_checkpoint_needs_do_not_move(tmp_path):
@@ -123,15 +126,15 @@ def test_rows_of_clients_are_not_copied():
 
 def test_wrong_stores_are_refused(tmp_path, monkeypatch):
     quiet("local_only", rounds=1, folder=tmp_path)
-    with pytest.raises(ValueError, match="store device, not host"):
-        quiet("local_only", rounds=1, folder=tmp_path, store="host")
+    with pytest.raises(ValueError, match="states device, not host"):
+        quiet("local_only", rounds=1, folder=tmp_path, states="host")
     with monkeypatch.context() as patch:
         patch.setattr("jax.process_count", lambda: 2)
-        with pytest.raises(ValueError, match=r"store='host'.*one process"):
-            quiet("local_only", store="host")
+        with pytest.raises(ValueError, match=r"states='host'.*one process"):
+            quiet("local_only", states="host")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 0))
     with pytest.raises(ValueError, match=r"0\.0 GiB free.*TMPDIR"):
-        quiet("local_only", store="host")
+        quiet("local_only", states="host")
 
 
 @pytest.mark.parametrize("runner", [Resident, Stream])
@@ -145,7 +148,7 @@ def test_a_run_leaves_no_programs_behind(runner, monkeypatch):
 
     monkeypatch.setattr(runner, "compile", watched)
     gc.disable()
-    quiet("local_only", rounds=1, eval_every=1, store="device" if runner is Resident else "host")
+    quiet("local_only", rounds=1, eval_every=1, states="device" if runner is Resident else "host")
     left = made[0]()
     gc.enable()
     assert left is None

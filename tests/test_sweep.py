@@ -9,29 +9,37 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import simulate, sweep
-from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa, fedprox
+from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa_paper, fedprox
+from jaxfl.algorithms.adp_pfl import fisher_percentile
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import Full, Poisson
 
 KEY = jax.random.key(1)
 SETTING: dict[str, Any] = {"rounds": 3, "eval_every": 2, "progress": False}
 
 
+SMALL = LocalSGD(optax.sgd(0.05), batch_size=4)
+
+
 def sparse(rate, **values):
-    return dp_pfeddsu(
-        MODEL, sampling=Poisson(0.7), optimizer=optax.sgd(rate, momentum=0.9), epochs=1, head_epochs=1,
-        sparse_layers=1, batch_size=4, **values,
-    )  # fmt: skip
+    local, head = LocalSGD(optax.sgd(rate, momentum=0.9), 4), LocalSGD(optax.sgd(0.01, momentum=0.9), 4)
+    return dp_pfeddsu(MODEL, sampling=Poisson(0.7), local=local, head=head, sparse_layers=1, **values)
+
+
+def scheduled(scale, percentile, **values):
+    noise, mask = scale * np.array([3.0, 2.0, 1.0]), fisher_percentile(percentile)
+    return adp_pfl(MODEL, sampling=Poisson(0.7), noise=noise, mask=mask, local=SMALL, **values)
 
 
 def adaptive(**values):
-    options: dict[str, Any] = {"sampling": Full(), "batch_size": 4, "optimizer": optax.sgd(0.1)}
-    return feddpa(MODEL, fidelity="paper", clients=11, **options, **values)
+    local = LocalSGD(optax.sgd(0.1), batch_size=4, epochs=2)
+    return feddpa_paper(MODEL, clients=11, sampling=Full(), local=local, **values)
 
 
 SWEEPS: dict[str, Any] = {
     "dp_pfeddsu": (
         sparse,
-        {"rate": [0.1, 0.2], "density": [0.1, 0.7], "weight": [0.0, 0.5], "clip": [0.5, 0.1],
+        {"rate": [0.1, 0.2], "density": [0.1, 0.7], "penalty_weight": [0.0, 0.5], "clip": [0.5, 0.1],
          "noise_multiplier": [1.0, 0.5]},
     ),
     "feddpa": (
@@ -40,13 +48,11 @@ SWEEPS: dict[str, Any] = {
          "noise_multiplier": [0.5, 0.0]},
     ),
     "adp_pfl": (
-        lambda scale, **values: adp_pfl(
-            MODEL, sampling=Poisson(0.7), noise=scale * np.array([3.0, 2.0, 1.0]), batch_size=4, epochs=1, **values
-        ),
+        scheduled,
         {"scale": [1.0, 0.1], "percentile": [80.0, 20.0], "clip": [0.5, 0.1]},
     ),
     "dp_fedsam": (
-        functools.partial(dp_fedsam, MODEL, clip=0.3, noise_multiplier=0.0, sampling=Full(), batch_size=4),
+        functools.partial(dp_fedsam, MODEL, clip=0.3, noise_multiplier=0.0, sampling=Full(), local=SMALL),
         {"radius": [0.0, 0.1]},
     ),
 }  # fmt: skip
@@ -79,7 +85,14 @@ def test_every_point_is_the_run_of_its_values(name):
 
 @pytest.mark.slow
 def test_a_key_per_point_is_a_run_of_that_seed():
-    build = functools.partial(dp_fedavg, MODEL, clip=0.3, noise_multiplier=1.0, sampling=Poisson(0.5), batch_size=4)
+    build = functools.partial(
+        dp_fedavg,
+        MODEL,
+        clip=0.3,
+        noise_multiplier=1.0,
+        sampling=Poisson(0.5),
+        local=LocalSGD(optax.sgd(0.05), batch_size=4),
+    )
     keys = jax.random.split(KEY, 2)
     for key, result in zip(keys, sweep(keys, build, {}, small_clients(), **SETTING), strict=True):
         alone = simulate(key, build(), small_clients(), **SETTING)
@@ -93,7 +106,7 @@ def test_more_points_trace_no_more():
 
     def build(mu):
         calls.append(mu)
-        return fedprox(MODEL, mu=mu, batch_size=4)
+        return fedprox(MODEL, mu=mu, local=LocalSGD(optax.sgd(0.05), batch_size=4))
 
     def traces(values):
         calls.clear()
@@ -107,9 +120,9 @@ def test_more_points_trace_no_more():
 def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
     build, values = functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()), {"noise_multiplier": [1.0, 2.0]}
     whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)
-    monkeypatch.setattr("jaxfl.simulation._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("jaxfl.journal.Journal.evaluated", _interrupt)
+        patch.setattr("jaxfl.run.recorder.Journal.evaluated", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
     parts = sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
@@ -138,7 +151,7 @@ def _interrupt(*_):
 )
 def test_wrong_values_name_themselves(values, message):
     def build(ratio=0.0, **values):
-        return fedprox(MODEL, **values, steps=1 if ratio > 1 else 2)
+        return fedprox(MODEL, **values, local=LocalSGD(optax.sgd(0.05), steps=1 if ratio > 1 else 2))
 
     with pytest.raises(ValueError, match=message):
         sweep(KEY, build, values, small_clients(), **SETTING)

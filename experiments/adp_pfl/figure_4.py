@@ -31,7 +31,7 @@ from experiments.adp_pfl.setting import (
 )
 from experiments.common import model_for, round_seconds, row_of, run_each, show, stoppable
 from jaxfl import Result
-from jaxfl.algorithms import adp_pfl
+from jaxfl.algorithms import adp_pfl, adp_pfl_paper
 from jaxfl.privacy import Full, client_noise, paper_noise
 from jaxfl.types import Algorithm, Model
 
@@ -68,9 +68,8 @@ def build(method: str, reading: Reading, model: Model, setting: Setting) -> Algo
     adaptive = method == "adaptive"
     if reading != HONEST:
         noise = paper_noise(budgets, delta=setting.delta)
-        risks = "private" if adaptive else None
-        options |= {"noise": noise, "fidelity": "paper", "risks": risks, "claim": EPSILON}
-        return tested_locally(adp_pfl(model, **options), setting)
+        risks: Any = "private" if adaptive else None
+        return tested_locally(adp_pfl_paper(model, noise=noise, risks=risks, claim=EPSILON, **options), setting)
     share = setting.release_share if adaptive else 0.0
     stated: dict[str, Any] = {"delta": setting.delta, "accountant": "rdp"}
     options["noise"] = client_noise(budgets, EPSILON, participation=1.0, release_share=share, **stated)
@@ -86,7 +85,9 @@ def honest_spent(result: Result, delta: float) -> np.ndarray:
     ledger = result.ledger
     if result.statement["honest"]["upload"]["rdp"]["total"] == "inf":
         return np.full(np.shape(ledger.participants), math.inf)
-    cost = (2 / np.asarray(ledger.client_noise, float)) ** 2 + np.asarray(ledger.release_noise, float)[:, None] ** -2.0
+    cost = (2 / np.asarray(ledger.client_noise, float)) ** 2
+    if "release_noise" in ledger.notes:
+        cost = cost + np.asarray(ledger.notes["release_noise"], float)[:, None] ** -2.0
     total = np.cumsum(np.where(ledger.participants, cost, 0.0), axis=0)
     single = functools.cache(lambda m: dp_accounting.get_epsilon_gaussian(m, delta) if math.isfinite(m) else 0.0)
     with np.errstate(divide="ignore"):
@@ -104,15 +105,19 @@ def reached(method: str, reading: Reading, results: Sequence[Result], delta: flo
     rows = []
     spent = [(honest_spent(result, delta), claimed_spent(result, delta)) for result in results]
     for level in sorted({*LEVELS, *MARKS}):
-        found: list[tuple[float, ...]] = []
+        reaching: list[tuple[float, ...]] = []
         for result, (honest, claimed) in zip(results, spent, strict=True):
             first = next((int(row["round"]) for row in result.metrics if row["accuracy"] >= level), None)
             if first is not None:
-                own = honest[first - 1]
-                found.append((first, claimed[first - 1].mean(), own.mean(), own.max()))
-        mean = [float(value) for value in np.mean(found, axis=0)] if found else [None] * 4
-        number, claim, *own = mean
-        rows.append(Reached(method, reading, level, len(found), number, None if reading == HONEST else claim, *own))
+                by_client = honest[first - 1]
+                reaching.append((first, claimed[first - 1].mean(), by_client.mean(), by_client.max()))
+        mean = [float(value) for value in np.mean(reaching, axis=0)] if reaching else [None] * 4
+        number, claim, *honest_epsilons = mean
+        rows.append(
+            Reached(
+                method, reading, level, len(reaching), number, None if reading == HONEST else claim, *honest_epsilons
+            )
+        )
     return rows
 
 
@@ -137,10 +142,10 @@ def plot(path: pathlib.Path, title: str, rows: Sequence[Reached]) -> None:
     FigureCanvasAgg(figure)
     for axes, (label, reading, value) in zip(figure.subplots(1, 3, sharex=True), panels, strict=True):
         for method in METHODS:
-            own = [row for row in rows if (row.method, row.noise) == (method, reading) and row.seeds]
-            points = [(row.accuracy, value(row)) for row in own]
+            of_method = [row for row in rows if (row.method, row.noise) == (method, reading) and row.seeds]
+            points = [(row.accuracy, value(row)) for row in of_method]
             known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
-            name = method if known else f"{method}: {'no finite ε' if own else 'none reached'}"
+            name = method if known else f"{method}: {'no finite ε' if of_method else 'none reached'}"
             axes.plot([x for x, _ in known], [y for _, y in known], marker=".", label=name)
         axes.set(title=label, xlabel="accuracy that is reached", ylabel="consumed by a client, mean", xlim=(0, 1))
         axes.set_ylim(bottom=0)
@@ -175,8 +180,8 @@ def main() -> None:
     )
     title = f"{data.name}, {config.scale}: {clients} clients, always there, {setting.rounds} rounds, ε = {EPSILON:g}"
     folder = config.out / "figure_4" / config.scale / data.name
-    show(title, [row_of(name, own) for name, own in results.items()], folder)
-    rows = [row for entry, own in zip(entries, results.values()) for row in reached(*entry, own, setting.delta)]
+    show(title, [row_of(name, runs) for name, runs in results.items()], folder)
+    rows = [row for entry, runs in zip(entries, results.values()) for row in reached(*entry, runs, setting.delta)]
     if jax.process_index() == 0:
         write_csv(folder / "figure_4.csv", rows)
         plot(folder / "figure_4.png", title, rows)

@@ -10,11 +10,12 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from experiments.common import cli, seeds_of
+from experiments.common import claiming, cli, seeds_of
+from jaxfl import LocalSGD
 from jaxfl._validate import checked
-from jaxfl.algorithms import adp_pfl, dp_lg, fedavg, local_only
+from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg, local_only
+from jaxfl.algorithms.adp_pfl import MaskFn, fisher_percentile, largest, random_share
 from jaxfl.data import Dataset, label_share, load, make_clients
-from jaxfl.local.train import train_model
 from jaxfl.privacy import (
     FixedSize,
     Full,
@@ -26,7 +27,7 @@ from jaxfl.privacy import (
     paper_noise,
     round_budgets,
 )
-from jaxfl.types import Algorithm, ClientData, Clients, Model, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Clients, Model, Params, Terms, Tree
 
 Scale = Literal["smoke", "cpu", "paper"]
 Data = Literal["mnist", "fashion_mnist", "cifar10", "svhn_cropped", "digits"]
@@ -99,15 +100,12 @@ HONEST_EPSILONS, FEW_EPSILONS = (1.0, 3.0, 6.0, 9.0), (1.0, 9.0)
 """Of honest noise: of the methods that matter most, and of the others."""
 BUDGETS = ("fixed", "round-level")
 """ADP-PFL with budgets by round alone."""
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "fixed": {},
-    "round-level": {},
-    "ADP-PFL": {},
-    "DP-FedAvg": {"mask": None},
-    "Fisher": {"mask": "fisher"},
-    "top-k": {"mask": "top_k"},
-    "random": {"mask": "random"},
+_MASKS: dict[str, Callable[[Any], MaskFn | None]] = {
+    "DP-FedAvg": lambda percentile: None,
+    "top-k": largest,
+    "random": random_share,
 }
+"""By method; all others keep coordinates of large Fisher information."""
 NOISE_ALONE = "DP-LG, noise alone"
 """DP-LG's noise on a shared head that learns nothing: what its noise does to the personal layers, without sharing."""
 _FIXED = ("fixed", "DP-FedAvg", "DP-LG", NOISE_ALONE)
@@ -138,15 +136,16 @@ def split(data: Dataset, setting: Setting, seed: int) -> Clients:
     return make_clients(data, train_lists, test)
 
 
-def local_options(setting: Setting) -> dict[str, Any]:
+def passes(setting: Setting) -> LocalSGD:
     """A client's passes over its examples."""
     sgd = optax.sgd(setting.learning_rate, momentum=setting.momentum)
-    return {"optimizer": sgd, "batch_size": setting.batch_size, "epochs": setting.epochs}
+    return LocalSGD(sgd, setting.batch_size, setting.epochs)
 
 
 def private_options(setting: Setting) -> dict[str, Any]:
     """What all variants of ADP-PFL share."""
-    return {"clip": setting.clip, "percentile": setting.percentile, "delta": setting.delta} | local_options(setting)
+    mask = fisher_percentile(setting.percentile)
+    return {"clip": setting.clip, "mask": mask, "delta": setting.delta, "local": passes(setting)}
 
 
 def budgets_of(method: str, setting: Setting) -> Float[np.ndarray, "T"]:
@@ -168,28 +167,28 @@ def least_noise(reading: Reading, epsilon: float, budgets: Float[np.ndarray, "T"
 
 def builder(method: str, reading: Reading | None, model: Model, setting: Setting) -> Callable[..., Algorithm]:
     """Keyword arguments `epsilon` (claimed or kept), `scale` (see `least_noise`) and `percentile` to algorithm."""
+    masks = _MASKS.get(method, fisher_percentile)
     budgets = budgets_of(method, setting)
     shape, printed = budgets.max() / budgets, reading != HONEST
     # Sound noise is amplified by Poisson sampling; that of clients is counted in sums of a known number of them.
     sampling = Full() if setting.rate == 1 else FixedSize(setting.cohort) if printed else Poisson(setting.rate)
 
-    def build(epsilon: float, scale: Any = 0.0, **values: Any) -> Algorithm:
+    def build(epsilon: float, scale: Any = 0.0, percentile: Any = setting.percentile) -> Algorithm:
         claim = epsilon if printed and isinstance(epsilon, float) else None  # of no use to a compiled program
         if method in ("DP-LG", NOISE_ALONE):
             share = 1e-6 if method == NOISE_ALONE else 1.0  # of the clip bound, for updates
-            private: dict[str, Any] = {"clip": setting.clip * share, "delta": setting.delta} | local_options(setting)
+            private: dict[str, Any] = {"clip": setting.clip * share, "delta": setting.delta, "local": passes(setting)}
             noise = scale / share
             algorithm = dp_lg(model, noise_multiplier=noise, sampling=sampling, **private)
             if printed:
-                stated = None if claim is None else (claim, "as in ADP-PFL")
-                added = {"noise_multiplier": 0.0, "client_noise": noise, "claim": stated}
-                algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, **added))
-            return algorithm
-        options: dict[str, Any] = private_options(setting) | _OPTIONS[method] | values
-        if printed:
-            risks = "private" if method == "ADP-PFL" else None
-            options |= {"fidelity": "paper", "risks": risks, "claim": claim}
-        return adp_pfl(model, sampling=sampling, noise=scale * shape, **options)
+                added = dataclasses.replace(algorithm.mechanism, noise_multiplier=0.0, client_noise=noise)
+                algorithm = algorithm._replace(mechanism=added)
+            return algorithm if claim is None else claiming(algorithm, claim, "as in ADP-PFL")
+        options: dict[str, Any] = private_options(setting) | {"sampling": sampling, "mask": masks(percentile)}
+        if not printed:
+            return adp_pfl(model, noise=scale * shape, **options)
+        risks: Any = "private" if method == "ADP-PFL" else None
+        return adp_pfl_paper(model, noise=scale * shape, risks=risks, claim=claim, **options)
 
     return build
 
@@ -212,9 +211,9 @@ def released(epsilon: float, model: Model, setting: Setting) -> Algorithm:
 def baseline(method: str, model: Model, setting: Setting) -> Algorithm:
     """A method without noise."""
     if method == "local-only":
-        return local_only(model, sampling=FixedSize(setting.cohort), **local_options(setting))
-    mechanism = Mechanism(sampling=FixedSize(setting.cohort), denominator="participants", delta=setting.delta)
-    return fedavg(model, mechanism=mechanism, **local_options(setting))
+        return local_only(model, sampling=FixedSize(setting.cohort), local=passes(setting))
+    mechanism = Mechanism(sampling=FixedSize(setting.cohort), denominator="participants")
+    return fedavg(model, mechanism=mechanism, terms=Terms(setting.delta), local=passes(setting))
 
 
 def tested_locally(method: Algorithm, setting: Setting) -> Algorithm:
@@ -222,6 +221,6 @@ def tested_locally(method: Algorithm, setting: Setting) -> Algorithm:
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         params = method.personalize(key, server, client, data)
-        return train_model(key, method.model, params, data, **local_options(setting))[0]
+        return passes(setting).train(key, method.model, params, data)[0]
 
     return method._replace(personalize=personalize)

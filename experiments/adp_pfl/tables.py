@@ -43,11 +43,14 @@ from experiments.common import (
     sweep_each,
     sweep_folder,
 )
-from jaxfl import Result, hosts
+from jaxfl import Result
 from jaxfl.data import Dataset
-from jaxfl.engine import Points, place
-from jaxfl.evaluate import PerClient, compile_evaluation, summarize
-from jaxfl.report import run_folder, write_json
+from jaxfl.engine import processes
+from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import Points
+from jaxfl.files import write_json
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 
@@ -104,36 +107,36 @@ def run(
     model = model_for(setting.model, data)
     settings = [dataclasses.replace(setting, clients=clients) for clients in populations(setting)]
     if config.scale != "smoke":
-        seconds = sum(_seconds(entries(one), model, one, data, seeds) for one in settings)
+        seconds = sum(_seconds(entries(scaled), model, scaled, data, seeds) for scaled in settings)
         print(f"about {seconds / 3600:.1f} hours in all, the test of local models included", flush=True)
-    for one in settings:
+    for scaled in settings:
         common: dict[str, Any] = {
-            "make": functools.cache(partial(split, data, one)),
-            "rounds": one.rounds,
-            "eval_every": math.ceil(one.rounds / one.evaluations),
+            "make": functools.cache(partial(split, data, scaled)),
+            "rounds": scaled.rounds,
+            "eval_every": math.ceil(scaled.rounds / scaled.evaluations),
             "seeds": seeds,
             "out": config.out / "runs",
-            "config": run_config(one, data),
+            "config": run_config(scaled, data),
         }
-        lines = [Line(entry, _rows(entry, model, one, common)) for entry in entries(one)]
-        title = f"{data.name}, {config.scale}: {one.clients} clients, {one.rounds} rounds"
-        folder = config.out / name / config.scale / data.name / f"N={one.clients}"
+        lines = [Line(entry, _rows(entry, model, scaled, common)) for entry in entries(scaled)]
+        title = f"{data.name}, {config.scale}: {scaled.clients} clients, {scaled.rounds} rounds"
+        folder = config.out / name / config.scale / data.name / f"N={scaled.clients}"
         report(title, lines, folder)
 
 
 def local_accuracy(
-    folder: pathlib.Path, what: Algorithm | Points, clients: Clients, seed: int, results: Sequence[Result]
+    folder: pathlib.Path, tested: Algorithm | Points, clients: Clients, seed: int, results: Sequence[Result]
 ) -> list[float]:
     """Mean accuracy over clients of what a run, or each point of a sweep, left behind; kept in its folder."""
     path = folder / "local.json"
     known = json.loads(path.read_text()) if path.exists() else []
-    if hosts.largest(not known)[0]:  # all processes test, or none
+    if processes.largest(not known)[0]:  # all processes test, or none
         key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
         left = [(key, result.server, result.states) for result in results]
-        arguments = left[0] if isinstance(what, Algorithm) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
-        scores = compile_evaluation(what, place(clients))(*arguments)
+        arguments = left[0] if isinstance(tested, Algorithm) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
+        scores = compile_evaluation(tested, place(clients))(*arguments)
         of_each = map(PerClient, *map(np.atleast_2d, scores))
-        known = [summarize(own, np.asarray(clients.test_size))["accuracy"] for own in of_each]
+        known = [summarize(score, np.asarray(clients.test_size))["accuracy"] for score in of_each]
         if jax.process_index() == 0:
             write_json(path, known)
     return known
@@ -162,8 +165,8 @@ def _rows(entry: Entry, model: Model, setting: Setting, common: dict[str, Any]) 
             (results,) = run_each({name: lambda _, method=method: method}, **common).values()
             tested = tested_locally(method, setting)
             local = [
-                local_accuracy(run_folder(out, name, config, seed), tested, make(seed), seed, [own])[0]
-                for seed, own in zip(seeds, results, strict=True)
+                local_accuracy(run_folder(out, name, config, seed), tested, make(seed), seed, [result])[0]
+                for seed, result in zip(seeds, results, strict=True)
             ]
             rows.append(row_of(name, results)._replace(local=local))
         return rows
@@ -179,8 +182,8 @@ def _rows(entry: Entry, model: Model, setting: Setting, common: dict[str, Any]) 
         local_accuracy(folder, tested, make(seed), seed, of_seed)
         for folder, seed, of_seed in zip(folders, seeds, zip(*results, strict=True), strict=True)
     ]
-    rows = [row_of(name, own) for name, own in zip(entry.names(), results, strict=True)]
-    return [row._replace(local=list(own)) for row, own in zip(rows, zip(*local, strict=True), strict=True)]
+    rows = [row_of(name, of_point) for name, of_point in zip(entry.names(), results, strict=True)]
+    return [row._replace(local=list(of_point)) for row, of_point in zip(rows, zip(*local, strict=True), strict=True)]
 
 
 def _single(entry: Entry, model: Model, setting: Setting) -> dict[str, Algorithm]:
@@ -228,12 +231,12 @@ def _first(entry: Entry, model: Model, setting: Setting) -> Algorithm:
 
 def _summary(reading: Reading, lines: Sequence[Line]) -> str:
     """Accuracies of a reading: a line per method, a column per epsilon, or per percentile."""
-    own = [line for line in lines if line.entry.reading == reading]
-    columns = list(dict.fromkeys(_position(point) for line in own for point in line.entry.points))
-    symbol = "percentile" if any(line.entry.percentiles for line in own) else "ε"
+    shown = [line for line in lines if line.entry.reading == reading]
+    columns = list(dict.fromkeys(_position(point) for line in shown for point in line.entry.points))
+    symbol = "percentile" if any(line.entry.percentiles for line in shown) else "ε"
     text = [f"| {reading} | " + " | ".join(f"{symbol} = {column:g}" for column in columns) + " |"]
     text.append("|" + "---|" * (len(columns) + 1))
-    for line in own:
+    for line in shown:
         places = {_position(point): _cell(row) for point, row in zip(line.entry.points, line.rows, strict=True)}
         text.append(f"| {line.entry.method} | " + " | ".join(places.get(c, "") for c in columns) + " |")
     for line in lines:

@@ -8,6 +8,6 @@ from experiments.dp_pfeddsu.setting import LOCAL, METHODS, Entry, run
 
 if __name__ == "__main__":
     # The paper does not say how many classes; the study of budgets beside it has five.
-    for one in run("figure_2", __doc__, {"cifar10": (5,)}, lambda _: [LOCAL, *(Entry(method) for method in METHODS)]):
+    for table in run("figure_2", __doc__, {"cifar10": (5,)}, lambda _: [LOCAL, *(Entry(method) for method in METHODS)]):
         # Mean over participants of the loss in local steps, which holds the penalty of those who have one.
-        plot_metric(one.folder / "loss.png", one.title, one.rows, "train_loss", "training loss")
+        plot_metric(table.folder / "loss.png", table.title, table.rows, "train_loss", "training loss")

@@ -25,8 +25,17 @@ from experiments.common import (
     show,
     stoppable,
 )
+from jaxfl import LocalSGD
 from jaxfl._validate import check_counts, checked
-from jaxfl.algorithms import centaur, dp_fedavg_fb, dp_pfeddsu, local_only, pmtl, ppsgd
+from jaxfl.algorithms import (
+    centaur,
+    dp_fedavg_fb,
+    dp_pfeddsu,
+    dp_pfeddsu_paper,
+    local_only,
+    pmtl_ft,
+    ppsgd_centaur,
+)
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.privacy import Full, Poisson, calibrate
 from jaxfl.types import Algorithm, Clients, Model
@@ -58,7 +67,7 @@ class Setting:
     density: float = 0.05
     sparse_layers: int = 4
     layer_sweep: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
-    weight: float = 0.2
+    penalty_weight: float = 0.2
     mean_weight: float = 2.0
     """Of PMTL-FT's penalty: lambda = 1 in CENTAUR's experiments, where it is not halved."""
     delta: float = 1e-5
@@ -150,20 +159,20 @@ def builder(entry: Entry, model: Model, setting: Setting) -> Callable[..., Algor
     sgd = optax.sgd(setting.learning_rate, momentum=setting.momentum)
     decayed = optax.chain(optax.add_decayed_weights(setting.weight_decay), sgd)
     private = {"clip": setting.clip, "noise_multiplier": z, "sampling": sampling, "delta": setting.delta}
-    local = {"optimizer": decayed, "batch_size": setting.batch_size}
-    added = {"epochs": setting.epochs} | local | private
-    tuned = {"head_optimizer": sgd, "head_batch_size": setting.batch_size} | added
-    shared = {"head_optimizer": sgd, "head_epochs": setting.head_epochs} | added
-    sparse = {"density": setting.density, "sparse_layers": setting.sparse_layers, "weight": setting.weight} | shared
-    printed = {"fidelity": "paper", "clients": setting.clients, "claim": entry.epsilon} | sparse
+    local = LocalSGD(decayed, setting.batch_size, setting.epochs)
+    added = LocalSGD(optax.sgd(0.1, momentum=0.9), setting.batch_size)
+    tuned = {"local": local, "head": LocalSGD(sgd, setting.batch_size, setting.head_epochs)} | private
+    sparse = {"density": setting.density, "sparse_layers": setting.sparse_layers}
+    sparse |= {"penalty_weight": setting.penalty_weight} | tuned
+    alone = {"local": dataclasses.replace(local, epochs=setting.local_epochs), "sampling": sampling}
     methods: dict[str, tuple[Callable[..., Algorithm], dict[str, Any]]] = {
-        "local-only": (local_only, {"epochs": setting.local_epochs, "sampling": sampling} | local),
-        "DP-FedAvg-fb": (dp_fedavg_fb, {"head_epochs": setting.head_epochs} | tuned),
-        "PPSGD": (ppsgd, {"variant": "centaur", "evaluation_epochs": setting.head_epochs} | added),
-        "PMTL-FT": (pmtl, {"finetune": setting.head_epochs, "weight": setting.mean_weight} | tuned),
-        "CENTAUR": (centaur, shared),
+        "local-only": (local_only, alone),
+        "DP-FedAvg-fb": (dp_fedavg_fb, tuned),
+        "PPSGD": (ppsgd_centaur, tuned | {"head": added, "evaluation_epochs": setting.head_epochs}),
+        "PMTL-FT": (pmtl_ft, {"penalty_weight": setting.mean_weight} | tuned),
+        "CENTAUR": (centaur, tuned),
         "DP-pFedDSU": (dp_pfeddsu, sparse),
-        "DP-pFedDSU as printed": (dp_pfeddsu, printed),
+        "DP-pFedDSU as printed": (dp_pfeddsu_paper, {"clients": setting.clients, "claim": entry.epsilon} | sparse),
     }
     build, options = methods[entry.method]
     return partial(build, model, **options | dict(entry.options))
@@ -208,8 +217,8 @@ def run(
     builders = {entry.name: builder(entry, model, setting) for entry in rows}
     if config.scale in ("paper", "large"):
         clients = split(data, setting, counts[0], seeds[0])
-        one = {entry.method: entry for entry in rows}
-        seconds = {method: round_seconds(builders[e.name](**e.first()), clients) for method, e in one.items()}
+        by_method = {entry.method: entry for entry in rows}
+        seconds = {method: round_seconds(builders[e.name](**e.first()), clients) for method, e in by_method.items()}
         total = sum(seconds[entry.method] * entry.points for entry in rows)
         hours = total * setting.rounds * len(counts) * len(seeds) / 3600
         each = ", ".join(f"{method} {value:.1f}" for method, value in seconds.items())
@@ -239,9 +248,9 @@ def run(
 
 def _summarize(shown: Sequence[Shown]) -> None:
     """Methods by classes per client, as the paper prints them: mean accuracy and, in brackets, the worst 10%."""
-    names = ["method", *(one.folder.name.replace("=", " = ") for one in shown), HEADER[4]]
+    names = ["method", *(table.folder.name.replace("=", " = ") for table in shown), HEADER[4]]
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for rows in zip(*(one.rows for one in shown), strict=True):
+    for rows in zip(*(table.rows for table in shown), strict=True):
         scores = (f"{percent(row.mean)} ({percent(row.worst10)})" for row in rows)
         lines.append("| " + " | ".join([rows[0].method, *scores, cells(rows[0])[4]]) + " |")
     text = "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Table IV: neither component (CENTAUR), reparameterised training alone (weight = 0), and the adaptive norm with it.
+"""Table IV: neither component (CENTAUR), reparameterised training alone (lambda = 0), and with the adaptive norm.
 
 python -m experiments.dp_pfeddsu.table_4 --dataset cifar10 --scale cpu
 """
@@ -10,5 +10,8 @@ if __name__ == "__main__":
         "table_4",
         __doc__,
         {"cifar10": (10, 5), "emnist": (10,)},
-        lambda setting: [Entry("CENTAUR"), Entry("DP-pFedDSU", swept={"weight": (0.0, setting.weight)})],
+        lambda setting: [
+            Entry("CENTAUR"),
+            Entry("DP-pFedDSU", swept={"penalty_weight": (0.0, setting.penalty_weight)}),
+        ],
     )

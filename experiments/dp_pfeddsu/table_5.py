@@ -7,7 +7,7 @@ from experiments.dp_pfeddsu.setting import Entry, run
 
 if __name__ == "__main__":
     # The paper names neither; its accuracy at S = 0.05 is that of one layer in table VI.
-    rest = {"sparse_layers": 1, "weight": 0.0}
+    rest = {"sparse_layers": 1, "penalty_weight": 0.0}
     run(
         "table_5",
         __doc__,

@@ -12,6 +12,7 @@ if __name__ == "__main__":
         __doc__,
         {"cifar10": (10,)},
         lambda setting: [
-            Entry("DP-pFedDSU", options={"sparse_layers": layers, "weight": 0.0}) for layers in setting.layer_sweep
+            Entry("DP-pFedDSU", options={"sparse_layers": layers, "penalty_weight": 0.0})
+            for layers in setting.layer_sweep
         ],
     )

@@ -10,5 +10,5 @@ if __name__ == "__main__":
         "table_7",
         __doc__,
         {"cifar10": (10,)},
-        lambda _: [Entry("DP-pFedDSU", swept={"weight": [tenths / 10 for tenths in range(1, 8)]})],
+        lambda _: [Entry("DP-pFedDSU", swept={"penalty_weight": [tenths / 10 for tenths in range(1, 8)]})],
     )

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common import Scale, cli, model_for, percent, seeds_of, stoppable
-from jaxfl import simulate
+from jaxfl import LocalSGD, simulate
 from jaxfl._validate import checked
 from jaxfl.algorithms import fedavg
 from jaxfl.data import classes_per_client, iid, load, make_clients, matching
 from jaxfl.privacy import FixedSize, Mechanism
-from jaxfl.report import run_folder
+from jaxfl.run.report import run_folder
 from jaxfl.types import Clients
 
 
@@ -68,9 +68,7 @@ def main(config: Config) -> None:
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
     algorithm = fedavg(
         model_for("lenet", data),
-        optimizer=optax.sgd(setting.learning_rate),
-        batch_size=setting.batch_size,
-        epochs=setting.epochs,
+        local=LocalSGD(optax.sgd(setting.learning_rate), setting.batch_size, setting.epochs),
         mechanism=Mechanism(sampling=FixedSize(setting.cohort), denominator="participants"),
     )
 

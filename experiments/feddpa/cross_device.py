@@ -5,11 +5,23 @@ python -m experiments.feddpa.cross_device --dataset cifar10 --scale cpu
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 import optax
 
-from experiments.common import Method, Scale, cli, dirichlet_clients, model_for, run_methods, seeds_of, show, stoppable
+from experiments.common import (
+    Method,
+    Scale,
+    claiming,
+    cli,
+    dirichlet_clients,
+    model_for,
+    run_methods,
+    seeds_of,
+    show,
+    stoppable,
+)
+from jaxfl import LocalSGD
 from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
 from jaxfl.algorithms.feddpa import paper_epsilon
@@ -64,8 +76,7 @@ def main(config: Config) -> None:
     data = load("digits" if config.scale == "smoke" else config.dataset)
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
     model, sampling = model_for(setting.model, data), Poisson(setting.rate)
-    whole = {"batch_size": setting.batch_size, "epochs": 2 * setting.epochs}
-    sgd: dict[str, Any] = whole | {"optimizer": optax.sgd(0.02, momentum=0.9)}
+    sgd = LocalSGD(optax.sgd(0.02, momentum=0.9), setting.batch_size, 2 * setting.epochs)
 
     def make(seed: int) -> Clients:
         return dirichlet_clients(data, setting.clients, setting.alpha, seed=seed, minimum=5)
@@ -85,21 +96,20 @@ def main(config: Config) -> None:
             rate=setting.rate,
             **rule,
         )
-        own: dict[str, Any] = {
-            "batch_size": setting.batch_size,
-            "epochs": setting.epochs,
-            "evaluate": "adapt",
-            "claim": claim,
-        }
-        return feddpa(model, **own, **options)
+        adam = LocalSGD(optax.adam(1e-3), setting.batch_size, setting.epochs)
+        method = feddpa(model, local=adam, evaluate="adapt", **options)
+        return claiming(method, claim, "by the paper's rule, per example and local step")
 
     def head_tuned(epsilon: float) -> Algorithm:
-        return dp_fedavg_fb(model, head_batch_size=setting.batch_size, **sgd, **private(epsilon))
+        head = LocalSGD(optax.sgd(0.01), setting.batch_size, 15)
+        return dp_fedavg_fb(model, head=head, local=sgd, **private(epsilon))
 
     plain = Mechanism(sampling=sampling, denominator="participants")
     methods: dict[str, Method] = {
-        "local-only": lambda _: local_only(model, sampling=sampling, **sgd | {"epochs": setting.local_epochs}),
-        "FedAvg, no privacy": lambda _: fedavg(model, mechanism=plain, **sgd),
+        "local-only": lambda _: local_only(
+            model, sampling=sampling, local=dataclasses.replace(sgd, epochs=setting.local_epochs)
+        ),
+        "FedAvg, no privacy": lambda _: fedavg(model, mechanism=plain, local=sgd),
     }
     for epsilon in setting.epsilons:
         methods[f"DP-FedAvg-fb, ε = {epsilon:g}"] = lambda _, e=epsilon: head_tuned(e)

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import optax
 
 from experiments.common import Scale, cli, dirichlet_clients, model_for, run_methods, seeds_of, show, stoppable
+from jaxfl import LocalSGD
 from jaxfl._validate import checked
-from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, local_only
+from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, feddpa_paper, local_only
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
 from jaxfl.data import load
 from jaxfl.privacy import Full, Mechanism, calibrate
@@ -64,8 +65,8 @@ def main(config: Config) -> None:
     data = load("digits" if config.scale == "smoke" else config.dataset)
     seeds = config.seeds[:1] if config.scale == "smoke" else config.seeds
     model = model_for("feddpa_cnn", data)
-    train: dict[str, Any] = {"batch_size": setting.batch_size, "optimizer": optax.adam(setting.learning_rate)}
-    whole = train | {"epochs": 2 * setting.epochs}
+    stage = LocalSGD(optax.adam(setting.learning_rate), setting.batch_size, setting.epochs)
+    whole = dataclasses.replace(stage, epochs=2 * setting.epochs)
     sampling, count = Full(), setting.clients
 
     def make(seed: int) -> Clients:
@@ -83,24 +84,21 @@ def main(config: Config) -> None:
     run = {"clients": count, "rounds": setting.rounds, "delta": setting.delta}
     z = calibrate(setting.epsilon, sampling=sampling, accountant="rdp", **run)
 
-    def dpa(_: Clients, noise: float, claim: float | None = None, **options: Any) -> Algorithm:
-        private = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta, "claim": claim}
-        return feddpa(
-            model, noise_multiplier=noise, epochs=setting.epochs, clients=count, **private, **train, **options
-        )
+    private: dict[str, Any] = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta}
+    published: dict[str, Any] = {"noise_multiplier": sigma, "clients": count, "claim": setting.epsilon} | private
 
-    def head_tuned(_: Clients, noise: float) -> Algorithm:
-        private: dict[str, Any] = {"clip": setting.clip, "sampling": sampling, "delta": setting.delta}
-        return dp_fedavg_fb(model, noise_multiplier=noise, head_optimizer=optax.adam(1e-3), **private, **whole)
+    def head_tuned(noise: float) -> Algorithm:
+        head = LocalSGD(optax.adam(1e-3), epochs=15)
+        return dp_fedavg_fb(model, noise_multiplier=noise, head=head, local=whole, **private)
 
     rows = run_methods(
         {
-            "local-only": lambda _: local_only(model, **whole),
-            "FedAvg, no privacy": lambda _: fedavg(model, mechanism=Mechanism(sampling=sampling), **whole),
-            "DP-FedAvg-fb, published noise": lambda c: head_tuned(c, sigma),
-            "FedDPA, published noise": lambda c: dpa(c, sigma, setting.epsilon, fidelity="paper"),
-            "DP-FedAvg-fb, honest noise": lambda c: head_tuned(c, z),
-            "FedDPA, honest noise": lambda c: dpa(c, z),
+            "local-only": lambda _: local_only(model, local=whole),
+            "FedAvg, no privacy": lambda _: fedavg(model, mechanism=Mechanism(sampling=sampling), local=whole),
+            "DP-FedAvg-fb, published noise": lambda _: head_tuned(sigma),
+            "FedDPA, published noise": lambda _: feddpa_paper(model, local=stage, **published),
+            "DP-FedAvg-fb, honest noise": lambda _: head_tuned(z),
+            "FedDPA, honest noise": lambda _: feddpa(model, noise_multiplier=z, local=stage, **private),
         },
         make,
         rounds=setting.rounds,

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from jax import Array
 from jaxtyping import Key
 
 from experiments.common import Method, Row, cli, plot_metric, run_methods, seeds_of, show, stoppable
+from jaxfl import LocalSGD
 from jaxfl._validate import checked
-from jaxfl.algorithms import padpfl
+from jaxfl.algorithms import padpfl, padpfl_paper
 from jaxfl.algorithms.padpfl import convergence_bound
 from jaxfl.data import Dataset, by_sizes, corrupt_clients, load, make_clients, matching
 from jaxfl.models import mlp
-from jaxfl.privacy import PerExample, calibrate_examples
+from jaxfl.privacy import DPSGD, calibrate_examples
 from jaxfl.types import Algorithm, ClientData, Clients, Tree
 
 Scale = Literal["smoke", "paper"]
@@ -124,7 +126,7 @@ def run(figure: int, description: str | None) -> None:
 def plain_methods(scenario: Scenario, setting: Setting, data: Dataset) -> dict[str, Method]:
     """All ways to weight the clients, without noise."""
     return {
-        way: _method(scenario, setting, data, way, epsilon=math.inf, clip=math.inf, delta=setting.delta)
+        way: _method(padpfl, scenario, setting, data, way, epsilon=math.inf, clip=math.inf, delta=setting.delta)
         for way in scenario.ways
     }
 
@@ -132,26 +134,29 @@ def plain_methods(scenario: Scenario, setting: Setting, data: Dataset) -> dict[s
 def private_methods(scenario: Scenario, setting: Setting, data: Dataset) -> dict[str, Method]:
     """The best way at both levels and equal factors at the weaker one, as printed; then two honest twins."""
     smallest = min(sizes(scenario, setting))
-    printed: dict[str, Any] = {"fidelity": "paper", "smallest": smallest, "exposures": setting.exposures}
+    printed: dict[str, Any] = {"smallest": smallest, "exposures": setting.exposures}
     printed |= {"clip": setting.clip, "delta": setting.claimed_delta}
     strong, weak = setting.levels
     steps = max(1, setting.epochs * smallest // setting.batch_size)
     rate = min(1.0, setting.batch_size / smallest)
     stated: dict[str, Any] = {"delta": setting.delta, "accountant": "rdp"}
     z = calibrate_examples(setting.example_epsilon, rate=rate, steps=steps, participations=setting.rounds, **stated)
-    examples = PerExample(clip=setting.example_clip, noise_multiplier=z, rate=rate, steps=steps)
+    sgd = optax.sgd(setting.learning_rate)
+    local = DPSGD(clip=setting.example_clip, noise_multiplier=z, rate=rate, steps=steps, optimizer=sgd)
     sound: dict[str, Any] = {"clip": setting.update_clip} | stated
-    rows: dict[str, tuple[str, dict[str, Any]]] = {
-        f"{scenario.best}, claimed ε = {strong:g}": (scenario.best, printed | {"epsilon": strong}),
-        f"{scenario.best}, claimed ε = {weak:g}": (scenario.best, printed | {"epsilon": weak}),
-        f"1-1-1, claimed ε = {weak:g}": ("1-1-1", printed | {"epsilon": weak}),
-        f"{scenario.best}, clients, ε = {strong:g}": (scenario.best, sound | {"epsilon": strong}),
-        f"{scenario.best}, examples, ε = {setting.example_epsilon:g}": (
-            scenario.best,
-            sound | {"epsilon": math.inf, "clip": math.inf, "examples": examples},
+    best = scenario.best
+    rows: dict[str, tuple[Callable[..., Algorithm], str, dict[str, Any]]] = {
+        f"{best}, claimed ε = {strong:g}": (padpfl_paper, best, printed | {"epsilon": strong}),
+        f"{best}, claimed ε = {weak:g}": (padpfl_paper, best, printed | {"epsilon": weak}),
+        f"1-1-1, claimed ε = {weak:g}": (padpfl_paper, "1-1-1", printed | {"epsilon": weak}),
+        f"{best}, clients, ε = {strong:g}": (padpfl, best, sound | {"epsilon": strong}),
+        f"{best}, examples, ε = {setting.example_epsilon:g}": (
+            padpfl,
+            best,
+            sound | {"epsilon": math.inf, "clip": math.inf, "local": local},
         ),
     }
-    return {name: _method(scenario, setting, data, way, **options) for name, (way, options) in rows.items()}
+    return {name: _method(build, scenario, setting, data, way, **more) for name, (build, way, more) in rows.items()}
 
 
 def sizes(scenario: Scenario, setting: Setting) -> list[int]:
@@ -195,8 +200,10 @@ def change_half_way(method: Algorithm, at: int) -> Algorithm:
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         half = data.padded // 2
-        own = dataclasses.replace(data.part(jnp.where(server[1] < at, 0, half), half), size=jnp.asarray(data.size) // 2)
-        return method.client_update(key, server[0], client, own)
+        seen = dataclasses.replace(
+            data.part(jnp.where(server[1] < at, 0, half), half), size=jnp.asarray(data.size) // 2
+        )
+        return method.client_update(key, server[0], client, seen)
 
     return method._replace(
         init=init,
@@ -206,16 +213,16 @@ def change_half_way(method: Algorithm, at: int) -> Algorithm:
     )
 
 
-def _method(scenario: Scenario, setting: Setting, data: Dataset, way: str, **options: Any) -> Method:
-    method = padpfl(
+def _method(
+    build: Callable[..., Algorithm], scenario: Scenario, setting: Setting, data: Dataset, way: str, **options: Any
+) -> Method:
+    local = LocalSGD(optax.sgd(setting.learning_rate), setting.batch_size, setting.epochs)
+    method = build(
         mlp(data.train_inputs.shape[1:], data.classes, hidden=(setting.hidden,)),
         rounds=setting.rounds,
         impacts=impacts(scenario, setting, way),
         mu=setting.mu,
-        optimizer=optax.sgd(setting.learning_rate),
-        batch_size=setting.batch_size,
-        epochs=setting.epochs,
-        **options,
+        **{"local": local} | options,
     )
     if scenario.later is not None:
         method = change_half_way(method, _halves(setting.rounds)[0])

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 
 from experiments.common import Method, cli, plot_metric, run_methods, seeds_of, show, stoppable
+from jaxfl import LocalSGD
 from jaxfl._validate import checked
-from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl
+from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl, pdp_fl_paper
 from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
 from jaxfl.data import Dataset, iid, load, make_clients, matching
 from jaxfl.models import mlp
@@ -90,16 +91,15 @@ def budgets(case: int, clients: int, equal: float | None = None) -> Budgets:
 def plain(setting: Setting, data: Dataset) -> Algorithm:
     """FedAvg without noise."""
     mechanism = Mechanism(sampling=FixedSize(setting.cohort), denominator="participants")
-    return fedavg(_model(setting, data), mechanism=mechanism, **_local(setting))
+    return fedavg(_model(setting, data), mechanism=mechanism, local=_local(setting))
 
 
 def printed(setting: Setting, data: Dataset, asked: Budgets, epsilon_max: float | None = None) -> Algorithm:
     """PDP-FL with the paper's noise."""
-    return pdp_fl(
+    return pdp_fl_paper(
         _model(setting, data),
         budgets=asked,
         epsilon_max=setting.epsilon_max if epsilon_max is None else epsilon_max,
-        fidelity="paper",
         smallest=len(data.train_labels) // setting.clients,
         clip=setting.clip,
         **_shared(setting),
@@ -112,17 +112,17 @@ def baselines(setting: Setting, data: Dataset) -> dict[str, Algorithm]:
     run = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
     z = calibrate(setting.total, sampling=sampling, accountant="rdp", **run)
     gdp: dict[str, Any] = {"clip": setting.update_clip, "noise_multiplier": z, "sampling": sampling}
-    one = Budgets(np.full(setting.clients, setting.total), np.ones(setting.clients))
+    same = Budgets(np.full(setting.clients, setting.total), np.ones(setting.clients))
     return {
         "FedAvg": plain(setting, data),
-        "GDP-FL": dp_fedavg(_model(setting, data), delta=setting.delta, **gdp, **_local(setting)),
-        "LDP-Fed": printed(setting, data, one, epsilon_max=math.inf),
+        "GDP-FL": dp_fedavg(_model(setting, data), delta=setting.delta, local=_local(setting), **gdp),
+        "LDP-Fed": printed(setting, data, same, epsilon_max=math.inf),
     }
 
 
 def honest(setting: Setting, data: Dataset, case: int) -> dict[str, Algorithm]:
     """PDP-FL whose clients get what they asked for: for all of their data, or for single examples."""
-    asked, sampling = budgets(case, setting.clients), _shared(setting)
+    asked, shared = budgets(case, setting.clients), _shared(setting) | {"rounds": setting.rounds}
     examples = len(data.train_labels) // setting.clients
     private = personal_examples(
         np.minimum(asked.epsilon, setting.epsilon_max),
@@ -130,15 +130,16 @@ def honest(setting: Setting, data: Dataset, case: int) -> dict[str, Algorithm]:
         rate=min(1.0, setting.batch_size / examples),
         steps=max(1, setting.epochs * examples // setting.batch_size),
         rounds=setting.rounds,
+        optimizer=optax.sgd(setting.learning_rate),
         delta=setting.delta,
         accountant="rdp",
     )
     free = Budgets(np.full(setting.clients, math.inf), asked.level)
     sound: dict[str, Any] = {"epsilon_max": setting.epsilon_max, "clip": setting.update_clip, "accountant": "rdp"}
-    whole: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "examples": private}
+    whole: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "local": private}
     return {
-        f"PDP-FL, case {case}, clients": pdp_fl(_model(setting, data), budgets=asked, **sound, **sampling),
-        f"PDP-FL, case {case}, examples": pdp_fl(_model(setting, data), budgets=free, **whole, **sampling),
+        f"PDP-FL, case {case}, clients": pdp_fl(_model(setting, data), budgets=asked, **shared | sound),
+        f"PDP-FL, case {case}, examples": pdp_fl(_model(setting, data), budgets=free, **shared | whole),
     }
 
 
@@ -208,14 +209,12 @@ def _model(setting: Setting, data: Dataset) -> Any:
     return mlp(data.train_inputs.shape[1:], data.classes, hidden=setting.hidden)
 
 
-def _local(setting: Setting) -> dict[str, Any]:
-    sgd = optax.sgd(setting.learning_rate)
-    return {"optimizer": sgd, "batch_size": setting.batch_size, "epochs": setting.epochs}
+def _local(setting: Setting) -> LocalSGD:
+    return LocalSGD(optax.sgd(setting.learning_rate), setting.batch_size, setting.epochs)
 
 
 def _shared(setting: Setting) -> dict[str, Any]:
-    private = {"rounds": setting.rounds, "delta": setting.delta, "sampling": FixedSize(setting.cohort)}
-    return private | _local(setting)
+    return {"delta": setting.delta, "sampling": FixedSize(setting.cohort), "local": _local(setting)}
 
 
 def _same(method: Algorithm) -> Method:

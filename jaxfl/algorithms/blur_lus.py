@@ -10,19 +10,19 @@ from jaxfl._validate import at_least_0, check_fraction, check_noise, checked, no
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
-from jaxfl.privacy.mechanism import Sampling
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, weight=at_least_0, density=check_fraction)
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0, density=check_fraction)
 def blur_lus(
     model: Model,
     *,
     clip: Number,
     noise_multiplier: Number,
     sampling: Sampling,
-    weight: Number = 0.1,
+    penalty_weight: Number = 0.1,
     density: Number = 0.5,
     **options: Any,
 ) -> Algorithm:
@@ -37,7 +37,7 @@ def blur_lus(
         clip: C, of the penalty and of clipping.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
-        weight: lambda; 0: no penalty.
+        penalty_weight: lambda; 0: no penalty.
         density: c, the share of a kernel's update that is kept, layer by layer: its largest entries, ties to the lower
             index. Biases and scales are kept whole. 1: all.
         options: those of `dp_fedavg`.
@@ -54,8 +54,8 @@ def blur_lus(
     >>> blur_lus(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'blur_lus'
     """
-    check_bound(clip, "weight", weight)
-    penalty = functools.partial(excess, bound=clip, weight=weight) if nonzero(weight) else None
+    check_bound(clip, "penalty_weight", penalty_weight)
+    penalty = functools.partial(excess, bound=clip, penalty_weight=penalty_weight) if nonzero(penalty_weight) else None
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     base = dp_fedavg(model, penalty=penalty, **private, **options)
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from jaxfl._validate import at_least_0, check_noise, checked, up_to_infinity
+from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg
-from jaxfl.privacy.mechanism import Sampling
+from jaxfl.local.sam import sam
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Model, Number
 
 
@@ -24,7 +25,7 @@ def dp_fedsam(
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
         radius: rho; 0 is DP-FedAvg.
-        options: those of `dp_fedavg`.
+        options: those of `dp_fedavg`; `local` a `LocalSGD`, since a step reads its batch twice.
 
     Guarantee: DP-FedAvg's: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts,
         by the Gaussian mechanism on the clipped sum; local steps play no part in it.
@@ -38,4 +39,5 @@ def dp_fedsam(
     'dp_fedsam'
     """
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-    return dp_fedavg(model, sam_radius=radius, **private, **options)._replace(name="dp_fedsam")
+    gradient = sam(radius) if nonzero(radius) else None
+    return dp_fedavg(model, gradient=gradient, **private, **options)._replace(name="dp_fedsam")

@@ -6,10 +6,11 @@ from jaxtyping import Key
 
 from jaxfl._validate import check_noise, checked, probability, up_to_infinity
 from jaxfl.algorithms.fedrep import check_extractor, split_head
-from jaxfl.local.train import train_model
-from jaxfl.privacy.mechanism import Mechanism, Sampling
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Params
+from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
@@ -19,9 +20,7 @@ def dp_lg(
     clip: float,
     noise_multiplier: float,
     sampling: Sampling,
-    optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
-    batch_size: int = 64,
-    epochs: int = 5,
+    local: LocalSGD = LocalSGD(optax.sgd(0.01, momentum=0.5), 64, 5),
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
@@ -38,9 +37,7 @@ def dp_lg(
         clip: C, L2 bound on a client's head update.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
-        optimizer: local optimizer, fresh in every round.
-        batch_size: B.
-        epochs: passes over the client's examples.
+        local: how a client trains in a round.
         server_optimizer: takes the negative aggregate as its gradient.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
@@ -62,15 +59,7 @@ def dp_lg(
         return init_server(head, server_optimizer), init_clients(extractor, number)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
-        params, info = train_model(
-            key,
-            model,
-            {**client, **server.params},
-            data,
-            optimizer=optimizer,
-            batch_size=batch_size,
-            epochs=epochs,
-        )
+        params, info = local.train(key, model, {**client, **server.params}, data)
         extractor, head = split_head(model, params)
         return Message(optax.tree.sub(head, server.params)), extractor, info
 
@@ -81,5 +70,6 @@ def dp_lg(
         client_update=client_update,
         server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=lambda key, server, client, data: {**client, **server.params},
-        mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta),
+        mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
+        terms=Terms(delta),
     )

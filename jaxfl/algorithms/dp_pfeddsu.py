@@ -1,7 +1,7 @@
 """DP-pFedDSU: a shared extractor with sparse private updates, and heads that never leave their clients."""
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -22,15 +22,15 @@ from jaxfl._validate import (
 from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
 from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
-from jaxfl.local.train import fit_head, train_model
-from jaxfl.privacy.mechanism import Mechanism, Sampling, noise_share
-from jaxfl.server import SparseServer, init_sparse, public_key, sparse_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
+from jaxfl.local.train import LocalSGD, fit_head
+from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
+from jaxfl.privacy.mechanisms.gaussian import noise_share
+from jaxfl.privacy.sampling import Sampling
+from jaxfl.server import Masks, SparseServer, init_sparse, public_key, sparse_step
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
-_BROKEN = (
-    "noise only on the support of each client's mask, which follows its private weights: neighbouring data may give "
-    "another support, which the zeros show (delta = 1)"
-)
+_EXTRACTOR = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100, 5)
+_HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 
 
 @checked(
@@ -39,35 +39,23 @@ _BROKEN = (
     density=check_fraction,
     backward_density=check_fraction,
     sparse_layers=count_from_0,
-    weight=at_least_0,
+    penalty_weight=at_least_0,
     delta=probability,
-    claim=up_to_infinity,
 )
 def dp_pfeddsu(
     model: Model,
     *,
     sampling: Sampling,
     noise_multiplier: Number,
-    fidelity: Literal["sound", "paper"] = "sound",
-    clients: int | None = None,
     clip: Number = 0.01,
     density: Number = 0.05,
     sparse_layers: int = 4,
-    weight: Number = 0.2,
-    mask_source: Literal["broadcast", "local_step", "public_random"] | None = None,
+    penalty_weight: Number = 0.2,
+    mask_source: Literal["broadcast", "local_step", "public_random"] = "broadcast",
     backward_density: Number | None = None,
-    outside: Literal["masked", "dense"] = "masked",
-    penalty: Literal["two-sided", "hinge"] = "two-sided",
-    optimizer: optax.GradientTransformation = optax.chain(
-        optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)
-    ),
-    batch_size: int = 100,
-    epochs: int = 5,
-    head_optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.9),
-    head_epochs: int = 15,
-    server_learning_rate: Number = 1.0,
+    local: LocalSGD = _EXTRACTOR,
+    head: LocalSGD = _HEAD,
     delta: float | None = None,
-    claim: float | None = None,
 ) -> Algorithm:
     r"""DP-pFedDSU: reparameterised training (RT) with a dynamic adaptive norm penalty (DAN).
 
@@ -84,61 +72,40 @@ def dp_pfeddsu(
     Args:
         model: the network; `model.head` stays with the clients.
         sampling: who takes part.
-        noise_multiplier: `sound`: z, std of the noise on the sum over C; `paper`: sigma, each client adds std
-            :math:`\sigma C / \sqrt{qN}` on its own mask.
-        fidelity: which of the two.
-        clients: number of clients, needed by `paper` for N.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         clip: C.
         density: S, the share of a sparse kernel that is kept; max(1, ceil(S n)) weights of n, ties to the lower index.
         sparse_layers: the last so many of the extractor's layers that have a kernel are sparse.
-        weight: lambda.
-        mask_source: whose weights the mask follows. "broadcast": the server's, public and fixed for the round (default
-            of `sound`); "local_step": the client's own at every local step (default of `paper`); "public_random": none,
-            a new random mask per round from a public key, the control.
+        penalty_weight: lambda.
+        mask_source: whose weights the mask follows. "broadcast": the server's, public and fixed for the round;
+            "local_step": the client's own at every local step; "public_random": none, a new random mask per round from
+            a public key, the control.
         backward_density: share that the backward pass moves, at least `density` (default: the same): the largest
             weights, or for "public_random" more random ones.
-        outside: forward pass while heads are fitted and for evaluation.
-        penalty: "hinge" is :math:`\max(0, \cdot - C)` in place of the distance to C.
-        optimizer: of the extractor, fresh in every round.
-        batch_size: B, of both stages.
-        epochs: passes over the client's examples for the extractor.
-        head_optimizer: of the head, fresh in every round.
-        head_epochs: passes for the head.
-        server_learning_rate: :math:`\eta_g`.
+        local: how a client trains the extractor in a round.
+        head: how it fits its head, in a round and before evaluation.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        claim: the epsilon that the paper states for `noise_multiplier`.
 
-    Guarantee: `sound` with public masks: client-level, zero-out adjacency, sensitivity C; the mask follows from
-        earlier noisy broadcasts, and noise off its support is dropped afterwards. `sound` with "local_step": the same,
-        with noise on all weights. `paper` with "local_step": none, since the noise's support is private.
+    Guarantee: client-level, zero-out adjacency, sensitivity C. A public mask follows from earlier noisy broadcasts, and
+        noise off its support is dropped afterwards; with "local_step" the noise is on all weights.
         For each client against all others: its own head depends on its own data. Publishing heads voids it.
     Deviations from the paper: the update is :math:`(\theta - \theta^{t-1}) \odot M`; as printed it would send raw
         weights off the mask. A fixed denominator qN. Norms in penalties have gradient 0 at 0. GroupNorm in models.
+        The server's learning rate is 1, as in its experiments.
     References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on Dynamically
         Sparsified Client Updates".
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
-    >>> network = mlp((8, 8, 1), 10, hidden=(16,))
-    >>> dp_pfeddsu(network, sampling=Full(), noise_multiplier=40.0).mechanism.broken is None
-    True
-    >>> paper = dp_pfeddsu(network, sampling=Full(), noise_multiplier=40.0, fidelity="paper", clients=20)
-    >>> paper.mechanism.broken.split(",")[0]
-    "noise only on the support of each client's mask"
+    >>> dp_pfeddsu(mlp((8, 8, 1), 10, hidden=(16,)), sampling=Full(), noise_multiplier=40.0).mechanism.clip
+    0.01
     """
-    mask_source = mask_source or ("broadcast" if fidelity == "sound" else "local_step")
     wider = density if backward_density is None else backward_density
     if not (traced(wider) or traced(density)) and wider < density:
         raise ValueError(f"backward_density={wider!r}: give at least density={density!r}")
-    check_bound(clip, "weight", weight)
-    check_extractor(model)
-    private = mask_source == "local_step"
-    server_optimizer = optax.sgd(server_learning_rate)
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
-        """Forward mask and support of an extractor's weights."""
-        kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
-        layers = kernels[max(0, len(kernels) - sparse_layers) :]
+        layers = _sparse(model, params, sparse_layers)
         if mask_source == "public_random":
             select = functools.partial(random_masks, public_key(public), params, layers)
         else:
@@ -146,19 +113,102 @@ def dp_pfeddsu(
         mask = select(density)
         return mask, mask if wider is density else select(wider)
 
-    def view(server: SparseServer) -> Params:
-        """The extractor as the clients see it while it is frozen."""
-        return keep(server.mask, server.params) if outside == "masked" else server.params
+    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
+    private = mask_source == "local_step"
+    method = _sparsified(model, mechanism, masks, penalty_weight, local, head, private=private)
+    return method._replace(name="dp_pfeddsu", terms=Terms(delta))
+
+
+@checked(
+    noise_multiplier=check_noise,
+    clip=up_to_infinity,
+    density=check_fraction,
+    sparse_layers=count_from_0,
+    penalty_weight=at_least_0,
+    delta=probability,
+    claim=up_to_infinity,
+)
+def dp_pfeddsu_paper(
+    model: Model,
+    *,
+    sampling: Sampling,
+    noise_multiplier: Number,
+    clients: int,
+    clip: Number = 0.01,
+    density: Number = 0.05,
+    sparse_layers: int = 4,
+    penalty_weight: Number = 0.2,
+    local: LocalSGD = _EXTRACTOR,
+    head: LocalSGD = _HEAD,
+    delta: float | None = None,
+    claim: float | None = None,
+) -> Algorithm:
+    r"""DP-pFedDSU as published: masks of the clients' own weights at every local step, and noise on those masks alone.
+
+    Args:
+        model: the network; `model.head` stays with the clients.
+        sampling: who takes part.
+        noise_multiplier: sigma; each client adds std :math:`\sigma C / \sqrt{qN}` on its own mask.
+        clients: number of clients N.
+        clip: C.
+        density: as in `dp_pfeddsu`.
+        sparse_layers: as in `dp_pfeddsu`.
+        penalty_weight: as in `dp_pfeddsu`.
+        local: as in `dp_pfeddsu`.
+        head: as in `dp_pfeddsu`.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        claim: the epsilon that the paper states for `noise_multiplier`.
+
+    Guarantee: none, since the noise's support is private (see `PrivateMask`).
+    Deviations from the paper: those of `dp_pfeddsu`.
+    References: as for `dp_pfeddsu`.
+
+    >>> from jaxfl.models import mlp
+    >>> from jaxfl.privacy import Full
+    >>> network = mlp((8, 8, 1), 10, hidden=(16,))
+    >>> type(dp_pfeddsu_paper(network, sampling=Full(), noise_multiplier=40.0, clients=20).mechanism).__name__
+    'PrivateMask'
+    """
+
+    def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
+        del public
+        mask = top_k_masks(lax.stop_gradient(params), _sparse(model, params, sparse_layers), density)
+        return mask, mask
+
+    share = noise_share(noise_multiplier, sampling, clients)
+    mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
+    method = _sparsified(model, mechanism, masks, penalty_weight, local, head, private=True)
+    rule = "as if the noise were on all weights, whoever's mask they are on"
+    return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, None if claim is None else (claim, rule)))
+
+
+def _sparse(model: Model, params: Params, number: int) -> list[str]:
+    """The last so many layers of an extractor that have a kernel."""
+    kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
+    return kernels[max(0, len(kernels) - number) :]
+
+
+def _sparsified(
+    model: Model,
+    mechanism: Mechanism,
+    masks: Masks,
+    penalty_weight: Number,
+    local: LocalSGD,
+    head: LocalSGD,
+    *,
+    private: bool,
+) -> Algorithm:
+    """The clients and the server of both; masks are `private` where they follow the clients' own weights."""
+    clip, server_optimizer = mechanism.clip, optax.sgd(1.0)
+    check_bound(clip, "penalty_weight", penalty_weight)
+    check_extractor(model)
 
     def fit(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> Params:
-        params = {**view(server), **client}
-        return fit_head(key, model, params, data, optimizer=head_optimizer, batch_size=batch_size, epochs=head_epochs)[
-            0
-        ]
+        return fit_head(key, model, {**keep(server.mask, server.params), **client}, data, local=head)[0]
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
-        _, head = split_head(model, fit(first, server, client, data))
+        _, fitted = split_head(model, fit(first, server, client, data))
 
         def now(params: Params) -> tuple[Tree, Tree]:
             return masks(params, server.public) if private else (server.mask, server.support)
@@ -167,26 +217,23 @@ def dp_pfeddsu(
             # The value of theta * M, and the gradient of all weights, of which the loop keeps the support's.
             kept = keep(now(params)[0], params)
             through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
-            return model.apply({**through, **head}, x)
+            return model.apply({**through, **fitted}, x)
 
         def adaptive_norm(params: Params) -> Array:
-            return distance_to_bound(params, server.params, now(params)[0], clip, weight, hinge=penalty == "hinge")
+            return distance_to_bound(params, server.params, now(params)[0], clip, penalty_weight)
 
-        extractor, info = train_model(
+        extractor, info = local.train(
             second,
             model,
             server.params,
             data,
             apply=apply,
-            optimizer=optimizer,
-            batch_size=batch_size,
-            epochs=epochs,
             mask=lambda params: now(params)[1],
-            penalty=adaptive_norm if nonzero(weight) else None,
+            penalty=adaptive_norm if nonzero(penalty_weight) else None,
         )
         support = now(extractor)[1]
         update = sparsify(support, optax.tree.sub(extractor, server.params))
-        return Message(update, support if private and fidelity == "paper" else None), head, info
+        return Message(update, support if isinstance(mechanism, PrivateMask) else None), fitted, info
 
     def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Params]:
         extractor, heads = init_parts(key, model, private_head(model), number)
@@ -197,12 +244,6 @@ def dp_pfeddsu(
             aggregate = keep(server.support, aggregate)
         return sparse_step(server_optimizer, server, aggregate, masks)
 
-    claimed = None if claim is None else (claim, "as if the noise were on all weights, whoever's mask they are on")
-    if fidelity == "paper":
-        noise: dict[str, Any] = {"client_noise": noise_share(noise_multiplier, sampling, clients)}
-    else:
-        noise = {"noise_multiplier": noise_multiplier}
-    broken = _BROKEN if private and fidelity == "paper" else None
     return Algorithm(
         name="dp_pfeddsu",
         model=model,
@@ -210,5 +251,5 @@ def dp_pfeddsu(
         client_update=client_update,
         server_update=server_update,
         personalize=fit,
-        mechanism=Mechanism(clip=clip, sampling=sampling, delta=delta, claim=claimed, broken=broken, **noise),
+        mechanism=mechanism,
     )

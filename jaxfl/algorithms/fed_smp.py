@@ -9,7 +9,7 @@ from jaxtyping import Key, UInt32
 from jaxfl._validate import check_fraction, check_noise, checked, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import keep, random_masks, sparsify
-from jaxfl.privacy.mechanism import Sampling
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 

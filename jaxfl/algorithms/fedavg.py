@@ -6,39 +6,30 @@ that is fine-tuned before evaluation.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, show, up_to_infinity
+from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import fit_head, train_model
-from jaxfl.privacy.mechanism import Full, Mechanism, Sampling
+from jaxfl.local.train import GradientFn, LocalSGD, fit_head
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 
 @checked()
-def local_only(
-    model: Model,
-    *,
-    optimizer: optax.GradientTransformation = optax.sgd(0.05),
-    batch_size: int = 32,
-    epochs: int = 1,
-    steps: int | None = None,
-    sampling: Sampling = Full(),
-) -> Algorithm:
+def local_only(model: Model, *, local: LocalSGD = LocalSGD(optax.sgd(0.05)), sampling: Sampling = Full()) -> Algorithm:
     """Every client trains alone from the same public initialisation; nothing is sent, so epsilon is 0.
 
     Args:
         model: the network.
-        optimizer: local optimizer, fresh in every round.
-        batch_size: B.
-        epochs: local passes per round, unless `steps` is given.
-        steps: local steps per round.
+        local: how a client trains in a round.
         sampling: who trains in a round.
 
     >>> from jaxfl.models import mlp
@@ -51,16 +42,7 @@ def local_only(
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         del server
-        params, info = train_model(
-            key,
-            model,
-            client,
-            data,
-            optimizer=optimizer,
-            batch_size=batch_size,
-            epochs=epochs,
-            steps=steps,
-        )
+        params, info = local.train(key, model, client, data)
         return Message(()), params, info
 
     return Algorithm(
@@ -74,32 +56,28 @@ def local_only(
     )
 
 
-@checked(sam_radius=at_least_0)
+@checked()
 def fedavg(
     model: Model,
     *,
-    optimizer: optax.GradientTransformation = optax.sgd(0.05),
-    batch_size: int = 32,
-    epochs: int = 1,
-    steps: int | None = None,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
     penalty: Callable[[Params, Params], Float[Array, ""]] | None = None,
-    sam_radius: Number = 0.0,
+    gradient: Callable[[GradientFn], GradientFn] | None = None,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     mechanism: Mechanism = Mechanism(denominator="participants"),
+    terms: Terms = Terms(),
     name: str = "fedavg",
 ) -> Algorithm:
     r"""FedAvg: :math:`\theta \leftarrow \theta + \eta_g \sum_i w_i \Delta_i / \sum_i w_i` over the participants.
 
     Args:
         model: the network.
-        optimizer: local optimizer, fresh in every round.
-        batch_size: B.
-        epochs: local passes per round, unless `steps` is given.
-        steps: local steps per round.
+        local: how a client trains in a round; a `DPSGD` protects its single examples.
         penalty: of a client's parameters and the broadcast ones, added to the loss.
-        sam_radius: rho of sharpness-aware local steps (see `jaxfl.local.train.ascend`); 0: plain ones.
+        gradient: what a local step makes of a batch's gradient, such as `jaxfl.local.sam.sam(0.5)`; None: nothing.
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
+        terms: what the privacy statement says besides.
         name: how reports call the method.
 
     Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.
@@ -115,20 +93,8 @@ def fedavg(
         return init_server(model.init(key), server_optimizer), ()
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        params, info = train_model(
-            key,
-            model,
-            server.params,
-            data,
-            optimizer=optimizer,
-            batch_size=batch_size,
-            epochs=epochs,
-            steps=steps,
-            penalty=(lambda params: penalty(params, server.params)) if penalty else None,
-            sam_radius=sam_radius,
-            private=mechanism.examples,
-            norms=model.norms,
-        )
+        pull = (lambda params: penalty(params, server.params)) if penalty else None
+        params, info = local.train(key, model, server.params, data, penalty=pull, gradient=gradient)
         return Message(optax.tree.sub(params, server.params)), client, info
 
     return Algorithm(
@@ -139,6 +105,8 @@ def fedavg(
         server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=lambda key, server, client, data: server.params,
         mechanism=mechanism,
+        dp_sgd=local.dp_sgd,
+        terms=terms,
     )
 
 
@@ -191,8 +159,8 @@ def dp_fedavg(
     >>> dp_fedavg(mlp((8, 8, 1), 10), clip=0.5, noise_multiplier=1.0, sampling=Poisson(0.1)).mechanism.clip
     0.5
     """
-    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta)
-    return fedavg(model, mechanism=mechanism, name="dp_fedavg", **options)
+    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
+    return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="dp_fedavg", **options)
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise)
@@ -202,9 +170,7 @@ def dp_fedavg_fb(
     clip: Number = math.inf,
     noise_multiplier: Number = 0.0,
     sampling: Sampling = Full(),
-    head_optimizer: optax.GradientTransformation = optax.sgd(0.01),
-    head_epochs: int = 15,
-    head_batch_size: int = 32,
+    head: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=15),
     **options: Any,
 ) -> Algorithm:
     """DP-FedAvg whose clients are evaluated with a head fine-tuned on their own data (frozen base).
@@ -216,9 +182,7 @@ def dp_fedavg_fb(
         clip: as in `dp_fedavg`.
         noise_multiplier: as in `dp_fedavg`.
         sampling: as in `dp_fedavg`.
-        head_optimizer: optimizer of the fine-tuning.
-        head_epochs: its passes over the client's training examples.
-        head_batch_size: its batch size.
+        head: how a client fine-tunes the head on its training examples.
         options: those of `dp_fedavg`.
 
     References: the DP-FedAvg-fb column of DP-pFedDSU; DP-FedAvg-ft in CENTAUR's code.
@@ -231,25 +195,13 @@ def dp_fedavg_fb(
 
     def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
         del client
-        params, _ = fit_head(
-            key, model, server.params, data, optimizer=head_optimizer, batch_size=head_batch_size, epochs=head_epochs
-        )
-        return params
+        return fit_head(key, model, server.params, data, local=head)[0]
 
     return base._replace(name="dp_fedavg_fb", personalize=personalize)
 
 
-def refuse_server_optimizer(options: Mapping[str, Any], why: str) -> None:
-    """Where clients send weights, their mean is the server's next state, and no optimizer makes a step."""
-    if options.get("server_optimizer") is not None:
-        value = show(options["server_optimizer"])
-        raise ValueError(
-            f"server_optimizer={value} with {why}: the mean of the weights is taken as it is, leave it out"
-        )
-
-
 def sends_weights(method: Algorithm) -> Algorithm:
-    """The same method whose clients send their weights, and whose server takes the mean of those for its own."""
+    """The method with clients that send their weights, and a server that takes the mean of those for its own."""
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = method.client_update(key, server, client, data)

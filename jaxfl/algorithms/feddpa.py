@@ -1,6 +1,5 @@
 """FedDPA (DynamicPFL): Fisher-based dynamic personalization with adaptive constraints."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -13,11 +12,15 @@ from jaxfl._validate import at_least_0, check_fraction, check_noise, checked, no
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
-from jaxfl.local.train import train_model
+from jaxfl.local.train import LocalSGD, Penalty
 from jaxfl.privacy.accounting import calibrate, running_epsilon
-from jaxfl.privacy.mechanism import Mechanism, Poisson, Sampling, noise_share
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.mechanisms.gaussian import noise_share
+from jaxfl.privacy.sampling import Poisson, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
+
+_RULE = "accounted per example and local step, with noise that is added once per round to whole clients"
 
 
 @checked(
@@ -27,26 +30,19 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
     lambda1=at_least_0,
     lambda2=at_least_0,
     delta=probability,
-    claim=up_to_infinity,
 )
 def feddpa(
     model: Model,
     *,
     sampling: Sampling,
     noise_multiplier: Number,
-    fidelity: Literal["sound", "paper"] = "sound",
-    clients: int | None = None,
     clip: Number = 0.5,
     threshold: Number = 0.4,
     lambda1: Number = 0.1,
     lambda2: Number = 0.05,
-    reg: Literal["active", "code"] = "active",
-    optimizer: optax.GradientTransformation = optax.adam(1e-3),
-    batch_size: int = 16,
-    epochs: int = 2,
+    local: LocalSGD = LocalSGD(optax.adam(1e-3), 16, 2),
     evaluate: Literal["stored", "adapt"] = "stored",
     delta: float | None = None,
-    claim: float | None = None,
 ) -> Algorithm:
     r"""FedDPA: informative coordinates stay personal, the others are shared.
 
@@ -65,27 +61,17 @@ def feddpa(
     Args:
         model: the network.
         sampling: who takes part.
-        noise_multiplier: `sound`: z, std of the noise on the sum over C, added by the server;
-            `paper`: sigma of (3-2), each client adds std :math:`\sigma C / \sqrt{|M_t|}`.
-        fidelity: which of the two.
-        clients: number of clients, needed by `paper` for :math:`|M_t|`.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         clip: C.
         threshold: tau; 0 makes everything personal, above 1 nothing.
         lambda1: weight of stage A's penalty.
         lambda2: weight of stage B's penalty.
-        reg: `active`: one norm over the stage's own coordinates; `code`: the sum over tensors of norms over
-            all coordinates, as the published code has it.
-        optimizer: local optimizer, fresh in each stage.
-        batch_size: B.
-        epochs: passes per stage.
+        local: how a client trains in each of the two stages.
         evaluate: `stored`: a client's model right after its last training; `adapt`: after one more local
             update from the current global model, of which nothing is sent.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        claim: the epsilon that the paper's rule states for `noise_multiplier`.
 
-    Guarantee: client-level, zero-out adjacency: clipping covers the whole update and the noise is dense.
-        The paper calibrates sigma for examples although noise is added once per round to whole clients;
-        the statement gives the client-level epsilon of the noise actually added, and the claim beside it.
+    Guarantee: client-level, zero-out adjacency, sensitivity C: clipping covers the whole update and the noise is dense.
     Deviations from the paper: eq. (3-1) as printed enlarges updates; clipping divides. A tensor whose Fisher
         values are all equal is shared (the published code zeroes it). Uniform weights, not data sizes. No
         data augmentation, and incomplete batches are used. Norms in penalties have gradient 0 at 0.
@@ -97,53 +83,68 @@ def feddpa(
     >>> feddpa(mlp((8, 8, 1), 10), sampling=Poisson(0.1), noise_multiplier=1.0).mechanism.noise_multiplier
     1.0
     """
-    check_bound(clip, "lambda2", lambda2)
+    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
+    personalized = _personalized(model, mechanism, threshold, (lambda1, lambda2), "active", local, evaluate)
+    return personalized._replace(name="feddpa", terms=Terms(delta))
 
-    def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
-        fisher = normalize_per_layer(client_fisher(model, old, data))
-        personal = fisher_mask(fisher, threshold)
-        shared = jax.tree.map(jnp.logical_not, personal)
-        first, second = jax.random.split(key)
 
-        def stage(key: Key[Array, ""], params: Params, mask: Tree, penalty: Callable | None) -> tuple:
-            return train_model(
-                key,
-                model,
-                params,
-                data,
-                optimizer=optimizer,
-                batch_size=batch_size,
-                epochs=epochs,
-                mask=mask,
-                penalty=penalty,
-            )
+@checked(
+    noise_multiplier=check_noise,
+    clip=up_to_infinity,
+    threshold=at_least_0,
+    lambda1=at_least_0,
+    lambda2=at_least_0,
+    delta=probability,
+    claim=up_to_infinity,
+)
+def feddpa_paper(
+    model: Model,
+    *,
+    sampling: Sampling,
+    noise_multiplier: Number,
+    clients: int,
+    clip: Number = 0.5,
+    threshold: Number = 0.4,
+    lambda1: Number = 0.1,
+    lambda2: Number = 0.05,
+    reg: Literal["active", "code"] = "active",
+    local: LocalSGD = LocalSGD(optax.adam(1e-3), 16, 2),
+    delta: float | None = None,
+    claim: float | None = None,
+) -> Algorithm:
+    r"""FedDPA as published: each client adds noise of std :math:`\sigma C / \sqrt{|M_t|}` (3-2) to its update.
 
-        penalty_a, penalty_b = _penalties(reg, server.params, personal, shared, lambda1, lambda2, clip)
-        params, _ = stage(first, merge(personal, old, server.params), personal, penalty_a)
-        params, info = stage(second, params, shared, penalty_b)
-        count = sum(leaf.size for leaf in jax.tree.leaves(personal))
-        return params, info | {"personal": optax.tree.sum(personal) / count}
+    Args:
+        model: the network.
+        sampling: who takes part.
+        noise_multiplier: sigma.
+        clients: number of clients, which the expected :math:`|M_t|` follows from.
+        clip: C.
+        threshold: as in `feddpa`.
+        lambda1: as in `feddpa`.
+        lambda2: as in `feddpa`.
+        reg: `active`: each penalty is one norm over the stage's own coordinates; `code`: the sum over tensors of norms
+            over all coordinates, as the published code has it.
+        local: as in `feddpa`.
+        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        claim: the epsilon that the paper's rule states for `noise_multiplier` (see `paper_epsilon`).
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        params = model.init(key)
-        return init_server(params, optax.sgd(1.0)), init_clients(params, number)
+    Guarantee: client-level, zero-out adjacency. The paper calibrates sigma for examples although noise is added once
+        per round to whole clients; the statement gives the client-level epsilon of that noise, and the claim beside it.
+    Deviations from the paper: those of `feddpa`.
+    References: as for `feddpa`.
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
-        params, info = local_update(key, server, client, data)
-        return Message(optax.tree.sub(params, server.params)), params, info
-
-    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
-        return client if evaluate == "stored" else local_update(key, server, client, data)[0]
-
-    return Algorithm(
-        name="feddpa",
-        model=model,
-        init=init,
-        client_update=client_update,
-        server_update=lambda server, aggregate: server_step(optax.sgd(1.0), server, aggregate),
-        personalize=personalize,
-        mechanism=_mechanism(fidelity, sampling, noise_multiplier, clients, clip, delta, claim),
-    )
+    >>> from jaxfl.models import mlp
+    >>> from jaxfl.privacy import FixedSize
+    >>> paper = feddpa_paper(mlp((8, 8, 1), 10), sampling=FixedSize(4), noise_multiplier=1.0, clients=10)
+    >>> paper.mechanism.client_noise
+    0.5
+    """
+    share = noise_share(noise_multiplier, sampling, clients)
+    mechanism = Mechanism(clip=clip, client_noise=share, sampling=sampling)
+    personalized = _personalized(model, mechanism, threshold, (lambda1, lambda2), reg, local, "stored")
+    terms = Terms(delta, claim=None if claim is None else (claim, _RULE))
+    return personalized._replace(name="feddpa_paper", terms=terms)
 
 
 @checked(delta=probability, rate=check_fraction)
@@ -185,9 +186,8 @@ def paper_epsilon(
 ) -> float:
     """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
-    return running_epsilon(Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta), 1)(
-        steps
-    )
+    mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=sampling)
+    return running_epsilon(mechanism, 1, terms=Terms(delta))(steps)
 
 
 def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: float) -> tuple[int, Poisson]:
@@ -195,9 +195,57 @@ def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: 
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 
 
+def _personalized(
+    model: Model,
+    mechanism: Mechanism,
+    threshold: Number,
+    lambdas: tuple[Number, Number],
+    reg: str,
+    local: LocalSGD,
+    evaluate: str,
+) -> Algorithm:
+    """The clients and the server of both, whoever adds the noise."""
+    check_bound(mechanism.clip, "lambda2", lambdas[1])
+
+    def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
+        fisher = normalize_per_layer(client_fisher(model, old, data))
+        personal = fisher_mask(fisher, threshold)
+        shared = jax.tree.map(jnp.logical_not, personal)
+        first, second = jax.random.split(key)
+        penalty_a, penalty_b = _penalties(reg, server.params, personal, shared, lambdas, mechanism.clip)
+        params = merge(personal, old, server.params)
+        params, _ = local.train(first, model, params, data, mask=personal, penalty=penalty_a)
+        params, info = local.train(second, model, params, data, mask=shared, penalty=penalty_b)
+        count = sum(leaf.size for leaf in jax.tree.leaves(personal))
+        return params, info | {"personal": optax.tree.sum(personal) / count}
+
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        params = model.init(key)
+        return init_server(params, optax.sgd(1.0)), init_clients(params, number)
+
+    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+        params, info = local_update(key, server, client, data)
+        return Message(optax.tree.sub(params, server.params)), params, info
+
+    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+        return client if evaluate == "stored" else local_update(key, server, client, data)[0]
+
+    return Algorithm(
+        name="feddpa",
+        model=model,
+        init=init,
+        client_update=client_update,
+        server_update=lambda server, aggregate: server_step(optax.sgd(1.0), server, aggregate),
+        personalize=personalize,
+        mechanism=mechanism,
+    )
+
+
 def _penalties(
-    reg: str, center: Params, personal: Tree, shared: Tree, lambda1: Number, lambda2: Number, bound: Number
-) -> tuple[Callable[[Params], Array] | None, Callable[[Params], Array] | None]:
+    reg: str, center: Params, personal: Tree, shared: Tree, lambdas: tuple[Number, Number], bound: Number
+) -> tuple[Penalty | None, Penalty | None]:
+    lambda1, lambda2 = lambdas
+
     def by_tensor(params: Params) -> Float[Array, ""]:
         return jnp.sum(jnp.stack([safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center))]))
 
@@ -210,20 +258,3 @@ def _penalties(
         return 0.5 * lambda2 * jnp.abs(by_tensor(params) - bound)
 
     return stage_a if nonzero(lambda1) else None, stage_b if nonzero(lambda2) else None
-
-
-def _mechanism(
-    fidelity: str,
-    sampling: Sampling,
-    noise_multiplier: Number,
-    clients: int | None,
-    clip: Number,
-    delta: float | None,
-    claim: float | None,
-) -> Mechanism:
-    rule = "accounted per example and local step, with noise that is added once per round to whole clients"
-    claimed = None if claim is None else (claim, rule)
-    if fidelity == "sound":
-        return Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta, claim=claimed)
-    share = noise_share(noise_multiplier, sampling, clients)
-    return Mechanism(clip=clip, client_noise=share, sampling=sampling, delta=delta, claim=claimed)

@@ -1,5 +1,6 @@
 """A shared extractor, and heads that never leave their clients: FedRep, and CENTAUR (DP-FedRep)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,11 +10,12 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_noise, checked, count_from_0, nonzero, probability, up_to_infinity
-from jaxfl.local.train import fit_head, train_model
-from jaxfl.privacy.mechanism import Mechanism, Sampling
+from jaxfl._validate import check_noise, checked, count_from_0, nonzero, probability, show, up_to_infinity
+from jaxfl.local.train import LocalSGD, fit_head
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
-from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 
 class Parts(NamedTuple):
@@ -23,25 +25,23 @@ class Parts(NamedTuple):
     """Initial parameters -> shared, personal."""
     join: Callable[[Params, Params], Params]
     """Shared, personal -> parameters."""
-    own: Callable[[Params, Params], Params]
+    personal: Callable[[Params, Params], Params]
     """Shared, parameters with another head -> personal."""
     decay: Number = 0.0
     """Weight decay of the personal part while it is fitted; the optimizer itself would decay the joined parameters."""
 
 
-@checked(head_epochs=count_from_0, evaluation_epochs=count_from_0)
+@checked(evaluation_epochs=count_from_0)
 def fedrep(
     model: Model,
     *,
-    optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
-    batch_size: int = 10,
-    epochs: int = 1,
-    head_optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.5),
-    head_epochs: int = 10,
+    local: LocalSGD = LocalSGD(optax.sgd(0.01, momentum=0.5), 10),
+    head: LocalSGD = LocalSGD(optax.sgd(0.01, momentum=0.5), 10, 10),
     evaluation_epochs: int | None = None,
     parts: Parts | None = None,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     mechanism: Mechanism = Mechanism(denominator="participants"),
+    terms: Terms = Terms(),
     name: str = "fedrep",
 ) -> Algorithm:
     r"""FedRep: in a round a client first fits its own head, then trains the extractor, whose update alone is sent.
@@ -51,20 +51,18 @@ def fedrep(
         \Delta_i = \arg\min_\phi F_i(\phi, h_i) - \phi^{t-1}, \qquad
         \phi^t = \phi^{t-1} + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    each minimum approached by epochs of `optimizer`, started from the last round. For evaluation every client, whether
+    each minimum approached by some epochs, started from the last round. For evaluation every client, whether
     it took part or not, fits its head to the current extractor once more; nothing of that is kept.
 
     Args:
         model: the network; `model.head` stays with the clients, an empty one shares everything.
-        optimizer: of the extractor, fresh in every round.
-        batch_size: B, of both stages.
-        epochs: passes over the client's examples for the extractor.
-        head_optimizer: of the head, fresh in every round.
-        head_epochs: passes for the head, on features that are computed once; 0: the head stays as it is.
-        evaluation_epochs: passes for the head before evaluation (default: `head_epochs`).
+        local: how a client trains the extractor in a round.
+        head: how it fits the head, on features that are computed once; with 0 epochs the head stays as it is.
+        evaluation_epochs: passes for the head before evaluation (default: as `head` has it).
         parts: what is shared and what is kept (default: the extractor and the head).
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
+        terms: what the privacy statement says besides.
         name: how reports call the method.
 
     Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.
@@ -74,42 +72,38 @@ def fedrep(
     >>> fedrep(mlp((8, 8, 1), 10, hidden=(16,))).name
     'fedrep'
     """
-    if mechanism.examples is not None:
-        raise ValueError("mechanism.examples is for the FedAvg family: heads here are trained without it, leave it out")
-    evaluation_epochs = head_epochs if evaluation_epochs is None else evaluation_epochs
-    for name_, passes in {"head_epochs": head_epochs, "evaluation_epochs": evaluation_epochs}.items():
-        if passes and not model.head:
-            raise ValueError(f"{name_}={passes!r}: model={model.name!r} has no head to fit, so give 0")
+    before_evaluation = head
+    if evaluation_epochs is not None:
+        before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
+    if not model.head and (head.trains or before_evaluation.trains):
+        raise ValueError(
+            f"head={show(head)}, evaluation_epochs={evaluation_epochs!r}: model={model.name!r} has no head to fit, so "
+            "give 0 epochs"
+        )
     if parts is None:
         check_extractor(model)
         parts = private_head(model)
 
     def fit(
-        key: Key[Array, ""], server: Server, client: Params, data: ClientData, epochs: int = evaluation_epochs
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData, head: LocalSGD = before_evaluation
     ) -> Params:
         params = parts.join(server.params, client)
-        if not epochs:
+        if not head.trains:
             return params
 
         def decay(params: Params) -> Float[Array, ""]:
-            return 0.5 * parts.decay * jnp.asarray(optax.tree.norm(parts.own(server.params, params), squared=True))
+            return 0.5 * parts.decay * jnp.asarray(optax.tree.norm(parts.personal(server.params, params), squared=True))
 
-        passes: dict[str, Any] = {"optimizer": head_optimizer, "batch_size": batch_size, "epochs": epochs}
-        return fit_head(key, model, params, data, penalty=decay if nonzero(parts.decay) else None, **passes)[0]
+        return fit_head(key, model, params, data, local=head, penalty=decay if nonzero(parts.decay) else None)[0]
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
-        personal = parts.own(server.params, fit(first, server, client, data, head_epochs))
-        shared, info = train_model(
-            second,
-            model,
-            server.params,
-            data,
-            apply=lambda shared, x: model.apply(parts.join(shared, personal), x),
-            optimizer=optimizer,
-            batch_size=batch_size,
-            epochs=epochs,
-        )
+        personal = parts.personal(server.params, fit(first, server, client, data, head))
+
+        def apply(shared: Params, x: Array) -> Array:
+            return model.apply(parts.join(shared, personal), x)
+
+        shared, info = local.train(second, model, server.params, data, apply=apply)
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
@@ -124,10 +118,11 @@ def fedrep(
         server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
         personalize=fit,
         mechanism=mechanism,
+        terms=terms,
     )
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability, head_epochs=count_from_0)
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
 def centaur(
     model: Model,
     *,
@@ -135,12 +130,8 @@ def centaur(
     noise_multiplier: Number,
     sampling: Sampling,
     delta: float | None = None,
-    optimizer: optax.GradientTransformation = optax.chain(
-        optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)
-    ),
-    batch_size: int = 100,
-    head_optimizer: optax.GradientTransformation = optax.sgd(0.01, momentum=0.9),
-    head_epochs: int = 15,
+    local: LocalSGD = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100),
+    head: LocalSGD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15),
     **options: Any,
 ) -> Algorithm:
     r"""CENTAUR, also DP-FedRep: FedRep with clipped extractor updates and Gaussian noise on their sum.
@@ -151,10 +142,8 @@ def centaur(
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        optimizer: of the extractor.
-        batch_size: B, of both stages.
-        head_optimizer: of the head.
-        head_epochs: passes for the head.
+        local: as in `fedrep`.
+        head: as in `fedrep`.
         options: those of `fedrep`.
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
@@ -169,17 +158,8 @@ def centaur(
     >>> centaur(mlp((8, 8, 1), 10), clip=0.01, noise_multiplier=40.0, sampling=Full()).mechanism.clip
     0.01
     """
-    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, delta=delta)
-    return fedrep(
-        model,
-        mechanism=mechanism,
-        name="centaur",
-        optimizer=optimizer,
-        batch_size=batch_size,
-        head_optimizer=head_optimizer,
-        head_epochs=head_epochs,
-        **options,
-    )
+    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
+    return fedrep(model, local=local, head=head, mechanism=mechanism, terms=Terms(delta), name="centaur", **options)
 
 
 def split_head(model: Model, params: Params) -> tuple[Params, Params]:
@@ -195,7 +175,7 @@ def private_head(model: Model) -> Parts:
     return Parts(
         cut=lambda params: split_head(model, params),
         join=lambda shared, personal: {**shared, **personal},
-        own=lambda shared, params: split_head(model, params)[1],
+        personal=lambda shared, params: split_head(model, params)[1],
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +12,29 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, probability, show, up_to_infinity
-from jaxfl.algorithms.fedavg import fedprox, refuse_server_optimizer, sends_weights
+from jaxfl.algorithms.fedavg import fedprox, sends_weights
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import train_model
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import calibrate, calibrate_upload
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Sampling, default_delta
+from jaxfl.privacy.accounting import calibrate, calibrate_upload, default_delta
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
-from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms, Tree
 
 Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]
 """p as [C] or [T, C], or as a function from the round (from 0) to [C]."""
 
 
+def _impacts(name: str, value: Any) -> Any:
+    return value if callable(value) else check_numbers(name, value, axes=(1, 2), zero=True)
+
+
 @checked(
     epsilon=up_to_infinity,
     clip=up_to_infinity,
-    impacts=lambda name, value: value if callable(value) else _check_impacts(value),
+    impacts=_impacts,
     upload_epsilon=up_to_infinity,
     mu=at_least_0,
     delta=probability,
@@ -40,78 +46,118 @@ def padpfl(
     rounds: int,
     clip: float,
     impacts: Impacts | None = None,
-    fidelity: Literal["sound", "paper"] = "sound",
     upload_epsilon: float = math.inf,
-    smallest: int | None = None,
-    exposures: int = 1,
     mu: float = 0.01,
     sampling: Sampling = Full(),
     delta: float | None = None,
     accountant: Accountant = "pld",
-    examples: PerExample | None = None,
     **options: Any,
 ) -> Algorithm:
     r"""PADPFL: :math:`\min_w \sum_i p_i F_i(w)` with impact factors p that the server chooses.
 
     .. math::
         w_i \approx \arg\min_w F_i(w) + \frac{\mu}{2} \|w - w^t\|^2, \qquad
-        w^{t+1} = \sum_i p_i (\mathrm{clip}_C(w_i) + N(0, \sigma_U^2)) + N(0, \sigma_D^2), \qquad
+        w^{t+1} = w^t + \sum_i p_i (\mathrm{clip}_C(w_i - w^t) + N(0, \sigma_U^2)) + N(0, \sigma_D^2), \qquad
         \sigma_D^2 = \max\Big(0, \sigma_A^2 - \sum_i p_i^2 \sigma_U^2\Big)
 
-    `paper` sends weights, with :math:`\sigma_U = 2 c C L / (m \epsilon)` (8) and
-    :math:`\sigma_A = 2 c C T \max_i p_i / (m \epsilon)`, so that :math:`\sigma_D` is (13). `sound` sends updates, and
-    takes both from the accountant: :math:`\sigma_A = z C \max_i p_i` for `epsilon` after T rounds,
-    :math:`\sigma_U = s C` for `upload_epsilon` after T uploads. NbAFL is `paper` with equal factors.
+    The accountant gives :math:`\sigma_A = z C \max_i p_i` for `epsilon` after T rounds, and :math:`\sigma_U = s C` for
+    `upload_epsilon` after T uploads.
 
     `info["gamma"]` is the inexactness :math:`\|\nabla h(w_i)\| / \|\nabla h(w^t)\|` (4) on all of a client's examples,
     :math:`h(w) = F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`: two gradients more per round, and reported without noise.
 
     Args:
         model: the network.
-        epsilon: target for the whole run (`paper`: what its rule claims); infinity: no noise.
+        epsilon: target for the whole run; infinity: no noise.
         rounds: T; a run may be shorter, unless `impacts` change by round.
-        clip: C, L2 bound on what a client sends: its update (`paper`: its weights).
+        clip: C, L2 bound on a client's update.
         impacts: p, at least 0 and of sum 1 in every round, public; None: 1/N each. The share of absent clients goes to
             those present, in proportion.
-        fidelity: which of the two.
-        upload_epsilon: `sound`: target against who sees the uploads; infinity: clients add no noise.
-        smallest: `paper`: m, examples of the smallest client.
-        exposures: `paper`: L, of a client's uploads so many are seen.
+        upload_epsilon: target against who sees the uploads; infinity: clients add no noise.
         mu: weight of the proximal term.
-        sampling: who takes part (`paper`: with a factor above 0, or nothing but noise is left of the weights).
+        sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
-        accountant: `sound`: what the noise is calibrated with; "rdp" asks for more than "pld".
-        examples: local steps that protect single examples, as the paper means to; None: none do.
-        options: those of `fedavg`; `server_optimizer` in `sound` only.
+        accountant: what the noise is calibrated with; "rdp" asks for more than "pld".
+        options: those of `fedavg`; a `DPSGD` as `local` protects single examples, as the paper means to.
 
     Guarantee: client-level. Sums and broadcasts: zero-out, sensitivity :math:`C \max_i p_i`, by the Gaussian mechanism,
         composed over the rounds; without amplification, since the redistributed shares show the cohort. Where factors
-        change, the noise is what the most exposed client needs. Uploads: replace-one, sensitivity 2C; finite in `sound`
-        only with an `upload_epsilon`. The paper's sensitivity 2C/m takes trained weights for a mean of per-example
-        minimisers: one example can move them by 2C, so that of an example no smaller epsilon is known than of an
-        upload. Its L < T contradicts a server that sees all T uploads. The statement has the honest epsilon and the
-        claim.
-    Deviations from the paper: its formulas are reconstructed from the text around them. mu is not readable.
+        change, the noise is what the most exposed client needs. Uploads: replace-one, sensitivity 2C; finite only with
+        an `upload_epsilon`.
+    Deviations from the paper: updates are sent, not weights. Its formulas are reconstructed from the text around them.
+        mu is not readable.
     References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and Priority-Based
-        Aggregation, arXiv:2406.18491; NbAFL: Wei et al., Federated Learning with Differential Privacy, IEEE
-        Transactions on Information Forensics and Security 2020.
+        Aggregation, arXiv:2406.18491.
 
     >>> from jaxfl.models import mlp
     >>> p = np.array([0.5, 0.3, 0.2])
     >>> padpfl(mlp((8, 8, 1), 10), epsilon=8.0, rounds=10, clip=1.0, impacts=p).mechanism.weights.tolist()
     [0.5, 0.3, 0.2]
     """
-    weights = None if impacts is None else impact_table(impacts, rounds)
-    delta = default_delta(None if weights is None else weights.shape[-1]) if delta is None else delta
-    claim = None
-    if fidelity == "paper":
-        refuse_server_optimizer(options, f"fidelity={fidelity!r}")
-        s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=k) for k in (exposures, rounds))
-        if math.isfinite(epsilon):
-            claim = epsilon, f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
-    else:
-        s = sound_upload_noise(upload_epsilon, rounds, delta, accountant)
-        z = sound_noise(epsilon, rounds, delta, accountant) * (1.0 if weights is None else _exposure(weights))
+    weights, delta = _weights(impacts, rounds, delta)
+    z = sound_noise(epsilon, rounds, delta, accountant) * (1.0 if weights is None else _exposure(weights))
+    mechanism = Mechanism(
+        clip=clip,
+        noise_multiplier=z,
+        client_noise=sound_upload_noise(upload_epsilon, rounds, delta, accountant),
+        weights=weights,
+        sampling=sampling,
+        denominator="participants",
+    )
+    base = fedprox(model, mu=mu, mechanism=mechanism, terms=Terms(delta), **options)
+    return _with_inexactness(base, mu)._replace(name="padpfl")
+
+
+@checked(epsilon=up_to_infinity, clip=up_to_infinity, impacts=_impacts, mu=at_least_0, delta=probability)
+def padpfl_paper(
+    model: Model,
+    *,
+    epsilon: float,
+    rounds: int,
+    clip: float,
+    smallest: int,
+    impacts: Impacts | None = None,
+    exposures: int = 1,
+    mu: float = 0.01,
+    sampling: Sampling = Full(),
+    delta: float | None = None,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+) -> Algorithm:
+    r"""PADPFL as published: clients send weights, with noise for the sensitivity 2C/m; with equal factors NbAFL.
+
+    .. math::
+        w^{t+1} = \sum_i p_i (\mathrm{clip}_C(w_i) + N(0, \sigma_U^2)) + N(0, \sigma_D^2), \qquad
+        \sigma_U = \frac{2 c C L}{m \epsilon} \; (8), \qquad \sigma_A = \frac{2 c C T \max_i p_i}{m \epsilon}
+
+    so that :math:`\sigma_D` of `padpfl` is (13).
+
+    Args:
+        model: the network.
+        epsilon: what the rule claims; infinity: no noise.
+        rounds: T; a run may be shorter, unless `impacts` change by round.
+        clip: C, L2 bound on a client's weights.
+        smallest: m, examples of the smallest client.
+        impacts: as in `padpfl`.
+        exposures: L, of a client's uploads so many are seen.
+        mu: weight of the proximal term.
+        sampling: who takes part, with a factor above 0, or nothing but noise is left of the weights.
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
+        local: how a client trains in a round.
+
+    Guarantee: client-level, what that noise gives; the statement has the honest epsilon and the claim. The paper's
+        sensitivity 2C/m takes trained weights for a mean of per-example minimisers: one example can move them by 2C, so
+        that of an example no smaller epsilon is known than of an upload. Its L < T contradicts a server that sees all T
+        uploads.
+    Deviations from the paper: its formulas are reconstructed from the text around them. mu is not readable.
+    References: as for `padpfl`; NbAFL: Wei et al., Federated Learning with Differential Privacy, IEEE Transactions on
+        Information Forensics and Security 2020.
+
+    >>> from jaxfl.models import mlp
+    >>> padpfl_paper(mlp((8, 8, 1), 10), epsilon=50.0, rounds=10, clip=5.0, smallest=100).terms.claim[0]
+    50.0
+    """
+    weights, delta = _weights(impacts, rounds, delta)
+    s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=times) for times in (exposures, rounds))
     mechanism = Mechanism(
         clip=clip,
         noise_multiplier=z,
@@ -119,25 +165,15 @@ def padpfl(
         weights=weights,
         sampling=sampling,
         denominator="participants",
-        delta=delta,
-        claim=claim,
-        examples=examples,
     )
-    base = fedprox(model, mu=mu, mechanism=mechanism, **options)
-
-    def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        message, client, info = base.client_update(key, server, client, data)
-        before = _slope(model, server.params, server.params, data, mu)
-        after = _slope(model, optax.tree.add(server.params, message.update), server.params, data, mu)
-        gamma = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 0.0)
-        return Message(message.update), client, info | {"gamma": gamma}
-
-    method = base._replace(name="padpfl", client_update=client_update)
-    return sends_weights(method) if fidelity == "paper" else method
+    rule = f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
+    terms = Terms(delta, (epsilon, rule) if math.isfinite(epsilon) else None)
+    base = fedprox(model, mu=mu, local=local, mechanism=mechanism, terms=terms)
+    return sends_weights(_with_inexactness(base, mu))._replace(name="padpfl_paper")
 
 
 @checked(epsilon=up_to_infinity, delta=probability)
-def paper_noise(epsilon: float, *, delta: float, smallest: int | None, times: int = 1) -> float:
+def paper_noise(epsilon: float, *, delta: float, smallest: int, times: int = 1) -> float:
     r"""Std over C by the rule of PADPFL, NbAFL and PDP-FL: :math:`2 c k / (m \epsilon)`, with
     :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
 
@@ -150,10 +186,6 @@ def paper_noise(epsilon: float, *, delta: float, smallest: int | None, times: in
     >>> round(paper_noise(1.0, delta=0.01, smallest=100), 7)
     0.0621502
     """  # noqa: D205
-    if smallest is None:
-        raise ValueError(
-            "smallest=None: the paper's sensitivity is 2C/m, so give m, the examples of the smallest client"
-        )
     return 2 * math.sqrt(2 * math.log(1.25 / delta)) * times / (smallest * epsilon)
 
 
@@ -177,7 +209,7 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
     >>> impact_table(lambda t: np.array([0.5, 0.5]) if t < 1 else np.array([0.0, 1.0]), 2).tolist()
     [[0.5, 0.5], [0.0, 1.0]]
     """
-    table = _check_impacts([impacts(t) for t in range(rounds)] if callable(impacts) else impacts)
+    table = _impacts("impacts", [impacts(t) for t in range(rounds)] if callable(impacts) else impacts)
     rows = np.atleast_2d(table)
     if len(rows) not in (1, rounds):
         raise ValueError(f"impacts has {len(rows)} rounds: give 1 or {rounds}")
@@ -186,10 +218,6 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
         worst = int(np.argmax(np.abs(totals - 1)))
         raise ValueError(f"impacts={show(table)} sum to {totals[worst]:g} in round {worst}: divide them by their sum")
     return table
-
-
-def _check_impacts(value: Any) -> Float[np.ndarray, "..."]:
-    return check_numbers("impacts", value, axes=(1, 2), zero=True)
 
 
 def convergence_bound(
@@ -259,6 +287,27 @@ def convergence_bound(
     return np.array(bound)
 
 
+def _weights(
+    impacts: Impacts | None, rounds: int, delta: float | None
+) -> tuple[Float[np.ndarray, "..."] | None, float]:
+    """Impact factors as a table, and the delta of so many clients."""
+    weights = None if impacts is None else impact_table(impacts, rounds)
+    return weights, default_delta(None if weights is None else weights.shape[-1]) if delta is None else delta
+
+
+def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
+    """FedProx that reports the clients' inexactness."""
+
+    def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
+        message, client, info = base.client_update(key, server, client, data)
+        before = _slope(base.model, server.params, server.params, data, mu)
+        after = _slope(base.model, optax.tree.add(server.params, message.update), server.params, data, mu)
+        gamma = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 0.0)
+        return Message(message.update), client, info | {"gamma": gamma}
+
+    return base._replace(client_update=client_update)
+
+
 def _exposure(weights: Float[np.ndarray, "..."]) -> float:
     r"""Noise that the most exposed client needs, over that of one who is it in every round.
 
@@ -270,14 +319,7 @@ def _exposure(weights: Float[np.ndarray, "..."]) -> float:
 
 def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: float) -> Float[Array, ""]:
     """Norm of the gradient of a client's whole proximal objective: one plain step with all of its examples."""
-    after, _ = train_model(
-        jax.random.key(0),  # the order of a single batch
-        model,
-        params,
-        data,
-        optimizer=optax.sgd(1.0),
-        batch_size=data.padded,
-        steps=1,
-        penalty=lambda params: proximal(params, center, mu),
-    )
+    key = jax.random.key(0)  # the order of a single batch
+    whole = LocalSGD(optax.sgd(1.0), data.padded, steps=1)
+    after, _ = whole.train(key, model, params, data, penalty=lambda params: proximal(params, center, mu))
     return jnp.asarray(optax.tree.norm(optax.tree.sub(after, params)))

@@ -10,13 +10,16 @@ import optax
 from jaxtyping import Float
 
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show, up_to_infinity
-from jaxfl.algorithms.fedavg import fedavg, refuse_server_optimizer, sends_weights
+from jaxfl.algorithms.fedavg import fedavg, sends_weights
 from jaxfl.algorithms.padpfl import paper_noise, sound_noise, sound_upload_noise
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant, round_down
-from jaxfl.privacy.accounting import calibrate_examples
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Poisson, Sampling, default_delta
+from jaxfl.privacy.accounting import calibrate_examples, default_delta
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
-from jaxfl.types import Algorithm, Model, Tree
+from jaxfl.types import Algorithm, Model, Terms, Tree
 
 
 class Budgets(NamedTuple):
@@ -91,53 +94,41 @@ def pdp_fl(
     epsilon_max: float,
     rounds: int,
     clip: float,
-    fidelity: Literal["sound", "paper"] = "sound",
-    aggregation: Literal["normalised", "printed"] = "normalised",
-    smallest: int | None = None,
     sampling: Sampling = Full(),
     delta: float | None = None,
     accountant: Accountant = "pld",
-    examples: PerExample | None = None,
     **options: Any,
 ) -> Algorithm:
     r"""PDP-FL: personal noise at the clients, a weighted mean by level, and the server's noise on top.
 
     .. math::
-        w^{t+1} = \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k) + N(0, \sigma_k^2)) + N(0, \sigma_D^2), \qquad
+        w^{t+1} = w^t + \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k - w^t) + N(0, \sigma_k^2)) + N(0, \sigma_D^2), \\
         a_k = \frac{\epsilon'_k}{\sum_{j \in \Omega_t} \epsilon'_j}, \qquad
         \sigma_D^2 = \max\Big(0, \sigma_A^2 - \sum_k a_k^2 \sigma_k^2\Big)
 
-    `paper` sends weights, with :math:`\sigma_k = 2 c C / (m \epsilon_k)` (15) and
-    :math:`\sigma_A = 2 c C \max a / (m \epsilon_{max})` (19). `sound` sends updates, and takes both from the
-    accountant: :math:`\sigma_k` for :math:`\epsilon_k` after T uploads, :math:`\sigma_A` for
-    :math:`\epsilon_{max}` after T rounds. LDP-Fed, as read here, is one budget for all and `epsilon_max` infinite.
+    The accountant gives :math:`\sigma_k` for :math:`\epsilon_k` after T uploads, and :math:`\sigma_A` for
+    :math:`\epsilon_{max}` after T rounds.
 
     Args:
         model: the network.
         budgets: from `personal_budgets`, or your own; public, independent of data.
-        epsilon_max: global budget (`paper`: what its rule claims for one round); infinity: no noise by the server.
+        epsilon_max: global budget; infinity: no noise by the server.
         rounds: T; a run may be shorter.
-        clip: C, L2 bound on what a client sends: its update (`paper`: its weights).
-        fidelity: which of the two.
-        aggregation: "printed": as Algorithm 3 has it, the clients' mean with a further factor 1/n for n participants,
-            whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
-        smallest: `paper`: m, examples of the smallest client.
+        clip: C, L2 bound on a client's update.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: `sound`: what the noise is calibrated with; "rdp" asks for more than "pld".
-        examples: local steps that protect single examples, as the paper means to (see `personal_examples`); None: none.
-            Infinite `budgets` and `epsilon_max` then leave them alone.
-        options: those of `fedavg`; `server_optimizer` in `sound` only.
+        accountant: what the noise is calibrated with; "rdp" asks for more than "pld".
+        options: those of `fedavg`; a `DPSGD` as `local` protects single examples, as the paper means to (see
+            `personal_examples`). Infinite `budgets` and `epsilon_max` then leave all noise to it.
 
-    Guarantee: client-level. Uploads: replace-one, sensitivity 2C; in `sound` no client's epsilon exceeds its budget,
-        however often it takes part. Sums and broadcasts: zero-out, sensitivity :math:`a_k C`, by the Gaussian mechanism
-        composed over the rounds, without amplification. The statement has each client's epsilon. The paper composes
-        nothing, claims the sensitivity 2C/m (see `padpfl`), and uses :math:`c / \epsilon` beyond where it holds.
-    Deviations from the paper: equal data shares. The server tops up by variances; (20) takes the clients' noise for
-        N times weaker than a mean of N has it, and Algorithm 3 compares a sum of levels with a budget. Line 13 of
-        Algorithm 2 drops c. In `sound` there are at most 64 kinds of budgets, rounded down.
+    Guarantee: client-level. Uploads: replace-one, sensitivity 2C; no client's epsilon exceeds its budget, however often
+        it takes part. Sums and broadcasts: zero-out, sensitivity :math:`a_k C`, by the Gaussian mechanism composed over
+        the rounds, without amplification. The statement has each client's epsilon.
+    Deviations from the paper: updates are sent, not weights. Equal data shares. The server tops up by variances; (20)
+        takes the clients' noise for N times weaker than a mean of N has it, and Algorithm 3 compares a sum of levels
+        with a budget. Line 13 of Algorithm 2 drops c. There are at most 64 kinds of budgets, rounded down.
     References: Yin, Qu, Federated Learning Algorithm Based on Personalized Differential Privacy, Journal of Computer
-        Applications 2022; LDP-Fed: Truex et al., EdgeSys 2020.
+        Applications 2022.
 
     >>> from jaxfl.models import mlp
     >>> asked = personal_budgets(np.array([1.0, 5.0, 9.0]))
@@ -145,35 +136,83 @@ def pdp_fl(
     >>> method.mechanism.client_noise.round(1).tolist(), method.mechanism.weights.tolist()
     ([[10.6, 2.5, 1.5]], [2.0, 5.0, 8.0])
     """
-    asked, level = budgets
+    delta = default_delta(budgets.epsilon.size) if delta is None else delta
+    noise = _by_kind(budgets.epsilon, lambda budget: sound_upload_noise(budget, rounds, delta, accountant))
+    mechanism = Mechanism(
+        clip=clip,
+        noise_multiplier=sound_noise(epsilon_max, rounds, delta, accountant),
+        client_noise=noise[None],
+        weights=budgets.level,
+        sampling=sampling,
+        denominator="participants",
+    )
+    return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="pdp_fl", **options)
+
+
+@checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=probability)
+def pdp_fl_paper(
+    model: Model,
+    *,
+    budgets: Budgets,
+    epsilon_max: float,
+    clip: float,
+    smallest: int,
+    aggregation: Literal["normalised", "printed"] = "normalised",
+    sampling: Sampling = Full(),
+    delta: float | None = None,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+) -> Algorithm:
+    r"""PDP-FL as published: clients send weights, with noise for the sensitivity 2C/m.
+
+    .. math::
+        w^{t+1} = \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k) + N(0, \sigma_k^2)) + N(0, \sigma_D^2), \qquad
+        \sigma_k = \frac{2 c C}{m \epsilon_k} \; (15), \qquad \sigma_A = \frac{2 c C \max a}{m \epsilon_{max}} \; (19)
+
+    LDP-Fed, as read here, is one budget for all and `epsilon_max` infinite.
+
+    Args:
+        model: the network.
+        budgets: as in `pdp_fl`.
+        epsilon_max: global budget that the rule claims for one round; infinity: no noise by the server.
+        clip: C, L2 bound on a client's weights.
+        smallest: m, examples of the smallest client.
+        aggregation: "printed": as Algorithm 3 has it, the clients' mean with a further factor 1/n for n participants,
+            whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
+        sampling: who takes part.
+        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        local: how a client trains in a round.
+
+    Guarantee: client-level, what that noise gives; the statement has each client's honest epsilon and the claim. The
+        paper composes nothing, claims the sensitivity 2C/m (see `padpfl_paper`), and uses :math:`c / \epsilon` beyond
+        where it holds.
+    Deviations from the paper: those of `pdp_fl`, but for what is sent and for the kinds of budgets.
+    References: as for `pdp_fl`; LDP-Fed: Truex et al., EdgeSys 2020.
+
+    >>> from jaxfl.models import mlp
+    >>> asked = personal_budgets(np.array([1.0, 5.0, 9.0]))
+    >>> pdp_fl_paper(mlp((8, 8, 1), 10), budgets=asked, epsilon_max=5.0, clip=1.0, smallest=600).terms.claim[0]
+    5.0
+    """
+    asked = budgets.epsilon
     delta = default_delta(asked.size) if delta is None else delta
-    claim = None
-    if fidelity == "paper":
-        refuse_server_optimizer(options, f"fidelity={fidelity!r}")
-        noise = np.array([paper_noise(float(e), delta=delta, smallest=smallest) for e in asked])
-        z = paper_noise(epsilon_max, delta=delta, smallest=smallest)
-        own = f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
-        rule = f"sensitivity 2C/m of weights to an example, rounds not composed; {own}"
-        claim = min(float(epsilon_max), float(asked.max())), rule
-    else:
-        noise = _by_kind(asked, lambda e: sound_upload_noise(e, rounds, delta, accountant))
-        z = sound_noise(epsilon_max, rounds, delta, accountant)
-    if aggregation == "printed" and isinstance(sampling, Poisson):
+    if aggregation == "printed" and not sampling.fixed:
         raise ValueError(f"sampling={sampling!r} with aggregation='printed': 1/n needs Full() or FixedSize(n)")
     count = sampling.expected(len(asked)) if aggregation == "printed" else 1.0
     mechanism = Mechanism(
         clip=clip,
-        noise_multiplier=z * count,  # the division below takes the factor away again
-        client_noise=noise[None],
-        weights=level,
+        noise_multiplier=paper_noise(epsilon_max, delta=delta, smallest=smallest) * count,  # which is divided away
+        client_noise=np.array([[paper_noise(float(e), delta=delta, smallest=smallest) for e in asked]]),
+        weights=budgets.level,
         sampling=sampling,
         denominator="participants",
-        delta=delta,
-        claim=claim,
-        examples=examples,
     )
-    method = fedavg(model, mechanism=mechanism, name="pdp_fl", **options)
-    method = sends_weights(method) if fidelity == "paper" else method
+    each = f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
+    claim = (
+        min(float(epsilon_max), float(asked.max())),
+        f"sensitivity 2C/m of weights to an example, rounds not composed; {each}",
+    )
+    base = fedavg(model, local=local, mechanism=mechanism, terms=Terms(delta, claim), name="pdp_fl_paper")
+    method = sends_weights(base)
     if aggregation == "normalised":
         return method
 
@@ -191,9 +230,10 @@ def personal_examples(
     rate: float,
     steps: int,
     rounds: int,
+    optimizer: optax.GradientTransformation = optax.sgd(0.05),
     delta: float | None = None,
     accountant: Accountant = "pld",
-) -> PerExample:
+) -> DPSGD:
     """Local steps that keep every client's examples within the client's own budget, however often it takes part.
 
     Args:
@@ -202,6 +242,7 @@ def personal_examples(
         rate: probability of an example to be in a batch.
         steps: local steps per round.
         rounds: T.
+        optimizer: of the local steps.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         accountant: "rdp" asks for more noise than "pld", and takes less time.
 
@@ -211,7 +252,7 @@ def personal_examples(
     """
     run = {"rate": rate, "steps": steps, "participations": rounds, "clients": len(epsilon), "delta": delta}
     noise = _by_kind(np.asarray(epsilon), lambda budget: calibrate_examples(budget, accountant=accountant, **run))
-    return PerExample(clip=clip, noise_multiplier=noise, rate=rate, steps=steps)
+    return DPSGD(clip=clip, noise_multiplier=noise, rate=rate, steps=steps, optimizer=optimizer)
 
 
 def _by_kind(budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]) -> Float[np.ndarray, "C"]:

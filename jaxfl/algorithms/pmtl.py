@@ -1,37 +1,33 @@
 """PMTL and PMTL-FT: clients that stay near the mean of all."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import optax
 from jax import Array
-from jaxtyping import Key
+from jaxtyping import Float, Key
 
 from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
 from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import train_model
-from jaxfl.privacy.mechanism import Sampling
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, weight=at_least_0, delta=probability)
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0, delta=probability)
 def pmtl(
     model: Model,
     *,
     clip: Number,
     noise_multiplier: Number,
     sampling: Sampling,
-    weight: Number = 1.0,
-    finetune: int | None = None,
+    penalty_weight: Number = 1.0,
     start: Literal["own", "broadcast"] = "own",
-    optimizer: optax.GradientTransformation = optax.sgd(0.05),
-    batch_size: int = 32,
-    epochs: int = 1,
-    steps: int | None = None,
-    head_optimizer: optax.GradientTransformation = optax.sgd(0.01),
-    head_batch_size: int = 32,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
@@ -42,63 +38,50 @@ def pmtl(
         \Delta_i = w_i - w^t, \qquad
         w^{t+1} = w^t + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    A client keeps :math:`w_i`, the weights that it is evaluated with. PMTL-FT (`finetune`) keeps nothing: every client
-    trains from :math:`w^t`, and is evaluated with :math:`w^t` after fitting its head.
+    A client keeps :math:`w_i`, the weights that it is evaluated with.
 
     Args:
         model: the network.
         clip: C, L2 bound on a client's whole update.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
-        weight: lambda; 0 with `start="broadcast"` or `finetune` sends what DP-FedAvg sends.
-        finetune: head epochs before evaluation, for PMTL-FT; None: PMTL.
-        start: PMTL's local training goes on from the client's "own" weights, or from the "broadcast" ones.
-        optimizer: local optimizer, fresh in every round.
-        batch_size: B.
-        epochs: local passes per round, unless `steps` is given.
-        steps: local steps per round.
-        head_optimizer: optimizer of the fine-tuning.
-        head_batch_size: its batch size.
+        penalty_weight: lambda; 0 with `start="broadcast"` sends what DP-FedAvg sends.
+        start: local training goes on from the client's "own" weights, or from the "broadcast" ones.
+        local: how a client trains in a round.
         server_optimizer: takes the negative aggregate as its gradient.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
         mechanism on the clipped sum; for each client against all others (joint privacy): its own weights depend on its
         own data. Publishing them voids it.
-    Deviations from the paper: its published code sends the update of a second, global copy of the weights. CENTAUR's
-        PMTL-FT has the penalty :math:`\lambda \|w - w^t\|^2` (lambda = 1, 5 epochs: `weight=2`), but computes it from
-        detached tensors: it has no gradient there, and that code is DP-FedAvg with a fine-tuned head (`weight=0`). Here
-        the penalty has its gradient. Uniform weights, not data sizes. A fixed denominator qN.
+    Deviations from the paper: its published code sends the update of a second, global copy of the weights. Uniform
+        weights, not data sizes. A fixed denominator qN.
     References: Hu, Wu, Smith, Private Multi-Task Learning: Formulation and Applications to Federated Learning, TMLR
-        2023; Shen et al., Share Your Representation Only, ICLR 2023 (PMTL-FT).
+        2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
     >>> pmtl(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'pmtl'
     """
-    penalty = functools.partial(proximal, mu=weight) if nonzero(weight) else None
-    local: dict[str, Any] = {"optimizer": optimizer, "batch_size": batch_size, "epochs": epochs, "steps": steps}
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
-    shared: dict[str, Any] = {"penalty": penalty, "server_optimizer": server_optimizer, **local, **private}
-    if finetune is not None:
-        heads: dict[str, Any] = {"head_optimizer": head_optimizer, "head_batch_size": head_batch_size}
-        return dp_fedavg_fb(model, head_epochs=finetune, **heads, **shared)._replace(name="pmtl")
-    base = dp_fedavg(model, **shared)
+    penalty = _penalty(penalty_weight)
+    base = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
         server, _ = base.init(key, number)
         return server, init_clients(server.params, number)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
-        params, info = train_model(
-            key,
-            model,
-            client if start == "own" else server.params,
-            data,
-            penalty=(lambda params: penalty(params, server.params)) if penalty else None,
-            **local,
-        )
+        pull = (lambda params: penalty(params, server.params)) if penalty else None
+        params, info = local.train(key, model, client if start == "own" else server.params, data, penalty=pull)
         return Message(optax.tree.sub(params, server.params)), params, info
 
     return base._replace(
@@ -107,3 +90,42 @@ def pmtl(
         client_update=client_update,
         personalize=lambda key, server, client, data: client,
     )
+
+
+@checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0)
+def pmtl_ft(
+    model: Model,
+    *,
+    clip: Number,
+    noise_multiplier: Number,
+    sampling: Sampling,
+    penalty_weight: Number = 1.0,
+    **options: Any,
+) -> Algorithm:
+    r"""PMTL-FT: a client keeps nothing, trains from :math:`w^t`, and is evaluated with it after fitting its head.
+
+    Args:
+        model: the network, with a head.
+        clip: C, L2 bound on a client's whole update.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
+        sampling: who takes part.
+        penalty_weight: lambda of `pmtl`; 0 is DP-FedAvg-fb.
+        options: those of `dp_fedavg_fb`.
+
+    Guarantee: `dp_fedavg_fb`'s.
+    Deviations from the paper: CENTAUR's PMTL-FT has the penalty :math:`\lambda \|w - w^t\|^2` (lambda = 1, 5 epochs:
+        `penalty_weight=2`), but computes it from detached tensors: it has no gradient there, and that code is DP-FedAvg
+        with a fine-tuned head (`penalty_weight=0`). Here the penalty has its gradient.
+    References: Shen et al., Share Your Representation Only, ICLR 2023.
+
+    >>> from jaxfl.models import mlp
+    >>> from jaxfl.privacy import Poisson
+    >>> pmtl_ft(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
+    'pmtl_ft'
+    """
+    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
+    return dp_fedavg_fb(model, penalty=_penalty(penalty_weight), **private, **options)._replace(name="pmtl_ft")
+
+
+def _penalty(penalty_weight: Number) -> Callable[[Params, Params], Float[Array, ""]] | None:
+    return functools.partial(proximal, mu=penalty_weight) if nonzero(penalty_weight) else None

@@ -4,12 +4,12 @@ Datasets other than `digits` are read from folders that TensorFlow Datasets (TFD
 array_record format. Reading needs neither TensorFlow nor a network; nothing is ever downloaded.
 """
 
+import contextlib
 import functools
 import hashlib
 import io
 import os
 import re
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float32, Int32, Integer
 
 from jaxfl._validate import check_array, check_choice, check_path, checked
+from jaxfl.files import cache_folder, replacing
 
 EMNIST = tuple(f"emnist/{config}" for config in ("digits", "balanced", "letters", "byclass", "bymerge", "mnist"))
 NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn_cropped", "emnist", *EMNIST)
@@ -288,11 +289,6 @@ def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def cache_folder() -> Path:
-    """`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`; it may not exist yet."""
-    return Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl").expanduser()
-
-
 def _cache_file(name: str, folder: Path) -> Path:
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
     facts = (_CACHE_FORMAT, name, folder.name, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
@@ -312,13 +308,7 @@ def _read_cache(path: Path) -> dict[str, Any] | None:
 
 def _write_cache(path: Path, arrays: dict[str, Any]) -> None:
     """Write all or nothing; a folder that cannot be written is no error."""
-    scratch = None
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            scratch = file.name
+        with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)
-        os.replace(scratch, path)
-    except OSError:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)

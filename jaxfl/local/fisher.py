@@ -16,7 +16,7 @@ def fisher_diagonal(
 ) -> Tree:
     """Sum over examples of squared per-example gradients: F_j = sum_n w_n (d log p(y_n | x_n) / d theta_j)^2.
 
-    Exact, in about the time of one gradient: through `model.squares`, whose backward pass squares each layer's
+    Exact, in about the time of one gradient: through `model.sum_grad_squared`, whose backward pass squares each layer's
     per-example gradients as it sums them (a dense layer's have rank one: (h^2)^T (dy^2)). A model without that
     rule takes one gradient per example, a few at a time.
 
@@ -33,10 +33,10 @@ def fisher_diagonal(
     References:
         Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023, eq. 4.
     """
-    if model.squares is None:
+    if model.sum_grad_squared is None:
         return _one_by_one(model, params, x, labels, weights)
     # A per-example gradient is squared with its weight, and 0 and 1 are their own squares.
-    return jax.grad(lambda p: _loss(model.squares(p, x), labels, weights))(params)
+    return jax.grad(lambda p: _loss(model.sum_grad_squared(p, x), labels, weights))(params)
 
 
 def client_fisher(model: Model, params: Params, data: ClientData, batch_size: int = 32) -> Tree:
@@ -108,11 +108,11 @@ def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: 
     padded = jax.tree.map(lambda a: jnp.pad(a, [(0, fill)] + [(0, 0)] * (a.ndim - 1)), (x, labels, weights))
     chunks = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), padded)
 
-    def one(p: Params, x: Array, label: Array, weight: Array) -> Array:
+    def loss(p: Params, x: Array, label: Array, weight: Array) -> Array:
         return _loss(model.apply(p, x[None]), label[None], weight[None])
 
     def step(total: Tree, examples: tuple[Array, Array, Array]) -> tuple[Tree, None]:
-        gradients = jax.vmap(functools.partial(jax.grad(one), params))(*examples)
+        gradients = jax.vmap(functools.partial(jax.grad(loss), params))(*examples)
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
     return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), chunks)[0]

@@ -74,8 +74,8 @@ def client_risk(
     chosen, factors = (jnp.pad(a, (0, -most % batch)) for a in (chosen, factors))
 
     def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
-        own, factor = (lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (chosen, factors))
-        inputs, labels = data.take(own)
+        positions, factor = (lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (chosen, factors))
+        inputs, labels = data.take(positions)
         if reading == "output":
             risks = output_risk(model, params, inputs)
         else:
@@ -132,8 +132,8 @@ def probe_risk(
     def probe(i: Int[Array, ""]) -> Float[Array, "B N"]:
         return _flat(derivative(_signs(jax.random.fold_in(key, i), params)), axis)
 
-    found = max(1, min(probes // 2, 4))
-    first = lax.map(probe, jnp.arange(found))
+    searching = max(1, min(probes // 2, 4))
+    first = lax.map(probe, jnp.arange(searching))
     if probes == 1:
         return jnp.linalg.norm(first[0], axis=1)
     leading = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))[1][:, :, -1]
@@ -150,7 +150,7 @@ def probe_risk(
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
     gains = jax.vmap(gain, (axis, 0, 0))(x, labels, unit)
-    rests = lax.map(across, jnp.arange(found, probes))
+    rests = lax.map(across, jnp.arange(searching, probes))
     square = gains + jnp.mean(rests, axis=0)
     if len(rests) == 1:
         return jnp.sqrt(square)
@@ -189,10 +189,10 @@ def exact_risk(
     x, axis = _prepared(model, inputs)
     square = functools.partial(_square_by_columns, chunk=chunk) if by == "columns" else _square_by_definition
 
-    def one(example: tuple[Array, Array]) -> Float[Array, ""]:
+    def risk(example: tuple[Array, Array]) -> Float[Array, ""]:
         return jnp.sqrt(square(_gradient(model, params, example[1], axis), example[0]))
 
-    return lax.map(one, (jnp.moveaxis(x, axis, 0), labels))
+    return lax.map(risk, (jnp.moveaxis(x, axis, 0), labels))
 
 
 def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
@@ -235,8 +235,8 @@ def _draw(
     ends = jnp.cumsum(weights[order])
     marks = (jnp.arange(count) + jax.random.uniform(key)) * (ends[-1] / count)
     drawn = order[jnp.minimum(jnp.searchsorted(ends, marks, side="right"), jnp.maximum(size - 1, 0))]
-    own = weights[drawn]
-    return drawn, jnp.where(own > 0, ends[-1] / jnp.maximum(size, 1) / jnp.where(own > 0, own, 1.0), 0.0)
+    doubts = weights[drawn]
+    return drawn, jnp.where(doubts > 0, ends[-1] / jnp.maximum(size, 1) / jnp.where(doubts > 0, doubts, 1.0), 0.0)
 
 
 def _square_by_columns(gradient: Callable[[Array], Params], x: Array, chunk: int) -> Float[Array, ""]:

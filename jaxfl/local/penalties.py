@@ -24,30 +24,29 @@ def proximal(params: Tree, center: Tree, mu: Number) -> Float[Array, ""]:
     return 0.5 * mu * jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
 
 
-def distance(params: Tree, center: Tree, mask: Tree, weight: Number) -> Float[Array, ""]:
+def distance(params: Tree, center: Tree, mask: Tree, penalty_weight: Number) -> Float[Array, ""]:
     r""":math:`\frac{\lambda}{2} \|(w - w^t) \odot M\|_2`."""
-    return 0.5 * weight * safe_norm(_masked_difference(params, center, mask))
+    return 0.5 * penalty_weight * safe_norm(_masked_difference(params, center, mask))
 
 
 def distance_to_bound(
-    params: Tree, center: Tree, mask: Tree, bound: Number, weight: Number, hinge: bool = False
+    params: Tree, center: Tree, mask: Tree, bound: Number, penalty_weight: Number
 ) -> Float[Array, ""]:
-    r"""Norm to C: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`; a hinge only from above."""
-    excess = safe_norm(_masked_difference(params, center, mask)) - bound
-    return 0.5 * weight * (jnp.maximum(excess, 0.0) if hinge else jnp.abs(excess))
+    r"""Norm to C: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`."""
+    return 0.5 * penalty_weight * jnp.abs(safe_norm(_masked_difference(params, center, mask)) - bound)
 
 
-def excess(params: Tree, center: Tree, bound: Number, weight: Number) -> Float[Array, ""]:
+def excess(params: Tree, center: Tree, bound: Number, penalty_weight: Number) -> Float[Array, ""]:
     r""":math:`\frac{\lambda}{2} \max(0, \|w - w^t\|^2 - C^2)` (BLUR, Cheng et al. 2022)."""
     square = jnp.asarray(optax.tree.norm(optax.tree.sub(params, center), squared=True))
-    return 0.5 * weight * jnp.maximum(square - bound**2, 0.0)
+    return 0.5 * penalty_weight * jnp.maximum(square - bound**2, 0.0)
 
 
-def check_bound(clip: Number, name: str, weight: Number) -> None:
+def check_bound(clip: Number, name: str, penalty_weight: Number) -> None:
     """Require a finite C of a penalty that is about a norm's distance to it."""
-    if nonzero(weight) and not traced(clip) and math.isinf(clip):
+    if nonzero(penalty_weight) and not traced(clip) and math.isinf(clip):
         raise ValueError(
-            f"clip={clip!r} with {name}={weight!r}: the penalty compares a norm with C, give a finite clip"
+            f"clip={clip!r} with {name}={penalty_weight!r}: the penalty compares a norm with C, give a finite clip"
         )
 
 

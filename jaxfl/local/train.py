@@ -1,7 +1,8 @@
 """The one local training loop that all methods share."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,19 @@ import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import at_least_0, check_key, checked, nonzero
-from jaxfl.local.examples import noisy_gradient
+from jaxfl._validate import check_key, checked, count_from_0
 from jaxfl.local.masks import keep
-from jaxfl.privacy.mechanism import PerExample
-from jaxfl.privacy.noise import derive
-from jaxfl.types import ClientData, Model, Number, Params, StepNoise, Tree
+from jaxfl.types import ClientData, Model, Params, Tree
 
 _BLOCK_EXAMPLES = 128
 """Examples gathered and laid out at once: few enough that a small client among large ones does not pay for them."""
+
+Mask: TypeAlias = Tree | Callable[[Params], Tree]
+Penalty: TypeAlias = Callable[[Params], Float[Array, ""]]
+Loss: TypeAlias = Callable[[Array, Array, Array], Float[Array, ""]]
+"""Of logits, labels and weights of a batch, 0 for padding: a mean over the others."""
+GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
+"""From parameters to a value and its gradient."""
 
 
 def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
@@ -33,19 +38,67 @@ def squared_error(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights:
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
-    r"""Where SAM takes its gradient: :math:`w + \rho \, g / \|g\|_2`, one norm over the whole tree; w where g = 0.
+@checked(epochs=count_from_0)
+@dataclasses.dataclass(frozen=True)
+class LocalSGD:
+    """How a client trains: minibatch steps over its own examples, by an optimizer with a fresh state.
 
-    References: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021, eq. 2.
+    Args:
+        optimizer: any optax transformation.
+        batch_size: B; the last batch of an epoch may be smaller.
+        epochs: passes over the client's examples, unless `steps` is given; 0 leaves the parameters as they are.
+        steps: number of steps, however many passes they take.
 
-    >>> ascend({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([3.0, 4.0])}, 0.5)
-    {'w': Array([3.3, 4.4], dtype=float32)}
+    >>> LocalSGD(optax.sgd(0.1), batch_size=0)
+    Traceback (most recent call last):
+    ValueError: batch_size=0: give a whole number of at least 1
     """
-    norm = jnp.maximum(jnp.asarray(optax.tree.norm(gradient)), jnp.finfo(jnp.float32).tiny)
-    return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)
+
+    optimizer: optax.GradientTransformation
+    batch_size: int = 32
+    epochs: int = 1
+    steps: int | None = None
+
+    def train(
+        self,
+        key: Key[Array, ""],
+        model: Model,
+        params: Params,
+        data: ClientData,
+        *,
+        apply: Callable[[Params, Array], Float[Array, "B K"]] | None = None,
+        mask: Mask = None,
+        penalty: Penalty | None = None,
+        loss: Loss = cross_entropy,
+        gradient: Callable[[GradientFn], GradientFn] | None = None,
+    ) -> tuple[Params, dict[str, Array]]:
+        """`train` on batches as the model takes them, through its own `apply` or another one around it."""
+        return train(
+            key,
+            params,
+            data,
+            apply=apply or model.apply,
+            prepare=model.prepare,
+            local=self,
+            mask=mask,
+            penalty=penalty,
+            loss=loss,
+            gradient=gradient,
+            microbatch=model.microbatch,
+        )
+
+    @property
+    def dp_sgd(self) -> None:
+        """No private steps (see `jaxfl.privacy.DPSGD`)."""
+        return
+
+    @property
+    def trains(self) -> bool:
+        """Whether it takes any step."""
+        return self.steps is not None or self.epochs > 0
 
 
-@checked(key=check_key, sam_radius=at_least_0)
+@checked(key=check_key)
 def train(
     key: Key[Array, ""],
     params: Params,
@@ -53,23 +106,17 @@ def train(
     *,
     apply: Callable[[Params, Array], Float[Array, "B K"]],
     prepare: Callable[[Array], Array],
-    optimizer: optax.GradientTransformation,
-    batch_size: int,
-    epochs: int = 1,
-    steps: int | None = None,
-    mask: Tree | Callable[[Params], Tree] = None,
-    penalty: Callable[[Params], Float[Array, ""]] | None = None,
-    loss: Callable[[Array, Array, Array], Float[Array, ""]] = cross_entropy,
-    sam_radius: Number = 0.0,
+    local: LocalSGD,
+    mask: Mask = None,
+    penalty: Penalty | None = None,
+    loss: Loss = cross_entropy,
+    gradient: Callable[[GradientFn], GradientFn] | None = None,
     microbatch: int | None = None,
-    private: PerExample | None = None,
-    norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None,
 ) -> tuple[Params, dict[str, Array]]:
-    r"""Minimise a loss plus a penalty on one client's examples by minibatch steps.
+    """Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
-    Every epoch visits the client's examples once, in a fresh random order, in batches of `batch_size`
-    whose last one may be smaller; the number of steps follows the client's own size. Weights that have turned NaN take
-    no further blocks of batches. With `private`, steps are those of DP-SGD instead: each on a Poisson batch of its own.
+    Every epoch visits each example once, in a fresh random order; the number of steps follows the client's own size.
+    Weights that have turned NaN take no further blocks of batches.
 
     Args:
         key: order of the examples.
@@ -77,71 +124,45 @@ def train(
         data: the client's rows; padding is never visited.
         apply: logits of a prepared batch.
         prepare: normalises and lays out a batch; called per block of batches, outside the loop over steps.
-        optimizer: any optax transformation, with a fresh state.
-        batch_size: B.
-        epochs: passes over the client's examples, unless `steps` is given.
-        steps: number of steps, however many passes they take.
+        local: optimizer, batch size, and how long.
         mask: trainable coordinates (bool, shaped like params), or how they follow from the parameters at every step;
             others keep their bits.
         penalty: added to the mean loss of every batch.
-        loss: of logits, labels and weights of a batch, 0 for padding: a mean over the others.
-        sam_radius: rho of sharpness-aware steps, whose gradient is taken at `ascend` of the parameters; 0: plain steps.
+        loss: of logits, labels and weights.
+        gradient: from a batch's value and gradient to those of a step, as `jaxfl.local.sam.sam` makes them (None: the
+            same).
         microbatch: how many examples go through `apply` at once, at most (None: the whole batch): a batch's gradient is
             the sum of its parts'.
-        private: clips every example's gradient and adds noise, in its own number of steps on batches of its own; what a
-            mask or a penalty reads must then be public, or follow from the parameters alone. How much noise, and its
-            key, are the engine's (`data.noise`), which writes them into the ledger; without it `key` and the one
-            multiplier of `private` are taken.
-        norms: of the model that `apply` is of; makes private steps faster.
 
     Returns:
-        The trained parameters, and the mean loss over all steps with the number of steps; also `private_steps`, where
-        they were private.
+        The trained parameters, and the mean loss over all steps with the number of steps.
     """
-    if private is not None and nonzero(sam_radius):
-        raise ValueError(f"sam_radius={sam_radius!r} reads every batch twice: give 0 where examples are private")
     padded = data.padded
-    batch = min(batch_size, padded)
+    batch = min(local.batch_size, padded)
     blocks, per_block = blocks_of(padded, batch)
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
     shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)
-    total = jnp.where(data.size > 0, epochs * batches if steps is None else steps, 0)
+    total = jnp.where(data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0)
 
-    def rest(params: Params) -> Float[Array, ""]:
-        return jnp.zeros(()) if penalty is None else penalty(params)
-
-    def gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
-        """Value and gradient of the loss and the penalty; the batch is in parts [parts, part, ...]."""
+    def value_and_gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
+        """Of the loss and the penalty; the batch is in parts [parts, part, ...]."""
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
             return share[i] * loss(apply(params, x[i]), labels[i], weights[i])
 
         if len(x) == 1:
-            return jax.value_and_grad(lambda params: loss_of(params, 0) + rest(params))(params)
+            return jax.value_and_grad(lambda params: loss_of(params, 0) + penalty_of(penalty, params))(params)
 
         def add(i: Int[Array, ""], total: tuple) -> tuple:
             return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
-        return lax.fori_loop(0, len(x), add, jax.value_and_grad(rest)(params))
-
-    def descend(gradient_fn: Callable[[Params], tuple[Array, Tree]], carry: tuple) -> tuple:
-        params, state, total_loss = carry
-        trainable = mask(params) if callable(mask) else mask
-
-        def select(tree: Tree) -> Tree:
-            return tree if trainable is None else keep(trainable, tree)
-
-        value, slope = gradient_fn(params)
-        if nonzero(sam_radius):
-            slope = gradient_fn(ascend(params, select(slope), sam_radius))[1]
-        updates, state = optimizer.update(select(slope), state, params)
-        updates = select(updates)  # weight decay and momentum would move masked coordinates too
-        return optax.apply_updates(params, updates), state, total_loss + value
+        return lax.fori_loop(0, len(x), add, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
     def step(x: Array, labels: Array, weights: Array, carry: tuple) -> tuple:
-        return descend(lambda params: gradient(params, x, labels, weights), carry)
+        of_batch = lambda params: value_and_gradient(params, x, labels, weights)  # noqa: E731
+        return descend(local.optimizer, of_batch, carry, mask=mask, gradient=gradient)
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         order = _shuffle(jax.random.fold_in(key, index), padded, data.size)
@@ -168,56 +189,19 @@ def train(
 
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
-    start = (params, optimizer.init(params), jnp.zeros(()))
-    if private is not None:
-        noise = data.noise or StepNoise(jnp.asarray(private.noise_multiplier, jnp.float32).reshape(()), key)
-        options: dict[str, Any] = {"apply": apply, "prepare": prepare, "loss": loss, "norms": norms}
-        total = jnp.where(data.size > 0, private.steps, 0)
-
-        def private_step(i: Int[Array, ""], carry: tuple) -> tuple:
-            def noisy(params: Params) -> tuple[Array, Tree]:
-                step_key = derive(noise.key, i)
-                loss_part = noisy_gradient(
-                    step_key, params, data, private, noise_multiplier=noise.multiplier, **options
-                )
-                return optax.tree.add(loss_part, jax.value_and_grad(rest)(params))
-
-            return descend(noisy, carry)
-
-        params, _, total_loss = lax.fori_loop(0, total, private_step, start)
-    else:
-        passes = -(-total // jnp.maximum(batches, 1))
-        params, _, total_loss = lax.fori_loop(0, passes, epoch, start)
-    steps_made = total.astype(jnp.float32)
-    info = {"loss": total_loss / jnp.maximum(total, 1), "steps": steps_made}
-    return params, info if private is None else info | {"private_steps": steps_made}
+    start = (params, local.optimizer.init(params), jnp.zeros(()))
+    params, _, total_loss = lax.fori_loop(0, -(-total // jnp.maximum(batches, 1)), epoch, start)
+    return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 
-def train_model(
+def fit_head(
     key: Key[Array, ""],
     model: Model,
     params: Params,
     data: ClientData,
     *,
-    apply: Callable[[Params, Array], Float[Array, "B K"]] | None = None,
-    **options: Any,
-) -> tuple[Params, dict[str, Array]]:
-    """`train` on batches as the model takes them, through its own `apply` or another one around it.
-
-    Args:
-        key: order of the examples.
-        model: prepares batches and names the microbatch.
-        params: where training starts: the model's, or what `apply` takes.
-        data: the client's rows.
-        apply: logits of a prepared batch (None: the model's).
-        options: the others of `train`.
-    """
-    own = {"apply": apply or model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
-    return train(key, params, data, **own, **options)
-
-
-def fit_head(
-    key: Key[Array, ""], model: Model, params: Params, data: ClientData, **options: Any
+    local: LocalSGD,
+    penalty: Penalty | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     """Train the head alone, on features that the frozen extractor computes once where the model can be split.
 
@@ -226,12 +210,13 @@ def fit_head(
         model: names the head and splits `apply` into `extract` and `classify`.
         params: all parameters; the extractor's keep their bits.
         data: the client's rows.
-        options: `optimizer`, `batch_size`, `epochs` or `steps`, `penalty` of `train`.
+        local: optimizer, batch size, and how long.
+        penalty: of the parameters (of the head's alone, where the model can be split).
     """
     extract, classify = model.extract, model.classify
     if extract is None or classify is None:
-        mask = {name: jax.tree.map(lambda _, own=name in model.head: own, params[name]) for name in params}
-        return train_model(key, model, params, data, mask=mask, **options)
+        mask = {name: jax.tree.map(lambda _, kept=name in model.head: kept, params[name]) for name in params}
+        return local.train(key, model, params, data, mask=mask, penalty=penalty)
     batch = min(_BLOCK_EXAMPLES // 2, data.padded)
     positions = jnp.arange(data.padded + -data.padded % batch)
 
@@ -243,10 +228,40 @@ def fit_head(
 
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
     features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(positions), shape.shape[1]), shape.dtype))
-    own = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size)
+    rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size)
     head = {name: params[name] for name in model.head}
-    head, info = train(key, head, own, apply=classify, prepare=lambda x: x, **options)
+    head, info = train(key, head, rows, apply=classify, prepare=lambda x: x, local=local, penalty=penalty)
     return {**params, **head}, info
+
+
+def descend(
+    optimizer: optax.GradientTransformation,
+    gradient_fn: GradientFn,
+    carry: tuple,
+    *,
+    mask: Mask = None,
+    gradient: Callable[[GradientFn], GradientFn] | None = None,
+) -> tuple:
+    """One step of an optimizer from parameters, its state and the sum of losses so far (see `train`)."""
+    params, state, total_loss = carry
+    trainable = mask(params) if callable(mask) else mask
+
+    def select(tree: Tree) -> Tree:
+        return tree if trainable is None else keep(trainable, tree)
+
+    def selected(params: Params) -> tuple[Float[Array, ""], Tree]:
+        value, slope = gradient_fn(params)
+        return value, select(slope)
+
+    value, slope = selected(params) if gradient is None else gradient(selected)(params)
+    updates, state = optimizer.update(slope, state, params)
+    updates = select(updates)  # weight decay and momentum would move masked coordinates too
+    return optax.apply_updates(params, updates), state, total_loss + value
+
+
+def penalty_of(penalty: Penalty | None, params: Params) -> Float[Array, ""]:
+    """The penalty, or 0 where there is none."""
+    return jnp.zeros(()) if penalty is None else penalty(params)
 
 
 def blocks_of(padded: int, batch: int) -> tuple[int, int]:

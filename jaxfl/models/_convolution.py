@@ -35,7 +35,7 @@ class Options(NamedTuple):
     relu: bool
     pool: bool
     pairs: bool
-    squares: bool
+    sum_grad_squared: bool
     filtered: bool
     precision: str | None
 
@@ -81,7 +81,7 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
     if weights is not None:
         d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision)
         d_x = _from_patches(d_patches, x.shape, plan, options.padding)
-    if options.squares:
+    if options.sum_grad_squared:
         padded, odd = _padded(x, plan, options.padding), kernel.shape[0] % 2
         if d_x is None and options.pool and odd:
             squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)

@@ -24,7 +24,7 @@ class Options(NamedTuple):
     groups: int
     epsilon: float
     relu: bool
-    squares: bool
+    sum_grad_squared: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -56,7 +56,7 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array, Array |
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
-    if options.squares:  # an example's gradient is its sum over (H, W), and is squared after it
+    if options.sum_grad_squared:  # an example's gradient is its sum over (H, W), and is squared after it
         d_scale, d_bias = d_scale**2, d_bias**2
     return dx, None if shortcut is None else dy.reshape(shape), d_scale.sum(1), d_bias.sum(1)
 

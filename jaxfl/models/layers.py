@@ -5,15 +5,15 @@ where channels-last would have only 6 to 32 of them. Flattening gives the order 
 
 A convolution has three forms that load the same parameters:
 
-- "fast": products of matrices by minimal filtering, with its own rule of differentiation, reverse mode only. At less
-  than float32 precision it is the next form.
-- "products": the same without the filtering, in one product of matrices per pass.
-- "plain": `lax.conv_general_dilated` and `lax.reduce_window`, channels last, any mode of differentiation.
+- "winograd": products of matrices by minimal filtering, with its own rule of differentiation, reverse mode only. At
+  less than float32 precision it is the next form.
+- "im2col": the same without the filtering, in one product of matrices per pass.
+- "lax": `lax.conv_general_dilated` and `lax.reduce_window`, channels last, any mode of differentiation.
 
-A group normalisation has two: "plain", and the others, which have their own rule of differentiation.
+A group normalisation has two: "lax", and the others, which have their own rule of differentiation.
 
-A layer with `squares=True` has the same values, but its backward pass gives each parameter the sum over examples
-of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
+A layer with `sum_grad_squared=True` has the same values, but its backward pass gives each parameter the sum over
+examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
 affects its own term only. Such a layer must be used once in a network.
 """
 
@@ -52,8 +52,8 @@ class Convolution(nn.Module):
         stride: 1, or 2 without pooling.
         bias: whether to add one.
         pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
-        form: "fast", "products" or "plain", see the module's docstring.
-        squares: see the module's docstring.
+        form: "winograd", "im2col" or "lax", see the module's docstring.
+        sum_grad_squared: see the module's docstring.
     """
 
     features: int
@@ -64,8 +64,8 @@ class Convolution(nn.Module):
     stride: Literal[1, 2] = 1
     bias: bool = True
     pairs: bool = False
-    form: Form = "fast"
-    squares: bool = False
+    form: Form = "winograd"
+    sum_grad_squared: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "channels H W B"]) -> Float[Array, "features H2 W2 B"]:
@@ -79,15 +79,15 @@ class Convolution(nn.Module):
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
             sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
             return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
-        if self.form == "plain" and not self.squares:
+        if self.form == "lax" and not self.sum_grad_squared:
             return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)
         if self.stride == 2:
             x, kernel, padding = *_to_blocks(x, kernel, padding), 0
         # The backward pass is traced after the caller's choice of a precision has ended: it takes it from here.
         precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
-        filtered = self.form == "fast" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
+        filtered = self.form == "winograd" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
         precision = "highest" if filtered else precision
-        options = Options(padding, self.relu, self.pool, self.pairs, self.squares, filtered, precision)
+        options = Options(padding, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision)
         return convolve(x, kernel, bias, options)
 
 
@@ -123,23 +123,23 @@ class Dense(nn.Module):
 
     Args:
         features: number of outputs.
-        squares: see the module's docstring. A per-example gradient has rank one: (x^2)^T (dy^2).
-        norms: takes a further parameter `probe` [B], whose gradient is each example's squared gradient norm,
+        sum_grad_squared: see the module's docstring. A per-example gradient has rank one: (x^2)^T (dy^2).
+        ghost_norms: takes a further parameter `probe` [B], whose gradient is each example's squared gradient norm,
             (|x|^2 + 1) |dy|^2; the other parameters then have none.
     """
 
     features: int
-    squares: bool = False
-    norms: bool = False
+    sum_grad_squared: bool = False
+    ghost_norms: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "B F"]) -> Float[Array, "B features"]:
         """Outputs."""
         kernel = self.param("kernel", _kernel_init, (x.shape[1], self.features))
         bias = self.param("bias", _bias_init(x.shape[1]), (self.features,))
-        if self.norms:
+        if self.ghost_norms:
             return _dense_norms(x, kernel, bias, self.param("probe", nn.initializers.zeros, (x.shape[0],)))
-        return (_dense_squares if self.squares else _dense)(x, kernel, bias)
+        return (_dense_squares if self.sum_grad_squared else _dense)(x, kernel, bias)
 
 
 def _dense(x: Array, kernel: Array, bias: Array) -> Array:
@@ -173,7 +173,7 @@ class GroupNorm(nn.Module):
         epsilon: added to the variance.
         relu: whether to apply ReLU, after a shortcut is added.
         form: see the module's docstring.
-        squares: see the module's docstring.
+        sum_grad_squared: see the module's docstring.
 
     References:
         Wu and He, Group Normalization, ECCV 2018.
@@ -182,8 +182,8 @@ class GroupNorm(nn.Module):
     groups: int
     epsilon: float = 1e-5
     relu: bool = False
-    form: Form = "fast"
-    squares: bool = False
+    form: Form = "winograd"
+    sum_grad_squared: bool = False
 
     @nn.compact
     def __call__(
@@ -194,8 +194,8 @@ class GroupNorm(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (len(x),))
         if self.is_initializing():
             return x
-        options = NormOptions(self.groups, self.epsilon, self.relu, self.squares)
-        apply = _plain_norm if self.form == "plain" and not self.squares else normalize
+        options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
+        apply = _plain_norm if self.form == "lax" and not self.sum_grad_squared else normalize
         # Moments lose too many digits below float32.
         full = (x, shortcut, scale, bias)
         maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), full)

@@ -21,8 +21,9 @@ def with_precision(model: Model, precision: Precision) -> Model:
     """The model with its network computed at a precision, in training and evaluation.
 
     Weights stay in float32, and so does all that is done to them: gradients, optimizer, updates, clipping, noise and
-    sums. Private steps on single examples clip each gradient as it was computed: below float32, `norms` would be those
-    of gradients that are rounded otherwise, so they are dropped. Fisher information (`squares`) is computed as before.
+    sums. Private steps on single examples clip each gradient as it was computed: below float32, `ghost_norms` would be
+    those of gradients that are rounded otherwise, so they are dropped. Fisher information (`sum_grad_squared`) is
+    computed as before.
 
     Args:
         model: any.
@@ -51,5 +52,5 @@ def with_precision(model: Model, precision: Precision) -> Model:
         extract=model.extract and at(model.extract),
         classify=model.classify and at(model.classify),
         apply=at(model.apply),
-        norms=model.norms if precision == "float32" else None,
+        ghost_norms=model.ghost_norms if precision == "float32" else None,
     )

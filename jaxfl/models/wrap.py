@@ -92,7 +92,7 @@ def from_flax(
         extract=call("extract") if split else None,
         classify=call("classify") if split else None,
         apply=call(),
-        squares=None,
+        sum_grad_squared=None,
         layers=layers,
         head=head,
         input_shape=tuple(input_shape),

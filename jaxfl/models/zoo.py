@@ -44,11 +44,11 @@ def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array,
 class _Mlp(nn.Module):
     widths: tuple[int, ...]
     classes: int
-    squares: bool = False
-    norms: bool = False
+    sum_grad_squared: bool = False
+    ghost_norms: bool = False
 
     def setup(self) -> None:
-        modes = {"squares": self.squares, "norms": self.norms}
+        modes = {"sum_grad_squared": self.sum_grad_squared, "ghost_norms": self.ghost_norms}
         self.dense = [Dense(n, **modes) for n in self.widths]
         self.head = Dense(self.classes, **modes)
 
@@ -71,14 +71,14 @@ class _Cnn(nn.Module):
     widths: tuple[int, ...]
     classes: int
     relu: bool = True
-    form: Form = "fast"
-    squares: bool = False
+    form: Form = "winograd"
+    sum_grad_squared: bool = False
 
     def setup(self) -> None:
-        modes = {"form": self.form, "squares": self.squares}
+        modes = {"form": self.form, "sum_grad_squared": self.sum_grad_squared}
         self.conv = [Convolution(**options, **modes) for options in self.convolutions]
-        self.dense = [Dense(n, squares=self.squares) for n in self.widths]
-        self.head = Dense(self.classes, squares=self.squares)
+        self.dense = [Dense(n, sum_grad_squared=self.sum_grad_squared) for n in self.widths]
+        self.head = Dense(self.classes, sum_grad_squared=self.sum_grad_squared)
 
     def extract(self, x: Array) -> Array:
         for layer in self.conv:
@@ -101,15 +101,15 @@ class _NormLenet(nn.Module):
 
     groups: int
     classes: int
-    form: Form = "fast"
-    squares: bool = False
+    form: Form = "winograd"
+    sum_grad_squared: bool = False
 
     def setup(self) -> None:
-        modes = {"form": self.form, "squares": self.squares}
+        modes = {"form": self.form, "sum_grad_squared": self.sum_grad_squared}
         self.conv = [Convolution(n, 5, relu=False, pool=False, bias=False, **modes) for n in (6, 16)]
-        self.dense = [Dense(n, squares=self.squares) for n in (120, 84)]
+        self.dense = [Dense(n, sum_grad_squared=self.sum_grad_squared) for n in (120, 84)]
         self.norm = [GroupNorm(self.groups, **modes) for _ in range(4)]
-        self.head = Dense(self.classes, squares=self.squares)
+        self.head = Dense(self.classes, sum_grad_squared=self.sum_grad_squared)
 
     def extract(self, x: Array) -> Array:
         for layer, norm in zip(self.conv, self.norm[:2], strict=True):
@@ -139,17 +139,17 @@ class _ResNet(nn.Module):
     blocks: int
     groups: int
     classes: int
-    form: Form = "fast"
-    squares: bool = False
+    form: Form = "winograd"
+    sum_grad_squared: bool = False
 
     def setup(self) -> None:
-        modes = {"form": self.form, "squares": self.squares}
+        modes = {"form": self.form, "sum_grad_squared": self.sum_grad_squared}
         convolution = functools.partial(Convolution, size=3, padding=1, relu=False, pool=False, bias=False, **modes)
         widths = (self.widths[0], *(width for width in self.widths for _ in range(2 * self.blocks)))
         halve = {1 + 2 * self.blocks * stage for stage in range(1, len(self.widths))}
         self.conv = [convolution(features=f, stride=2 if i in halve else 1) for i, f in enumerate(widths)]
         self.norm = [GroupNorm(self.groups, relu=True, **modes) for _ in widths]
-        self.head = Dense(self.classes, squares=self.squares)
+        self.head = Dense(self.classes, sum_grad_squared=self.sum_grad_squared)
 
     def extract(self, x: Array) -> Array:
         x = self.norm[0](self.conv[0](x))
@@ -183,13 +183,13 @@ def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[in
     (('dense_0', 'dense_1', 'head'), ('head',))
     """
     network = functools.partial(_Mlp, tuple(hidden), classes)
-    twin = network(norms=True)
+    twin = network(ghost_norms=True)
 
-    def norms(params: Any, x: Array, probe: Array) -> Any:
+    def ghost_norms(params: Any, x: Array, probe: Array) -> Any:
         probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
         return twin.apply({"params": probed}, x)
 
-    return _model("mlp", network, _flat, input_shape)._replace(norms=norms)
+    return _model("mlp", network, _flat, input_shape)._replace(ghost_norms=ghost_norms)
 
 
 @checked(input_shape=_check_shape)
@@ -201,7 +201,7 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        form: of convolutions (see `jaxfl.models.layers`): "plain" where forward-mode differentiation is needed; None:
+        form: of convolutions (see `jaxfl.models.layers`): "lax" where forward-mode differentiation is needed; None:
             what suits JAX's default backend.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
@@ -341,7 +341,7 @@ def _cnn(
     padding = None
     first = convolutions[0]
     even = (input_shape[1] + 2 * first.get("padding", 0)) % 2 == 0
-    if form == "fast" and first["size"] >= 5 and even:
+    if form == "winograd" and first["size"] >= 5 and even:
         padding = first.get("padding", 0)
         convolutions = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
     network = functools.partial(_Cnn, tuple(convolutions), widths, classes, relu, form)
@@ -354,7 +354,7 @@ def _form(form: Form | None) -> Form:
 
 
 def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Array], Array], shape: Shape) -> Model:
-    module, twin = network(), network(squares=True)
+    module, twin = network(), network(sum_grad_squared=True)
 
     def init(key: Array) -> Any:
         return module.init(key, prepare(jnp.zeros((1, *shape))))["params"]
@@ -374,7 +374,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
         extract=functools.partial(apply, module, "extract"),
         classify=functools.partial(apply, module, "classify"),
         apply=functools.partial(apply, module, "__call__"),
-        squares=functools.partial(apply, twin, "__call__"),
+        sum_grad_squared=functools.partial(apply, twin, "__call__"),
         layers=layers,
         head=layers[-1:],
         input_shape=shape,

@@ -8,12 +8,15 @@ from jaxfl.privacy.accounting import (
     example_epsilon,
     planned_ledger,
 )
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter, PrivateMask, Release
+from jaxfl.privacy.sampling import FixedSize, Full, Poisson, Sampling
 from jaxfl.privacy.schedule import client_noise, fixed_budgets, paper_noise, round_budgets, round_noise
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
-    "FixedSize", "Full", "Mechanism", "PerExample", "Poisson", "calibrate", "calibrate_examples", "calibrate_upload",
-    "client_noise", "epsilon", "example_epsilon", "fixed_budgets", "format_statement", "paper_noise", "planned_ledger",
-    "privacy_statement", "round_budgets", "round_noise",
+    "DPSGD", "FixedSize", "Full", "Mechanism", "Poisson", "PrivacyFilter", "PrivateMask", "Release", "Sampling",
+    "calibrate", "calibrate_examples", "calibrate_upload", "client_noise", "epsilon", "example_epsilon",
+    "fixed_budgets", "format_statement", "paper_noise", "planned_ledger", "privacy_statement", "round_budgets",
+    "round_noise",
 ]  # fmt: skip

@@ -52,6 +52,11 @@ _MOST_TOTALS, _MOST_LEVELS, _MOST_SWAPPED, _MOST_WORK = 256, 64, 8, 64  # a tota
 _remember = functools.lru_cache(maxsize=4096)  # runs that differ by seed alone are accounted alike
 
 
+def trivial(view: View) -> bool:
+    """Whether every client is fully seen or not at all, so that there is nothing to compute."""
+    return bool(np.all((view.multiplier == 0) | (view.multiplier == math.inf)))
+
+
 class Bound(NamedTuple):
     """Epsilon of each client, and what it rests on."""
 

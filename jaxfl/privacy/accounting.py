@@ -13,26 +13,15 @@ from jaxtyping import Float
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, least_epsilon
-from jaxfl.privacy.mechanism import Full, Mechanism, Poisson, Sampling, default_delta
-from jaxfl.privacy.observers import (
-    OPEN_UPLOADS,
-    View,
-    affordable,
-    aggregate_view,
-    check_filter,
-    plain_view,
-    upload_view,
-)
-from jaxfl.types import Ledger
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.observers import Observer, View, plain_view
+from jaxfl.privacy.sampling import Full, Poisson, Sampling
+from jaxfl.types import Ledger, Terms
 
-Observer = Literal["aggregate", "upload", "client"]
 Unit = Literal["client", "example"]
 BOTH: tuple[Accountant, ...] = ("pld", "rdp")
 _FULL = Full()
-_FILTERS: dict[Accountant, str] = {
-    "rdp": "a Rényi filter (Feldman and Zrnic 2021)",
-    "pld": "a filter of Gaussian privacy (Smith and Thakurta 2022)",
-}
 
 
 def check_ledger(name: str, value: Any) -> Ledger:
@@ -44,9 +33,9 @@ def check_ledger(name: str, value: Any) -> Ledger:
         raise ValueError(f"{name}.participants has shape {shape}: give [T, C]")
     fits = {"client_noise": (shape[0], (1, shape[1])), "weights": (shape[0], (1, shape[1]))}
     for field, (rounds, clients) in fits.items():
-        found = np.shape(getattr(value, field))
-        if len(found) != 2 or found[0] != rounds or found[1] not in clients:
-            raise ValueError(f"{name}.{field} has shape {found}: give [{rounds}, {clients[1]}] or [{rounds}, 1]")
+        axes = np.shape(getattr(value, field))
+        if len(axes) != 2 or axes[0] != rounds or axes[1] not in clients:
+            raise ValueError(f"{name}.{field} has shape {axes}: give [{rounds}, {clients[1]}] or [{rounds}, 1]")
     for field in ("server_noise", "noise_multiplier"):
         if np.shape(getattr(value, field)) != shape[:1]:
             raise ValueError(f"{name}.{field} has shape {np.shape(getattr(value, field))}: give [{shape[0]}]")
@@ -83,7 +72,7 @@ def epsilon(
             noise that it added itself), see `jaxfl.privacy.observers`.
         accountant: "pld": the smallest valid bound, RDP's where only RDP has a theorem that makes it so (sampling
             without replacement); or "rdp" alone.
-        delta: failure probability; None: the mechanism's.
+        delta: failure probability; None: min(1e-5, 1 / (10 C)) of C clients.
         one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
         unit: "example": one of the client's examples is replaced by another. Without clipping of examples that may
             change the whole update, from one end of the clip's ball to the other: replace-one for all observers.
@@ -93,8 +82,9 @@ def epsilon(
             updates of those who took a client's place may tell of its absence; Poisson sampling still does.
 
     Guarantee: of a client, or of one of its examples (`unit`); zero-out of a client for the aggregate, replace-one for
-        the uploads. Assumes that noise, weights and sampling do not depend on private data, or only through what was
-        released under the mechanism's filter, and that the clip covers a client's whole update.
+        the uploads; by the mechanism's own `view`. Assumes that noise, weights and sampling do not depend on private
+        data, or only through what was released under the mechanism's filter, and that the clip covers a client's whole
+        update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
@@ -106,9 +96,9 @@ def epsilon(
     return tightest(epsilons(ledger, mechanism, by=asked, **options))
 
 
-def tightest(found: Mapping[Any, Epsilon]) -> Epsilon:
+def tightest(bounds: Mapping[Any, Epsilon]) -> Epsilon:
     """The one of the least value; the first of equal ones."""
-    return min(found.values(), key=lambda own: own.value)
+    return min(bounds.values(), key=lambda bound: bound.value)
 
 
 def epsilons(
@@ -123,45 +113,41 @@ def epsilons(
     stateful: bool = False,
 ) -> dict[Accountant, Epsilon]:
     """`epsilon` by the theorems of each accountant alone."""
-    done, clients = ledger.participants.shape
-    delta = mechanism.failure_probability(clients) if delta is None else delta
+    clients = ledger.participants.shape[1]
+    delta = default_delta(clients) if delta is None else delta
     check_fraction("delta", delta, one=False)
-    if not mechanism.communicates or not done:
-        return dict.fromkeys(by, Epsilon(0.0, np.zeros(clients), "nothing leaves the clients", None))
-    if unbounded := _unbounded(mechanism):
-        return dict.fromkeys(by, _infinite(clients, unbounded))
-    if mechanism.least_total is not None:
-        check_filter(ledger, mechanism.least_total)
-        if not one_round:
-            return {own: _filtered(mechanism.least_total, clients, own, delta) for own in by}
-    # Under a filter the sums count as the uploads that they are made of.
-    sums = observer != "upload" and mechanism.least_total is None
-    if not sums and not np.any(ledger.client_noise):  # at once, without an array of rounds and a million clients
-        infinite = np.where(np.any(ledger.participants, axis=0), math.inf, 0.0)
-        return dict.fromkeys(by, Epsilon(float(infinite.max()), infinite, "none", OPEN_UPLOADS))
-    if sums:
-        view = aggregate_view(ledger, mechanism, replaced=unit == "example", insider=observer == "client")
-        view = accountants.worst_client(view) if unit == "example" else view
-        view = view._replace(swapped=None) if stateful else view
-    else:
-        view = upload_view(ledger, mechanism)
+    view = mechanism.view(ledger, observer, replaced=unit == "example" and observer != "upload", one_round=one_round)
+    if unit == "example":
+        view = accountants.worst_client(view)
+    if stateful:
+        view = view._replace(swapped=None)
+    if accountants.trivial(view):
+        return dict.fromkeys(by, _trivial(view, clients))
     parts = list(accountants.worst_rounds(view)) if one_round else [view]
-    return {own: _worst(parts, own, delta, clients) for own in by}
+    return {accountant: _worst(parts, accountant, delta, clients) for accountant in by}
+
+
+def _trivial(view: View, clients: int) -> Epsilon:
+    """Of a view in which every client is fully seen or not at all."""
+    per_client = np.where((view.multiplier == 0).any(axis=0), math.inf, 0.0)
+    per_client = np.array(np.broadcast_to(per_client, clients))
+    value = float(per_client.max())
+    return Epsilon(value, per_client, "none", view.silent) if value else Epsilon(value, per_client, view.theorem, None)
 
 
 def _worst(parts: Sequence[View], accountant: Accountant, delta: float, clients: int) -> Epsilon:
     """The largest of an accountant's epsilons of several views, for each client."""
-    found = [accountants.bound(part, accountant, delta) for part in parts]
-    per_client = np.array(np.broadcast_to(np.maximum.reduce([own.values for own in found]), clients))
+    bounds = [accountants.bound(part, accountant, delta) for part in parts]
+    per_client = np.array(np.broadcast_to(np.maximum.reduce([part.values for part in bounds]), clients))
     value = float(per_client.max())
     if math.isinf(value):
         return Epsilon(value, per_client, "none", parts[0].silent)
-    return Epsilon(value, per_client, max(found, key=lambda own: own.values.max()).theorem, None)
+    return Epsilon(value, per_client, max(bounds, key=lambda part: part.values.max()).theorem, None)
 
 
 @checked(ledger=check_ledger, delta=probability)
 def example_epsilon(
-    ledger: Ledger, mechanism: Mechanism, *, accountant: Accountant = "pld", delta: float | None = None
+    ledger: Ledger, dp_sgd: DPSGD | None, *, accountant: Accountant = "pld", delta: float | None = None
 ) -> Epsilon:
     """Compose the local steps of the rounds in which each client took part, for the examples of that client.
 
@@ -170,23 +156,24 @@ def example_epsilon(
 
     Args:
         ledger: the rounds as they happened, or as planned; of a client's rounds the one of least noise counts for all.
-        mechanism: names the steps (`examples`); their noise is read from the ledger.
+        dp_sgd: the steps, whose noise is read from the ledger; None: there are none.
         accountant: "pld", or "rdp".
-        delta: failure probability; None: the mechanism's.
+        delta: failure probability; None: min(1e-5, 1 / (10 C)) of C clients.
 
     Guarantee: example-level, zero-out; an example has one owner. Where there are more than 64 kinds of clients, every
         client counts as having taken part as often as the most frequent one.
 
-    >>> from jaxfl.privacy.mechanism import PerExample
-    >>> run = Mechanism(examples=PerExample(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10))
-    >>> round(example_epsilon(planned_ledger(run, clients=4, rounds=10), run, accountant="pld").value, 2)
+    >>> steps = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10)
+    >>> run = planned_ledger(Mechanism(), clients=4, rounds=10, dp_sgd=steps)
+    >>> round(example_epsilon(run, steps, accountant="pld").value, 2)
     7.05
     """
-    private, clients = mechanism.examples, ledger.participants.shape[1]
-    delta = mechanism.failure_probability(clients) if delta is None else delta
+    clients = ledger.participants.shape[1]
+    delta = default_delta(clients) if delta is None else delta
     check_fraction("delta", delta, one=False)
-    if private is None:
-        return _infinite(clients, "examples are not clipped one by one")
+    if dp_sgd is None:
+        infinite = np.full(clients, math.inf)
+        return Epsilon(math.inf, infinite, "none", "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
     used = np.where(ledger.participants, ledger.example_noise, math.inf).min(axis=0, initial=math.inf)
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
@@ -200,38 +187,32 @@ def example_epsilon(
     def of_kind(z: float, count: float) -> float:
         if not z or not count:
             return math.inf if count else 0.0
-        return evaluate(math.inf, np.array([z]), private.rate, delta, int(count) * private.steps)
+        return evaluate(math.inf, np.array([z]), dp_sgd.rate, delta, int(count) * dp_sgd.steps)
 
-    own = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
-    worst = float(own.max())
+    per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
+    worst = float(per_client.max())
     if math.isinf(worst):
-        return Epsilon(worst, own, "none", "local steps add no noise")
-    theorem = f"Poisson-sampled Gaussian, rate {private.rate:g}, zero-out, {private.steps} steps per round"
-    return Epsilon(worst, own, f"{theorem}; {accountant.upper()}", None)
+        return Epsilon(worst, per_client, "none", "local steps add no noise")
+    theorem = f"Poisson-sampled Gaussian, rate {dp_sgd.rate:g}, zero-out, {dp_sgd.steps} steps per round"
+    return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
 
 
 @checked()
-def planned_ledger(mechanism: Mechanism, clients: int, rounds: int) -> Ledger:
-    """The ledger of a run not yet made, at its worst: every client takes part in every round that it can afford.
+def planned_ledger(mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSGD | None = None) -> Ledger:
+    """The ledger of a run not yet made, at its worst: every client takes part in every round that it can.
 
     Where noise follows from released numbers: with the full share of the budget for everyone.
     """
-    mechanism.check_fits(clients, rounds)
-    noise, weights = (_rows(table, rounds) for table in (mechanism.client_noise_table, mechanism.weight_table))
-    multiplier = _rows(mechanism.noise_multiplier_table, rounds)
-    variance = (noise * weights) ** 2
-    present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
-    top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
-    released = np.full(rounds, math.inf if mechanism.release is None else mechanism.release.noise)
-    examples = _rows(mechanism.example_noise_table, rounds)
-    plan = Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier, released, examples)
-    if mechanism.least_total is None:
+    plan = mechanism.planned(clients, rounds)
+    if dp_sgd is None:
         return plan
-    return plan._replace(participants=affordable(plan, mechanism.least_total))
+    dp_sgd.check_fits(clients)
+    noise = dp_sgd.noise_table
+    return plan._replace(example_noise=np.broadcast_to(noise, (rounds, len(noise))))
 
 
 @checked()
-def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float]:
+def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms()) -> Callable[[int], float]:
     """Build a function from rounds done to the aggregate RDP epsilon so far, cheap enough for a progress bar.
 
     An upper bound of what `epsilon` will say: it skips the second bound that fixed-size sampling has. To the last bit a
@@ -241,15 +222,20 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
     >>> spent(0), round(spent(100), 2)
     (0.0, 4.73)
     """
-    if not mechanism.communicates or _unbounded(mechanism):
-        return lambda done: math.inf if mechanism.communicates and done else 0.0
-    delta = mechanism.failure_probability(clients)
-    if mechanism.least_total is not None:
-        limit = _filtered(mechanism.least_total, clients, "rdp", delta).value
-        return lambda done: limit if done else 0.0
+    delta = default_delta(clients) if terms.delta is None else terms.delta
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
-    view = aggregate_view(planned_ledger(mechanism, clients, known), mechanism)
+    view = mechanism.view(mechanism.planned(clients, known), "aggregate")
+    if terms.broken is not None and mechanism.communicates:
+        return lambda done: math.inf if done else 0.0
+    if view.whole:
+
+        @functools.cache
+        def of_run(rounds: int) -> float:
+            whole = mechanism.view(mechanism.planned(clients, rounds), "aggregate")
+            return _trivial(whole, clients).value if accountants.trivial(whole) else least_epsilon(whole, "rdp", delta)
+
+        return lambda done: of_run(done if known == 1 else known) if done else 0.0
     multiplier, hidden = view.multiplier.min(axis=1), view.hidden
     multiplier[hidden] = accountants.round_down(multiplier[hidden])
 
@@ -272,6 +258,15 @@ def running_epsilon(mechanism: Mechanism, clients: int) -> Callable[[int], float
         return float(compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
 
     return spent
+
+
+def default_delta(clients: int | None) -> float:
+    """Smaller of 1e-5 and 1 / (10 C), since 1 / C allows publishing one client outright; None: up to 10,000 clients.
+
+    >>> default_delta(100), default_delta(1_000_000)
+    (1e-05, 1e-07)
+    """
+    return 1e-5 if clients is None else min(1e-5, 1 / (10 * clients))
 
 
 @checked(delta=probability, shape=check_numbers)
@@ -302,9 +297,9 @@ def calibrate(
     if shape is not None and len(shape) != rounds:
         raise ValueError(f"shape={show(shape)}: give {rounds} numbers above 0, one per round")
     scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
-    mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling, delta=delta)
-    view = aggregate_view(planned_ledger(mechanism, clients, len(scale)), mechanism)
-    delta = mechanism.failure_probability(clients)
+    mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling)
+    view = mechanism.view(mechanism.planned(clients, len(scale)), "aggregate")
+    delta = default_delta(clients) if delta is None else delta
     return _calibrate(view, epsilon, delta, accountant, rounds if shape is None else 1)
 
 
@@ -344,7 +339,7 @@ def calibrate_examples(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """Find the smallest noise multiplier of `PerExample` whose epsilon is at most `epsilon`.
+    """Find the smallest noise multiplier of `DPSGD` whose epsilon is at most `epsilon`.
 
     Args:
         epsilon: target for the whole run, of an example, zero-out.
@@ -386,29 +381,3 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
             part = math.log(aim / below) / math.log(above / below) if straight else 0.5
             noise = high * (low / high) ** min(max(part, 0.02), 0.98)
     return high
-
-
-def _filtered(least_total: float, clients: int, accountant: Accountant, delta: float) -> Epsilon:
-    """What a filter promises to every client, whatever was sent and released."""
-    view = plain_view(np.full((1, 1), least_total), "", "a filter that stops nobody")
-    value = least_epsilon(view, accountant, delta)
-    if math.isinf(value):
-        return _infinite(clients, view.silent)
-    theorem = (
-        f"fully adaptive composition by {_FILTERS[accountant]} of all that a client sends, Gaussian, replace-one, "
-        f"which bounds zero-out of the sums too; {accountant.upper()}"
-    )
-    return Epsilon(value, np.full(clients, value), theorem, None)
-
-
-def _infinite(clients: int, reason: str) -> Epsilon:
-    return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
-
-
-def _unbounded(mechanism: Mechanism) -> str | None:
-    """Why no noise could help."""
-    return mechanism.broken or ("updates are not clipped" if math.isinf(mechanism.clip) else None)
-
-
-def _rows(table: Any, rounds: int) -> np.ndarray:
-    return np.broadcast_to(table, (rounds, *table.shape[1:]))

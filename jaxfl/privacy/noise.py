@@ -17,6 +17,9 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxfl.types import Tree
 
+SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE = range(5)
+"""Purposes of randomness: keys are derived by round, then purpose, then client, so that nothing else decides them."""
+
 STEPS = 2**15
 """Std of the noise on a grid, in steps."""
 _TAIL = 10.6

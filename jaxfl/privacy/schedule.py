@@ -16,8 +16,9 @@ from jaxtyping import Float
 
 from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
 from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import calibrate
-from jaxfl.privacy.mechanism import ROUNDING, Sampling, default_delta
+from jaxfl.privacy.accounting import calibrate, default_delta
+from jaxfl.privacy.observers import ROUNDING
+from jaxfl.privacy.sampling import Sampling
 
 
 @checked()
@@ -32,7 +33,7 @@ def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
 
 @checked(beta=at_least_0)
 def round_budgets(
-    epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "capped", "printed"] = "exact"
+    epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "printed"] = "exact"
 ) -> Float[np.ndarray, "T"]:
     r"""Budgets that grow with the rounds, from what the earlier ones have left over.
 
@@ -46,7 +47,7 @@ def round_budgets(
         rounds: T.
         beta: how much less than an even share early rounds get; 0: even shares.
         form: "exact" as above; "printed": times t, as in (11), which breaks the cap (9) and in the end asks for T times
-            what is left; "capped": the smaller of the printed one and the cap.
+            what is left.
 
     Deviations from the paper: the factor t of (11) is left out. The budgets then add up to epsilon exactly, because the
         last round takes what is left (:math:`\alpha_T = 0`).
@@ -58,8 +59,7 @@ def round_budgets(
     for t in range(1, rounds + 1):
         cap = left / (rounds - t + 1)
         exact = math.exp(-beta * (1 - (t / rounds) ** 2)) * cap
-        budget = exact if form == "exact" else exact * t
-        budgets.append(min(budget, cap) if form == "capped" else budget)
+        budgets.append(exact if form == "exact" else exact * t)
         left -= budgets[-1]
     return np.array(budgets)
 
@@ -98,7 +98,7 @@ def round_noise(
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         accountant: "pld", or "rdp", which asks for more noise.
 
-    >>> from jaxfl.privacy.mechanism import Full
+    >>> from jaxfl.privacy import Full
     >>> noise = round_noise(fixed_budgets(1.0, 100), 1.0, clients=9, sampling=Full())
     >>> round(noise[0], 1), round(noise[99], 1)
     (37.3, 37.3)
@@ -115,7 +115,7 @@ class ClientNoise(NamedTuple):
     noise: tuple[float, ...]
     """By round, std over the clip bound, for a client with the whole budget of the round."""
     least_total: float
-    """See `jaxfl.privacy.mechanism.Mechanism`."""
+    """See `jaxfl.privacy.PrivacyFilter`."""
     release_noise: float
     """Std over the range of the number; 0 where none is released."""
 

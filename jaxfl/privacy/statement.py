@@ -8,9 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxfl._validate import checked, show
-from jaxfl.privacy.accounting import Accountant, Epsilon, Observer, check_ledger, epsilons, example_epsilon, tightest
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, Poisson, Sampling, default_delta
-from jaxfl.types import Ledger
+from jaxfl.privacy.accountants import Accountant
+from jaxfl.privacy.accounting import BOTH, Epsilon, check_ledger, default_delta, epsilons, example_epsilon, tightest
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.observers import Observer
+from jaxfl.types import Ledger, Terms
 
 Randomness = Literal["seed", "secret"]
 
@@ -18,12 +21,12 @@ _WIDTH = 100
 
 _OBSERVERS: dict[Observer, tuple[str, str]] = {
     "aggregate": (
-        "noisy sums and broadcasts only; not who took part",
-        "zero-out: the client's clipped update is replaced by zero, the number of clients is public",
+        "noisy sums and broadcasts (participation hidden)",
+        "zero-out: the client's clipped update is replaced by zero; the number of clients is public",
     ),
     "upload": (
-        "every upload, and who took part: sampling amplifies nothing",
-        "replace-one: the client's data are replaced by any other, it still uploads",
+        "every upload and every cohort (no amplification)",
+        "replace-one: the client's data are replaced by any other data; it still uploads",
     ),
 }
 
@@ -64,6 +67,8 @@ def privacy_statement(
     mechanism: Mechanism,
     clients: int,
     *,
+    terms: Terms = Terms(),
+    dp_sgd: DPSGD | None = None,
     randomness: Randomness = "seed",
     paired: bool = False,
     stateful: bool = False,
@@ -77,6 +82,8 @@ def privacy_statement(
         ledger: the rounds as they happened, or as planned.
         mechanism: what the engine ran.
         clients: number of clients.
+        terms: delta, the paper's claim, and why no epsilon exists where none does.
+        dp_sgd: the private local steps; None: there are none.
         randomness: where the noise comes from: a seed that may be known, or fresh secret bits of the system.
         paired: the run is a point of a sweep whose points share their noise.
         stateful: clients keep a state from one round to the next, see `epsilon`.
@@ -94,29 +101,31 @@ def privacy_statement(
     if ledger.participants.shape[1] != clients:
         raise ValueError(f"clients={clients!r}: give the {ledger.participants.shape[1]} clients that the ledger has")
     claim = None
-    if mechanism.claim is not None:
-        claim = {"epsilon": _number(mechanism.claim[0]), "rule": mechanism.claim[1], "status": "claimed, not verified"}
+    if terms.claim is not None:
+        claim = {"epsilon": _number(terms.claim[0]), "rule": terms.claim[1], "status": "claimed, not verified"}
+    delta = default_delta(clients) if terms.delta is None else terms.delta
+    noisy = mechanism.noisy or dp_sgd is not None
     return {
         "unit": "client: all of one client's data, over the whole run",
-        "delta": mechanism.failure_probability(clients),
+        "delta": delta,
         "clients": clients,
         "rounds": len(ledger.participants),
-        "sampling": _sampling(mechanism.sampling),
+        "mechanism": type(mechanism).__name__,
+        "sampling": mechanism.sampling.describe(),
         "denominator": mechanism.denominator,
         "communicates": mechanism.communicates,
         "clip": _number(float(mechanism.clip)),
         "noise_multiplier": _range(ledger.noise_multiplier),
         "client_noise": _range(ledger.client_noise),
-        "release_noise": _range(ledger.release_noise),
-        "least_total": mechanism.least_total,
+        "details": mechanism.describe(ledger),
         "randomness": randomness,
         "paired": paired,
-        "honest": _honest(ledger, mechanism, stateful),
-        "examples": None if mechanism.examples is None else _examples(ledger, mechanism),
+        "honest": _honest(ledger, mechanism, terms.broken, delta, stateful),
+        "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, delta),
         "claim": claim,
-        "warnings": _warnings(mechanism, clients, randomness, paired),
+        "warnings": _warnings(delta, clients, mechanism.communicates, noisy and randomness == "seed", paired),
         "assumed": _assumed(mechanism, randomness, stateful),
-        "not_covered": [*_NOT_COVERED, _PRECISION[getattr(mechanism, "noise", "float")]],
+        "not_covered": [*_NOT_COVERED, _PRECISION[mechanism.noise]],
     }
 
 
@@ -131,19 +140,19 @@ def format_statement(statement: dict[str, Any]) -> str:
     """Say the statement in lines of at most 100 characters.
 
     >>> from jaxfl.privacy.accounting import planned_ledger
-    >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0, claim=(1.0, "one round's epsilon"))
-    >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4)
+    >>> mechanism, terms = Mechanism(clip=1.0, noise_multiplier=10.0), Terms(claim=(1.0, "one round's epsilon"))
+    >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4, terms=terms)
     >>> print(format_statement(statement))  # doctest: +ELLIPSIS
     Privacy of one client (all of its data, 4 clients), delta 1e-05
       mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, denominator expected, 100
         rounds
-      honest, against who sees noisy sums and broadcasts only; not who took part:
+      guarantee against an observer of noisy sums and broadcasts (participation hidden):
         epsilon 4.377 in total, 0.3407 for one round alone
         by: Gaussian, zero-out; PLD
-        beside it: 4.73 and 0.3753 (Gaussian, zero-out; RDP)
-        zero-out: the client's clipped update is replaced by zero, the number of clients is public
-        of one example replaced: 9.997 (Gaussian, replace-one; PLD)
-      honest, against who sees every upload, and who took part: sampling amplifies nothing:
+        also: 4.73 and 0.3753 (Gaussian, zero-out; RDP)
+        zero-out: the client's clipped update is replaced by zero; the number of clients is public
+        with one example replaced: 9.997 (Gaussian, replace-one; PLD)
+      guarantee against an observer of every upload and every cohort (no amplification):
         no finite epsilon: the server sees uploads without noise
       claimed, not verified: epsilon 1 (one round's epsilon)
       warning: noise from a known seed: ...
@@ -157,15 +166,14 @@ def format_statement(statement: dict[str, Any]) -> str:
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
         f"denominator {statement['denominator']}, {statement['rounds']} rounds",
     ]
-    if statement["least_total"] is not None:
-        lines.append(
-            f"  filter: all that a client sends adds up to a multiplier of at least {_show(statement['least_total'])}; "
-            f"released numbers have noise {_span(statement['release_noise'])} of their range"
-        )
+    lines += [f"  {detail}" for detail in statement["details"]]
     for seen in statement["honest"].values():
-        lines += [f"  honest, against who sees {seen['sees']}:", *_observer_lines(seen)]
-    if own := statement["examples"]:
-        lines += [f"  of one example, against who sees {own['sees']}:", *_observer_lines(own)]
+        lines += [f"  guarantee against an observer of {seen['sees']}:", *_observer_lines(seen)]
+    if examples := statement["examples"]:
+        lines += [
+            f"  guarantee for one example, against an observer of {examples['sees']}:",
+            *_observer_lines(examples),
+        ]
     if claim := statement["claim"]:
         lines.append(f"  {claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
     lines += [f"  warning: {warning}" for warning in statement["warnings"]]
@@ -180,40 +188,46 @@ def _wrap(line: str) -> str:
     return textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _honest(ledger: Ledger, mechanism: Mechanism, stateful: bool) -> dict[Observer, dict[str, Any]]:
+def _honest(
+    ledger: Ledger, mechanism: Mechanism, broken: str | None, delta: float, stateful: bool
+) -> dict[Observer, dict[str, Any]]:
     """What each observer can be promised, of a client and of one example, over all rounds and in the worst alone."""
-    found: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
+
+    def account(**options: Any) -> Mapping[Accountant, Epsilon]:
+        if broken is None:
+            return epsilons(ledger, mechanism, delta=delta, stateful=stateful, **options)
+        infinite = np.full(ledger.participants.shape[1], math.inf)
+        return dict.fromkeys(BOTH, Epsilon(math.inf, infinite, "none", broken))
+
+    bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
     for observer in _OBSERVERS:
-        options: dict[str, Any] = {"observer": observer, "stateful": stateful}
-        total = epsilons(ledger, mechanism, **options)
-        alone = epsilons(ledger, mechanism, one_round=True, **options)
-        example = total  # of an upload they are one
-        if observer == "aggregate":
-            example = epsilons(ledger, mechanism, unit="example", **options)
-        found[observer] = {"total": total, "one_round": alone, "example": example}
-    result = {observer: _observer(observer, found) for observer in found}
-    if np.any(ledger.client_noise) and mechanism.least_total is None and ledger.participants.shape[1] > 1:
-        against = tightest(epsilons(ledger, mechanism, observer="client", stateful=stateful))
-        result["aggregate"]["against_client"] = _headline(against)
+        total = account(observer=observer)
+        # Of an upload, a client and an example are one.
+        example = account(observer=observer, unit="example") if observer == "aggregate" else total
+        bounds[observer] = {"total": total, "one_round": account(observer=observer, one_round=True), "example": example}
+    result = {observer: _observer(observer, bounds) for observer in bounds}
+    several = ledger.participants.shape[1] > 1
+    if np.any(ledger.client_noise) and several and not mechanism.view(ledger, "client").whole:
+        result["aggregate"]["against_client"] = _headline(tightest(account(observer="client")))
     return result
 
 
-def _observer(observer: Observer, found: Mapping[Observer, Mapping[str, Mapping[Accountant, Epsilon]]]) -> dict:
+def _observer(observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping[Accountant, Epsilon]]]) -> dict:
     """One observer's entry: the smallest valid bounds, then each accountant's own.
 
     Whatever is promised of uploads holds for the sums that follow from them, and replace-one bounds zero-out.
     """
     sees, adjacency = _OBSERVERS[observer]
-    least = {key: tightest(own) for key, own in found[observer].items()}
-    for key, own in found["upload"].items():
-        if (uploads := tightest(own)).value < least[key].value:
+    least = {key: tightest(both) for key, both in bounds[observer].items()}
+    for key, both in bounds["upload"].items():
+        if (uploads := tightest(both)).value < least[key].value:
             least[key] = uploads._replace(theorem=f"of the uploads, which bounds that of sums: {uploads.theorem}")
     result = {"sees": sees, "adjacency": adjacency} | _headline(least["total"])
     result |= {"one_round": _number(least["one_round"].value), "example": _headline(least["example"])}
     for accountant in ("rdp", "pld"):
-        own = {key: found[observer][key][accountant] for key in least}
-        parts = {key: _number(own[key].value) for key in ("one_round", "example")}
-        result[accountant] = parts | _entry(own["total"])
+        alone = {key: bounds[observer][key][accountant] for key in least}
+        parts = {key: _number(alone[key].value) for key in ("one_round", "example")}
+        result[accountant] = parts | _entry(alone["total"])
     return result
 
 
@@ -221,33 +235,31 @@ def _headline(least: Epsilon) -> dict[str, Any]:
     return {"epsilon": _number(least.value), "by": least.theorem, "reason": least.reason}
 
 
-def _examples(ledger: Ledger, mechanism: Mechanism) -> dict[str, Any]:
-    private = mechanism.examples
-    assert private is not None
+def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float) -> dict[str, Any]:
     result: dict[str, Any] = {
         "unit": "example: one of a client's, over the whole run",
-        "sees": "every upload and who took part, or sums and broadcasts alone",
-        "adjacency": "zero-out: the example's clipped gradient is replaced by zero, numbers of examples are public",
-        "clip": float(private.clip),
-        "noise_multiplier": _range(private.noise_multiplier),
-        "rate": float(private.rate),
-        "steps": private.steps,
+        "sees": "every upload and every cohort, or of sums and broadcasts alone",
+        "adjacency": "zero-out: the example's clipped gradient is replaced by zero; numbers of examples are public",
+        "clip": float(dp_sgd.clip),
+        "noise_multiplier": _range(dp_sgd.noise_multiplier),
+        "rate": float(dp_sgd.rate),
+        "steps": dp_sgd.steps,
     }
-    own: dict[Accountant, Epsilon] = {
-        accountant: example_epsilon(ledger, mechanism, accountant=accountant) for accountant in ("pld", "rdp")
+    bounds: dict[Accountant, Epsilon] = {
+        accountant: example_epsilon(ledger, dp_sgd, accountant=accountant, delta=delta) for accountant in ("pld", "rdp")
     }
-    return result | _headline(tightest(own)) | {accountant: _entry(found) for accountant, found in own.items()}
+    return result | _headline(tightest(bounds)) | {accountant: _entry(bound) for accountant, bound in bounds.items()}
 
 
 def _entry(total: Epsilon) -> dict[str, Any]:
     entry: dict[str, Any] = {"total": _number(total.value), "theorem": total.theorem, "reason": total.reason}
-    own = total.per_client
-    if own.min() < own.max():
+    values = total.per_client
+    if values.min() < values.max():
         entry["per_client"] = {
-            "min": _number(own.min()),
-            "median": _median(own),
-            "max": _number(own.max()),
-            "values": [_number(value) for value in own],
+            "min": _number(values.min()),
+            "median": _median(values),
+            "max": _number(values.max()),
+            "values": [_number(value) for value in values],
         }
     return entry
 
@@ -258,53 +270,44 @@ def _observer_lines(seen: dict[str, Any]) -> list[str]:
     alone = f", {_show(seen['one_round'])} for one round alone" if "one_round" in seen else ""
     lines = [f"    epsilon {_show(seen['epsilon'])} in total{alone}", f"    by: {seen['by']}"]
     for accountant in ("rdp", "pld"):
-        own = seen[accountant]
-        if own["theorem"] != seen["by"]:
-            alone = f" and {_show(own['one_round'])}" if "one_round" in own else ""
-            lines.append(f"    beside it: {_show(own['total'])}{alone} ({own['theorem']})")
+        bound = seen[accountant]
+        if bound["theorem"] != seen["by"]:
+            alone = f" and {_show(bound['one_round'])}" if "one_round" in bound else ""
+            lines.append(f"    also: {_show(bound['total'])}{alone} ({bound['theorem']})")
     lines.append(f"    {seen['adjacency']}")
     if other := seen.get("against_client"):
         lines.append(f"    against another client, who knows its own noise: {_show(other['epsilon'])} ({other['by']})")
     if example := seen.get("example"):
-        lines.append(f"    of one example replaced: {_show(example['epsilon'])} ({example['by']})")
+        lines.append(f"    with one example replaced: {_show(example['epsilon'])} ({example['by']})")
     return [*lines, *_spread(seen["pld"], "PLD")]
 
 
 def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
-    own = entry.get("per_client")
-    return [f"    by client: {_span(own)}, median {_show(own['median'])} ({accountant})"] if own else []
+    values = entry.get("per_client")
+    return [f"    by client: {_span(values)}, median {_show(values['median'])} ({accountant})"] if values else []
 
 
-def _warnings(mechanism: Mechanism, clients: int, randomness: Randomness, paired: bool) -> list[str]:
-    found, delta = [], mechanism.failure_probability(clients)
-    if mechanism.communicates and delta >= 1 / clients:
-        found.append(
+def _warnings(delta: float, clients: int, communicates: bool, seeded: bool, paired: bool) -> list[str]:
+    warnings = []
+    if communicates and delta >= 1 / clients:
+        warnings.append(
             f"delta {delta:g} is at least 1/clients: it allows publishing one client outright, "
             f"so this epsilon promises nothing; quote one at delta {default_delta(clients):g}"
         )
-    if randomness == "seed" and (mechanism.noisy or mechanism.examples is not None):
-        found.append(_SEED)
-    return [*found, _PAIRED] if paired else found
+    if seeded:
+        warnings.append(_SEED)
+    return [*warnings, _PAIRED] if paired else warnings
 
 
 def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> list[str]:
     """What the numbers rest on, besides the theorems."""
-    found = []
+    assumed = []
     if mechanism.clients_noisy:
-        found.append("clients are honest, add the noise that they should, and pool nothing")
+        assumed.append("clients are honest, add the noise that they should, and pool nothing")
     if mechanism.weights is not None:
-        found.append("weights are public: where they are numbers of examples, these are published")
-    if isinstance(mechanism.sampling, FixedSize) and not stateful:
-        found.append("clients keep no state from one round to the next, where sampling without replacement amplifies")
-    return [*found, _SECRET] if randomness == "secret" else found
-
-
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    if isinstance(sampling, Poisson):
-        return {"kind": "poisson", "rate": float(sampling.rate)}
-    if isinstance(sampling, FixedSize):
-        return {"kind": "fixed size", "size": sampling.size}
-    return {"kind": "full"}
+        assumed.append("weights are public: where they are numbers of examples, these are published")
+    assumed += mechanism.sampling.assumed(stateful)
+    return [*assumed, _SECRET] if randomness == "secret" else assumed
 
 
 def _number(value: float) -> float | str:

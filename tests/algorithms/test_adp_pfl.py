@@ -9,15 +9,18 @@ import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
-from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_lg, fedavg, local_only
-from jaxfl.engine import compile_rounds, initialize, place
+from jaxfl import simulate
+from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_fedavg, dp_lg, fedavg, local_only
+from jaxfl.algorithms.adp_pfl import fisher_percentile, fisher_threshold, largest, random_share
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.fisher import client_fisher
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy import FixedSize, Full, Mechanism, Poisson
 from jaxfl.privacy.schedule import ClientNoise, client_noise, client_shares, fixed_budgets
-from jaxfl.simulation import simulate
 
 KEY = jax.random.key(5)
-LOCAL: dict[str, Any] = {"optimizer": optax.sgd(0.2, momentum=0.5), "batch_size": 4, "epochs": 2}
+LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.2, momentum=0.5), 4, 2)}
 PRIVATE: dict[str, Any] = {"clip": CLIP, "sampling": Poisson(0.6), **LOCAL}
 
 
@@ -29,18 +32,13 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a.server.params, b.server.params)
 
 
-def account_of(result):
-    """Of the real clients: there may be empty ones that fill up the devices."""
-    return jax.tree.map(lambda leaf: np.array(leaf[: len(SIZES)]), result.states.account)
-
-
 def by_size(key, model, params, data):
     """A risk that a test can follow."""
     return 1.0 + data.size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everything", [{"mask": None}, {"threshold": -1.0}])
+@pytest.mark.parametrize("everything", [{"mask": None}, {"mask": fisher_threshold(-1.0)}])
 def test_without_masks_and_client_budgets_it_is_dp_fedavg_bit_for_bit(everything):
     expected = run(dp_fedavg(MODEL, noise_multiplier=1.0, **PRIVATE))
     found = run(adp_pfl(MODEL, noise=1.0, **everything, **PRIVATE))
@@ -56,43 +54,44 @@ def test_without_noise_it_is_fedavg_with_clipping():
 
 @pytest.mark.slow
 def test_weights_are_averaged_as_fedavg_does():
-    options: dict[str, Any] = {"fidelity": "paper", "upload": "weights", "mask": None, "clip": 1e6, "noise": 0.0}
+    options: dict[str, Any] = {"upload": "weights", "mask": None, "clip": 1e6, "noise": 0.0}
     expected = run(fedavg(MODEL, mechanism=Mechanism(sampling=FixedSize(5), denominator="participants"), **LOCAL))
-    found = run(adp_pfl(MODEL, sampling=FixedSize(5), **options, **LOCAL))
+    found = run(adp_pfl_paper(MODEL, sampling=FixedSize(5), **options, **LOCAL))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.server.params, expected.server.params
     )
     # A round without participants keeps the model.
-    nobody = run(adp_pfl(MODEL, sampling=Poisson(1e-9), **options, **LOCAL))
+    nobody = run(adp_pfl_paper(MODEL, sampling=Poisson(1e-9), **options, **LOCAL))
     assert all(leaf.any() for leaf in jax.tree.leaves(nobody.server.params))
 
 
-@pytest.mark.parametrize("mask", ["fisher", "random"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [fisher_percentile(99.0), random_share(99.0)])
 def test_a_mask_does_not_hide_that_weights_are_lost(mask):
     def breaks_one(updates, state, params=None):
         return jax.tree.map(lambda leaf: jnp.zeros_like(leaf).at[..., -1].set(jnp.nan), updates), state
 
     optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), breaks_one)
-    algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, percentile=99.0, **PRIVATE | {"optimizer": optimizer})
+    algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, **PRIVATE | {"local": LocalSGD(optimizer, 4, 2)})
     server, _ = algorithm.init(KEY, len(SIZES))
     message, _, _ = algorithm.client_update(KEY, server, (), client_data())
     assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(message.update))
 
 
-@pytest.mark.parametrize("mask", ["fisher", "top_k", "random"])
+@pytest.mark.parametrize("mask", [fisher_percentile(80.0), largest(80.0), random_share(80.0)])
 def test_a_client_sends_what_is_above_the_percentile(mask):
-    algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, percentile=80.0, **PRIVATE)
+    algorithm = adp_pfl(MODEL, noise=1.0, mask=mask, **PRIVATE)
     server, _ = algorithm.init(KEY, len(SIZES))
     message, _, info = algorithm.client_update(KEY, server, (), client_data())
     size = sum(leaf.size for leaf in jax.tree.leaves(server.params))
     kept = size - 1 - int(0.8 * (size - 1))
     assert info["kept"] == pytest.approx(kept / size)
     assert 0 < sum(int((leaf != 0).sum()) for leaf in jax.tree.leaves(message.update)) <= kept
-    assert message.mask is None  # noise on all coordinates
+    assert message.extra is None  # noise on all coordinates
 
 
 def test_a_threshold_is_of_the_trained_models_scaled_fisher_information():
-    algorithm = adp_pfl(MODEL, noise=1.0, threshold=0.05, **PRIVATE)
+    algorithm = adp_pfl(MODEL, noise=1.0, mask=fisher_threshold(0.05), **PRIVATE)
     server, _ = algorithm.init(KEY, len(SIZES))
     message, _, _ = algorithm.client_update(KEY, server, (), client_data())
     whole, _, _ = adp_pfl(MODEL, noise=1.0, mask=None, **PRIVATE).client_update(KEY, server, (), client_data())
@@ -107,7 +106,7 @@ def test_a_threshold_is_of_the_trained_models_scaled_fisher_information():
 @pytest.mark.slow
 def test_public_risks_scale_each_clients_noise():
     risks = np.arange(1.0, 1.0 + len(SIZES))
-    paper = adp_pfl(MODEL, noise=(2.0, 1.0), fidelity="paper", risks=risks, **PRIVATE)
+    paper = adp_pfl_paper(MODEL, noise=(2.0, 1.0), risks=risks, **PRIVATE)
     plan = ClientNoise((2.0, 1.0), 0.1, 0.0)
     for algorithm in (paper, adp_pfl(MODEL, noise=plan, risks=risks, **PRIVATE)):
         result = run(algorithm, rounds=2)
@@ -116,24 +115,25 @@ def test_public_risks_scale_each_clients_noise():
 
 
 def test_published_client_budgets_follow_private_risks_and_have_no_epsilon():
-    result = run(adp_pfl(MODEL, noise=2.0, fidelity="paper", risks="private", risk_fn=by_size, claim=3.0, **PRIVATE))
+    result = run(adp_pfl_paper(MODEL, noise=2.0, risks="private", risk_fn=by_size, claim=3.0, **PRIVATE))
     took, noise = result.ledger.participants, result.ledger.client_noise
     np.testing.assert_array_equal(noise[0], 2.0)
     known = np.where(took[0], 1.0 + np.array(SIZES), 0.0)
     np.testing.assert_allclose(noise[1], 2.0 / client_shares(jnp.asarray(known)), rtol=1e-6)
     assert np.unique(noise[1]).size > 2
-    np.testing.assert_array_equal(account_of(result).released, np.where(took.any(0), 1.0 + np.array(SIZES), 0.0))
+    np.testing.assert_array_equal(result.memory.released, np.where(took.any(0), 1.0 + np.array(SIZES), 0.0))
     for seen in result.statement["honest"].values():
         assert seen["rdp"]["total"] == "inf"
         assert "exact function of its private data" in seen["rdp"]["reason"]
     assert result.statement["claim"]["epsilon"] == 3.0
 
 
+@pytest.mark.slow
 def test_sound_client_budgets_follow_released_risks_and_keep_the_epsilon():
     plan = client_noise(fixed_budgets(1.0, 12), 4.0, participation=0.4, release_share=0.8, accountant="rdp")
     algorithm = adp_pfl(MODEL, noise=plan, risks="private", risk_bounds=(0.5, 4.0), risk_fn=by_size, **PRIVATE)
     result = run(algorithm, rounds=12)
-    account, ledger = account_of(result), result.ledger
+    account, ledger = result.memory, result.ledger
     released = account.released
     assert np.all((released == 0) | ((released >= 0.5) & (released <= 4.0)))
     assert np.any((released > 0.5) & (released < 4.0))  # noise, and not only the bounds
@@ -150,6 +150,7 @@ def test_sound_client_budgets_follow_released_risks_and_keep_the_epsilon():
         assert "Rényi filter" in seen["rdp"]["theorem"]
 
 
+@pytest.mark.slow
 def test_the_filter_stops_clients_in_the_engine():
     """Planned for 3 of 8 rounds, and all would take part in each."""
     plan = client_noise(fixed_budgets(1.0, 8), 4.0, participation=3 / 8, accountant="pld")
@@ -170,7 +171,7 @@ def test_adaptive_rounds_compile_once():
     noise = ClientNoise((1.0,), 0.1, 2.0)
     algorithm = adp_pfl(MODEL, noise=noise, risks="private", risk_bounds=(1.0, 9.0), risk_fn=counted, **PRIVATE)
     population = place(small_clients())
-    server, states = initialize(KEY, algorithm, population)
+    server, states = initialize(KEY, KEY, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=1, segment=4)
     server, states, _ = step(KEY, 0, 2, server, states)
     first = traces
@@ -183,9 +184,10 @@ def test_a_dropped_update_releases_the_least_risk():
     noise = ClientNoise((1.0,), 1e-7, 1e-6)
     options: dict[str, Any] = {"risks": "private", "risk_bounds": (1.0, 9.0), **PRIVATE | {"sampling": Full()}}
     algorithm = adp_pfl(MODEL, noise=noise, risk_fn=lambda *_: jnp.float32(jnp.nan), **options)
-    np.testing.assert_allclose(account_of(run(algorithm, rounds=1)).released, 1.0, atol=1e-4)
+    np.testing.assert_allclose(run(algorithm, rounds=1).memory.released, 1.0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_dp_lg_shares_the_head_and_nothing_else():
     result = run(dp_lg(MODEL, noise_multiplier=1.0, **PRIVATE))
     assert set(result.server.params) == {"head"}
@@ -213,10 +215,7 @@ def test_dp_lg_of_one_client_without_noise_trains_alone():
             {"risks": "private", "noise": ClientNoise((1.0,), 1.0, 0.0), "risk_bounds": (1.0, 2.0)},
             "needs noise on them",
         ),
-        ({"risk_bounds": (1.0, 2.0), "fidelity": "paper"}, "the paper filters and releases nothing"),
-        ({"percentile": 100.0}, "percentile=100.0"),
-        ({"mask": "top_k", "threshold": 0.1}, "threshold=0.1 with mask='top_k'"),
-        ({"upload": "weights"}, "upload='weights' with fidelity='sound'"),
+        ({"risk_bounds": (1.0, 2.0)}, "risks=None: give .least, greatest. of private ones"),
     ],
 )
 def test_wrong_arguments(options, message):
@@ -224,7 +223,7 @@ def test_wrong_arguments(options, message):
         adp_pfl(MODEL, **{"noise": 1.0} | options | PRIVATE)
 
 
-def test_an_account_is_needed():
-    filtered = Mechanism(clip=CLIP, client_noise=1.0, least_total=1.0)
-    with pytest.raises(ValueError, match="without a field `account`"):
-        run(fedavg(MODEL, mechanism=filtered), rounds=1)
+@pytest.mark.parametrize("build", [fisher_percentile, largest, random_share])
+def test_the_hundredth_percentile_keeps_nothing(build):
+    with pytest.raises(ValueError, match=r"percentile=100\.0"):
+        build(100.0)

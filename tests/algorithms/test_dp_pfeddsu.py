@@ -9,14 +9,18 @@ import optax
 import pytest
 from algorithms_table import CLIP, SIZES, client_data, small_clients
 
-from jaxfl.algorithms import centaur, dp_pfeddsu, fedrep
+from jaxfl import simulate
+from jaxfl.algorithms import centaur, dp_pfeddsu, dp_pfeddsu_paper, fedrep
+from jaxfl.local.train import LocalSGD
 from jaxfl.models import mlp
-from jaxfl.privacy.mechanism import Full, Mechanism
-from jaxfl.simulation import simulate
+from jaxfl.privacy import Full, Mechanism
 
 KEY = jax.random.key(3)
 MODEL = mlp((8, 8, 1), 10, hidden=(12, 11))
-LOCAL: dict[str, Any] = {"optimizer": optax.sgd(0.2, momentum=0.9), "batch_size": 4, "epochs": 2, "head_epochs": 2}
+LOCAL: dict[str, Any] = {
+    "local": LocalSGD(optax.sgd(0.2, momentum=0.9), 4, 2),
+    "head": LocalSGD(optax.sgd(0.01, momentum=0.9), 4, 2),
+}
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Full()}
 
 
@@ -39,22 +43,19 @@ def assert_same(a, b):
 @pytest.mark.parametrize("options", [{"density": 1.0}, {"sparse_layers": 0}])
 def test_dense_without_penalty_is_centaur_bit_for_bit(options):
     expected = run(centaur(MODEL, **PRIVATE, **LOCAL))
-    found = run(dp_pfeddsu(MODEL, weight=0.0, **options, **PRIVATE, **LOCAL))
+    found = run(dp_pfeddsu(MODEL, penalty_weight=0.0, **options, **PRIVATE, **LOCAL))
     assert_same(found.server.params, expected.server.params)
     assert_same(found.states, expected.states)
 
 
 @pytest.mark.slow
 def test_dense_without_penalty_noise_and_clip_is_fedrep():
-    expected = run(fedrep(MODEL, mechanism=Mechanism(denominator="participants"), head_optimizer=HEAD, **LOCAL))
-    free: dict[str, Any] = {"clip": float("inf"), "noise_multiplier": 0.0, "sampling": Full(), "head_optimizer": HEAD}
-    found = run(dp_pfeddsu(MODEL, weight=0.0, density=1.0, **free, **LOCAL))
+    expected = run(fedrep(MODEL, mechanism=Mechanism(denominator="participants"), **LOCAL))
+    free: dict[str, Any] = {"clip": float("inf"), "noise_multiplier": 0.0, "sampling": Full()}
+    found = run(dp_pfeddsu(MODEL, penalty_weight=0.0, density=1.0, **free, **LOCAL))
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.server.params, expected.server.params
     )
-
-
-HEAD = optax.sgd(0.1)
 
 
 @pytest.mark.slow
@@ -65,6 +66,7 @@ def test_random_masks_change_from_round_to_round():
     assert (masks[0] != masks[1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["broadcast", pytest.param("public_random", marks=pytest.mark.slow)])
 def test_off_the_public_mask_nothing_moves(source):
     algorithm = dp_pfeddsu(MODEL, mask_source=source, density=0.1, sparse_layers=1, **PRIVATE, **LOCAL)
@@ -82,25 +84,23 @@ def test_public_masks_are_the_same_for_all_clients_and_updates_live_on_them():
     algorithm = dp_pfeddsu(MODEL, density=0.1, **PRIVATE, **LOCAL)
     for index in (0, 4):
         server, message = update_of(algorithm, index)
-        assert message.mask is None
+        assert message.extra is None
         off = jax.tree.map(lambda m, u: np.asarray(u)[~np.asarray(m)], server.support, message.update)
         assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(off))
         assert optax.tree.norm(message.update) > 0
 
 
 def test_private_masks_differ_between_clients_and_carry_the_noise():
-    algorithm = dp_pfeddsu(MODEL, fidelity="paper", clients=len(SIZES), density=0.1, **PRIVATE, **LOCAL)
+    algorithm = dp_pfeddsu_paper(MODEL, clients=len(SIZES), density=0.1, **PRIVATE, **LOCAL)
     (_, one), (_, other) = (update_of(algorithm, index) for index in (0, 4))
-    assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (one.mask, other.mask)), strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(*map(jax.tree.leaves, (one.extra, other.extra)), strict=True))
     for message in (one, other):
-        assert_same(jax.tree.map(lambda u, m: jnp.where(m, u, 0), message.update, message.mask), message.update)
+        assert_same(jax.tree.map(lambda u, m: jnp.where(m, u, 0), message.update, message.extra), message.update)
 
 
 @pytest.mark.slow
 def test_the_statement_of_private_masks_is_infinite_and_says_why():
-    found = run(
-        dp_pfeddsu(MODEL, fidelity="paper", clients=len(SIZES), claim=1.0, density=0.1, **PRIVATE, **LOCAL)
-    ).statement
+    found = run(dp_pfeddsu_paper(MODEL, clients=len(SIZES), claim=1.0, density=0.1, **PRIVATE, **LOCAL)).statement
     for observer in ("aggregate", "upload"):
         assert found["honest"][observer]["rdp"]["total"] == "inf"
         assert "private weights" in found["honest"][observer]["rdp"]["reason"]
@@ -114,9 +114,10 @@ def test_the_sound_statement_is_finite(options):
     assert found["honest"]["aggregate"]["rdp"]["total"] != "inf"
 
 
+@pytest.mark.slow
 def test_sound_private_masks_have_noise_everywhere():
     algorithm = dp_pfeddsu(
-        MODEL, density=0.1, mask_source="local_step", **PRIVATE, **LOCAL | {"optimizer": optax.sgd(0.0)}
+        MODEL, density=0.1, mask_source="local_step", **PRIVATE, **LOCAL | {"local": LocalSGD(optax.sgd(0.0), 4)}
     )
     before, _ = algorithm.init(jax.random.split(KEY, 3)[0], len(SIZES))
     after = run(algorithm, rounds=1).server
@@ -137,9 +138,6 @@ def test_the_first_forward_pass_is_on_masked_weights():
     params = algorithm.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), client_data())
     kept = jax.tree.map(lambda m, p: jnp.where(m, p, 0), server.mask, server.params)
     assert_same({name: params[name] for name in server.params}, kept)
-    dense = dp_pfeddsu(MODEL, density=0.1, outside="dense", **PRIVATE, **LOCAL)
-    params = dense.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), client_data())
-    assert_same({name: params[name] for name in server.params}, server.params)
 
 
 def test_wrong_arguments_name_themselves():
@@ -148,8 +146,7 @@ def test_wrong_arguments_name_themselves():
         "density": {"density": 0.0},
         "backward_density": {"density": 0.5, "backward_density": 0.1},
         "sparse_layers": {"sparse_layers": -1},
-        "weight": {"weight": -1.0},
-        "clients": {"fidelity": "paper"},
+        "penalty_weight": {"penalty_weight": -1.0},
         "clip": {"clip": float("inf")},
     }
     for name, wrong in wrongs.items():

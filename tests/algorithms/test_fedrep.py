@@ -1,3 +1,4 @@
+import dataclasses
 from typing import Any
 
 import jax
@@ -6,19 +7,15 @@ import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
+from jaxfl import simulate
 from jaxfl.algorithms import centaur, dp_fedavg, fedrep
-from jaxfl.local.train import fit_head, train
+from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.models import mlp
-from jaxfl.privacy.mechanism import Full, Mechanism, Poisson
-from jaxfl.simulation import simulate
+from jaxfl.privacy import DPSGD, Full, Mechanism, Poisson
 
 KEY = jax.random.key(5)
-OPTIONS: dict[str, Any] = {
-    "optimizer": optax.sgd(0.2),
-    "head_optimizer": optax.sgd(0.3),
-    "batch_size": 4,
-    "head_epochs": 2,
-}
+HEAD = LocalSGD(optax.sgd(0.3), 4, 2)
+OPTIONS: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.2), 4), "head": HEAD}
 
 
 def start(algorithm):
@@ -27,33 +24,23 @@ def start(algorithm):
 
 
 def test_one_round_of_a_client_is_head_then_extractor():
-    algorithm = fedrep(MODEL, epochs=2, **OPTIONS)
+    local = LocalSGD(optax.sgd(0.2), 4, 2)
+    algorithm = fedrep(MODEL, **OPTIONS | {"local": local})
     server, head = start(algorithm)
     message, fitted, _ = algorithm.client_update(KEY, server, head, client_data())
     first, second = jax.random.split(KEY)
     data = client_data()
-    params, _ = fit_head(
-        first, MODEL, {**server.params, **head}, data, optimizer=optax.sgd(0.3), batch_size=4, epochs=2
-    )
+    params, _ = fit_head(first, MODEL, {**server.params, **head}, data, local=HEAD)
     jax.tree.map(np.testing.assert_array_equal, fitted, {"head": params["head"]})
     # The same extractor steps, by a mask over all parameters.
-    mask = {name: jax.tree.map(lambda _, own=name != "head": own, params[name]) for name in params}
-    whole, _ = train(
-        second,
-        params,
-        data,
-        apply=MODEL.apply,
-        prepare=MODEL.prepare,
-        optimizer=optax.sgd(0.2),
-        batch_size=4,
-        epochs=2,
-        mask=mask,
-    )
+    mask = {name: jax.tree.map(lambda _, moves=name != "head": moves, params[name]) for name in params}
+    whole, _ = local.train(second, MODEL, params, data, mask=mask)
     expected = {"dense_0": optax.tree.sub(whole["dense_0"], server.params["dense_0"])}
     assert set(message.update) == {"dense_0"}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), message.update, expected)
 
 
+@pytest.mark.slow
 def test_evaluation_refits_the_head_of_every_client_and_keeps_nothing():
     algorithm = fedrep(MODEL, **OPTIONS)
     server, head = start(algorithm)
@@ -80,6 +67,7 @@ def test_centaur_without_privacy_is_fedrep():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a.server, b.server)
 
 
+@pytest.mark.slow
 def test_centaurs_statement_is_the_gaussians():
     algorithm = centaur(MODEL, clip=CLIP, noise_multiplier=40.5, sampling=Full(), **OPTIONS)
     statement = simulate(KEY, algorithm, small_clients(), rounds=2, progress=False).statement
@@ -90,9 +78,9 @@ def test_centaurs_statement_is_the_gaussians():
 @pytest.mark.slow
 def test_centaur_with_everything_shared_is_dp_fedavg():
     # Whole-client batches: the two draw the order of examples from different keys.
-    options: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": 16, "epochs": 2}
+    options = {"local": LocalSGD(optax.sgd(0.2), 16, 2)}
     private: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
-    shared = centaur(MODEL._replace(head=()), head_epochs=0, **options, **private)
+    shared = centaur(MODEL._replace(head=()), head=LocalSGD(optax.sgd(0.1), epochs=0), **options, **private)
     a, b = (
         simulate(KEY, one, small_clients(), rounds=3, progress=False)
         for one in (shared, dp_fedavg(MODEL, **options, **private))
@@ -102,15 +90,33 @@ def test_centaur_with_everything_shared_is_dp_fedavg():
 
 
 def test_without_head_epochs_heads_stay():
-    algorithm = fedrep(MODEL, **OPTIONS | {"head_epochs": 0})
+    algorithm = fedrep(MODEL, **OPTIONS | {"head": LocalSGD(optax.sgd(0.1), epochs=0)})
     server, head = start(algorithm)
     jax.tree.map(np.testing.assert_array_equal, algorithm.client_update(KEY, server, head, client_data())[1], head)
 
 
-@pytest.mark.parametrize("options", [{"head_epochs": 1}, {"head_epochs": 0, "evaluation_epochs": 2}])
-def test_no_head_cannot_be_fitted(options):
-    with pytest.raises(ValueError, match="has no head to fit"):
-        fedrep(MODEL._replace(head=()), **options)
+def test_evaluation_may_take_other_passes_than_a_round():
+    algorithm = fedrep(MODEL, evaluation_epochs=5, **OPTIONS)
+    server, head = start(algorithm)
+    found = algorithm.personalize(KEY, server, head, client_data())
+    expected, _ = fit_head(
+        KEY, MODEL, {**server.params, **head}, client_data(), local=dataclasses.replace(HEAD, epochs=5)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(("epochs", "evaluation_epochs"), [(1, None), (0, 2)])
+def test_no_head_cannot_be_fitted(epochs, evaluation_epochs):
+    head = LocalSGD(optax.sgd(0.1), epochs=epochs)
+    with pytest.raises(ValueError, match=r"has no head to fit, so give 0 epochs"):
+        fedrep(MODEL._replace(head=()), head=head, evaluation_epochs=evaluation_epochs)
+
+
+@pytest.mark.parametrize("name", ["local", "head"])
+def test_private_steps_are_refused(name):
+    private: Any = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.4, steps=2)
+    with pytest.raises(TypeError, match=rf"{name}=.*give a jaxfl.LocalSGD"):
+        fedrep(MODEL, **{name: private})
 
 
 def test_a_model_that_is_all_head_is_refused():

@@ -11,15 +11,16 @@ from algorithms_table import MODEL, SIZES, client_data, small_clients
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxfl.algorithms import fedavg, fedprox, padpfl
+from jaxfl import simulate
+from jaxfl.algorithms import fedavg, fedprox, padpfl, padpfl_paper
 from jaxfl.algorithms.padpfl import convergence_bound, impact_table, paper_noise
-from jaxfl.local.train import cross_entropy
+from jaxfl.local.train import LocalSGD, cross_entropy
+from jaxfl.privacy import FixedSize, Mechanism
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Mechanism, round_numbers, server_noise
-from jaxfl.simulation import simulate
+from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
 
 KEY = jax.random.key(5)
-LOCAL: dict[str, Any] = {"optimizer": optax.sgd(0.1), "batch_size": 4}
+LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.1), 4)}
 impact_factors = st.lists(st.floats(0, 1), min_size=2, max_size=8).filter(lambda p: sum(p) > 0.1)
 
 
@@ -28,10 +29,15 @@ def build(**options):
     return padpfl(MODEL, **defaults | LOCAL | options)
 
 
+def published(**options):
+    defaults: dict[str, Any] = {"epsilon": math.inf, "rounds": 3, "clip": math.inf, "mu": 0.0, "smallest": 10}
+    return padpfl_paper(MODEL, **defaults | LOCAL | options)
+
+
 def printed(p, **options):
     """The paper's noise in absolute units: sigma_U, and sigma_D of one round with everyone."""
-    defaults: dict[str, Any] = {"fidelity": "paper", "clip": 1.0, "epsilon": 1.0, "delta": 0.01, "smallest": 100}
-    mechanism = build(impacts=np.asarray(p), **defaults | options).mechanism
+    defaults: dict[str, Any] = {"clip": 1.0, "epsilon": 1.0, "delta": 0.01, "smallest": 100}
+    mechanism = published(impacts=np.asarray(p), **defaults | options).mechanism
     numbers = round_numbers(mechanism, len(p), jnp.int32(0))
     present = jnp.sum((numbers.weights * numbers.client_noise) ** 2)
     return mechanism.clip * float(numbers.client_noise[0]), mechanism.clip * float(server_noise(numbers, present))
@@ -72,6 +78,7 @@ def test_variance_is_the_larger_of_target_and_present(p, s, z):
     assert total == pytest.approx(max((z * p.max()) ** 2, present), rel=1e-4)
 
 
+@pytest.mark.slow
 @given(impact_factors, st.floats(0.5, 20), st.floats(20, 500))
 @example([0.0, 0.0, 1.0, 2e-154], 1.0, 20.0)  # the square of that client's multiplier is no float
 @settings(deadline=None, max_examples=20)
@@ -86,11 +93,12 @@ def test_sound_keeps_both_targets_for_any_factors(p, target, upload):
 
 
 def test_paper_is_far_from_its_claim():
-    mechanism = build(fidelity="paper", clip=1.0, epsilon=50.0, delta=0.01, smallest=500, rounds=1).mechanism
+    method = published(clip=1.0, epsilon=50.0, delta=0.01, smallest=500, rounds=1)
+    mechanism = method.mechanism
     assert mechanism.client_noise / 2 == pytest.approx(1.2e-4, rel=0.05)  # the true multiplier of one upload
-    assert mechanism.claim is not None
-    assert mechanism.claim[0] == 50
-    assert epsilon(planned_ledger(mechanism, 30, 1), mechanism, observer="upload").value > 1e6
+    assert method.terms.claim is not None
+    assert method.terms.claim[0] == 50
+    assert epsilon(planned_ledger(mechanism, 30, 1), mechanism, observer="upload", delta=0.01).value > 1e6
 
 
 def run(method, clients=None):
@@ -98,12 +106,9 @@ def run(method, clients=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"fidelity": "paper", "smallest": 1, "impacts": np.full(len(SIZES), 1 / len(SIZES))}]
-)
-def test_equal_factors_without_noise_are_fedavg(options):
-    plain = fedavg(MODEL, **LOCAL)
-    found, expected = run(build(**options)), run(plain)
+@pytest.mark.parametrize("method", [build(), published(impacts=np.full(len(SIZES), 1 / len(SIZES)))])
+def test_equal_factors_without_noise_are_fedavg(method):
+    found, expected = run(method), run(fedavg(MODEL, **LOCAL))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, found.server.params, expected.server.params)
 
@@ -112,27 +117,29 @@ def test_equal_factors_without_noise_are_fedavg(options):
 @given(
     st.lists(st.floats(0.01, 1), min_size=len(SIZES), max_size=len(SIZES)),
     st.integers(0, len(SIZES) - 1),
-    st.sampled_from([{"clip": 0.3}, {"fidelity": "paper", "smallest": 10, "clip": 4.0}]),
+    st.sampled_from([(build, 0.3), (published, 4.0)]),
 )
 @settings(max_examples=2, deadline=None)
-def test_a_client_without_impact_has_no_influence(factors, nobody, options):
+def test_a_client_without_impact_has_no_influence(factors, nobody, case):
     p = np.array(factors)
     p[nobody] = 0
     clients = small_clients()
-    method = build(impacts=p / p.sum(), epsilon=8.0, **options)
+    build, clip = case
+    method = build(impacts=p / p.sum(), epsilon=8.0, clip=clip)
     other = clients._replace(train_size=np.where(np.arange(clients.number) == nobody, 2, clients.train_size))
     found = run(method)
     jax.tree.map(np.testing.assert_array_equal, found.server, run(method, other).server)
     assert found.statement["honest"]["aggregate"]["rdp"]["per_client"]["values"][nobody] == 0
 
 
+@pytest.mark.slow
 def test_the_share_of_absent_clients_goes_to_those_present():
     # Clients that all hold the same examples send the same weights, whoever takes part and whatever they weigh.
     clients = small_clients((4,) * 6)
     same = clients._replace(train=np.repeat(clients.train[:1], 6, axis=0))
-    options: dict[str, Any] = {"batch_size": 16, "fidelity": "paper", "smallest": 4}
-    uneven = build(impacts=np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), sampling=FixedSize(2), **options)
-    found, expected = run(uneven, same), run(build(**options), same)
+    local = LocalSGD(optax.sgd(0.1), 16)
+    uneven = published(impacts=np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), sampling=FixedSize(2), local=local)
+    found, expected = run(uneven, same), run(published(local=local), same)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.server, expected.server)
 
 
@@ -147,19 +154,22 @@ def test_factors_may_change_by_round():
     assert not np.array_equal(run(by_table).server.params["head"]["bias"], only_first.server.params["head"]["bias"])
 
 
+@pytest.mark.slow
 def test_inexactness_is_the_ratio_of_gradients():
-    method = build(mu=0.5, epochs=2)
+    local = LocalSGD(optax.sgd(0.1), 4, 2)
+    method = build(mu=0.5, local=local)
     server, _ = method.init(KEY, len(SIZES))
     data = client_data()
     message, _, info = method.client_update(KEY, server, (), data)
-    plain, _, _ = fedprox(MODEL, mu=0.5, epochs=2, **LOCAL).client_update(KEY, server, (), data)
+    plain, _, _ = fedprox(MODEL, mu=0.5, local=local).client_update(KEY, server, (), data)
     jax.tree.map(np.testing.assert_array_equal, message.update, plain.update)
     x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
     slope = jax.grad(lambda p: cross_entropy(MODEL.apply(p, x), labels, jnp.ones(len(labels))))
     after = optax.tree.add(slope(optax.tree.add(server.params, message.update)), optax.tree.scale(0.5, message.update))
     expected = optax.tree.norm(after) / optax.tree.norm(slope(server.params))
     assert info["gamma"] == pytest.approx(float(expected), rel=1e-4)
-    assert build(mu=0.5, steps=1, optimizer=optax.sgd(0.0)).client_update(KEY, server, (), data)[2]["gamma"] == 1
+    still = build(mu=0.5, local=LocalSGD(optax.sgd(0.0), steps=1))
+    assert still.client_update(KEY, server, (), data)[2]["gamma"] == 1
     assert method.client_update(KEY, server, (), client_data(2))[2]["gamma"] == 0  # no examples
 
 
@@ -230,8 +240,6 @@ def test_bound_grows_as_stated_where_nothing_contracts():
         ({"impacts": np.array([1.5, -0.5])}, "impacts=.*at least 0"),
         ({"impacts": np.full((2, 4), 0.25)}, "impacts has 2 rounds: give 1 or 3"),
         ({"impacts": lambda t: np.array([1.0, 0.1 * t])}, "impacts=.* sum to 1.2 in round 2"),
-        ({"fidelity": "paper"}, "smallest=None"),
-        ({"fidelity": "paper", "smallest": 10, "exposures": 0}, "exposures=0"),
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"upload_epsilon": -1.0}, "upload_epsilon=-1.0"),
         ({"epsilon": 1.0}, "clip=inf"),
@@ -242,3 +250,9 @@ def test_wrong_arguments_name_themselves(wrong, name):
     with pytest.raises(ValueError, match=name):
         build(**wrong)
     assert impact_table(np.array([0.25, 0.75]), 7).shape == (2,)
+
+
+@pytest.mark.parametrize("name", ["exposures", "smallest"])
+def test_wrong_numbers_of_the_published_rule_name_themselves(name):
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        published(**{name: 0})

@@ -10,27 +10,36 @@ from algorithms_table import MODEL, SIZES, small_clients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl
+from jaxfl import simulate
+from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl, pdp_fl_paper
 from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy import FixedSize, Full, Mechanism, Poisson
 from jaxfl.privacy.accounting import epsilon, example_epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson, round_numbers, server_noise
-from jaxfl.simulation import simulate
+from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
 
 KEY = jax.random.key(6)
-LOCAL: dict[str, Any] = {"optimizer": optax.sgd(0.1), "batch_size": 4}
+LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.1), 4)}
 budgets_of = st.lists(st.floats(0.1, 100), min_size=2, max_size=6)
 
 
+def budgets(asked, levels=None):
+    return Budgets(np.asarray(asked, float), np.full(len(asked), 5.0) if levels is None else np.asarray(levels, float))
+
+
 def build(asked, levels=None, **options):
-    asked = np.asarray(asked, float)
-    levels = np.full(len(asked), 5.0) if levels is None else np.asarray(levels, float)
     defaults: dict[str, Any] = {"epsilon_max": 5.0, "rounds": 2, "clip": 1.0}
-    return pdp_fl(MODEL, budgets=Budgets(asked, levels), **defaults | LOCAL | options)
+    return pdp_fl(MODEL, budgets=budgets(asked, levels), **defaults | LOCAL | options)
+
+
+def published(asked, levels=None, **options):
+    defaults: dict[str, Any] = {"epsilon_max": 5.0, "clip": 1.0, "smallest": 4}
+    return pdp_fl_paper(MODEL, budgets=budgets(asked, levels), **defaults | LOCAL | options)
 
 
 def printed(asked, **options):
     """Noise in one round of everyone: a client's; on the mean, all clients' together and the server's."""
-    mechanism = build(asked, fidelity="paper", smallest=100, **options).mechanism
+    mechanism = published(asked, smallest=100, **options).mechanism
     numbers = round_numbers(mechanism, len(asked), jnp.int32(0))
     present = jnp.sum((numbers.weights * numbers.client_noise) ** 2)
     total = float(numbers.weights.sum())
@@ -50,9 +59,9 @@ def test_budgets_by_equation_7():
 
 
 def test_budgets_by_algorithm_2():
-    budgets = personal_budgets(np.array([1.0, 2.0, 8.0, 9.0]), rule="level")
-    assert budgets.level.tolist() == [2, 5, 5, 8]
-    assert budgets.epsilon.tolist() == [2, 10, 40, 72]
+    found = personal_budgets(np.array([1.0, 2.0, 8.0, 9.0]), rule="level")
+    assert found.level.tolist() == [2, 5, 5, 8]
+    assert found.epsilon.tolist() == [2, 10, 40, 72]
 
 
 def test_tiny_budgets_are_raised_to_the_floor():
@@ -85,6 +94,7 @@ def close(a, b):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Full(), FixedSize(4)])
 def test_equal_levels_without_noise_are_fedavg(sampling):
     plain = fedavg(MODEL, mechanism=Mechanism(sampling=sampling, denominator="participants"), **LOCAL)
@@ -92,22 +102,24 @@ def test_equal_levels_without_noise_are_fedavg(sampling):
     close(run(build([math.inf] * len(SIZES), **free)).server, run(plain).server)
 
 
+@pytest.mark.slow
 def test_printed_coefficients_sum_to_one_over_the_participants():
     # Clients that all send the same weights: the mean is those weights, the printed one a fourth of them.
     clients = small_clients((4,) * 6)
     same = clients._replace(train=np.repeat(clients.train[:1], 6, axis=0))
-    free: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "fidelity": "paper", "smallest": 4}
-    free |= {"sampling": FixedSize(4), "levels": (2, 2, 5, 5, 8, 8), "batch_size": 16}
-    found = [run(build([math.inf] * 6, aggregation=kind, **free), same, 1) for kind in ("normalised", "printed")]
+    free: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "local": LocalSGD(optax.sgd(0.1), 16)}
+    free |= {"sampling": FixedSize(4), "levels": (2, 2, 5, 5, 8, 8)}
+    found = [run(published([math.inf] * 6, aggregation=kind, **free), same, 1) for kind in ("normalised", "printed")]
     close(found[1].server.params, optax.tree.scale(0.25, found[0].server.params))
 
 
+@pytest.mark.slow
 def test_the_servers_noise_is_added_after_the_printed_mean():
     # Algorithm 3: (1/n) sum_k a_k (w_k + N(0, sigma_k^2)) + N(0, sigma_D^2), sigma_D^2 = sigma_A^2 - what is there.
     levels = np.array([2.0, 2, 5, 5, 8, 8])
-    options: dict[str, Any] = {"fidelity": "paper", "smallest": 4, "aggregation": "printed", "levels": levels}
+    options: dict[str, Any] = {"aggregation": "printed", "levels": levels}
     clients = small_clients((4,) * 6)
-    found = [run(build([0.4] * 6, epsilon_max=most, **options), clients, 1) for most in (1.0, math.inf)]
+    found = [run(published([0.4] * 6, epsilon_max=most, **options), clients, 1) for most in (1.0, math.inf)]
     noise = optax.tree.sub(found[0].server.params, found[1].server.params)  # the clients' own is in both
     flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noise)])
     a, of_one = levels / levels.sum(), 2 * math.sqrt(2 * math.log(1.25 / 1e-5)) / 4
@@ -116,6 +128,7 @@ def test_the_servers_noise_is_added_after_the_printed_mean():
     assert flat.std() == pytest.approx(wanted, rel=4 / math.sqrt(2 * flat.size))
 
 
+@pytest.mark.slow
 @given(budgets_of, st.floats(0.5, 50), st.sampled_from([Full(), Poisson(0.4), FixedSize(1)]), st.integers(1, 20))
 @settings(deadline=None, max_examples=25)
 def test_sound_never_exceeds_what_a_client_asked_for(asked, most, sampling, rounds):
@@ -146,9 +159,10 @@ def test_variance_is_the_larger_of_target_and_present(clients):
 def test_examples_never_exceed_what_their_client_asked_for():
     asked = np.array([0.5, 2.0, 8.0])
     private = personal_examples(asked, clip=1.0, rate=0.05, steps=20, rounds=3)
-    mechanism = build([math.inf] * 3, epsilon_max=math.inf, examples=private).mechanism
-    own = example_epsilon(planned_ledger(mechanism, 3, 3), mechanism).per_client
-    assert np.all((own <= asked) & (own > 0.99 * asked))
+    method = build([math.inf] * 3, epsilon_max=math.inf, local=private)
+    assert method.dp_sgd is private
+    spent = example_epsilon(planned_ledger(method.mechanism, 3, 3, private), private).per_client
+    assert np.all((spent <= asked) & (spent > 0.99 * asked))
 
 
 def test_many_kinds_of_budgets_are_rounded_down():
@@ -168,10 +182,10 @@ def test_statement_has_every_clients_epsilon():
 
 
 def test_paper_is_far_from_its_claim():
-    mechanism = build([8.0] * 4, fidelity="paper", smallest=600).mechanism
-    smaller = build([4.0] * 4, fidelity="paper", smallest=600).mechanism
-    assert (mechanism.claim or (0,))[0] == 5
-    assert (smaller.claim or (0,))[0] == 4
+    method, smaller = (published([asked] * 4, smallest=600) for asked in (8.0, 4.0))
+    mechanism = method.mechanism
+    assert (method.terms.claim or (0,))[0] == 5
+    assert (smaller.terms.claim or (0,))[0] == 4
     assert mechanism.noise_multiplier_table[0] / 2 == pytest.approx(0.0016, rel=0.02)  # an example, replaced, moves 2C
     assert epsilon(planned_ledger(mechanism, 4, 2), mechanism, observer="upload").value > 1e5
 
@@ -202,14 +216,17 @@ def test_geyers_method_is_dp_fedavg_with_a_fixed_cohort():
         ({"asked": [0.0, 1.0]}, "budgets.epsilon="),
         ({"asked": [1.0], "levels": [1.0, 2.0]}, "budgets="),
         ({"epsilon_max": 0.0}, "epsilon_max=0.0"),
-        ({"fidelity": "paper"}, "smallest=None"),
         ({"rounds": 0}, "rounds=0"),
-        ({"aggregation": "printed", "sampling": Poisson(0.5)}, r"sampling=Poisson.*FixedSize"),
     ],
 )
 def test_wrong_arguments_name_themselves(wrong, name):
     with pytest.raises(ValueError, match=name):
         build(**{"asked": [1.0, 2.0]} | wrong)
+
+
+def test_the_printed_mean_needs_a_number_of_participants():
+    with pytest.raises(ValueError, match=r"sampling=Poisson.*FixedSize"):
+        published([1.0, 2.0], aggregation="printed", sampling=Poisson(0.5))
 
 
 @pytest.mark.parametrize(

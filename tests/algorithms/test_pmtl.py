@@ -6,13 +6,14 @@ import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
-from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedprox, pmtl
-from jaxfl.privacy.mechanism import Poisson
-from jaxfl.simulation import simulate
+from jaxfl import simulate
+from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedprox, pmtl, pmtl_ft
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy import Poisson
 
 KEY = jax.random.key(19)
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
-LOCAL: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": 4, "epochs": 2}
+LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.2), 4, 2)}
 
 
 def run(algorithm, rounds=3):
@@ -23,9 +24,10 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_without_penalty_it_sends_what_dp_fedavg_sends():
     expected = run(dp_fedavg(MODEL, **LOCAL, **PRIVATE)).server
-    assert_same(run(pmtl(MODEL, weight=0.0, start="broadcast", **LOCAL, **PRIVATE)).server, expected)
+    assert_same(run(pmtl(MODEL, penalty_weight=0.0, start="broadcast", **LOCAL, **PRIVATE)).server, expected)
 
 
 @pytest.mark.slow
@@ -36,19 +38,22 @@ def test_own_weights_start_like_the_broadcast_ones_and_then_differ():
     assert not any(np.array_equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_pmtl_ft_without_penalty_is_dp_fedavg_fb():
-    heads: dict[str, Any] = {"head_optimizer": optax.sgd(0.5), "head_batch_size": 4}
-    found = run(pmtl(MODEL, weight=0.0, finetune=2, **heads, **LOCAL, **PRIVATE))
-    expected = run(dp_fedavg_fb(MODEL, head_epochs=2, **heads, **LOCAL, **PRIVATE))
+    head = LocalSGD(optax.sgd(0.5), 4, 2)
+    found = run(pmtl_ft(MODEL, penalty_weight=0.0, head=head, **LOCAL, **PRIVATE))
+    expected = run(dp_fedavg_fb(MODEL, head=head, **LOCAL, **PRIVATE))
     assert_same(found.server, expected.server)
     assert_same(found.scores, expected.scores)
 
 
-@pytest.mark.parametrize("options", [{"start": "own"}, {"start": "broadcast"}, {"finetune": 2}])
-def test_the_penalty_has_its_gradient(options):
-    algorithm, prox = pmtl(MODEL, weight=0.5, **options, **LOCAL, **PRIVATE), fedprox(MODEL, mu=0.5, **LOCAL)
+@pytest.mark.parametrize(
+    ("build", "options"), [(pmtl, {"start": "own"}), (pmtl, {"start": "broadcast"}), (pmtl_ft, {})]
+)
+def test_the_penalty_has_its_gradient(build, options):
+    algorithm, prox = build(MODEL, penalty_weight=0.5, **options, **LOCAL, **PRIVATE), fedprox(MODEL, mu=0.5, **LOCAL)
     server, _ = prox.init(KEY, len(SIZES))
-    state = server.params if "start" in options else ()
+    state = server.params if options else ()
     found, _, _ = algorithm.client_update(KEY, server, state, client_data())
     expected, _, _ = prox.client_update(KEY, server, (), client_data())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), found.update, expected.update)
@@ -60,21 +65,14 @@ def test_a_client_trains_on_from_its_own_weights_and_keeps_them():
     algorithm = pmtl(MODEL, **LOCAL, **PRIVATE)
     server, _ = algorithm.init(KEY, len(SIZES))
     own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
-    still = pmtl(MODEL, **LOCAL | {"optimizer": optax.sgd(0.0)}, **PRIVATE)
+    still = pmtl(MODEL, local=LocalSGD(optax.sgd(0.0), 4, 2), **PRIVATE)
     message, kept, _ = still.client_update(KEY, server, own, client_data())
     assert_same(kept, own)
     assert_same(message.update, optax.tree.sub(own, server.params))
     assert_same(algorithm.personalize(KEY, server, own, client_data()), own)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "name"),
-    [
-        ({"weight": -1.0}, r"weight=-1\.0"),
-        ({"finetune": 0}, "finetune=0"),
-        ({"batch_size": 0}, "batch_size=0"),
-    ],
-)
-def test_wrong_arguments_name_themselves(wrong, name):
-    with pytest.raises(ValueError, match=name):
-        pmtl(MODEL, **PRIVATE, **wrong)
+@pytest.mark.parametrize("build", [pmtl, pmtl_ft])
+def test_wrong_arguments_name_themselves(build):
+    with pytest.raises(ValueError, match=r"penalty_weight=-1\.0"):
+        build(MODEL, penalty_weight=-1.0, **PRIVATE)

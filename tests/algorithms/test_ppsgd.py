@@ -7,10 +7,10 @@ import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
-from jaxfl.algorithms import dp_fedavg, ppsgd
-from jaxfl.local.train import cross_entropy, fit_head, squared_error, train
-from jaxfl.privacy.mechanism import Full, Poisson
-from jaxfl.simulation import simulate
+from jaxfl import simulate
+from jaxfl.algorithms import dp_fedavg, ppsgd, ppsgd_centaur
+from jaxfl.local.train import LocalSGD, cross_entropy, fit_head, squared_error
+from jaxfl.privacy import Full, Poisson
 
 KEY = jax.random.key(17)
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
@@ -41,18 +41,20 @@ def assert_close(a, b):
 def test_without_personal_steps_it_is_dp_fedsgd():
     steps: dict[str, Any] = {"batch_size": 4, "loss": cross_entropy}
     found = run(ppsgd(MODEL, server_learning_rate=0.3, personal_learning_rate=0.0, **steps, **PRIVATE))
-    sgd = dp_fedavg(MODEL, optimizer=optax.sgd(1.0), batch_size=4, steps=1, server_optimizer=optax.sgd(0.3), **PRIVATE)
+    local = LocalSGD(optax.sgd(1.0), 4, steps=1)
+    sgd = dp_fedavg(MODEL, local=local, server_optimizer=optax.sgd(0.3), **PRIVATE)
     assert_close(found.server.params, run(sgd).server.params)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(found.states))
 
 
+@pytest.mark.slow
 def test_without_server_steps_personal_heads_train_alone():
     options: dict[str, Any] = {"batch_size": WHOLE, "personal_learning_rate": 0.2, "loss": cross_entropy}
     algorithm = ppsgd(MODEL, server_learning_rate=0.0, **options, **PRIVATE | {"sampling": Full()})
     result = run(algorithm)
     server, _ = start(algorithm)
     assert_same(result.server.params, server.params)
-    alone, _ = fit_head(KEY, MODEL, server.params, client_data(), optimizer=optax.sgd(0.2), batch_size=WHOLE, epochs=3)
+    alone, _ = fit_head(KEY, MODEL, server.params, client_data(), local=LocalSGD(optax.sgd(0.2), WHOLE, 3))
     assert_close(first(result.states), {"head": optax.tree.sub(alone["head"], server.params["head"])})
 
 
@@ -91,13 +93,14 @@ def test_squared_error_by_hand():
     assert squared_error(logits, labels, jnp.zeros(3)) == 0
 
 
-LOCAL: dict[str, Any] = {"variant": "centaur", "optimizer": optax.sgd(0.2), "batch_size": 4, "epochs": 2}
-PLAIN: dict[str, Any] = {"head_optimizer": optax.sgd(0.1), "head_decay": 0.0}
+LOCAL = LocalSGD(optax.sgd(0.2), 4, 2)
+PLAIN: dict[str, Any] = {"head": LocalSGD(optax.sgd(0.1), 4), "head_decay": 0.0}
 
 
 def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
     # torch.optim.SGD(theta, lr=.1, momentum=.9, weight_decay=1e-4): the decay is in the gradient, of theta alone.
-    algorithm = ppsgd(MODEL, head_epochs=4, **LOCAL | {"batch_size": WHOLE}, **PRIVATE)
+    head = LocalSGD(optax.sgd(0.1, momentum=0.9), WHOLE, 4)
+    algorithm = ppsgd_centaur(MODEL, head=head, local=LocalSGD(optax.sgd(0.2), WHOLE, 2), **PRIVATE)
     server, states = start(algorithm)
     before = jax.tree.map(lambda leaf: leaf + 1, first(states))["head"]
     data = client_data()
@@ -122,54 +125,52 @@ def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
 
 
 def test_centaurs_variant_fits_the_added_head_and_then_what_is_shared():
-    algorithm = ppsgd(MODEL, **LOCAL, **PLAIN, **PRIVATE)
+    algorithm = ppsgd_centaur(MODEL, local=LOCAL, **PLAIN, **PRIVATE)
     server, states = start(algorithm)
     theta = jax.tree.map(lambda leaf: leaf + 0.1, first(states))
     message, fitted, _ = algorithm.client_update(KEY, server, theta, client_data())
     keys, data = jax.random.split(KEY), client_data()
     sums = {**server.params, "head": optax.tree.add(server.params["head"], theta["head"])}
-    tuned, _ = fit_head(keys[0], MODEL, sums, data, optimizer=optax.sgd(0.1), batch_size=4, epochs=1)
+    tuned, _ = fit_head(keys[0], MODEL, sums, data, local=PLAIN["head"])
     assert_close(fitted["head"], optax.tree.sub(tuned["head"], server.params["head"]))
     # The gradient of the shared head is the one of the sum: training the sum in place moves it alike.
-    whole, _ = train(
-        keys[1], tuned, data, apply=MODEL.apply, prepare=MODEL.prepare, optimizer=optax.sgd(0.2), batch_size=4, epochs=2
-    )
+    whole, _ = LOCAL.train(keys[1], MODEL, tuned, data)
     assert_close(message.update, optax.tree.sub(whole, tuned))
 
 
 @pytest.mark.slow
 def test_centaurs_variant_with_still_heads_is_dp_fedavg():
-    whole: dict[str, Any] = {"optimizer": optax.sgd(0.2), "batch_size": WHOLE, "epochs": 2}
-    still = {"head_optimizer": optax.sgd(0.0), "evaluation_epochs": 0}
-    found = run(ppsgd(MODEL, variant="centaur", **still, **whole, **PRIVATE))
-    expected = run(dp_fedavg(MODEL, **whole, **PRIVATE))
+    whole, still = LocalSGD(optax.sgd(0.2), WHOLE, 2), LocalSGD(optax.sgd(0.0), WHOLE)
+    found = run(ppsgd_centaur(MODEL, head=still, evaluation_epochs=0, local=whole, **PRIVATE))
+    expected = run(dp_fedavg(MODEL, local=whole, **PRIVATE))
     assert_close(found.server.params, expected.server.params)
     np.testing.assert_allclose(found.scores.loss, expected.scores.loss, rtol=1e-4)
 
 
 def test_evaluation_tunes_a_copy_longer_than_a_round_does():
-    algorithm = ppsgd(MODEL, **LOCAL, **PLAIN, **PRIVATE)
+    algorithm = ppsgd_centaur(MODEL, local=LOCAL, **PLAIN, **PRIVATE)
     server, states = start(algorithm)
     tuned = algorithm.personalize(KEY, server, first(states), client_data())
-    expected, _ = fit_head(KEY, MODEL, server.params, client_data(), optimizer=optax.sgd(0.1), batch_size=4, epochs=15)
+    expected, _ = fit_head(KEY, MODEL, server.params, client_data(), local=LocalSGD(optax.sgd(0.1), 4, 15))
     assert_close(tuned, expected)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "name"),
+    ("build", "wrong", "name"),
     [
-        ({"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
-        ({"personal_learning_rate": -1.0}, r"personal_learning_rate=-1\.0"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"variant": "centaur", "head_epochs": -1}, "head_epochs=-1"),
-        ({"variant": "centaur", "head_decay": -1.0}, r"head_decay=-1\.0"),
+        (ppsgd, {"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
+        (ppsgd, {"personal_learning_rate": -1.0}, r"personal_learning_rate=-1\.0"),
+        (ppsgd, {"batch_size": 0}, "batch_size=0"),
+        (ppsgd_centaur, {"evaluation_epochs": -1}, "evaluation_epochs=-1"),
+        (ppsgd_centaur, {"head_decay": -1.0}, r"head_decay=-1\.0"),
     ],
 )
-def test_wrong_arguments_name_themselves(wrong, name):
+def test_wrong_arguments_name_themselves(build, wrong, name):
     with pytest.raises(ValueError, match=name):
-        ppsgd(MODEL, **PRIVATE, **wrong)
+        build(MODEL, **PRIVATE, **wrong)
 
 
-def test_a_model_without_head_is_refused():
+@pytest.mark.parametrize("build", [ppsgd, ppsgd_centaur])
+def test_a_model_without_head_is_refused(build):
     with pytest.raises(ValueError, match="has no head"):
-        ppsgd(MODEL._replace(head=()), **PRIVATE)
+        build(MODEL._replace(head=()), **PRIVATE)

@@ -269,6 +269,7 @@ def test_digits_are_all_there_and_stratified():
     assert all(np.array_equal(one, two) for one, two in zip(data, load("digits"), strict=True))
 
 
+@pytest.mark.slow
 def test_import_reads_no_dataset_library():
     code = """if True:
         import sys

@@ -58,7 +58,7 @@ def test_without_a_rule_of_its_own_a_model_is_differentiated_by_example():
     images, labels = jnp.asarray(rng.integers(0, 256, (11, 8, 8, 1), np.uint8)), jnp.asarray(rng.integers(0, 10, 11))
     params, weights = model.init(jax.random.key(0)), jnp.asarray(rng.integers(0, 2, 11), jnp.float32)
     expected = fisher_diagonal(model, params, model.prepare(images), labels, weights)
-    found = fisher_diagonal(model._replace(squares=None), params, model.prepare(images), labels, weights)
+    found = fisher_diagonal(model._replace(sum_grad_squared=None), params, model.prepare(images), labels, weights)
     assert_close(found, expected)
 
 

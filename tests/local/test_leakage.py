@@ -39,6 +39,7 @@ def test_exact_values_in_closed_form(by):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_probes_converge_to_the_closed_form():
     model, params, inputs, expected = points()
     errors = [
@@ -49,6 +50,7 @@ def test_probes_converge_to_the_closed_form():
     assert errors[0].max() > errors[1].max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probes", [1, 2, 3])
 def test_squares_of_probes_are_unbiased(probes):
     model, params, inputs, expected = points()
@@ -57,6 +59,7 @@ def test_squares_of_probes_are_unbiased(probes):
     np.testing.assert_allclose((risks**2).mean(0), np.square(expected), rtol=4 * np.sqrt(2 / 4000))
 
 
+@pytest.mark.slow
 def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
     model, params, inputs, _ = points()
     w = np.asarray(params["w"])
@@ -86,6 +89,7 @@ def test_several_probes_find_a_leading_direction_more_surely():
     assert spread(6) < 0.3 * spread(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "shape"),
     [
@@ -106,7 +110,7 @@ def test_networks(build, shape):
 @pytest.mark.slow
 def test_both_forms_of_a_convolution_agree():
     inputs = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 4, 4, 1), np.uint8))
-    models = [digits_cnn((4, 4, 1), form=form) for form in ("fast", "plain")]
+    models = [digits_cnn((4, 4, 1), form=form) for form in ("winograd", "lax")]
     params, labels = models[0].init(KEY), jnp.array([1, 0, 3])
     fast, plain = (jax.jit(lambda p, m=m: probe_risk(KEY, m, p, inputs, labels, 3))(params) for m in models)
     np.testing.assert_allclose(fast, plain, rtol=1e-4)
@@ -125,6 +129,7 @@ def data_of(inputs: np.ndarray, size: int) -> ClientData:
     return ClientData(jnp.asarray(inputs), jnp.zeros(len(inputs), int), jnp.arange(len(inputs)), jnp.int32(size))
 
 
+@pytest.mark.slow
 def test_a_clients_mean_is_over_its_own_examples():
     model, params, inputs, expected = points()
     wild = np.concatenate([inputs, np.full((4, 1, 1, 5), 1e6, np.float32)])  # padding that must not count
@@ -153,6 +158,7 @@ def test_a_mean_over_drawn_examples_is_unbiased():
     assert whole == pytest.approx(np.mean(expected), rel=0.04)
 
 
+@pytest.mark.slow
 def test_vmapped_clients_equal_single_ones():
     params = DIGITS.init(KEY)
     several = [client_data(i) for i in (0, 1, 2)]

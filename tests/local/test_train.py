@@ -9,19 +9,16 @@ import reference
 from algorithms_table import MODEL
 from reference import DIGITS, client, numpy_gradient
 
-from jaxfl.local.train import ascend, blocks_of, cross_entropy, fit_head, train
+from jaxfl.local.sam import ascend, sam
+from jaxfl.local.train import LocalSGD, blocks_of, cross_entropy, fit_head, train
 
 KEY = jax.random.key(3)
 
 
-def fit(data, key=KEY, params=None, **options):
-    defaults: dict[str, Any] = {
-        "apply": MODEL.apply,
-        "prepare": MODEL.prepare,
-        "optimizer": optax.sgd(0.1),
-        "batch_size": 4,
-    }
-    return train(key, params or MODEL.init(jax.random.key(0)), data, **defaults | options)
+def fit(data, key=KEY, params=None, optimizer=optax.sgd(0.1), batch=4, epochs=1, steps=None, **options):
+    local = LocalSGD(optimizer, batch, epochs, steps)
+    defaults: dict[str, Any] = {"apply": MODEL.apply, "prepare": MODEL.prepare}
+    return train(key, params or MODEL.init(jax.random.key(0)), data, local=local, **defaults | options)
 
 
 def orders(key, epochs, padded, size):
@@ -33,7 +30,7 @@ def orders(key, epochs, padded, size):
 
 @pytest.mark.parametrize(("size", "padded", "batch"), [(9, 9, 4), (9, 13, 4), (3, 8, 32), (600, 700, 16)])
 def test_equals_numpy_sgd(size, padded, batch):
-    fitted, info = fit(client(size, padded), epochs=2, batch_size=batch)
+    fitted, info = fit(client(size, padded), epochs=2, batch=batch)
     start = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), MODEL.init(jax.random.key(0)))
     params = start
     for order in orders(KEY, 2, padded, size):
@@ -42,10 +39,13 @@ def test_equals_numpy_sgd(size, padded, batch):
     assert info["steps"] == 2 * -(-size // batch)
 
 
-@pytest.mark.parametrize("options", [{}, {"penalty": lambda p: optax.tree.norm(p, squared=True)}, {"sam_radius": 0.5}])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"penalty": lambda p: optax.tree.norm(p, squared=True)}, {"gradient": sam(0.5)}]
+)
 def test_microbatches_change_nothing(options):
     data = client(11, 13)  # the last batch has three examples and three places of padding
-    (whole, a), (parts, b) = (fit(data, epochs=2, batch_size=6, microbatch=m, **options) for m in (None, 4))
+    (whole, a), (parts, b) = (fit(data, epochs=2, batch=6, microbatch=m, **options) for m in (None, 4))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), (whole, a), (parts, b))
 
 
@@ -71,7 +71,7 @@ def test_weights_that_are_lost_take_no_further_blocks():
 
         fitted, info = fit(
             client(600, 600),
-            batch_size=16,
+            batch=16,
             epochs=2,
             params={"weight": jnp.ones(()), "steps": jnp.zeros(())},
             apply=lambda params, x: jnp.full((len(x), 10), jnp.nan) * params["weight"],
@@ -84,8 +84,9 @@ def test_weights_that_are_lost_take_no_further_blocks():
     assert steps_taken(breaks=False) == 2 * -(-600 // 16)
 
 
-def test_empty_client_keeps_its_parameters():
-    fitted, info = fit(client(0, 5), epochs=3)
+@pytest.mark.parametrize(("size", "epochs"), [(0, 3), (5, 0)])
+def test_without_examples_or_epochs_parameters_stay(size, epochs):
+    fitted, info = fit(client(size, 5), epochs=epochs)
     jax.tree.map(np.testing.assert_array_equal, fitted, MODEL.init(jax.random.key(0)))
     assert info == {"loss": 0.0, "steps": 0.0}
 
@@ -119,10 +120,9 @@ def sam_step(optimizer=optax.sgd(1.0), start=(3.0, 4.0), **options):
         client(4, 4),
         apply=lambda params, x: jnp.zeros((4, 10)),
         prepare=MODEL.prepare,
-        optimizer=optimizer,
-        batch_size=4,
+        local=LocalSGD(optimizer, 4),
         penalty=lambda params: 0.5 * optax.tree.norm(params, squared=True),
-        sam_radius=0.5,
+        gradient=sam(0.5),
         **options,
     )
     return fitted["w"]
@@ -141,12 +141,11 @@ def test_where_the_gradient_is_zero_nothing_goes_uphill():
 
 def test_fit_head_equals_training_the_head_in_place():
     params = MODEL.init(jax.random.key(0))
-    options = {"optimizer": optax.sgd(0.1), "batch_size": 4, "epochs": 3}
-    cached, _ = fit_head(KEY, MODEL, params, client(9, 12), **options)
+    cached, _ = fit_head(KEY, MODEL, params, client(9, 12), local=LocalSGD(optax.sgd(0.1), 4, 3))
     mask = {
         name: jax.tree.map(lambda leaf, n=name: jnp.full(leaf.shape, n in MODEL.head), params[name]) for name in params
     }
-    in_place, _ = fit(client(9, 12), mask=mask, **options)
+    in_place, _ = fit(client(9, 12), mask=mask, epochs=3)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), cached, in_place)
 
 
@@ -155,3 +154,27 @@ def test_cross_entropy_ignores_padding():
     expected = np.mean([np.log(1 + np.exp(-2)), np.log(1 + np.exp(4))])
     assert cross_entropy(logits, labels, jnp.array([1.0, 1.0, 0.0])) == pytest.approx(expected, rel=1e-5)
     assert cross_entropy(logits, labels, jnp.zeros(3)) == 0
+
+
+@pytest.mark.slow
+def test_a_local_value_trains_by_the_models_own_network_or_another_around_it():
+    local, start = LocalSGD(optax.sgd(0.1), 4, 2), MODEL.init(jax.random.key(0))
+    by_value, info = local.train(KEY, MODEL, start, client(9, 12))
+    expected, told = fit(client(9, 12), epochs=2)
+    jax.tree.map(np.testing.assert_array_equal, (by_value, info), (expected, told))
+    still, _ = local.train(KEY, MODEL, start, client(9, 12), apply=lambda params, x: jnp.zeros((len(x), 10)))
+    jax.tree.map(np.testing.assert_array_equal, still, start)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"epochs": -1}, "epochs=-1"),
+        ({"steps": 0}, "steps=0"),
+        ({"optimizer": 0.1}, "optimizer=0.1: give an optimizer of optax"),
+    ],
+)
+def test_wrong_arguments_name_themselves(wrong, name):
+    with pytest.raises((ValueError, TypeError), match=name):
+        LocalSGD(**{"optimizer": optax.sgd(0.1)} | wrong)

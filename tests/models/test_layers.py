@@ -34,12 +34,13 @@ def _squares(layer, params, x, batch_axis, first):
     shape[batch_axis] = -1
 
     def loss(p, x):
-        y = layer.clone(squares=True).apply({"params": p}, x)
+        y = layer.clone(sum_grad_squared=True).apply({"params": p}, x)
         return jnp.sum(jnp.sin(y) * weights.reshape(shape))
 
     return jax.jit(jax.grad(loss, (0,) if first else (0, 1)))(params, x)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
@@ -73,7 +74,7 @@ def _assert_forms_agree(fast, x):
         value = lambda p, x: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))  # noqa: E731
         return jax.jit(jax.value_and_grad(value, (0, 1)))(params, x)
 
-    for form in ("products", "plain"):
+    for form in ("im2col", "lax"):
         jax.tree.map(_assert_close, both(fast), both(fast.clone(form=form)))
 
 
@@ -96,6 +97,7 @@ def test_gradients_equal_those_of_the_other_forms(size, padding, pool, channels,
     _assert_forms_agree(fast, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "padding", "high", "wide"), [(3, 1, 8, 8), (3, 1, 7, 6), (3, 0, 9, 8), (5, 2, 8, 7), (2, 0, 6, 7)]
 )
@@ -145,7 +147,7 @@ def _gradients(layer, *values):
 @pytest.mark.parametrize("relu", [False, True])
 def test_group_norms_gradients_are_those_of_automatic_differentiation(relu):
     layer, *values = _group_norm(relu)
-    jax.tree.map(_assert_close, _gradients(layer, *values), _gradients(layer.clone(form="plain"), *values))
+    jax.tree.map(_assert_close, _gradients(layer, *values), _gradients(layer.clone(form="lax"), *values))
 
 
 def test_group_norms_gradients_have_the_type_of_their_values():

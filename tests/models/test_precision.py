@@ -11,10 +11,11 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.data import load
-from jaxfl.engine import compile_rounds, initialize, place
-from jaxfl.local.train import cross_entropy, train_model
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.local.train import LocalSGD, cross_entropy
 from jaxfl.models import lenet, mlp, with_precision
-from jaxfl.privacy.mechanism import Full
+from jaxfl.privacy.sampling import Full
 from jaxfl.types import ClientData
 
 MODELS = {"mlp": functools.partial(mlp, (8, 8, 1)), "lenet": lenet}
@@ -71,8 +72,8 @@ def test_training_in_bfloat16_reaches_the_same_loss():
 
     def final(model):
         params = model.init(jax.random.key(0))
-        options = {"optimizer": optax.sgd(0.1), "batch_size": 20, "epochs": 8}
-        params, _ = jax.jit(lambda p: train_model(jax.random.key(1), model, p, data, **options))(params)
+        local = LocalSGD(optax.sgd(0.1), 20, epochs=8)
+        params, _ = jax.jit(lambda p: local.train(jax.random.key(1), model, p, data))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         x = model.prepare(data._inputs[:400])
         return float(cross_entropy(model.apply(params, x), jnp.asarray(data._labels[:400]), jnp.ones(400)))
@@ -83,17 +84,21 @@ def test_training_in_bfloat16_reaches_the_same_loss():
     assert rounded == pytest.approx(exact, rel=0.02)
 
 
+@pytest.mark.slow
 def test_rounds_in_bfloat16_keep_float32_state():
     model = with_precision(MODELS["mlp"](hidden=(16,)), "bfloat16")
-    algorithm = dp_fedavg(model, clip=0.3, noise_multiplier=1.0, sampling=Full(), batch_size=4)
+    algorithm = dp_fedavg(
+        model, clip=0.3, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+    )
     clients = small_clients()
     population = place(clients)
-    server, states = initialize(jax.random.key(0), algorithm, population)
+    center, states = initialize(jax.random.key(0), jax.random.key(0), algorithm, population)
     data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     client = jax.tree.map(lambda leaf: leaf[0], states)
-    message, *_ = jax.eval_shape(algorithm.client_update, jax.random.key(1), server, client, data)
+    message, *_ = jax.eval_shape(algorithm.client_update, jax.random.key(1), center.server, client, data)
     assert {leaf.dtype for leaf in jax.tree.leaves(message.update)} == {jnp.dtype("float32")}
-    after = compile_rounds(algorithm, population, chunk=1, segment=1)(jax.random.key(1), 0, 1, server, states)[0].params
+    step = compile_rounds(algorithm, population, chunk=1, segment=1)
+    after = step(jax.random.key(1), 0, 1, center, states)[0].server.params
     assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype("float32")}
     low = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.bfloat16).astype(np.float32), jax.device_get(after))
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after, low))))

@@ -7,9 +7,10 @@ import pytest
 from algorithms_table import small_clients
 
 from jaxfl.algorithms import dp_fedavg_fb, feddpa
+from jaxfl.local.train import LocalSGD
 from jaxfl.models.wrap import from_flax
-from jaxfl.privacy.mechanism import Full
-from jaxfl.simulation import simulate
+from jaxfl.privacy.sampling import Full
+from jaxfl.run.simulate import simulate
 
 
 class Net(nn.Module):
@@ -50,19 +51,20 @@ def test_layers_are_in_depth_order():
 def test_every_method_takes_it(module):
     model = from_flax(module, (8, 8, 1))
     for algorithm in (
-        dp_fedavg_fb(model, head_epochs=1, batch_size=4),
-        feddpa(model, sampling=Full(), noise_multiplier=0.0, batch_size=4, epochs=1),
+        dp_fedavg_fb(model, head=LocalSGD(optax.sgd(0.01), epochs=1), local=LocalSGD(optax.sgd(0.05), batch_size=4)),
+        feddpa(model, sampling=Full(), noise_multiplier=0.0, local=LocalSGD(optax.sgd(0.05), batch_size=4, epochs=1)),
     ):
         result = simulate(jax.random.key(0), algorithm, small_clients(), rounds=1, progress=False)
         assert np.isfinite(result.metrics[-1]["loss"])
 
 
+@pytest.mark.slow
 def test_head_is_fitted_alike_with_and_without_cached_features():
     split = from_flax(Split(), (8, 8, 1))
     whole = split._replace(extract=None, classify=None)
     clients, tuned = small_clients(), []
     for model in (split, whole):
-        algorithm = dp_fedavg_fb(model, head_optimizer=optax.sgd(0.5), head_epochs=2, head_batch_size=4)
+        algorithm = dp_fedavg_fb(model, head=LocalSGD(optax.sgd(0.5), epochs=2, batch_size=4))
         tuned.append(simulate(jax.random.key(0), algorithm, clients, rounds=1, progress=False).scores)
     np.testing.assert_allclose(tuned[0].loss, tuned[1].loss, rtol=1e-4)
 

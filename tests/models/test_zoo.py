@@ -48,6 +48,7 @@ def test_published_sizes():
         assert parameters(feddpa_cnn(name)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in DEEP else []) for name in MODELS]
 )
@@ -60,12 +61,13 @@ def test_forms_agree_in_values_and_gradients(name):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target)))(params)
 
     a, da = value(fast)
-    for form in ("products", "plain"):
+    for form in ("im2col", "lax"):
         b, db = value(MODELS[name](form=form))
         assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
         jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["lenet", "lenet_groupnorm", "feddpa_mnist", pytest.param("resnet20", marks=pytest.mark.slow)]
 )
@@ -80,7 +82,7 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
     expected = {form: operations(form=form) for form in get_args(Form)}
     assert len(set(expected.values())) == 3
     assert {form: "conv_general_dilated" in text for form, text in expected.items()} == {
-        "fast": False, "products": False, "plain": True,
+        "winograd": False, "im2col": False, "lax": True,
     }  # fmt: skip
     for form in get_args(Form):
         record = backend("cpu")._replace(convolution=form)
@@ -88,6 +90,7 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
         assert operations() == expected[form]
 
 
+@pytest.mark.slow
 def test_clients_vectorised_equal_a_loop():
     model = digits_cnn()
     params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
@@ -103,6 +106,7 @@ def test_clients_vectorised_equal_a_loop():
         jax.tree.map(lambda t, a, i=i: np.testing.assert_allclose(t[i], a, rtol=1e-4, atol=1e-5), together, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [mlp((8, 8, 1)), digits_cnn()], ids=["mlp", "digits_cnn"])
 def test_extract_and_classify_compose_to_apply(model):
     params, x = model.init(jax.random.key(0)), model.prepare(images("digits_cnn"))
@@ -115,6 +119,7 @@ def test_flatten_order_is_channels_height_width():
     np.testing.assert_array_equal(model.prepare(x)[0], np.arange(12).reshape(2, 3, 2).transpose(2, 0, 1).ravel())
 
 
+@pytest.mark.slow
 def test_convolution_against_numpy():
     rng = np.random.default_rng(0)
     x, kernel, bias = rng.normal(size=(2, 7, 6, 3)), rng.normal(size=(3, 3, 2, 4)), rng.normal(size=4)
@@ -126,7 +131,7 @@ def test_convolution_against_numpy():
         expected[:, i, j] = np.einsum("chwn,hwcf->fn", window, kernel) + bias[:, None]
     expected = np.maximum(expected, 0)
     for pool in (False, True):
-        for form in ("fast", "products", "plain"):
+        for form in ("winograd", "im2col", "lax"):
             found = jnp.asarray(Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x)))
             pooled = expected[:, :6].reshape(4, 3, 2, 3, 2, 3).max((2, 4)) if pool else expected
             np.testing.assert_allclose(found, pooled, rtol=1e-4, atol=1e-4)
@@ -145,8 +150,9 @@ def test_the_first_maximum_of_a_tie_takes_the_gradient():
     np.testing.assert_array_equal(gradient, reference)
 
 
+@pytest.mark.slow
 def test_plain_form_has_forward_mode():
-    model, x = digits_cnn(form="plain"), images("digits_cnn")
+    model, x = digits_cnn(form="lax"), images("digits_cnn")
     params = model.init(jax.random.key(0))
     tangent = jax.tree.map(jnp.ones_like, params)
     _, slope = jax.jvp(lambda p: model.apply(p, model.prepare(x)).sum(), (params,), (tangent,))

@@ -13,7 +13,8 @@ from scipy import integrate, stats
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import ORDERS, replaced_divergences
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import Mechanism, Poisson
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Poisson
 
 RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)
 
@@ -88,6 +89,7 @@ def test_divergences_where_the_closed_form_is_known():
             assert np.all(np.diff(found) > -1e-9)  # divergences grow with the order
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(rate=RATES, z=st.floats(0.4, 6.0), rounds=st.integers(1, 60), plain=st.sampled_from([math.inf, 3.0, 20.0]))
 def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):

@@ -5,9 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfl.privacy.accounting import default_delta
 from jaxfl.privacy.clip import clip
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson, round_numbers, server_noise
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter
+from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
 from jaxfl.privacy.noise import add_gaussian
+from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 
 
 def test_clip_closed_forms():
@@ -75,7 +79,6 @@ def test_tables_by_round():
         ({"clip": 1.0, "noise_multiplier": math.nan}, "noise_multiplier"),
         ({"clip": 1.0, "client_noise": math.inf}, "client_noise"),
         ({"clip": 1.0, "noise_multiplier": 1e9}, r"noise_multiplier=1000000000.0: give at most 1e\+08"),
-        ({"delta": 0.0}, "delta"),
         ({"weights": np.array([-1.0])}, "weights"),
         # single precision squares these to 0 or infinity, and the ledger's check would tell after the last round
         ({"clip": 1.0, "noise_multiplier": 1e-30}, r"noise_multiplier: 1e-30 vanishes or overflows"),
@@ -89,7 +92,6 @@ def test_tables_by_round():
         ),
         ({"clip": 1e-20}, "clip=1e-20: give a number from 1e-10"),
         ({"clip": 1e30}, r"clip=1e\+30: give a number"),
-        ({"clip": 1.0, "client_noise": 1.0, "least_total": 1e-25}, "least_total: 1e-25"),
     ],
 )
 def test_wrong_numbers_name_themselves(wrong, name):
@@ -103,18 +105,22 @@ def test_a_clip_at_the_limit_clips():
     clipped, _ = clip(update, 1e-10)
     assert np.linalg.norm(np.asarray(clipped, np.float64)) == pytest.approx(1e-10, rel=1e-5)
     with pytest.raises(ValueError, match="clip=1e-11: give a number from 1e-10"):
-        PerExample(clip=1e-11, noise_multiplier=1.0, rate=0.1, steps=1)
+        DPSGD(clip=1e-11, noise_multiplier=1.0, rate=0.1, steps=1)
     with pytest.raises(ValueError, match="noise_multiplier: 1e-30 vanishes"):
-        PerExample(clip=1.0, noise_multiplier=1e-30, rate=0.1, steps=1)
+        DPSGD(clip=1.0, noise_multiplier=1e-30, rate=0.1, steps=1)
 
 
 def test_tiny_weights_beside_others_are_fine():
     Mechanism(clip=1.0, noise_multiplier=1.0, client_noise=1.0, weights=np.array([1.0, 1e-30]))
 
 
+def test_a_filter_whose_square_vanishes_is_refused():
+    with pytest.raises(ValueError, match="least_total: 1e-25"):
+        PrivacyFilter(clip=1.0, client_noise=1.0, least_total=1e-25)
+
+
 def test_default_delta():
-    assert [Mechanism().failure_probability(n) for n in (1, 10_000, 20_000, 10**6)] == [1e-5, 1e-5, 5e-6, 1e-7]
-    assert Mechanism(delta=0.01).failure_probability(10**6) == 0.01
+    assert [default_delta(n) for n in (1, 10_000, 20_000, 10**6)] == [1e-5, 1e-5, 5e-6, 1e-7]
 
 
 @pytest.mark.parametrize(("sampling", "value"), [(Poisson, 0.0), (Poisson, 1.5), (FixedSize, 0)])

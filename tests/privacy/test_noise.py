@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.special
 import scipy.stats
@@ -18,12 +19,16 @@ from hypothesis import strategies as st
 
 from jaxfl import simulate, sweep
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine import add_participants, all_keys, compile_rounds, draw, initialize, place
-from jaxfl.local.examples import noisy_gradient
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.engine.round import add_participants, all_keys, draw
+from jaxfl.engine.streamed import Stream
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import noise, sums
 from jaxfl.privacy.clip import round_within
-from jaxfl.privacy.mechanism import Full, Mechanism, PerExample, Poisson, Release, coins
-from jaxfl.stream import Stream
+from jaxfl.privacy.dp_sgd import DPSGD, noisy_gradient
+from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter
+from jaxfl.privacy.sampling import Full, Poisson, coins
 from jaxfl.types import ClientData, Clients, Message
 
 KEY = jax.random.key(3)
@@ -88,7 +93,7 @@ def aggregate(algorithm, clients=None, *, chunk=1, devices=1, key=KEY):
     """Of the first round."""
     population = place(clients or small_clients(), jax.devices()[:devices])
     step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
-    return jax.device_get(step(key, 0, 1, *initialize(key, algorithm, population))[0])
+    return jax.device_get(step(key, 0, 1, *initialize(key, key, algorithm, population))[0].server)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -110,15 +115,15 @@ def test_updates_in_half_precision_are_clipped_in_single():
     assert np.linalg.norm(clipped) == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("norms", [None, MODEL.norms])
+@pytest.mark.parametrize("norms", [None, MODEL.ghost_norms])
 def test_dp_sgd_in_half_precision_draws_single_precision_noise(norms):
-    data, private = client_data(), PerExample(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=1)
+    data, private = client_data(), DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=1)
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL.init(KEY))
 
     def step(key):
         return noisy_gradient(
-            key, params, data, private, apply=MODEL.apply, prepare=MODEL.prepare, norms=norms, noise_multiplier=100.0,
-            loss=lambda logits, labels, weights: 0.0 * jnp.sum(logits),
+            key, params, data, private, apply=MODEL.apply, prepare=MODEL.prepare, ghost_norms=norms,
+            noise_multiplier=100.0, loss=lambda logits, labels, weights: 0.0 * jnp.sum(logits),
         )[1]  # fmt: skip
 
     drawn = jax.vmap(step)(jax.random.split(KEY, 20))
@@ -142,14 +147,14 @@ def crowd(values):
 def change(algorithm, clients, neighbours, *, devices, chunk):
     """Norm of the difference between two exact sums, over the clip bound."""
     population = place(clients, jax.devices()[:devices])
-    server, states = initialize(KEY, algorithm, population)
+    center, states = initialize(KEY, KEY, algorithm, population)
     ids = jnp.arange(clients.number)
 
     @jax.jit
     def total(clients):
-        drawn = draw(algorithm, len(ids), all_keys(KEY), jnp.int32(0), None)
+        cohort = draw(algorithm, len(ids), all_keys(KEY), jnp.int32(0), center)
         own = population._replace(clients=clients)
-        return add_participants(algorithm, own, chunk, all_keys(KEY), drawn, ids, None, server, states)[0].update
+        return add_participants(algorithm, own, chunk, all_keys(KEY), cohort, ids, None, center, states)[0].given.update
 
     found = []
     for each in (clients, neighbours):
@@ -320,6 +325,7 @@ def test_grid_sums_are_bit_identical_across_chunks_devices_and_stores():
     equal(expected, streamed(algorithm)["sum"])
 
 
+@pytest.mark.slow
 def test_a_round_on_the_grid_is_bit_identical_on_more_devices_and_in_the_host_store():
     algorithm = on_grid(ALGORITHMS["dp_fedavg"]())
     expected = aggregate(algorithm)
@@ -332,7 +338,7 @@ def streamed(algorithm):
     stream = Stream(KEY, all_keys(KEY), algorithm, small_clients(), None, 1, None)
     stream.compile(())
     stream.rounds(0, 1)
-    return jax.device_get(stream.server)
+    return jax.device_get(stream.center.server)
 
 
 def on_grid(algorithm):
@@ -358,6 +364,7 @@ def test_grid_noise_has_the_stated_std():
     is_gaussian(aggregate(algorithm)["sum"], 2.0 * 2 / (0.7 * weights.sum()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp_pfeddsu", "centaur"])
 def test_methods_run_on_the_grid(name):
     """Noise apart, of which there is little, a round is the same."""
@@ -367,9 +374,12 @@ def test_methods_run_on_the_grid(name):
         np.testing.assert_allclose(a, b, atol=0.03 * CLIP)
 
 
+@pytest.mark.slow
 def test_sweeps_and_schedules_run_on_the_grid():
     def build(clip, scale):
-        base = dp_fedavg(MODEL, clip=clip, noise_multiplier=1.0, sampling=Full(), batch_size=4)
+        base = dp_fedavg(
+            MODEL, clip=clip, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+        )
         table = scale * jnp.array([1.0, 2.0])
         return on_grid(base._replace(mechanism=Mechanism(clip=clip, noise_multiplier=table)))
 
@@ -388,12 +398,16 @@ def test_sweeps_and_schedules_run_on_the_grid():
         ({"noise_multiplier": 0.0}, r"noise_multiplier=0\.0: .* at least 0\.01"),
         ({"noise_multiplier": (1.0, 0.0)}, r"noise_multiplier=\(1\.0, 0\.0\)"),
         ({"client_noise": 1.0}, "client_noise=1.0.*no rounded Gaussian"),
-        ({"release": Release(lambda numbers: numbers, 0.1, 1.0, 1.0), "least_total": 0.5}, "release=Release"),
     ],
 )
 def test_what_no_grid_covers_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(GRID, **wrong)
+
+
+def test_a_filter_takes_no_grid():
+    with pytest.raises(ValueError, match="noise='grid' with PrivacyFilter"):
+        PrivacyFilter(clip=1.0, noise_multiplier=1.0, noise="grid")
 
 
 def test_a_grid_too_coarse_for_the_network_is_refused():

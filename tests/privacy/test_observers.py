@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, Poisson
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 
 DELTA = 1e-3
 

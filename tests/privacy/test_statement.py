@@ -1,5 +1,6 @@
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -7,15 +8,19 @@ from dp_accounting import get_epsilon_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxfl.files import write_json
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accounting import epsilon, planned_ledger
-from jaxfl.privacy.mechanism import FixedSize, Full, Mechanism, PerExample, Poisson
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 from jaxfl.privacy.statement import format_statement, privacy_statement
-from jaxfl.report import write_json
+from jaxfl.types import Terms
 
 
-def state(m: Mechanism, clients: int = 20, rounds: int = 100) -> dict:
-    return privacy_statement(planned_ledger(m, clients, rounds), m, clients)
+def state(m: Mechanism, clients: int = 20, rounds: int = 100, *, dp_sgd: DPSGD | None = None, **terms: Any) -> dict:
+    ledger = planned_ledger(m, clients, rounds, dp_sgd)
+    return privacy_statement(ledger, m, clients, terms=Terms(**terms), dp_sgd=dp_sgd)
 
 
 def test_states_both_observers_by_both_accountants():
@@ -49,7 +54,7 @@ def test_each_number_has_its_own_theorem():
     assert seen["example"] == {"epsilon": seen["epsilon"], "by": seen["by"], "reason": None}
     text = format_statement(statement)
     assert f"epsilon {seen['epsilon']:.4g} in total" in text
-    assert "beside it: 12.26 and 1.271 (Gaussian, zero-out; PLD)" in text
+    assert "also: 12.26 and 1.271 (Gaussian, zero-out; PLD)" in text
     kept = privacy_statement(planned_ledger(m := Mechanism(clip=1.0, noise_multiplier=3.0), 4, 2), m, 4, stateful=True)
     assert "clients keep no state" not in format_statement(kept)
     assert any("clients keep no state" in item for item in statement["assumed"])
@@ -61,8 +66,8 @@ def test_one_example_may_move_the_whole_update_both_ways():
     found = state(m, rounds=10)["honest"]["aggregate"]
     assert found["pld"]["example"] == pytest.approx(get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3)
     # Sampling of clients amplifies it, since the client's coin does not depend on its examples: not 1,827.
-    m = Mechanism(clip=1.0, noise_multiplier=0.8, sampling=Poisson(0.01), delta=1e-6)
-    found = state(m, clients=100, rounds=500)["honest"]["aggregate"]
+    m = Mechanism(clip=1.0, noise_multiplier=0.8, sampling=Poisson(0.01))
+    found = state(m, clients=100, rounds=500, delta=1e-6)["honest"]["aggregate"]
     assert found["example"]["epsilon"] == found["pld"]["example"] == pytest.approx(3.53, abs=5e-3)
     assert found["epsilon"] < found["pld"]["example"] < found["rdp"]["example"] < 1.2 * found["pld"]["example"]
     # Noise of the clients alone, everyone there: the sum shows what the uploads show, or less.
@@ -165,9 +170,10 @@ def test_weights_are_said_to_be_public():
 
 
 def test_lines_are_short():
-    steps = PerExample(clip=0.5, noise_multiplier=1.0, rate=0.1, steps=10)
-    m = Mechanism(1.0, 9.0, client_noise=3.0, sampling=Poisson(0.1), examples=steps, claim=(1.0, "long " * 40))
-    assert max(map(len, format_statement(state(m, rounds=3)).splitlines())) <= 100
+    steps = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.1, steps=10)
+    m = Mechanism(1.0, 9.0, client_noise=3.0, sampling=Poisson(0.1))
+    statement = state(m, rounds=3, dp_sgd=steps, claim=(1.0, "long " * 40))
+    assert max(map(len, format_statement(statement).splitlines())) <= 100
 
 
 def test_the_same_is_accounted_once(monkeypatch):
@@ -189,7 +195,7 @@ def test_says_what_was_run():
 
 
 def test_no_finite_epsilon_is_said_with_its_reason():
-    statement = state(Mechanism(broken="noise is multiplied by a private mask"))
+    statement = state(Mechanism(clip=1.0), broken="noise is multiplied by a private mask")
     for seen in statement["honest"].values():
         assert seen["rdp"]["total"] == seen["pld"]["one_round"] == "inf"
         assert seen["rdp"]["reason"] == "noise is multiplied by a private mask"
@@ -199,25 +205,24 @@ def test_no_finite_epsilon_is_said_with_its_reason():
 
 
 def test_a_claim_stays_a_claim():
-    m = Mechanism(clip=1.0, noise_multiplier=0.5, claim=(1.0, "accounted per example"))
-    statement = state(m)
+    statement = state(Mechanism(clip=1.0, noise_multiplier=0.5), claim=(1.0, "accounted per example"))
     assert statement["claim"] == {"epsilon": 1.0, "rule": "accounted per example", "status": "claimed, not verified"}
     text = format_statement(statement)
     assert "claimed, not verified: epsilon 1 (accounted per example)" in text
-    assert "honest, against" in text
+    assert "guarantee against an observer of" in text
     assert "in total" in text
     assert "one round alone" in text
     assert "claimed" not in format_statement(state(Mechanism(clip=1.0, noise_multiplier=0.5)))
 
 
 def test_warns_of_a_delta_of_one_over_clients():
-    loose = state(Mechanism(clip=1.0, noise_multiplier=1.0, delta=1 / 20), rounds=1)
+    loose = state(Mechanism(clip=1.0, noise_multiplier=1.0), rounds=1, delta=1 / 20)
     assert "delta 0.05" in loose["warnings"][0]
     assert "quote one at delta 1e-05" in loose["warnings"][0]
     assert "warning: delta 0.05" in format_statement(loose)
-    fine = state(Mechanism(clip=1.0, noise_multiplier=1.0, delta=0.04), rounds=1)["warnings"]
+    fine = state(Mechanism(clip=1.0, noise_multiplier=1.0), rounds=1, delta=0.04)["warnings"]
     assert not any("delta" in item for item in fine)
-    assert state(Mechanism(communicates=False, delta=0.5), rounds=1)["warnings"] == []
+    assert state(Mechanism(communicates=False), rounds=1, delta=0.5)["warnings"] == []
 
 
 def test_delta_follows_from_the_number_of_clients():
@@ -225,7 +230,7 @@ def test_delta_follows_from_the_number_of_clients():
     assert [state(m, clients=n, rounds=1)["delta"] for n in (20, 10_000, 1_000_000)] == [1e-5, 1e-5, 1e-7]
     many = state(m, clients=1_000_000, rounds=1)["honest"]["aggregate"]["epsilon"]
     assert many == pytest.approx(get_epsilon_gaussian(9.0, 1e-7), rel=1e-6)
-    loose = state(Mechanism(clip=1.0, noise_multiplier=9.0, delta=1e-5), clients=1_000_000, rounds=1)
+    loose = state(m, clients=1_000_000, rounds=1, delta=1e-5)
     assert "delta 1e-05 is at least 1/clients" in loose["warnings"][0]
     assert "quote one at delta 1e-07" in loose["warnings"][0]
 
@@ -241,23 +246,23 @@ def test_epsilons_by_client():
 
 
 def test_examples_are_stated_beside_clients():
-    steps = PerExample(clip=0.5, noise_multiplier=np.array([1.0, 2.0]), rate=0.1, steps=10)
-    m = Mechanism(clip=1.0, noise_multiplier=9.0, examples=steps)
-    statement = state(m, clients=2, rounds=10)
+    steps = DPSGD(clip=0.5, noise_multiplier=np.array([1.0, 2.0]), rate=0.1, steps=10)
+    m = Mechanism(clip=1.0, noise_multiplier=9.0)
+    statement = state(m, clients=2, rounds=10, dp_sgd=steps)
     own = statement["examples"]
     assert own["pld"]["total"] == pytest.approx(7.047, rel=1e-3)
     assert own["rdp"]["per_client"]["values"][1] < own["rdp"]["per_client"]["values"][0] == own["rdp"]["total"]
     assert (own["rate"], own["steps"], own["noise_multiplier"]) == (0.1, 10, {"min": 1.0, "max": 2.0})
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
     text = format_statement(statement)
-    assert "of one example, against who sees every upload" in text
+    assert "guarantee for one example, against an observer of every upload" in text
     assert own["epsilon"] == own["pld"]["total"]
     assert (
         "epsilon 7.047 in total\n    by: Poisson-sampled Gaussian, rate 0.1, zero-out, 10 steps per round; PLD" in text
     )
-    assert f"beside it: {own['rdp']['total']:.4g} (Poisson-sampled Gaussian" in text
+    assert f"also: {own['rdp']['total']:.4g} (Poisson-sampled Gaussian" in text
     assert state(Mechanism(clip=1.0, noise_multiplier=9.0))["examples"] is None
-    silent = state(Mechanism(examples=PerExample(clip=0.5, noise_multiplier=0.0, rate=0.1, steps=10)))
+    silent = state(Mechanism(), dp_sgd=DPSGD(clip=0.5, noise_multiplier=0.0, rate=0.1, steps=10))
     assert "no finite epsilon: local steps add no noise" in format_statement(silent)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jaxfl.data.load import cache_folder
+from jaxfl.files import cache_folder
 
 _MOST_BYTES = 2**30
 

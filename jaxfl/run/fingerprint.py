@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Key
 
-from jaxfl.engine import Points, over_points
+from jaxfl.engine.program import Points, over_points
 from jaxfl.types import Algorithm, Clients, Tree
 
 _PARTS = {
@@ -51,20 +51,20 @@ Facts = dict[str, Any]
 """JSON values by what a user calls them; a hash is `{"sha256": ...}`."""
 
 
-def marked(what: Any) -> Any:
+def marked(method: Any) -> Any:
     """The same algorithm or points, whose functions leave their names in what is traced of them."""
-    if isinstance(what, Points):
-        return what._replace(build=lambda **values: marked(what.build(**values)))
-    return what._replace(**{name: jax.named_scope(name)(getattr(what, name)) for name in _PARTS})
+    if isinstance(method, Points):
+        return method._replace(build=lambda **values: marked(method.build(**values)))
+    return method._replace(**{name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS})
 
 
-def start(what: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
+def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
     """The program that makes the first states, traced one point at a time."""
-    if isinstance(what, Points):
-        what = what._replace(batch=None)
+    if isinstance(method, Points):
+        method = method._replace(batch=None)
 
     def init(clients: Clients, key: Key[jax.Array, "*P"]) -> tuple[Tree, Tree]:
-        return over_points(lambda algorithm, key: algorithm.init(key, clients.number), what)(key)
+        return over_points(lambda algorithm, key: algorithm.init(key, clients.number), method)(key)
 
     return jax.jit(init).trace(clients, key).jaxpr
 
@@ -96,15 +96,22 @@ def of_key(key: Key[jax.Array, "*P"]) -> Facts:
     return {"key": {"sha256": _of_array(key)}}
 
 
-def of_mechanism(name: str, value: Any) -> Facts:
-    """A mechanism's numbers by field, none of them cut short; its functions are part of the programs."""
+def of_value(name: str, value: Any) -> Facts:
+    """The numbers of a mechanism, of private steps or of terms by field, none cut short; functions are programs'."""
+    fields = None
     if dataclasses.is_dataclass(value):
-        fields = [of_mechanism(f"{name}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return {name: type(value).__name__} | {key: fact for field in fields for key, fact in field.items()}
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "_asdict"):
+        fields = value._asdict()
+    if fields is not None:
+        facts = [of_value(f"{name}.{field}", part) for field, part in fields.items()]
+        return {name: type(value).__name__} | {key: fact for part in facts for key, fact in part.items()}
     if callable(value):
         return {}
     if value is None or isinstance(value, str):
         return {name: value}
+    if isinstance(value, tuple) and any(isinstance(part, str) for part in value):
+        return {name: [str(part) for part in value]}
     array = np.asarray(value)
     return {name: {"sha256": _of_array(array)} if array.size > _LONG else array.tolist()}
 
@@ -117,9 +124,11 @@ def of_versions(mesh: Mesh) -> Facts:
     return versions | {"device": device.device_kind, "devices": mesh.size} | settings
 
 
-def differences(found: Facts, own: Facts) -> list[str]:
+def differences(stored: Facts, current: Facts) -> list[str]:
     """What differs, in words, the own value last; programs only where nothing else does, for they follow from it."""
-    names = [name for name in own | found if name not in found or name not in own or found[name] != own[name]]
+    names = [
+        name for name in current | stored if name not in stored or name not in current or stored[name] != current[name]
+    ]
     functions, whole = set(_PARTS.values()), set(_WHOLE.values())
     groups = [
         [name for name in names if name not in functions | whole],
@@ -127,13 +136,13 @@ def differences(found: Facts, own: Facts) -> list[str]:
         [name for name in names if name in whole],
     ]
     named = next((group for group in groups if group), [])
-    return [_difference(name, found.get(name), own.get(name)) for name in named]
+    return [_difference(name, stored.get(name), current.get(name)) for name in named]
 
 
-def _difference(name: str, found: Any, own: Any) -> str:
-    if isinstance(found, dict) or isinstance(own, dict):
+def _difference(name: str, stored: Any, current: Any) -> str:
+    if isinstance(stored, dict) or isinstance(current, dict):
         return name
-    return f"{name} {_short(found)}, not {_short(own)}"
+    return f"{name} {_short(stored)}, not {_short(current)}"
 
 
 def _short(value: Any) -> str:
@@ -154,9 +163,9 @@ def _of_array(value: Any) -> str:
     else:
         kind = ""
     array = np.asarray(value)
-    found = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
-    found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
@@ -179,8 +188,8 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
             return f"{_of_value(atom.val, None)}:{aval}"
         if atom in constants:
             return constants[atom]
-        own = numbers.setdefault(part, {})
-        return f"{own.setdefault(atom, len(own))}:{aval}"
+        ids = numbers.setdefault(part, {})
+        return f"{ids.setdefault(atom, len(ids))}:{aval}"
 
     def line(part: str | None, *texts: str) -> None:
         into = whole if part is None or parts is None else parts.setdefault(part, hashlib.sha256())

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxfl import report
-from jaxfl.engine import Records
-from jaxfl.evaluate import PerClient, summarize
-from jaxfl.health import remedy
+from jaxfl import files
+from jaxfl.engine.evaluate import PerClient, summarize
+from jaxfl.engine.round import Records
 from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.statement import privacy_statement
+from jaxfl.run import report
+from jaxfl.run.health import remedy
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
 
@@ -30,6 +31,8 @@ class Result(NamedTuple):
     history: PerClient
     ledger: Ledger
     statement: dict[str, Any]
+    memory: Tree = ()
+    """Of the mechanism, after the last round."""
     restored: int = 0
     """Rounds that were read from the folder, and not computed by this call."""
 
@@ -57,7 +60,7 @@ class Journal:
     ) -> None:
         self.algorithm, self.evaluations, self.folder, self.public = algorithm, evaluations, folder, public
         self.test_size, self.number, self.told = np.asarray(clients.test_size), clients.number, told or {}
-        self.epsilon = running_epsilon(algorithm.mechanism, clients.number)
+        self.epsilon = running_epsilon(algorithm.mechanism, clients.number, terms=algorithm.terms)
         records = jax.tree.map(np.zeros_like, blank)
         scores = np.zeros((len(evaluations), clients.number), np.float32)
         self.recorded = Recorded(records, PerClient(scores, scores.copy()))
@@ -76,7 +79,7 @@ class Journal:
         if broken.size:
             raise FloatingPointError(
                 f"the server's state turned non-finite in round {done + int(broken[0]) + 1}: "
-                f"{remedy([self.algorithm.mechanism])}; the last checkpoint is intact"
+                f"{remedy([self.algorithm])}; the last checkpoint is intact"
             )
 
     def evaluated(self, index: int, scores: PerClient) -> None:
@@ -85,7 +88,7 @@ class Journal:
             all_[index] = new
         self.metrics.append(self._row(index))
         if self.folder is not None:
-            report.write_metrics(self.folder / report.METRICS, self.metrics)
+            files.write_metrics(self.folder / report.METRICS, self.metrics)
 
     def restore(self, recorded: Recorded, done: int) -> None:
         """Go on from what a checkpoint holds."""
@@ -98,10 +101,14 @@ class Journal:
         made = sum(r <= done for r in self.evaluations)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
-        statement = privacy_statement(ledger, self.algorithm.mechanism, self.number, **self.told) if done else {}
+        statement = self._statement(ledger) if done else {}
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
         return Result(None, None, self.metrics, scores, history, ledger, statement)
+
+    def _statement(self, ledger: Ledger) -> dict[str, Any]:
+        mechanism, terms, dp_sgd = self.algorithm.mechanism, self.algorithm.terms, self.algorithm.dp_sgd
+        return privacy_statement(ledger, mechanism, self.number, terms=terms, dp_sgd=dp_sgd, **self.told)
 
     def _row(self, index: int) -> dict[str, float | int]:
         """One row of metrics: scores of all clients, and what the rounds since the previous row report."""
@@ -114,16 +121,16 @@ class Journal:
         return row | {"epsilon": float(self.epsilon(done))}
 
     def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
-        report.write_metrics(folder / report.METRICS, self.metrics)
+        files.write_metrics(folder / report.METRICS, self.metrics)
         if self.metrics:
             rounds = np.array([row["round"] for row in self.metrics])
             arrays = {"round": rounds, "test_size": self.test_size}
             if not self.public:
                 arrays["participations"] = ledger.participants.sum(0)
-            report.write_arrays(folder / report.PER_CLIENT, history._asdict() | arrays)
+            files.write_arrays(folder / report.PER_CLIENT, history._asdict() | arrays)
             report.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics)
         if statement:
-            report.write_json(folder / report.PRIVACY, statement, allow_nan=False)
+            files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
 
 
 def _means(records: Records) -> dict[str, float | int]:

@@ -9,15 +9,16 @@ import math
 import os
 import pathlib
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import rich.console
 import rich.progress
+
+from jaxfl.files import replacing, write_json
 
 _LOG = logging.getLogger("jaxfl")
 
@@ -73,24 +74,6 @@ def tell(text: str, shown: bool) -> None:
         _LOG.info("%s", text)
 
 
-def write_json(path: pathlib.Path, value: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON atomically: a reader sees the old file or the new one, never half of one."""
-    with _replacing(path) as temporary:
-        temporary.write_text(json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
-
-
-def write_metrics(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-    """Write all rows as JSON lines, atomically; a value that is not finite becomes null."""
-    with _replacing(path) as temporary:
-        temporary.write_text("".join(json.dumps({k: _plain(v) for k, v in row.items()}) + "\n" for row in rows))
-
-
-def write_arrays(path: pathlib.Path, arrays: Mapping[str, Any]) -> None:
-    """Write named arrays as one .npz, atomically."""
-    with _replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
-
-
 def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> None:
     """Accuracy over clients, training loss, and epsilon so far, by round, as one PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -121,7 +104,7 @@ def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> N
     else:
         epsilon.text(0.5, 0.5, "no finite epsilon", ha="center", transform=epsilon.transAxes)
     epsilon.set(xlabel="round", ylabel="epsilon so far (RDP, aggregate)")
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
 
 
@@ -181,19 +164,3 @@ def _json(value: Any) -> Any:
         digest = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
         return {"sha256": digest, "shape": array.shape, "dtype": array.dtype.name}
     raise ValueError(f"config holds {value!r}: give numbers, texts, arrays, paths, dataclasses, or lists of them")
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary file beside `path` that takes its place when the block ends well."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    temporary.touch(exist_ok=False)  # with the permissions that the user's umask gives
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -11,8 +11,9 @@ from jaxtyping import Key
 
 from jaxfl._validate import check_array, check_callable, check_count, check_instance, check_key, show
 from jaxfl.data.load import check_inputs, check_labels
-from jaxfl.privacy.mechanism import Mechanism
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNoise, Tree
+from jaxfl.privacy.dp_sgd import DPSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNoise, Terms, Tree
 
 
 def check_clients(name: str, value: Any) -> Clients:
@@ -95,7 +96,10 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
     check_instance("algorithm.mechanism", algorithm.mechanism, (Mechanism,))
     for name in ("init", "client_update", "server_update", "personalize"):
         check_callable(f"algorithm.{name}", getattr(algorithm, name))
+    check_instance("algorithm.terms", algorithm.terms, (Terms,))
     algorithm.mechanism.check_fits(clients.number, rounds)
+    if algorithm.dp_sgd is not None:
+        check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(clients.number)
     key = jax.eval_shape(lambda: jax.random.key(0))
     params = _check_model(algorithm.model, clients, key)
     shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)
@@ -110,8 +114,9 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
             )
     client = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states)
     rows, size = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes[2:4])
-    own = None if algorithm.mechanism.examples is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    data = ClientData(shapes.inputs, shapes.labels, rows, size, own)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
+    data = ClientData(shapes.inputs, shapes.labels, rows, size, number, noise)
 
     given = _trace("client_update", algorithm.client_update, key, server, client, data)
     message, after, info = _parts("client_update", given, ("a Message", "the client's state", "info"))
@@ -123,8 +128,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
             raise ValueError(f"client_update gives message.update{where} of {leaf.dtype}: give floating numbers")
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
         raise ValueError(f"client_update gives info={_kind(info)}: give a dict of single numbers")
-    if not algorithm.mechanism.adaptive:  # else the engine writes the account
-        _check_same("client_update gives the client's state", after, client, "init makes one")
+    _check_same("client_update gives the client's state", after, client, "init makes one")
 
     stepped = _trace("server_update", algorithm.server_update, server, message.update)
     _check_same("server_update gives the server's state", stepped, server, "init makes one")
@@ -140,12 +144,12 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
             f"model={model.name!r} takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}: "
             "make the model for that shape"
         )
-    what = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
+    subject = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
     batch = jax.ShapeDtypeStruct((2, *shape), _canonical(clients.inputs.dtype))
-    params = _trace(f"{what}: init", model.init, key)
-    logits = _trace(what, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
+    params = _trace(f"{subject}: init", model.init, key)
+    logits = _trace(subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
     if logits.ndim != 2 or logits.shape[0] != 2:
-        raise ValueError(f"{what} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
+        raise ValueError(f"{subject} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
     if largest >= logits.shape[1]:
         raise ValueError(
             f"model={model.name!r} has {logits.shape[1]} outputs, and clients.labels go up to {largest}: "
@@ -173,14 +177,14 @@ def _parts(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
     raise ValueError(f"{name} gives {_kind(value)}: give a tuple of {', '.join(parts)}")
 
 
-def _check_same(what: str, found: Tree, wanted: Tree, origin: str) -> None:
+def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
     """Require the same structure, and leaves of the same shapes and kinds of numbers."""
-    if jax.tree.structure(found) != jax.tree.structure(wanted):
-        raise ValueError(f"{what} like {_kind(found)}, and {origin} like {_kind(wanted)}: give the same structure")
-    for (path, new), old in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+    if jax.tree.structure(given) != jax.tree.structure(wanted):
+        raise ValueError(f"{subject} like {_kind(given)}, and {origin} like {_kind(wanted)}: give the same structure")
+    for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"{what}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, and {origin} of "
+                f"{subject}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, and {origin} of "
                 f"{old.dtype}{old.shape}: give the same"
             )
 

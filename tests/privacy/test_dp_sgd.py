@@ -10,23 +10,23 @@ import pytest
 from algorithms_table import MODEL
 from reference import DIGITS, client, numpy_gradient
 
-from jaxfl.local.train import train
+from jaxfl.local.sam import sam
+from jaxfl.local.train import LocalSGD
 from jaxfl.models import lenet
-from jaxfl.privacy.mechanism import PerExample
+from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.types import StepNoise
 
 KEY = jax.random.key(8)
+ONE_BY_ONE = MODEL._replace(ghost_norms=None)
 
 
-def fit(data, private, key=KEY, **options):
-    defaults: dict[str, Any] = {"apply": MODEL.apply, "prepare": MODEL.prepare, "optimizer": optax.sgd(1.0)}
-    params = options.pop("params", MODEL.init(jax.random.key(0)))
-    return train(key, params, data, batch_size=1, private=private, **defaults | options)
+def fit(data, private, key=KEY, model=ONE_BY_ONE, params=None, **options):
+    return private.train(key, model, MODEL.init(jax.random.key(0)) if params is None else params, data, **options)
 
 
 def steps(number=1, **options):
-    defaults: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 0.0, "rate": 0.4}
-    return PerExample(**defaults | options, steps=number)
+    defaults: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 0.0, "rate": 0.4, "optimizer": optax.sgd(1.0)}
+    return DPSGD(**defaults | options, steps=number)
 
 
 def test_equals_numpy_one_example_at_a_time():
@@ -60,10 +60,9 @@ def test_convolutions_are_differentiated_one_by_one():
     # With everything in the batch and no example clipped, it is the mean gradient.
     model, data = lenet((8 * 4, 32, 1), 10), client(5, 5)
     data = dataclasses.replace(data, _inputs=jnp.repeat(jnp.repeat(data._inputs, 4, axis=1), 4, axis=2))
-    options = {"apply": model.apply, "prepare": model.prepare, "params": model.init(KEY)}
-    one, _ = fit(data, steps(rate=1.0, clip=1e6), **options)
-    whole, _ = train(KEY, batch_size=5, optimizer=optax.sgd(1.0), data=data, **options)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, whole)
+    found, _ = fit(data, steps(rate=1.0, clip=1e6), model=model._replace(ghost_norms=None), params=model.init(KEY))
+    whole, _ = LocalSGD(optax.sgd(1.0), 5).train(KEY, model, model.init(KEY), data)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, whole)
 
 
 def counting(data, private, key):
@@ -126,25 +125,44 @@ def test_penalties_are_neither_clipped_nor_noised():
 
 
 def test_sharpness_aware_steps_are_refused():
-    with pytest.raises(ValueError, match=r"sam_radius=0\.5"):
-        fit(client(4, 4), steps(), sam_radius=0.5)
+    with pytest.raises(ValueError, match=r"gradient=.* reads every batch twice"):
+        fit(client(4, 4), steps(), gradient=sam(0.5))
+
+
+def test_the_norms_of_a_model_are_its_own_networks():
+    uncalled: Any = lambda *_: 1 / 0  # noqa: E731
+    model = MODEL._replace(ghost_norms=uncalled)
+    expected, found = (
+        fit(client(9, 13), steps(2), model=model, apply=apply)
+        for model, apply in ((ONE_BY_ONE, None), (model, MODEL.apply))
+    )
+    jax.tree.map(np.testing.assert_array_equal, expected, found)
+
+
+def test_noise_fits_the_clients():
+    for noise, table in ((2.0, [2.0]), (np.array([2.0]), [2.0]), (np.array([1.0, 3.0]), [1.0, 3.0])):
+        private = steps(noise_multiplier=noise)
+        assert private.noise_table.tolist() == table
+        private.check_fits(2)
+    with pytest.raises(ValueError, match=r"dp_sgd\.noise_multiplier has shape \(2,\): it must fit 3 clients"):
+        private.check_fits(3)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, None])
 def test_gradients_clipped_by_their_norms_are_the_same(chunk):
     expected, a = fit(client(9, 13), steps(3, chunk=1))
-    found, b = fit(client(9, 13), steps(3, chunk=chunk), norms=MODEL.norms)
+    found, b = fit(client(9, 13), steps(3, chunk=chunk), model=MODEL)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), (expected, a), (found, b))
 
 
-@pytest.mark.parametrize("norms", [None, MODEL.norms])
-def test_an_example_without_a_finite_gradient_contributes_nothing(norms):
+@pytest.mark.parametrize("model", [ONE_BY_ONE, MODEL])
+def test_an_example_without_a_finite_gradient_contributes_nothing(model):
     # Dropping the client's whole update instead would let one example move all of it.
     data = client(9, 9)
     inputs = jnp.asarray(data._inputs, jnp.float32)
     data = dataclasses.replace(data, _inputs=inputs.at[103].set(jnp.inf))
     whole = steps(rate=1.0, chunk=4)
-    found, info = fit(data, whole, norms=norms)
+    found, info = fit(data, whole, model=model)
     rest = dataclasses.replace(data, _rows=jnp.delete(jnp.asarray(data._rows), 3), size=jnp.int32(8))
     expected, _ = fit(rest, whole)
     start = MODEL.init(jax.random.key(0))

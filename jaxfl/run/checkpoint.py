@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxfl import hosts, report
-from jaxfl.fingerprint import Facts, differences
+from jaxfl.engine import processes
+from jaxfl.engine.state_file import DamagedError
+from jaxfl.files import write_json
+from jaxfl.run.fingerprint import Facts, differences
 from jaxfl.types import Tree
 
 _LOG = logging.getLogger("jaxfl")
@@ -20,16 +22,12 @@ _MANIFEST, _STATE, _UNFINISHED = "manifest.json", "state", "unfinished"
 _REMEDY = "Choose another folder, delete this one, or start over in it with resume='never'"
 
 
-class DamagedError(ValueError):
-    """A file is not what was saved."""
-
-
 class Checkpoints:
     """The newest two states of a run in one folder, written atomically, each with a checksum of every file.
 
     Args:
         folder: of the checkpoints, in that of the run; made with the first of them.
-        fingerprint: what must agree for a state to belong to this run (see `jaxfl.fingerprint`).
+        fingerprint: what must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
     """
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts) -> None:
@@ -44,12 +42,12 @@ class Checkpoints:
         if first:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
-        hosts.largest(0)  # all wait for process 0
+        processes.largest(0)  # all wait for process 0
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
         if first:
             content = {"fingerprint": self._fingerprint, "files": _sums(unfinished)}
-            report.write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
+            write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             shutil.rmtree(self._folder / str(rounds), ignore_errors=True)  # a damaged one
             unfinished.rename(self._folder / str(rounds))
             for other in {*self._steps()} - {rounds, self._whole}:
@@ -97,7 +95,7 @@ class Checkpoints:
         """Remove all states."""
         if jax.process_index() == 0 and self._folder.exists():
             shutil.rmtree(self._folder)
-        hosts.largest(0)
+        processes.largest(0)
 
     @property
     def _run(self) -> str:
@@ -111,11 +109,11 @@ class Checkpoints:
     def _check_same(self) -> None:
         """Require that all processes see one folder, and are of one run."""
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
-        own = int(_of_json(self._fingerprint)[:6], 16)  # of 24 bits: a float32 holds it
-        most, least, most_own, least_own = hosts.largest(newest, -newest, own, -own)
+        digest = int(_of_json(self._fingerprint)[:6], 16)  # of 24 bits: a float32 holds it
+        most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(f"folder={self._run!r} differs by process: give one that all of them share")
-        if most_own != -least_own:
+        if most_digest != -least_digest:
             raise ValueError("processes were started with arguments or data that differ: start all with the same")
 
     def _read(self, rounds: int, like: Tree) -> Tree:
@@ -131,7 +129,7 @@ class Checkpoints:
                 _check_files(folder, content["files"])
         except DamagedError as error:
             problem = error
-        if hosts.largest(problem is not None)[0]:
+        if processes.largest(problem is not None)[0]:
             raise problem or DamagedError("process 0 says in what way")
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:

@@ -14,9 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.engine import Points, Population, over_points
+from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.program import Points, over_points
 from jaxfl.local.train import blocks_of
-from jaxfl.types import Algorithm, ClientData, Clients, Tree
+from jaxfl.types import Algorithm, Clients, Tree
 
 _BATCH = 64
 """Examples per forward pass, at most; the loop over them follows the client's own size."""
@@ -45,7 +46,7 @@ def compile_evaluation(
         def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
             def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
                 def one(slot: Int[Array, ""]) -> PerClient:
-                    return _client(algorithm, jax.random.fold_in(key, ids[slot]), slot, server, states, clients)
+                    return _client(algorithm, key, slot, ids[slot], server, states, clients)
 
                 slots = jnp.arange(ids.shape[0])
                 return lax.map(one, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
@@ -68,11 +69,17 @@ def compile_evaluation(
 
 
 def _client(
-    algorithm: Algorithm, key: Key[Array, ""], slot: Int[Array, ""], server: Tree, states: Tree, clients: Clients
+    algorithm: Algorithm,
+    key: Key[Array, ""],
+    slot: Int[Array, ""],
+    number: Int[Array, ""],
+    server: Tree,
+    states: Tree,
+    clients: Clients,
 ) -> PerClient:
-    model, size = algorithm.model, clients.test_size[slot]
-    data = ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
-    params = algorithm.personalize(key, server, jax.tree.map(lambda leaf: leaf[slot], states), data)
+    model, size, data = algorithm.model, clients.test_size[slot], data_of(clients, slot, number)
+    state = jax.tree.map(lambda leaf: leaf[slot], states)
+    params = algorithm.personalize(jax.random.fold_in(key, number), server, state, data)
     width = max(1, clients.test.shape[1])
     batch = -(-width // -(-width // _BATCH))  # batches of one size, with little padding
     blocks, per_block = blocks_of(width, batch)

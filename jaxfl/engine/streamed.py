@@ -1,9 +1,9 @@
 """Rounds and evaluations of more clients than a device holds: rows go to the devices and back, in blocks.
 
-The host keeps client states (`jaxfl.store`) and each client's rows of the example store; the devices hold the example
-store itself, each the whole of it. A round's cohort is drawn from all clients and goes through the devices in blocks of
-a fixed number of slots, which add to the same sums. While a block is at work, the rows of the one before are written
-back and those of the one after, of this round or the next, are read and sent.
+The host keeps client states (`jaxfl.engine.state_file`) and each client's rows of the example store; the devices hold
+the example store itself, each the whole of it. A round's cohort is drawn from all clients and goes through the devices
+in blocks of a fixed number of slots, which add to the same sums. While a block is at work, the rows of the one before
+are written back and those of the one after, of this round or the next, are read and sent.
 """
 
 import functools
@@ -21,23 +21,14 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.chunks import Program, choose
-from jaxfl.engine import (
-    Draw,
-    Keys,
-    Population,
-    Records,
-    Sums,
-    account_of,
-    add_participants,
-    draw,
-    finish_round,
-    mesh_of,
-)
-from jaxfl.evaluate import PerClient, compile_evaluation
-from jaxfl.privacy.mechanism import Poisson
-from jaxfl.store import Store
-from jaxfl.types import Account, Algorithm, Clients, Tree
+from jaxfl.engine.chunk import Program, choose
+from jaxfl.engine.evaluate import PerClient, compile_evaluation
+from jaxfl.engine.mesh import Population, mesh_of
+from jaxfl.engine.program import first_states
+from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
+from jaxfl.engine.state_file import Store
+from jaxfl.privacy.mechanisms.gaussian import Cohort
+from jaxfl.types import Algorithm, Clients, Tree
 
 _BLOCK_BYTES = 2**24
 """Rows of one block on all devices: small beside memory, large beside the cost of a call."""
@@ -47,7 +38,7 @@ class Block(NamedTuple):
     """A part of a round's cohort: its clients by slot (C: an empty slot), and whether it is the round's last."""
 
     index: Int[Array, ""]
-    drawn: Draw
+    cohort: Cohort
     ids: Int[np.ndarray, "S"]
     last: bool
 
@@ -63,7 +54,7 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
         ValueError: several processes.
     """
     if jax.process_count() > 1:
-        raise ValueError(f"store='host' is for one process, not {jax.process_count()}: give store='device'")
+        raise ValueError(f"states='host' is for one process, not {jax.process_count()}: give states='device'")
     mesh = mesh_of(clients, devices)
     store = jax.device_put((clients.inputs, clients.labels), NamedSharding(mesh, P()))
     by_client = P("clients")
@@ -72,16 +63,20 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
 
 
 def open_store(
-    key: Key[Array, ""], algorithm: Algorithm, population: Population, folder: pathlib.Path | None
-) -> tuple[Tree, Store]:
-    """Server state, replicated, and a store for the client states, whose rows are not there yet (see `fill`)."""
+    key: Key[Array, ""],
+    memory_key: Key[Array, "*S"],
+    algorithm: Algorithm,
+    population: Population,
+    folder: pathlib.Path | None,
+) -> tuple[Center, Store]:
+    """What is shared, replicated, and a store for the client states, whose rows are not there yet (see `fill`)."""
 
-    def server(key: Key[Array, ""]) -> Tree:
-        return algorithm.init(key, population.number)[0]
+    def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
+        return first_states(algorithm, key, memory_key, population)[0]
 
     like = jax.eval_shape(lambda key: algorithm.init(key, population.number)[1], key)
     everyone = NamedSharding(population.mesh, P())
-    return jax.jit(server, out_shardings=everyone)(key), Store(folder, like, population.number)
+    return jax.jit(center, out_shardings=everyone)(key, memory_key), Store(folder, like, population.number)
 
 
 def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, store: Store) -> None:
@@ -102,7 +97,7 @@ def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, stor
 
 
 class Stream:
-    """Rounds and evaluations by blocks; results are those of `jaxfl.resident.Resident`, whose methods it has.
+    """Rounds and evaluations by blocks; results are those of `jaxfl.engine.resident.Resident`, whose methods it has.
 
     Args:
         init_key: of the first state.
@@ -129,16 +124,14 @@ class Stream:
     ) -> None:
         self.init_key, self.algorithm, self.population = init_key, algorithm, place_examples(clients, devices)
         self.chunk, mesh = chunk, self.population.mesh
-        self.server, self.store = open_store(init_key, algorithm, self.population, folder)
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
         self.keys, self.restored = jax.device_put(keys, self.everyone), False
+        self.center, self.store = open_store(init_key, self.keys.cohort, algorithm, self.population, folder)
         per_client = self.store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
-        sampling = algorithm.mechanism.sampling
-        expected = sampling.expected(self.population.number)
-        most = expected + 6 * math.sqrt(expected) if isinstance(sampling, Poisson) else expected
+        usual = algorithm.mechanism.sampling.usual(self.population.number)
         block = max(_BLOCK_BYTES // per_client, (1 if chunk == "auto" else chunk) * mesh.size)
-        self.slots = self._whole(min(block, math.ceil(most)))
+        self.slots = self._whole(min(block, math.ceil(usual)))
         self.tested = self._whole(block)
         self._programs()
 
@@ -157,7 +150,7 @@ class Stream:
             fill(self.init_key, self.algorithm, self.population, self.store)
         block = next(self._blocks(0, 1))
         ids, clients, states = self._load(block.ids)
-        arguments = clients, self.keys, block.index, block.drawn, ids, self.server, self.zero, states
+        arguments = clients, self.keys, block.index, block.cohort, ids, self.center, self.zero, states
         mesh = self.population.mesh
         most, facts = self.slots // mesh.size, ("streamed", *facts)
         self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
@@ -167,18 +160,18 @@ class Stream:
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
         """A round's programs, in which each device has one slot, and that of an evaluation with this key, traced."""
         ids, clients, states = self._load(np.full(self.population.mesh.size, self.store.number, np.int32), tests=True)
-        index, account = np.int32(0), self._account()
-        drawn = self.draw.eval_shape(self.keys, index, account)
+        index = np.int32(0)
+        cohort = self.draw.eval_shape(self.keys, index, self.center)
         build: Any = self._build(1).func
         score: Any = self._score(1).func
-        step = build.trace(clients, self.keys, index, drawn, ids, self.server, self.zero, states)
+        step = build.trace(clients, self.keys, index, cohort, ids, self.center, self.zero, states)
         return {
             "round": [
-                self.draw.trace(self.keys, index, account).jaxpr,
+                self.draw.trace(self.keys, index, self.center).jaxpr,
                 step.jaxpr,
-                self.finish.trace(self.keys, index, drawn, self.zero, self.server).jaxpr,
+                self.finish.trace(self.keys, index, cohort, self.zero, self.center).jaxpr,
             ],
-            "evaluation": [score.trace(clients, index, key, self.server, states).jaxpr],
+            "evaluation": [score.trace(clients, index, key, self.center.server, states).jaxpr],
         }
 
     def rounds(self, start: int, count: int) -> Records:
@@ -198,38 +191,37 @@ class Stream:
                 states = self._renew(block.ids, states, *before[:2])
             with jax.transfer_guard("disallow"):
                 total, states = self.program.step(
-                    clients, self.keys, block.index, block.drawn, ids, self.server, total, states
+                    clients, self.keys, block.index, block.cohort, ids, self.center, total, states
                 )
             record = None
             if block.last:
-                self.server, record = self.finish(self.keys, block.index, block.drawn, total, self.server)
+                self.center, record = self.finish(self.keys, block.index, block.cohort, total, self.center)
                 total = self.zero
             if before is not None:
                 settle(*before)  # while this block is at work
             before = block, states, record
-            if block.last and self.algorithm.mechanism.adaptive:  # the next draw follows from these states
-                settle(*before)
-                before = None
         if before is not None:
             settle(*before)
         return jax.tree.map(lambda *rounds: np.stack(rounds), *records)
 
     def evaluate(self, key: Key[Array, ""]) -> PerClient:
         """Scores of all clients, on the host."""
-        found, before = [], None
+        blocks, before = [], None
         for first in range(0, self.store.number, self.tested):
             ids = np.arange(first, first + self.tested, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
-            scores = self.score(clients, jax.device_put(np.int32(first), self.everyone), key, self.server, states)
+            scores = self.score(
+                clients, jax.device_put(np.int32(first), self.everyone), key, self.center.server, states
+            )
             if before is not None:
-                found.append(jax.device_get(before))  # while these are at work
+                blocks.append(jax.device_get(before))  # while these are at work
             before = scores
-        found.append(jax.device_get(before))
-        return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *found)
+        blocks.append(jax.device_get(before))
+        return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
 
     def saved(self) -> dict[str, Tree]:
         """What a checkpoint keeps: of the client states, where their rows lie."""
-        return {"server": self.server, "states": self.store.saved()}
+        return {"center": self.center, "states": self.store.saved()}
 
     def save(self, write: Callable[[], Any]) -> None:
         """Bring the rows to the disk, let `write` write a checkpoint, and keep from then on the rows that it needs."""
@@ -240,7 +232,7 @@ class Stream:
     def restore(self, saved: dict[str, Tree]) -> None:
         """Go on from what a checkpoint kept."""
         self.store.restore(**saved["states"])
-        self.server, self.restored = saved["server"], True
+        self.center, self.restored = saved["center"], True
 
     def all_states(self) -> Tree:
         """Client states, mapped and read-only."""
@@ -251,25 +243,25 @@ class Stream:
         algorithm, population, by_client = self.algorithm, self.population, self.by_client
         options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
-        def draw_(keys: Keys, index: Int[Array, ""], account: Account | None) -> Draw:
-            return draw(algorithm, population.number, keys.at(index), index, account)
+        def draw_(keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
+            return draw(algorithm, population.number, keys.at(index), index, center)
 
         def add(
             chunk: int,
             clients: Clients,
             keys: Keys,
             index: Int[Array, ""],
-            drawn: Draw,
+            cohort: Cohort,
             ids: Int[Array, "S"],
-            server: Tree,
+            center: Center,
             total: Sums | None,
             states: Tree,
         ) -> tuple[Sums, Tree]:
             block = population._replace(clients=clients)
-            return add_participants(algorithm, block, chunk, keys.at(index), drawn, ids, total, server, states)
+            return add_participants(algorithm, block, chunk, keys.at(index), cohort, ids, total, center, states)
 
-        def finish(keys: Keys, index: Int[Array, ""], drawn: Draw, total: Sums, server: Tree) -> tuple:
-            return finish_round(algorithm, population.mesh, keys.at(index), drawn, total, server)
+        def finish(keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center) -> tuple:
+            return finish_round(algorithm, population.mesh, keys.at(index), cohort, total, center)
 
         def renew(states: Tree, before: Tree, source: Int[Array, "S"]) -> Tree:
             return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
@@ -284,14 +276,14 @@ class Stream:
         self._build = build
         self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self.draw = jax.jit(draw_, out_shardings=self.everyone, **options)
-        self.finish = jax.jit(finish, donate_argnames="server", out_shardings=self.everyone, **options)
+        self.finish = jax.jit(finish, donate_argnames="center", out_shardings=self.everyone, **options)
         self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)
         index = np.int32(0)
-        drawn = self.draw.eval_shape(self.keys, index, self._account())
+        cohort = self.draw.eval_shape(self.keys, index, self.center)
         ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))
-        example = clients, self.keys, index, drawn, ids, self.server, None, states
+        example = clients, self.keys, index, cohort, ids, self.center, None, states
         total, _ = jax.eval_shape(functools.partial(add, 1), *example)
-        self._record = jax.eval_shape(finish, self.keys, index, drawn, total, self.server)[1]
+        self._record = jax.eval_shape(finish, self.keys, index, cohort, total, self.center)[1]
         zero = jax.jit(
             lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total), out_shardings=self.by_client
         )
@@ -300,26 +292,28 @@ class Stream:
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
         """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
         rounds = (jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count))
-        draws = ((index, self.draw(self.keys, index, self._account())) for index in rounds)
-        for index, drawn in draws if self.algorithm.mechanism.adaptive else _ahead(draws):
-            cohort = np.flatnonzero(jax.device_get(drawn.sampled))
-            for first in range(0, max(1, len(cohort)), self.slots):
+        draws = ((index, self.draw(self.keys, index, self.center)) for index in rounds)
+        # A cohort that a memory decides follows from the round before.
+        for index, cohort in draws if jax.tree.leaves(self.center.memory) else _ahead(draws):
+            members = np.flatnonzero(jax.device_get(cohort.sampled))
+            for first in range(0, max(1, len(members)), self.slots):
                 ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), self.store.number)
-                parts = np.array_split(cohort[first : first + self.slots], len(ids))
+                parts = np.array_split(members[first : first + self.slots], len(ids))
                 for row, part in zip(ids, parts, strict=True):  # each device gets as many
                     row[: len(part)] = part
-                yield Block(index, drawn, ids.reshape(-1).astype(np.int32), first + self.slots >= len(cohort))
+                last = first + self.slots >= len(members)
+                yield Block(index, cohort, ids.reshape(-1).astype(np.int32), last)
 
     def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, Tree]:
         """Some clients' rows on the devices, with their test examples or without; an empty slot has anyone's."""
         clients, rows = self.population.clients, np.minimum(ids, self.store.number - 1)
         test = clients.test if tests else clients.test[:, :0]
-        own = Clients(
+        rows_of = Clients(
             clients.inputs,
             clients.labels,
             *(array[rows] for array in (clients.train, clients.train_size, test, clients.test_size)),
         )
-        return jax.device_put((ids, own, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
+        return jax.device_put((ids, rows_of, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
 
     def _renew(self, ids: Int[np.ndarray, "S"], states: Tree, before: Block, new: Tree) -> Tree:
         """The same rows, with the newest states of clients that were in the block before."""
@@ -330,12 +324,6 @@ class Stream:
             return states
         source[here[real]] = self.slots + there[real]
         return self.renew(states, new, jax.device_put(source, self.everyone))
-
-    def _account(self) -> Account | None:
-        account = account_of(self.algorithm, self.store.files)
-        if account is None:
-            return None
-        return jax.device_put(self.store.read(np.arange(self.store.number), account), self.everyone)
 
     def _whole(self, slots: int) -> int:
         """As many for each device, and not more than there are clients."""

@@ -9,10 +9,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int
 
-from jaxfl.engine import Records
-from jaxfl.evaluate import PerClient
-from jaxfl.privacy.mechanism import Mechanism
-from jaxfl.types import Clients
+from jaxfl.engine.evaluate import PerClient
+from jaxfl.engine.round import Records
+from jaxfl.types import Algorithm, Clients
 
 _LOG = logging.getLogger("jaxfl")
 
@@ -26,11 +25,11 @@ class Watch:
     Args:
         name: of the run.
         clients: host arrays.
-        mechanisms: of each point.
+        algorithms: of each point.
     """
 
-    def __init__(self, name: str, clients: Clients, mechanisms: Sequence[Mechanism]) -> None:
-        self.name, self.clients, self.mechanisms = name, clients, mechanisms
+    def __init__(self, name: str, clients: Clients, algorithms: Sequence[Algorithm]) -> None:
+        self.name, self.clients, self.algorithms = name, clients, algorithms
         self.told: set[str] = set()
 
     def updates(self, records: Sequence[Records], start: int, done: int) -> None:
@@ -62,7 +61,7 @@ class Watch:
         if others.any():
             whose = "the others'" if causes else "their"
             model = "the shared model has" if others.sum() == tested.sum() else f"{whose} personal models have"
-            causes.append(f"{model} diverged: {remedy(self.mechanisms)}")
+            causes.append(f"{model} diverged: {remedy(self.algorithms)}")
         points = sum(own.any() for own in lost)
         where = f"in {points} of {len(lost)} points, " if len(lost) > 1 else ""
         text = (
@@ -111,33 +110,33 @@ class Watch:
         """How many updates of these rounds were dropped, and what to do."""
         dropped, made = _count(records)
         broken = self.broken_data[0]
-        theirs = sum(int(own.ledger.participants[:, broken].sum()) for own in records)
+        theirs = sum(int(record.ledger.participants[:, broken].sum()) for record in records)
         causes = [f"NaN or infinite training examples ({_names(broken)}): clean them"] if theirs else []
         if dropped > theirs:
-            causes.append(f"{'others diverged: ' if causes else ''}{remedy(self.mechanisms)}")
+            causes.append(f"{'others diverged: ' if causes else ''}{remedy(self.algorithms)}")
         since = f" since round {start}" if start else ""
         return f"{dropped} of {made} updates{since} were not finite and were dropped: {'; '.join(causes)}"
 
-    def _warn(self, what: str, text: str) -> None:
-        if what not in self.told and jax.process_index() == 0:
+    def _warn(self, topic: str, text: str) -> None:
+        if topic not in self.told and jax.process_index() == 0:
             _LOG.warning("%s: %s", self.name, text)
-        self.told.add(what)
+        self.told.add(topic)
 
 
-def remedy(mechanisms: Sequence[Mechanism]) -> str:
+def remedy(algorithms: Sequence[Algorithm]) -> str:
     """Against models that diverge."""
-    noisy = any(own.noisy or own.example_noise_table.any() for own in mechanisms)
+    noisy = any(method.mechanism.noisy or method.dp_sgd is not None for method in algorithms)
     return "lower the learning rate or the noise" if noisy else "lower the learning rate, or clip updates"
 
 
 def _count(records: Sequence[Records]) -> tuple[int, int]:
     """Updates that were dropped, of all."""
-    dropped = sum(int(own.nonfinite.sum()) for own in records)
-    return dropped, sum(int(own.info["participants"].sum(dtype=np.float64)) for own in records)
+    dropped = sum(int(record.nonfinite.sum()) for record in records)
+    return dropped, sum(int(record.info["participants"].sum(dtype=np.float64)) for record in records)
 
 
 def _names(mask: Bool[np.ndarray, "C"]) -> str:
     """The first few clients of a mask."""
-    found = np.flatnonzero(mask)
-    listed = ", ".join(map(str, found[:5])) + (", ..." if len(found) > 5 else "")
-    return f"client{'s' if len(found) > 1 else ''} {listed}"
+    clients = np.flatnonzero(mask)
+    listed = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+    return f"client{'s' if len(clients) > 1 else ''} {listed}"

@@ -12,11 +12,14 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt8, UInt32
 
-from jaxfl.checkpoint import DamagedError
 from jaxfl.types import Tree
 
 _ROWS = "rows.bin"
 _PART_BYTES = 2**25
+
+
+class DamagedError(ValueError):
+    """Files are not what was written."""
 
 
 class Store:
@@ -141,7 +144,7 @@ class Store:
         folder = pathlib.Path(tempfile.gettempdir()) if self.folder is None else self.folder
         places = 1 if self.folder is None else 2
         needed, path = self.bytes_per_client * self.number * places, folder / _ROWS
-        there = next(own for own in (folder, *folder.absolute().parents) if own.exists())
+        there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free + (path.stat().st_blocks * 512 if path.exists() else 0)
         if needed > free:
             raise ValueError(

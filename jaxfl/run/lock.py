@@ -8,7 +8,7 @@ import socket
 
 import jax
 
-from jaxfl import hosts
+from jaxfl.engine import processes
 
 try:
     import fcntl
@@ -46,7 +46,7 @@ class Lock:
                 self._take(shared)
             except ValueError as error:
                 problem = error
-        if hosts.largest(problem is not None)[0]:
+        if processes.largest(problem is not None)[0]:
             raise problem or ValueError(f"folder={str(self.folder)!r}: process 0 of this run could not lock it")
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,21 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl import fingerprint, hosts, report, signals
 from jaxfl._validate import check_instance, check_key, check_path, checked
 from jaxfl.backend import of_devices
-from jaxfl.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
-from jaxfl.checkpoint import Checkpoints
-from jaxfl.chunks import Program
-from jaxfl.engine import Keys, Points, Population, Records
-from jaxfl.evaluate import PerClient
-from jaxfl.health import Watch
-from jaxfl.journal import Journal, Result
-from jaxfl.lock import Lock
-from jaxfl.randomness import Streams
-from jaxfl.report import tensorboard_writer
-from jaxfl.resident import Resident
-from jaxfl.stream import Stream
+from jaxfl.engine import processes
+from jaxfl.engine.program import Points
+from jaxfl.engine.resident import Resident
+from jaxfl.engine.round import Keys, Records
+from jaxfl.engine.streamed import Stream
+from jaxfl.run import fingerprint, report, signals
+from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
+from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.health import Watch
+from jaxfl.run.lock import Lock
+from jaxfl.run.randomness import Streams
+from jaxfl.run.recorder import Journal, Result
+from jaxfl.run.report import tensorboard_writer
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -50,6 +50,34 @@ def _in_32_bits(run: Callable) -> Callable:
     return call
 
 
+class RunOptions(TypedDict, total=False):
+    """Options of `simulate` and `sweep`, by keyword.
+
+    Args:
+        eval_every: rounds between evaluations of all clients (default: a tenth of the rounds).
+        chunk: clients vectorised at a time on each device; None: 1 on a CPU, "auto" elsewhere. "auto" measures a few
+            sizes on a round of this run, once (see `jaxfl.engine.chunk.fastest`). Halved, with a warning, where memory
+            does not hold it. Changes speed and memory, not results.
+        devices: where to run (default: all devices).
+        secret_noise: draw 128 fresh bits of the system for noise, cohorts and private local steps, in place of `key`,
+            from which a small seed can be found by trying. They lie in the folder's `noise.key` alone, which only its
+            owner can read and a resumed run needs. The run cannot be repeated. In a sweep, for each point anew.
+        report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
+            `clipped`, `participants`, `nonfinite` and what the method reports by itself in `metrics`, and how often
+            each client took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
+        resume: "auto" goes on from what the folder holds; "never" starts over and replaces it.
+        progress: show a bar with round, accuracy and epsilon so far.
+    """
+
+    eval_every: int | None
+    chunk: int | Literal["auto"] | None
+    devices: list[jax.Device] | None
+    secret_noise: bool
+    report: Literal["full", "public"]
+    resume: Literal["auto", "never"]
+    progress: bool
+
+
 @_in_32_bits
 @checked(key=check_one_key, clients=check_clients, chunk=check_chunk, devices=check_devices, folder=check_path)
 def simulate(
@@ -58,16 +86,10 @@ def simulate(
     clients: Clients,
     *,
     rounds: int,
-    eval_every: int | None = None,
-    chunk: int | Literal["auto"] | None = None,
-    devices: list[jax.Device] | None = None,
-    store: Literal["device", "host"] = "device",
     folder: str | os.PathLike | None = None,
-    secret_noise: bool = False,
-    report: Literal["full", "public"] = "full",
-    resume: Literal["auto", "never"] = "auto",
-    progress: bool = True,
+    states: Literal["device", "host"] = "device",
     tensorboard: bool = False,
+    **options: Unpack[RunOptions],
 ) -> Result:
     """Run an algorithm for some rounds and account for it.
 
@@ -75,31 +97,20 @@ def simulate(
     later call with the same arguments goes on where it stopped, whatever stopped it: bit-identically, unless another
     chunk is measured. Where the run is finished already, it is read, which also works where nothing can be written.
     The folder is locked meanwhile. A run that differs in anything that decides a result is refused: in what the
-    method's functions compute, in data, partition, mechanism, key, rounds, or in versions (see `jaxfl.fingerprint`).
+    method's functions compute, in data, partition, mechanism, key, rounds, or in versions (see
+    `jaxfl.run.fingerprint`).
 
     Args:
         key: the whole run's randomness.
         algorithm: from `jaxfl.algorithms`, or your own.
         clients: from `jaxfl.data.make_clients`.
         rounds: T.
-        eval_every: rounds between evaluations of all clients (default: a tenth of the rounds).
-        chunk: clients vectorised at a time on each device; None: 1 on a CPU, "auto" elsewhere. "auto" measures a few
-            sizes on a round of this run, once (see `jaxfl.chunks.fastest`). Halved, with a warning, where memory does
-            not hold it. Changes speed and memory, not results.
-        devices: where to run (default: all devices).
-        store: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
+        folder: the run's own folder (see `jaxfl.run.report.run_folder`); None writes nothing.
+        states: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
             temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
             cohort are sent ahead of its round. `states` of the result is then mapped and read-only.
-        folder: the run's own folder (see `jaxfl.report.run_folder`); None writes nothing.
-        secret_noise: draw 128 fresh bits of the system for noise, cohorts and private local steps, in place of `key`,
-            from which a small seed can be found by trying. They lie in the folder's `noise.key` alone, which only its
-            owner can read and a resumed run needs. The run cannot be repeated.
-        report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
-            `clipped`, `participants`, `nonfinite` and what the method reports by itself in `metrics`, and how often
-            each client took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
-        resume: "auto" goes on from what the folder holds; "never" starts over and replaces it.
-        progress: show a bar with round, accuracy and epsilon so far.
         tensorboard: also write event files into the folder (extra `[tb]`).
+        options: see `RunOptions`.
 
     Raises:
         ValueError: an argument does not fit, or the folder holds another run, is in use, or holds no checkpoint that
@@ -110,11 +121,10 @@ def simulate(
             one; says after which round.
     """
     folder = None if folder is None else pathlib.Path(folder)
-    streams = Streams(secret=secret_noise)
-    options = _Options(rounds, eval_every, chunk, devices, store, streams, report, resume)
+    settings = _Settings(rounds, states=states, **options)
     with contextlib.closing(Lock(folder)) as lock, tensorboard_writer(folder, tensorboard) as log:
-        run = _Run(key, [algorithm], None, clients, options, lock, [folder])
-        return run.finish_after(algorithm.name, progress, log)[0]
+        run = _Run(key, [algorithm], None, clients, settings, lock, [folder])
+        return run.finish_after(algorithm.name, log)[0]
 
 
 @_in_32_bits
@@ -133,16 +143,10 @@ def sweep(
     clients: Clients,
     *,
     rounds: int,
-    eval_every: int | None = None,
-    batch: int | None = None,
-    chunk: int | Literal["auto"] | None = None,
-    devices: list[jax.Device] | None = None,
     folder: str | os.PathLike | None = None,
+    batch: int | None = None,
     paired_noise: bool = False,
-    secret_noise: bool = False,
-    report: Literal["full", "public"] = "full",
-    resume: Literal["auto", "never"] = "auto",
-    progress: bool = True,
+    **options: Unpack[RunOptions],
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
 
@@ -157,17 +161,11 @@ def sweep(
         values: columns of P numbers, by argument; may be empty where keys differ.
         clients: the same for all points.
         rounds: T.
-        eval_every: as in `simulate`.
-        batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
-        chunk: clients vectorised at a time, as in `simulate`.
-        devices: as in `simulate`.
         folder: of the whole sweep; None writes nothing.
+        batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
         paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
             noisy, but from two of them everyone can tell the clean updates: at most one may be published.
-        secret_noise: as in `simulate`, for each point anew.
-        report: as in `simulate`.
-        resume: as in `simulate`.
-        progress: as in `simulate`.
+        options: see `RunOptions`.
 
     Raises:
         ValueError: also where a value cannot be an argument of a compiled program.
@@ -192,11 +190,10 @@ def sweep(
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
-    streams = Streams(secret=secret_noise, paired=paired_noise)
-    options = _Options(rounds, eval_every, chunk, devices, "device", streams, report, resume)
+    settings = _Settings(rounds, paired_noise=paired_noise, **options)
     with contextlib.closing(Lock(root)) as lock:
-        run = _Run(keys, algorithms, points, clients, options, lock, folders)
-        return run.finish_after(f"{algorithms[0].name}, {count} points", progress, lambda row: None)
+        run = _Run(keys, algorithms, points, clients, settings, lock, folders)
+        return run.finish_after(f"{algorithms[0].name}, {count} points", lambda row: None)
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
@@ -212,65 +209,24 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
     return next(iter(lengths.values()))
 
 
-class Runner(Protocol):
-    """State of a run, and the programs that advance it: on the devices (`Resident`), or streamed to them (`Stream`)."""
-
-    server: Tree
-    population: Population
-
-    @property
-    def stateful(self) -> bool:
-        """Whether clients keep anything from round to round."""
-        ...
-
-    def record(self) -> Records:
-        """Shapes of what one round of one run reports."""
-        ...
-
-    def compile(self, facts: tuple[str, ...]) -> Program:
-        """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
-        ...
-
-    def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
-        """What `jaxfl.fingerprint.of_programs` reads, whatever the chunk."""
-        ...
-
-    def rounds(self, start: int, count: int) -> Records:
-        """Some rounds, from the one of number `start`; what they report, on the host, in at least `count` rows."""
-        ...
-
-    def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
-        """Scores of all clients, on the host."""
-        ...
-
-    def saved(self) -> dict[str, Tree]:
-        """What a checkpoint keeps."""
-        ...
-
-    def save(self, write: Callable[[], Any]) -> None:
-        """Let `write` write a checkpoint."""
-        ...
-
-    def restore(self, saved: dict[str, Tree]) -> None:
-        """Go on from what a checkpoint kept."""
-        ...
-
-    def all_states(self) -> Tree:
-        """Client states."""
-        ...
-
-
-class _Options(NamedTuple):
-    """What `simulate` and `sweep` are told besides what to run."""
+class _Settings(NamedTuple):
+    """What `simulate` and `sweep` are told besides what to run, and the defaults."""
 
     rounds: int
-    eval_every: int | None
-    chunk: int | Literal["auto"] | None
-    devices: list[jax.Device] | None
-    store: Literal["device", "host"]
-    streams: Streams
-    report: Literal["full", "public"]
-    resume: Literal["auto", "never"]
+    states: Literal["device", "host"] = "device"
+    paired_noise: bool = False
+    eval_every: int | None = None
+    chunk: int | Literal["auto"] | None = None
+    devices: list[jax.Device] | None = None
+    secret_noise: bool = False
+    report: Literal["full", "public"] = "full"
+    resume: Literal["auto", "never"] = "auto"
+    progress: bool = True
+
+    @property
+    def streams(self) -> Streams:
+        """Where randomness comes from."""
+        return Streams(secret=self.secret_noise, paired=self.paired_noise)
 
 
 class _Run:
@@ -282,27 +238,27 @@ class _Run:
         algorithms: list[Algorithm],
         points: Points | None,
         clients: Clients,
-        options: _Options,
+        settings: _Settings,
         lock: Lock,
         folders: list[pathlib.Path | None],
     ) -> None:
-        rounds = options.rounds
+        rounds = settings.rounds
         check_algorithm(algorithms[0], clients, rounds)  # others differ in numbers
-        self.rounds, self.clients, self.points = rounds, clients, points
-        every = options.eval_every or max(1, rounds // 10)
+        self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
+        every = settings.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})
         folder = lock.folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-            if options.resume == "never":
+            if settings.resume == "never":
                 lock.take(shared=False)
                 report.clear(folder, points is not None)
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
-        keys = options.streams.keys(key_of_rounds, folder)
-        what = fingerprint.marked(points or algorithms[0])
-        self.runner: Runner = self._runner(init_key, keys, what, options, folder)
+        keys = settings.streams.keys(key_of_rounds, folder)
+        method = fingerprint.marked(points or algorithms[0])
+        self.runner = self._runner(init_key, keys, method, settings, folder)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
-        public, told = options.report == "public", options.streams.told(key) | {"stateful": self.runner.stateful}
+        public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
             Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=public, told=told)
@@ -311,11 +267,11 @@ class _Run:
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
         facts: fingerprint.Facts = {}
         if folder is not None or jax.process_count() > 1:
-            facts = self._fingerprint(key, init_key, what, algorithms, options) | options.streams.facts(keys)
-            hosts.agree({name: json.dumps(fact) for name, fact in facts.items()})
+            facts = self._fingerprint(key, init_key, method, algorithms, settings) | settings.streams.facts(keys)
+            processes.agree({name: json.dumps(fact) for name, fact in facts.items()})
         if folder is not None:
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts)
-            if options.resume == "never":
+            if settings.resume == "never":
                 self.checkpoints.clear()
             else:
                 self._restore(lock)
@@ -325,24 +281,24 @@ class _Run:
         self,
         init_key: Key[Array, "*P"],
         keys: Keys,
-        what: Algorithm | Points,
-        options: _Options,
+        method: Algorithm | Points,
+        settings: _Settings,
         folder: pathlib.Path | None,
     ) -> Resident | Stream:
         """Programs and state, where the client states are to be kept."""
-        devices = options.devices
-        chunk = of_devices(devices).chunk if options.chunk is None else options.chunk
-        if options.store == "host":
-            assert isinstance(what, Algorithm)
+        devices = settings.devices
+        chunk = of_devices(devices).chunk if settings.chunk is None else settings.chunk
+        if settings.states == "host":
+            assert isinstance(method, Algorithm)
             states = None if folder is None else folder / report.STATES
-            return Stream(init_key, keys, what, self.clients, devices, chunk, states)
+            return Stream(init_key, keys, method, self.clients, devices, chunk, states)
         segment = int(max(np.diff([0, *self.evaluations])))
-        return Resident(init_key, keys, what, self.clients, devices, chunk, segment)
+        return Resident(init_key, keys, method, self.clients, devices, chunk, segment)
 
-    def finish_after(self, name: str, progress: bool, log: Callable) -> list[Result]:
+    def finish_after(self, name: str, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
-        self.watch = Watch(name, self.clients, [journal.algorithm.mechanism for journal in self.journals])
-        shown = progress and jax.process_index() == 0
+        self.watch = Watch(name, self.clients, [journal.algorithm for journal in self.journals])
+        shown = self.progress and jax.process_index() == 0
         if self.restored:
             self._tell_restored(name, shown)
         try:
@@ -362,9 +318,12 @@ class _Run:
         finally:
             results = [journal.finish(self.done) for journal in self.journals]
             self.watch.end([journal.recorded.records for journal in self.journals])
-        servers, states = self._split(self.runner.server), self._split(self.runner.all_states())
-        parts = zip(results, servers, states, strict=True)
-        return [result._replace(server=server, states=own, restored=self.restored) for result, server, own in parts]
+        centers, states = self._split(self.runner.center), self._split(self.runner.all_states())
+        parts = zip(results, centers, states, strict=True)
+        return [
+            result._replace(server=center.server, memory=center.memory, states=own, restored=self.restored)
+            for result, center, own in parts
+        ]
 
     def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""
@@ -382,7 +341,7 @@ class _Run:
                 log(self.journals[0].metrics[-1])
             update(self.done, f"{self._text()}  chunk {program.chunk}")
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-            pace, late, stop = hosts.largest(pace, late, asked())
+            pace, late, stop = processes.largest(pace, late, asked())
             if self.checkpoints and (late or stop or self.done == self.rounds):
                 self._save(self.checkpoints)
                 self.kept = self.done
@@ -466,19 +425,20 @@ class _Run:
         self,
         key: Key[Array, "*P"],
         init_key: Key[Array, "*P"],
-        what: Algorithm | Points,
+        method: Algorithm | Points,
         algorithms: list[Algorithm],
-        options: _Options,
+        settings: _Settings,
     ) -> fingerprint.Facts:
         population = self.runner.population
         values = self.points.values if self.points else {}
         facts = {"method": algorithms[0].name, "model": algorithms[0].model.name, "rounds": self.rounds}
-        facts |= {"evaluations": self.evaluations, "store": options.store}
+        facts |= {"evaluations": self.evaluations, "states": settings.states}
         facts |= {f"values of {name}": column.tolist() for name, column in values.items()}
         for p, algorithm in enumerate(algorithms):
-            name = f"point {p}: mechanism" if self.points else "mechanism"
-            facts |= fingerprint.of_mechanism(name, algorithm.mechanism)
+            prefix = f"point {p}: " if self.points else ""
+            for part in ("mechanism", "dp_sgd", "terms"):
+                facts |= fingerprint.of_value(f"{prefix}{part}", getattr(algorithm, part))
         facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)
-        start = fingerprint.start(what, population.clients, init_key)
+        start = fingerprint.start(method, population.clients, init_key)
         programs = {"init": [start], **self.runner.programs(self.eval_key)}
         return facts | fingerprint.of_clients(self.clients) | fingerprint.of_programs(programs)

@@ -38,11 +38,11 @@ def agree(facts: Mapping[str, str]) -> None:
     Raises:
         ValueError: in every process, with the values that differ, and whose they are.
     """
-    client, own = distributed.global_state.client, distributed.global_state.process_id
+    client, process = distributed.global_state.client, distributed.global_state.process_id
     if client is None:
         return
     place = f"jaxfl/{next(_MEETINGS)}"
-    client.key_value_set(f"{place}/{own}", json.dumps(dict(facts)))
+    client.key_value_set(f"{place}/{process}", json.dumps(dict(facts)))
     client.wait_at_barrier(place, _PATIENCE_SECONDS * 1000)
     said = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(place)}
     if differing := differences([said[process] for process in sorted(said)]):
@@ -58,10 +58,10 @@ def differences(facts: Sequence[Mapping[str, str]]) -> str:
     ''
     """
     told = []
-    for name in dict.fromkeys(name for own in facts for name in own):
+    for name in dict.fromkeys(name for said in facts for name in said):
         processes: dict[str | None, list[str]] = {}
-        for process, own in enumerate(facts):
-            processes.setdefault(own.get(name), []).append(str(process))
+        for process, said in enumerate(facts):
+            processes.setdefault(said.get(name), []).append(str(process))
         if len(processes) > 1:
             values = (f"{value!r} in {', '.join(where)}" for value, where in processes.items())
             told.append(f"{name} differs by process: {'; '.join(values)}")

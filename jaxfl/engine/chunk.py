@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxfl import hosts, report
-from jaxfl.data.load import cache_folder
+from jaxfl.engine import processes
+from jaxfl.files import cache_folder, write_json
 
 _LOG = logging.getLogger("jaxfl")
 _SIZES = (1, 8, 32, 128, 512)
@@ -31,7 +31,7 @@ class Program(NamedTuple):
 
 
 Build = Callable[[int], functools.partial]
-"""Of a chunk: a jitted function with its first arguments (see `jaxfl.engine.compile_rounds`)."""
+"""Of a chunk: a jitted function with its first arguments (see `jaxfl.engine.program.compile_rounds`)."""
 
 
 def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
@@ -80,19 +80,19 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
     device = mesh.devices.flat[0].device_kind
     name = hashlib.sha256(repr((shapes, device, mesh.size, jax.__version__, facts)).encode()).hexdigest()[:16]
     known = _recall(name)
-    most_known, least_known = hosts.largest(known or 0, -(known or 0))
+    most_known, least_known = processes.largest(known or 0, -(known or 0))
     if known and most_known == -least_known:  # by all processes
         program = fitting(build, known, arguments)
         _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
         return program
     programs, seconds = {}, {}
     for size in (size for size in _SIZES if size <= max(most, 1)):
-        found = _tried(build, size, arguments, calls=2)
-        if found is None:
+        tried = _tried(build, size, arguments, calls=2)
+        if tried is None:
             _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, max(seconds))
             break
-        programs[size], seconds[size] = found
-    slowest = dict(zip(seconds, hosts.largest(*seconds.values()), strict=True))
+        programs[size], seconds[size] = tried
+    slowest = dict(zip(seconds, processes.largest(*seconds.values()), strict=True))
     best = programs[min(slowest, key=slowest.__getitem__)]
     _remember(name, {"chunk": best.chunk, "device": device, "facts": facts, "seconds": seconds, "memory": best.memory})
     measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
@@ -116,7 +116,7 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
             raise
         if chunk == 1 or jax.process_count() > 1:
             error.add_note(
-                f"chunk={chunk} does not fit the device's memory: give a smaller `chunk`, more devices, or store='host'"
+                f"chunk={chunk} does not fit the device's memory: give a smaller chunk, more devices, or states='host'"
             )
             raise
         return None
@@ -132,7 +132,7 @@ def _remember(name: str, choice: dict[str, Any]) -> None:
     _REMEMBERED[name] = choice
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
-        report.write_json(cache_folder() / f"chunk-{name}.json", choice)
+        write_json(cache_folder() / f"chunk-{name}.json", choice)
     except OSError as error:
         _LOG.info("the choice is kept for this process only: %s", error)
 

@@ -11,21 +11,23 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Key
 
-from jaxfl.chunks import Program, choose
-from jaxfl.engine import Keys, Points, Records, compile_rounds, initialize, place
-from jaxfl.evaluate import PerClient, compile_evaluation
+from jaxfl.engine.chunk import Program, choose
+from jaxfl.engine.evaluate import PerClient, compile_evaluation
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import Points, compile_rounds, initialize
+from jaxfl.engine.round import Keys, Records
 from jaxfl.types import Algorithm, Clients, Tree
 
 
 class Resident:
     """The state of one run, or of all points of a sweep, and the programs that advance it.
 
-    `jaxfl.stream.Stream` does the same for more clients than the devices hold.
+    `jaxfl.engine.streamed.Stream` does the same for more clients than the devices hold.
 
     Args:
         init_key: of the first state.
         keys: of the rounds.
-        what: an algorithm, or the points of a sweep.
+        algorithm: one, or the points of a sweep.
         clients: host arrays.
         devices: where to run (None: all devices).
         chunk: clients vectorised at a time; "auto": measured.
@@ -36,19 +38,19 @@ class Resident:
         self,
         init_key: Key[Array, "*P"],
         keys: Keys,
-        what: Algorithm | Points,
+        algorithm: Algorithm | Points,
         clients: Clients,
         devices: list[jax.Device] | None,
         chunk: int | Literal["auto"],
         segment: int,
     ) -> None:
-        self.what, self.population, self.chunk = what, place(clients, devices), chunk
+        self.algorithm, self.population, self.chunk = algorithm, place(clients, devices), chunk
         self.keys = self._everywhere(keys)
-        self.server, self.states = initialize(init_key, what, self.population)
+        self.center, self.states = initialize(init_key, self.keys.cohort, algorithm, self.population)
         self.program: Program | None = None
         population = self.population  # not `self`, which would keep programs until the garbage collector comes
-        self._build = functools.cache(lambda chunk: compile_rounds(what, population, chunk=chunk, segment=segment))
-        self._score = functools.cache(lambda chunk: compile_evaluation(what, population, chunk=chunk))
+        self._build = functools.cache(lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=segment))
+        self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self._segment = segment
 
     @property
@@ -60,8 +62,8 @@ class Resident:
         """Shapes of what one round of one run reports."""
         step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
         shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1))[2]  # pyrefly: ignore[missing-attribute]
-        own = 1 if isinstance(self.what, Algorithm) else 2
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[own:], leaf.dtype), shapes)
+        axes = 1 if isinstance(self.algorithm, Algorithm) else 2
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes)
 
     def compile(self, facts: tuple[str, ...]) -> Program:
         """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
@@ -76,13 +78,13 @@ class Resident:
         """Those of rounds and of an evaluation with this key, traced one client, and one point, at a time."""
         step: Any = self._build(1)
         score: Any = self._score(1)
-        if isinstance(self.what, Points) and self.what.batch is not None:
-            what = self.what._replace(batch=None)
-            step = compile_rounds(what, self.population, chunk=1, segment=self._segment)
-            score = compile_evaluation(what, self.population, chunk=1)
+        if isinstance(self.algorithm, Points) and self.algorithm.batch is not None:
+            algorithm = self.algorithm._replace(batch=None)
+            step = compile_rounds(algorithm, self.population, chunk=1, segment=self._segment)
+            score = compile_evaluation(algorithm, self.population, chunk=1)
         return {
             "round": [step.func.trace(*step.args, *self._arguments(0, 1)).jaxpr],
-            "evaluation": [score.func.trace(*score.args, key, self.server, self.states).jaxpr],
+            "evaluation": [score.func.trace(*score.args, key, self.center.server, self.states).jaxpr],
         }
 
     def rounds(self, start: int, count: int) -> Records:
@@ -90,16 +92,16 @@ class Resident:
         assert self.program is not None
         arguments = self._arguments(start, count)
         with jax.transfer_guard("disallow"):
-            self.server, self.states, records = self.program.step(*arguments)
+            self.center, self.states, records = self.program.step(*arguments)
         return jax.device_get(records)
 
     def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
         """Scores of all clients, on the host."""
-        return jax.device_get(self._evaluation(key, self.server, self.states))
+        return jax.device_get(self._evaluation(key, self.center.server, self.states))
 
     def saved(self) -> dict[str, Tree]:
         """What a checkpoint keeps."""
-        return {"server": self.server, "states": self.states}
+        return {"center": self.center, "states": self.states}
 
     def save(self, write: Callable[[], Any]) -> None:
         """Let `write` write a checkpoint."""
@@ -107,7 +109,7 @@ class Resident:
 
     def restore(self, saved: dict[str, Tree]) -> None:
         """Go on from what a checkpoint kept."""
-        self.server, self.states = saved["server"], saved["states"]
+        self.center, self.states = saved["center"], saved["states"]
 
     def all_states(self) -> Tree:
         """Client states."""
@@ -116,7 +118,7 @@ class Resident:
     def _arguments(self, start: int, count: int) -> tuple:
         """Of a call; the numbers lie on all devices, so that the call moves nothing by itself."""
         numbers = self._everywhere((np.int32(start), np.int32(count)))
-        return self.keys, *numbers, self.server, self.states
+        return self.keys, *numbers, self.center, self.states
 
     def _everywhere(self, tree: Tree) -> Tree:
         sharding = NamedSharding(self.population.mesh, P())

@@ -12,9 +12,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl import fingerprint, hosts, report
-from jaxfl.engine import Keys
+from jaxfl.engine import processes
+from jaxfl.engine.round import Keys
 from jaxfl.privacy.noise import derive
+from jaxfl.run import fingerprint, report
 
 _POINT = 2**31
 """No round has this number: keys of points are derived apart from those of rounds."""
@@ -34,7 +35,7 @@ class Streams(NamedTuple):
             return Keys(key, key, key if self.paired or not key.ndim else _apart(key))
         count = 1 if self.paired else key.size
         bits = _secret_bits(count, folder if jax.process_index() == 0 else None)
-        noise = jax.random.wrap_key_data(jnp.asarray(hosts.of_first(bits)), impl="threefry2x32")
+        noise = jax.random.wrap_key_data(jnp.asarray(processes.of_first(bits)), impl="threefry2x32")
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
 
@@ -51,11 +52,11 @@ class Streams(NamedTuple):
 
 def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
     """Keys that all differ: of equal ones the first as it is, as `simulate` has it."""
-    found, apart = collections.Counter[bytes](), []
-    for own, data in zip(key, np.asarray(jax.random.key_data(key))):
-        number = found[data.tobytes()]
-        found[data.tobytes()] += 1
-        apart.append(derive(own, _POINT, number) if number else own)
+    uses, apart = collections.Counter[bytes](), []
+    for one_key, data in zip(key, np.asarray(jax.random.key_data(key))):
+        number = uses[data.tobytes()]
+        uses[data.tobytes()] += 1
+        apart.append(derive(one_key, _POINT, number) if number else one_key)
     return jnp.stack(apart)
 
 
@@ -63,10 +64,10 @@ def _secret_bits(count: int, folder: pathlib.Path | None) -> UInt32[np.ndarray, 
     """128 bits for each point: those that the folder has, or fresh ones, which the owner alone may read there."""
     path = None if folder is None else folder / report.NOISE_KEY
     if path is not None and path.exists():
-        found = np.frombuffer(path.read_bytes(), np.uint32)
-        if found.size != 4 * count:
-            raise ValueError(f"{str(path)!r} holds {found.size // 4} keys, not {count}: choose another folder")
-        return found.reshape(count, 2, 2)
+        bits = np.frombuffer(path.read_bytes(), np.uint32)
+        if bits.size != 4 * count:
+            raise ValueError(f"{str(path)!r} holds {bits.size // 4} keys, not {count}: choose another folder")
+        return bits.reshape(count, 2, 2)
     fresh = secrets.token_bytes(16 * count)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,65 @@
+"""Clients on a mesh of devices: each device holds its own clients, and their examples or those of all."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
+
+from jaxfl.data.clients import shard
+from jaxfl.types import ClientData, Clients, StepNoise
+
+
+class Population(NamedTuple):
+    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all of them."""
+
+    clients: Clients
+    number: int
+    mesh: Mesh
+    layout: P | Clients = P("clients")
+
+
+def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
+    """One axis `clients`: the devices (None: all of the default backend) by process, no more than there are clients."""
+    ordered = sorted(devices or jax.devices(), key=lambda device: device.process_index)
+    return Mesh(np.array(ordered[: max(1, clients.number)]), ("clients",))
+
+
+def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
+    """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
+
+    Of several processes, each puts the clients of its own devices there, and reads no other examples.
+
+    Args:
+        clients: host arrays, the same in all processes.
+        devices: which devices to use; all of the default backend, of all processes, where None.
+
+    Raises:
+        ValueError: a process would have no clients.
+    """
+    mesh = mesh_of(clients, devices)
+    devices = list(mesh.devices.flat)
+    local = [b for b, device in enumerate(devices) if device.process_index == jax.process_index()]
+    if len({device.process_index for device in devices}) < jax.process_count():
+        raise ValueError(
+            f"{len(devices)} devices for {clients.number} clients leave some of {jax.process_count()} processes "
+            "without any: give devices of every process and more clients, or start fewer processes"
+        )
+    sharding = NamedSharding(mesh, P("clients"))
+
+    def put(blocks: np.ndarray) -> Array:
+        shape = (len(blocks) // len(local) * mesh.size, *blocks.shape[1:])
+        shards = [jax.device_put(block, devices[b]) for b, block in zip(local, np.split(blocks, len(local)))]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    return Population(jax.tree.map(put, shard(clients, mesh.size, local)), clients.number, mesh)
+
+
+def data_of(
+    clients: Clients, slot: Int[Array, ""] | int, number: Int[Array, ""] | int, noise: StepNoise | None = None
+) -> ClientData:
+    """What the client in a slot sees, by its number among all."""
+    return ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot], number, noise)

@@ -1,0 +1,139 @@
+"""Many rounds in one compiled program, of one algorithm or of all points of a sweep."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float, Int, Key
+
+from jaxfl.backend import compiler_options
+from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
+from jaxfl.privacy.noise import derive
+from jaxfl.types import Algorithm, Clients, StepNoise, Tree
+
+_MEMORY = 2**31 + 1
+"""No round has this number: the key of a mechanism's first memory is derived apart from those of rounds."""
+
+
+class Points(NamedTuple):
+    """Runs of one method that differ in numbers: a sweep's values are arguments of its one compiled program.
+
+    `build` makes the algorithm of a point from its values, whose leaves have a leading axis P; `batch` points are
+    vectorised at a time (None: one after the other, as plain code).
+    """
+
+    build: Callable[..., Algorithm]
+    values: dict[str, Float[np.ndarray, "P"]]
+    batch: int | None = None
+
+
+def initialize(
+    key: Key[Array, "*P"], memory_key: Key[Array, "..."], algorithm: Algorithm | Points, population: Population
+) -> tuple[Center, Tree]:
+    """Server state and mechanism's memory, replicated, and client states, on the devices of their clients."""
+    quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
+
+    def init(key: Key[Array, "*P"], memory_key: Key[Array, "..."]) -> tuple[Center, Tree]:
+        return over_points(functools.partial(first_states, population=population), algorithm)(key, memory_key)
+
+    shardings = _shardings(algorithm, population)
+    return jax.jit(init, out_shardings=shardings, compiler_options=quick)(key, memory_key)
+
+
+def first_states(
+    algorithm: Algorithm, key: Key[Array, ""], memory_key: Key[Array, "*S"], population: Population
+) -> tuple[Center, Tree]:
+    """Where the server, the mechanism and the clients of one run start; the second key is of the run's cohorts."""
+    clients = population.clients
+    server, states = algorithm.init(key, clients.number)
+
+    def sent(clients: Clients) -> Tree:
+        client = jax.tree.map(lambda leaf: leaf[0], states)
+        noise = None if algorithm.dp_sgd is None else StepNoise(jnp.zeros(()), key)
+        return algorithm.client_update(key, server, client, data_of(clients, 0, 0, noise))[0].update
+
+    def update() -> Tree:
+        """Shapes of a client's update."""
+        return jax.eval_shape(sent, clients)
+
+    memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), update, population.number)
+    return Center(server, memory), states
+
+
+def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
+    """Of a server, and anything that every process reads; of client states."""
+    by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
+    return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
+
+
+def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
+    """`work(algorithm, *arguments)` as a function of the arguments; for points, of theirs along a leading axis P."""
+    if isinstance(algorithm, Algorithm):
+        return functools.partial(work, algorithm)
+
+    def one(point: tuple[dict[str, Array], tuple[Tree, ...]]) -> Tree:
+        values, arguments = point
+        try:
+            built = algorithm.build(**values)
+        except jax.errors.ConcretizationTypeError as error:
+            raise ValueError(
+                f"values={sorted(values)!r}: one of them decides a shape or a Python branch, which a program "
+                "cannot leave open; run `simulate` for each of its values"
+            ) from error
+        return work(built, *arguments)
+
+    values = {name: jnp.asarray(column, jnp.float32) for name, column in algorithm.values.items()}
+    return lambda *arguments: lax.map(one, (values, arguments), batch_size=algorithm.batch)
+
+
+def compile_rounds(
+    algorithm: Algorithm | Points, population: Population, *, chunk: int, segment: int
+) -> functools.partial[tuple[Center, Tree, Records]]:
+    """One program for up to `segment` rounds: `(keys, start, rounds, center, states) -> (center, states, records)`.
+
+    `start` and `rounds` are dynamic, so one compilation serves a whole run; `center` and `states` are
+    donated. Rows of the records beyond `rounds` are zero. Of `Points`, all but `start` and `rounds` have a leading
+    axis P. A key in place of `Keys` is taken for all of them.
+
+    Args:
+        algorithm: what a round does.
+        population: the clients on their devices.
+        chunk: clients vectorised at a time on each device; memory grows with it, and not with the cohort.
+        segment: the largest number of rounds per call.
+    """
+
+    def run(clients: Clients, keys: Any, start: Any, rounds: Any, center: Center, states: Tree) -> tuple:
+        keys = keys if isinstance(keys, Keys) else all_keys(keys)
+
+        def rounds_of(algorithm: Algorithm, keys: Keys, center: Center, states: Tree) -> tuple:
+            @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
+            def step(index: Int[Array, ""], center: Center, states: Tree) -> tuple[Center, Tree, Records]:
+                placed = population._replace(clients=clients)
+                return one_round(algorithm, placed, chunk, keys.at(index), index, center, states)
+
+            first = jnp.asarray(start, jnp.int32)
+            shapes = jax.eval_shape(step, first, center, states)[2]
+            records = jax.tree.map(lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes)
+
+            def body(i: Int[Array, ""], carry: tuple) -> tuple:
+                center, states, records = carry
+                center, states, record = step(first + i, center, states)
+                return center, states, jax.tree.map(lambda all_, one: all_.at[i].set(one), records, record)
+
+            return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (center, states, records))
+
+        return over_points(rounds_of, algorithm)(keys, center, states)
+
+    options = compiler_options(population.mesh)
+    all_, by_client = _shardings(algorithm, population)
+    program = jax.jit(
+        run, donate_argnames=("center", "states"), out_shardings=(all_, by_client, all_), compiler_options=options
+    )
+    return functools.partial(program, population.clients)

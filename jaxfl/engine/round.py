@@ -1,0 +1,320 @@
+"""One round, for every algorithm and every mechanism.
+
+A round is: draw -> for each participant: client_update, bound, contribute -> sum -> aggregate -> server_update. Only
+this file does it. Keys are derived by round, then purpose, then client, so that neither chunk size, device count nor
+the order of a cohort changes a client's randomness.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int, Key
+
+from jaxfl.engine.mesh import Population, data_of
+from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
+from jaxfl.privacy.noise import CLIENT, derive
+from jaxfl.privacy.sums import add, add_up, widen
+from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
+
+_BLOCK = 8
+"""Chunks whose clients are added up in single precision, place by place, before the exact sum (see `sums`)."""
+
+_RESERVED = {
+    "round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "epsilon",
+    "participants", "nonfinite", "update_norm", "clipped", "train_loss",
+}  # fmt: skip
+"""What a row of metrics holds besides an algorithm's own infos; its `loss` is shown as `train_loss`."""
+
+
+class Keys(NamedTuple):
+    """A run's streams of randomness; each a key, or 128 secret bits (see `jaxfl.privacy.noise`)."""
+
+    clients: Key[Array, ""]
+    """What clients draw by themselves, such as the order of their examples."""
+    cohort: Key[Array, "*S"]
+    """Who takes part."""
+    noise: Key[Array, "*S"]
+    """All noise, and the batches of private local steps."""
+
+    def at(self, index: Int[Array, ""]) -> "Keys":
+        """Those of a round."""
+        return Keys(*(derive(key, index) for key in self))
+
+
+class Center(NamedTuple):
+    """What all clients share: the server's state, and the mechanism's memory."""
+
+    server: Tree
+    memory: Tree
+
+
+class Records(NamedTuple):
+    """What a segment of rounds reports: its ledger, means over participants, and health flags."""
+
+    ledger: Ledger
+    info: dict[str, Float[Any, "T"]]
+    nonfinite: Int[Any, "T"]
+    server_finite: Bool[Any, "T"]
+
+
+class _Slots(NamedTuple):
+    """Per client that is at hand, sharded like the clients."""
+
+    ids: Int[Array, "S"]
+    sampled: Bool[Array, "S"]
+    place: Int[Array, "S"]
+    """Among the participants, in the order of their numbers."""
+    weights: Float[Array, "S"]
+    scale: Float[Array, "S"]
+    noise: Float[Array, "S"]
+    example_noise: Float[Array, "S"]
+
+
+class Sums(NamedTuple):
+    """Sums over participants; outside of `shard_map` each leaf has a leading axis of devices."""
+
+    given: Total
+    """What the mechanism gets."""
+    info: dict[str, Float[Array, ""]]
+    participants: Float[Array, ""]
+    nonfinite: Int[Array, ""]
+
+
+def all_keys(key: Key[Array, "*P"]) -> Keys:
+    """One key for all streams, whose purposes keep them apart."""
+    return Keys(key, key, key)
+
+
+def one_round(
+    algorithm: Algorithm,
+    population: Population,
+    chunk: int,
+    keys: Keys,
+    index: Int[Array, ""],
+    center: Center,
+    states: Tree,
+) -> tuple[Center, Tree, Records]:
+    """A round of clients that are all at hand; the keys are the round's."""
+    cohort = draw(algorithm, population.number, keys, index, center)
+    ids = jnp.arange(population.clients.number)
+    total, states = add_participants(algorithm, population, chunk, keys, cohort, ids, None, center, states)
+    center, records = finish_round(algorithm, population.mesh, keys, cohort, total, center)
+    return center, states, records
+
+
+def draw(algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
+    """A round's cohort of all `count` clients."""
+    return algorithm.mechanism.draw(keys.cohort, center.memory, index, count)
+
+
+def add_participants(
+    algorithm: Algorithm,
+    population: Population,
+    chunk: int,
+    keys: Keys,
+    cohort: Cohort,
+    ids: Int[Array, "S"],
+    total: Sums | None,
+    center: Center,
+    states: Tree,
+) -> tuple[Sums, Tree]:
+    """Add to `total` those of the population's clients that take part; also their states, the new ones in place.
+
+    `ids` are the numbers of the clients that the population's and the states' rows belong to: all, or a part of them;
+    a number of C or more is no client. None starts from zero.
+    """
+
+    def add(total: Sums | None, slots: _Slots, center: Center, states: Tree, clients: Clients) -> tuple[Sums, Tree]:
+        total = jax.tree.map(lambda leaf: leaf[0], total)
+        most = algorithm.mechanism.sampling.most(population.number)
+        total, states = _cohort(algorithm, chunk, most, keys, slots, total, center, states, clients)
+        return jax.tree.map(lambda leaf: leaf[None], total), states
+
+    by_client = P("clients")
+    return jax.shard_map(
+        add,
+        mesh=population.mesh,
+        in_specs=(by_client, by_client, P(), by_client, population.layout),
+        out_specs=by_client,
+        check_vma=False,  # algorithms start loops from constants, which the check takes for replicated
+    )(total, _slots(algorithm, cohort, ids, center), center, states, population.clients)
+
+
+def finish_round(
+    algorithm: Algorithm, mesh: Mesh, keys: Keys, cohort: Cohort, total: Sums, center: Center
+) -> tuple[Center, Records]:
+    """Add up the devices' sums; then the mechanism's noise and division, and the server's step."""
+    mechanism, numbers = algorithm.mechanism, cohort.numbers
+    total = add_up(total)
+    aggregate, std, memory = mechanism.aggregate(keys.noise, center.memory, cohort, total.given, mesh)
+    # Parameters in half precision got an update in single precision.
+    server = jax.tree.map(_as, algorithm.server_update(center.server, aggregate), center.server)
+    if mechanism.denominator == "participants":  # it shows an empty cohort anyway
+        somebody = total.given.weight > 0
+        server = jax.tree.map(lambda new, old: jnp.where(somebody, new, old), server, center.server)
+    counted = jnp.maximum(total.participants - total.nonfinite, 1)
+    info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
+    ledger = Ledger(
+        participants=cohort.sampled,
+        client_noise=numbers.client_noise,
+        weights=numbers.weights,
+        server_noise=std,
+        noise_multiplier=numbers.noise_multiplier,
+        example_noise=_example_noise(algorithm),
+        notes=cohort.notes,
+    )
+    return Center(server, memory), Records(ledger, info, total.nonfinite, _all_finite(server))
+
+
+def _as(new: Array, old: Array) -> Array:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
+    """Noise of private local steps by client; 0 without them."""
+    return jnp.zeros(1) if algorithm.dp_sgd is None else jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
+
+
+def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: Center) -> _Slots:
+    """A round's numbers at these clients; those that only fill up the mesh never take part."""
+
+    def at(values: Array) -> Array:
+        rows = jnp.zeros_like(ids) if values.shape[0] == 1 else ids  # the same for all
+        return values.at[rows].get(mode="fill", fill_value=0)
+
+    sampled = cohort.sampled.at[ids].get(mode="fill", fill_value=False)
+    place = jnp.cumsum(cohort.sampled) - 1
+    numbers, weights = cohort.numbers, at(cohort.numbers.weights)
+    scale = weights / algorithm.mechanism.unit(center.memory, numbers)
+    noise = at(numbers.client_noise), at(_example_noise(algorithm))
+    return _Slots(ids, sampled, at(place), weights, scale, *noise)
+
+
+def _cohort(
+    algorithm: Algorithm,
+    chunk: int,
+    most: int,
+    keys: Keys,
+    slots: _Slots,
+    total: Sums | None,
+    center: Center,
+    states: Tree,
+    clients: Clients,
+) -> tuple[Sums, Tree]:
+    """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number."""
+    count = slots.ids.shape[0]
+    chunk = min(chunk, count)
+    chunks = -(-jnp.sum(slots.sampled) // chunk)
+    order = jnp.nonzero(slots.sampled, size=-(-count // chunk) * chunk, fill_value=count)[0]
+
+    @functools.partial(jax.jit, inline=True)
+    def client(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree, Tree]:
+        share, state = _participant(algorithm, keys, slots, slot, center, states, clients)
+        return share._replace(given=share.given._replace(rows=())), share.given.rows, state
+
+    # Of one client, plain code: a batch axis of 1 would cost the fast matrix products.
+    of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))
+
+    def body(i: Int[Array, ""], carry: tuple) -> tuple:
+        part, rows, states = carry
+        slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
+        added, row, state = of_chunk(slot, states)
+        place = slots.place.at[slot].get(mode="fill", fill_value=most)
+        rows = jax.tree.map(lambda all_, new: all_.at[place].set(new, mode="drop"), rows, row)
+        states = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), states, state)
+        return optax.tree.add(part, added), rows, states
+
+    def settle(part: Sums) -> Sums:
+        if chunk == 1:
+            part = jax.tree.map(lambda leaf: leaf[None], part)
+        if algorithm.mechanism.exact:
+            part = part._replace(given=part.given._replace(update=widen(part.given.update)))
+        return add_up(part)
+
+    lanes = () if chunk == 1 else (chunk,)
+    shapes, row, _ = jax.eval_shape(client, jnp.zeros((), order.dtype), states)
+    zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
+    if total is None:
+        rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
+        sums = settle(zero)
+    else:
+        rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
+
+    def block(b: Int[Array, ""], carry: tuple) -> tuple:
+        sums, rows, states = carry
+        start = (zero, rows, states)
+        part, rows, states = lax.fori_loop(b * _BLOCK, jnp.minimum((b + 1) * _BLOCK, chunks), body, start)
+        return add(sums, settle(part)), rows, states
+
+    sums, rows, states = lax.fori_loop(0, -(-chunks // _BLOCK), block, (sums, rows, states))
+    return sums._replace(given=sums.given._replace(rows=rows)), states
+
+
+def _participant(
+    algorithm: Algorithm,
+    keys: Keys,
+    slots: _Slots,
+    slot: Int[Array, ""],
+    center: Center,
+    states: Tree,
+    clients: Clients,
+) -> tuple[Sums, Tree]:
+    """One client's share of the sums, and its new state; a slot beyond the last one contributes zero."""
+    mechanism, (server, memory) = algorithm.mechanism, center
+    real = slot < slots.ids.shape[0]
+    number, weight, scale = slots.ids[slot], *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale))
+    old = jax.tree.map(lambda leaf: leaf[slot], states)
+    private = algorithm.dp_sgd is not None
+    noise = StepNoise(slots.example_noise[slot], derive(keys.noise, CLIENT, number)) if private else None
+    data = data_of(clients, slot, number, noise)
+    message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
+    _check(algorithm, info)
+
+    update, norm, bound = mechanism.bound(memory, message.update)
+    finite = jnp.isfinite(norm) & _all_finite(new)
+    sent = Message(update, message.extra)
+    sent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, sent)
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    contribution, row = mechanism.contribute(keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm)
+    info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
+    share = Sums(
+        given=Total(
+            update=mechanism.in_units(memory, contribution, norm, scale),
+            variance=(weight * slots.noise[slot]) ** 2,
+            weight=weight,
+            rows=row,
+        ),
+        info={name: jnp.where(finite & real, value, 0.0) for name, value in info.items()},
+        participants=real.astype(jnp.float32),
+        nonfinite=(real & ~finite).astype(jnp.int32),
+    )
+    return share, new
+
+
+def _check(algorithm: Algorithm, info: dict[str, Array]) -> None:
+    """Require private steps where the ledger has their noise, and infos of other names than the engine's."""
+    if algorithm.dp_sgd is not None and "private_steps" not in info:
+        raise ValueError(
+            f"dp_sgd={algorithm.dp_sgd!r}, but client_update of {algorithm.name!r} makes no private steps: train by "
+            "its `train`, and return the info of that, or leave it out"
+        )
+    if taken := _RESERVED & info.keys():
+        raise ValueError(
+            f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "
+            "choose others"
+        )
+
+
+def _is_float(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _all_finite(tree: Tree) -> Bool[Array, ""]:
+    floats = [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.array(True)

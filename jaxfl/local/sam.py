@@ -1,0 +1,43 @@
+"""Sharpness-aware steps: the gradient is taken where the loss rises fastest."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float
+
+from jaxfl.local.train import GradientFn
+from jaxfl.types import Number, Params, Tree
+
+
+def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
+    """Sharpness-aware steps, as `gradient` of `jaxfl.local.train.train`: the gradient at `ascend` of the parameters.
+
+    It reads a batch twice, and reports the loss at the parameters themselves.
+
+    Args:
+        radius: rho.
+    """
+
+    def of_step(gradient_fn: GradientFn) -> GradientFn:
+        def sharp(params: Params) -> tuple[Float[Array, ""], Tree]:
+            value, slope = gradient_fn(params)
+            return value, gradient_fn(ascend(params, slope, radius))[1]
+
+        return sharp
+
+    return of_step
+
+
+def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
+    r"""Where SAM takes its gradient: :math:`w + \rho \, g / \|g\|_2`, one norm over the whole tree; w where g = 0.
+
+    References: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021, eq. 2.
+
+    >>> ascend({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([3.0, 4.0])}, 0.5)
+    {'w': Array([3.3, 4.4], dtype=float32)}
+    """
+    norm = jnp.maximum(jnp.asarray(optax.tree.norm(gradient)), jnp.finfo(jnp.float32).tiny)
+    return jax.tree.map(lambda p, g: p + radius * (g / norm), params, gradient)

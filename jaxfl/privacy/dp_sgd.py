@@ -1,0 +1,227 @@
+"""DP-SGD in local steps: a Poisson batch whose examples are clipped one by one, and noise on their sum."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array, lax
+from jaxtyping import Float, Float64, Int, Key
+
+from jaxfl._validate import check_fraction, check_noise, checked
+from jaxfl.local.train import GradientFn, Loss, Mask, Penalty, cross_entropy, descend, penalty_of
+from jaxfl.privacy.clip import clip
+from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
+from jaxfl.privacy.noise import add_gaussian, derive
+from jaxfl.privacy.sampling import coins
+from jaxfl.types import ClientData, Model, Params, StepNoise, Tree
+
+_CHUNK = 16
+
+
+@checked(noise_multiplier=check_noise, rate=check_fraction)
+@dataclasses.dataclass(frozen=True, eq=False)
+class DPSGD:
+    r"""How a client trains with protection of single examples (DP-SGD), in place of `jaxfl.LocalSGD`.
+
+    .. math:: g = \frac{1}{q n} \Big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) + N(0, z^2 C^2 I) \Big)
+
+    where each of a client's n examples is in B with probability q, independently, anew in every step.
+
+    Args:
+        clip: C, L2 bound on the gradient of one example.
+        noise_multiplier: z, std of the noise on the sum over C; a number or `[1]`, the same for all, or one per client
+            `[C]` (see `jaxfl.privacy.calibrate_examples`).
+        rate: q.
+        steps: local steps per round.
+        optimizer: any optax transformation, with a fresh state in every round.
+        chunk: examples that are taken at once; changes speed and memory, not results. None: 16 where the model knows
+            the norms of gradients (`Model.ghost_norms`); else 1, as a CPU likes it.
+
+    The engine hands each client its noise, writes it into the ledger, and refuses a `client_update` that trains
+    otherwise.
+
+    Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
+        the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of what the client sends.
+    References: Abadi et al., Deep Learning with Differential Privacy, CCS 2016.
+    """
+
+    clip: float
+    noise_multiplier: float | np.ndarray
+    rate: float
+    steps: int
+    optimizer: optax.GradientTransformation = optax.sgd(0.05)  # noqa: RUF009 (never written to)
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_clip("clip", self.clip)
+        extremes("noise_multiplier", np.asarray(self.noise_multiplier, np.float64))
+
+    def train(
+        self,
+        key: Key[Array, ""],
+        model: Model,
+        params: Params,
+        data: ClientData,
+        *,
+        apply: Callable[[Params, Array], Float[Array, "B K"]] | None = None,
+        mask: Mask = None,
+        penalty: Penalty | None = None,
+        loss: Loss = cross_entropy,
+        gradient: Callable[[GradientFn], GradientFn] | None = None,
+    ) -> tuple[Params, dict[str, Array]]:
+        """As `jaxfl.LocalSGD.train`, by private steps, whose number `info` has as `private_steps`.
+
+        What a mask or a penalty reads must be public, or follow from the parameters alone. The multiplier and the key
+        of the noise are the engine's (`data.noise`), which has them in the ledger; without it they are the one
+        multiplier given here, and `key`. `model.ghost_norms` are of the model's own `apply`, and used with no other.
+        """
+        if gradient is not None:
+            raise ValueError(
+                f"gradient={gradient!r} with DPSGD: it reads every batch twice, leave it out, or train by LocalSGD"
+            )
+        noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), key)
+        total = jnp.where(data.size > 0, self.steps, 0)
+        noisy = functools.partial(
+            noisy_gradient,
+            data=data,
+            dp_sgd=self,
+            apply=apply or model.apply,
+            prepare=model.prepare,
+            loss=loss,
+            noise_multiplier=noise.multiplier,
+            ghost_norms=model.ghost_norms if apply is None else None,
+        )
+
+        def step(i: Int[Array, ""], carry: tuple) -> tuple:
+            def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
+                loss_part = noisy(derive(noise.key, i), params)
+                return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
+
+            return descend(self.optimizer, of_batch, carry, mask=mask)
+
+        start = (params, self.optimizer.init(params), jnp.zeros(()))
+        params, _, total_loss = lax.fori_loop(0, total, step, start)
+        steps = total.astype(jnp.float32)
+        return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}
+
+    @property
+    def dp_sgd(self) -> "DPSGD":
+        """These private steps."""
+        return self
+
+    @property
+    def noise_table(self) -> Float64[np.ndarray, "#C"]:
+        """Noise multiplier by client, one entry where it is the same for all."""
+        return np.atleast_1d(np.asarray(self.noise_multiplier, np.float64))
+
+    def check_fits(self, clients: int) -> None:
+        """Require a noise multiplier for each of so many clients, or one for all."""
+        if len(self.noise_table) not in (1, clients):
+            raise ValueError(
+                f"dp_sgd.noise_multiplier has shape {self.noise_table.shape}: it must fit {clients} clients"
+            )
+
+
+def noisy_gradient(
+    key: Key[Array, "*S"],
+    params: Params,
+    data: ClientData,
+    dp_sgd: DPSGD,
+    *,
+    apply: Callable[[Params, Array], Float[Array, "B K"]],
+    prepare: Callable[[Array], Array],
+    loss: Loss,
+    noise_multiplier: Float[Array, ""] | float,
+    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None,
+) -> tuple[Float[Array, ""], Tree]:
+    r"""Mean loss of a batch, and :math:`\frac{1}{q n} \big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) +
+    N(0, z^2 C^2 I) \big)`.
+
+    Every example is in B with probability q, independently; B may be empty. Its examples are taken `dp_sgd.chunk` at a
+    time, so that the time follows the batch that was drawn, and nothing is truncated. One whose gradient is not finite
+    contributes nothing: else the engine would drop the client's whole update for it.
+
+    Args:
+        key: the batch and the noise.
+        params: where the gradient is taken.
+        data: the client's rows; padding is never drawn.
+        dp_sgd: C, q and the chunk.
+        apply: logits of a prepared batch.
+        prepare: normalises and lays out a batch.
+        loss: of logits, labels and weights; called with one example.
+        noise_multiplier: z, std of the noise on the sum over C.
+        ghost_norms: `Model.ghost_norms`: two gradients of the batch in place of one per example.
+
+    References: Goodfellow, Efficient Per-Example Gradient Computations, 2015 (norms of dense layers).
+    """  # noqa: D205
+    batch_key, noise_key = (derive(key, purpose) for purpose in range(2))
+    padded = data.padded
+    chunk = min(dp_sgd.chunk or (1 if ghost_norms is None else _CHUNK), padded)
+    drawn = coins(batch_key, padded, dp_sgd.rate) & (jnp.arange(padded) < data.size)
+    count = jnp.sum(drawn)
+    order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
+
+    def losses(apply: Callable, params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
+        return jax.vmap(lambda row, label: loss(row[None], label[None], jnp.ones(1)))(apply(params, x), labels)
+
+    def squares(params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
+        assert ghost_norms is not None
+        probed = lambda probe: jnp.sum(losses(lambda params, x: ghost_norms(params, x, probe), params, x, labels))  # noqa: E731
+        return jax.grad(probed)(jnp.zeros(len(labels)))
+
+    losses_fn = functools.partial(losses, apply)
+    if ghost_norms is None:
+        clipped_sum = _one_by_one
+    else:  # an accelerator's TensorFloat-32 would round norms and gradients differently
+        clipped_sum = jax.default_matmul_precision("float32")(functools.partial(_by_norms, squares))
+
+    def add(i: Int[Array, ""], total: tuple) -> tuple:
+        inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
+        batch = inputs, labels, i * chunk + jnp.arange(chunk) < count
+        return optax.tree.add(total, clipped_sum(losses_fn, prepare, params, batch, dp_sgd.clip))
+
+    # Gradients, their clipping, sum and noise are single precision, whatever the weights are in.
+    dtypes, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    zero = (jnp.zeros(()), optax.tree.zeros_like(params))
+    value, total = lax.fori_loop(0, -(-count // chunk), add, zero)
+    total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
+    expected = dp_sgd.rate * jnp.maximum(data.size, 1)
+    mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, dtypes)
+    return value / jnp.maximum(count, 1), mean
+
+
+def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float) -> tuple:
+    """Sums of losses and of clipped gradients: each gradient is made, clipped and added."""
+
+    def of_example(inputs: Array, label: Array, real: Array) -> tuple[Float[Array, ""], Tree]:
+        x = prepare(inputs[None])
+        value, slope = jax.value_and_grad(lambda params: losses_fn(params, x, label[None])[0])(params)
+        clipped, norm = clip(slope, bound)
+        return jax.tree.map(lambda leaf: jnp.where(real & jnp.isfinite(norm), leaf, 0), (value, clipped))
+
+    if len(batch[1]) == 1:  # plain code: a batch axis of 1 would cost the fast matrix products
+        return of_example(*(leaf[0] for leaf in batch))
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), jax.vmap(of_example)(*batch))
+
+
+def _by_norms(
+    squares_fn: Callable, losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
+) -> tuple:
+    """The same sums as the gradient of the losses, each weighted by its clipping factor."""
+    inputs, labels, real = batch
+    squares = squares_fn(params, prepare(inputs), labels)
+    counts = real & jnp.isfinite(squares)
+    factor = jnp.minimum(1.0, bound * lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny)))
+    factor = jnp.where(counts, factor, 0.0)
+    x = prepare(jnp.where(counts.reshape(-1, *[1] * (inputs.ndim - 1)), inputs, 0))  # 0 times infinity is no number
+
+    def weighted(params: Params) -> tuple[Float[Array, ""], Float[Array, "B"]]:
+        each = losses_fn(params, x, labels)
+        return jnp.sum(factor * each), each
+
+    slope, each = jax.grad(weighted, has_aux=True)(params)
+    return jnp.sum(jnp.where(counts, each, 0.0)), slope

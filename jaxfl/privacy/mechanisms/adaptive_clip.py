@@ -1,0 +1,103 @@
+"""A clip bound that follows a quantile of the updates' norms, learnt from one noisy bit per client."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Float, Int, Key
+
+from jaxfl._validate import at_least_0, check_fraction, checked, show, traced
+from jaxfl.privacy.clip import clip
+from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total
+from jaxfl.types import Message, Number, Tree
+
+
+class Bound(NamedTuple):
+    """The clip bound of the coming round, and the bit's scale over it."""
+
+    clip: Float[Array, ""]
+    scale: Float[Array, ""]
+
+
+@checked(**FIELDS, quantile=check_fraction, rate=at_least_0)
+@dataclasses.dataclass(frozen=True, eq=False)
+class AdaptiveClip(Mechanism):
+    r"""Clip to :math:`C_t`, which moves towards the quantile :math:`\gamma` of the updates' norms.
+
+    .. math::
+        b_i = [\|\Delta_i\| \le C_t], \qquad
+        \bar b = \frac{1}{qN} \Big( \sum_i (b_i - \tfrac12) + N(0, \sigma_b^2) \Big) + \tfrac12, \qquad
+        C_{t+1} = C_t e^{-\eta (\bar b - \gamma)}
+
+    A client contributes its clipped update and :math:`\kappa (b_i - 1/2)` as one vector, whose joint bound is
+    :math:`C_t \sqrt{1 + \kappa^2 / 4 C_t^2}`. One Gaussian of multiplier z on it is noise of
+    :math:`z_\Delta C_t` on the update and :math:`\sigma_b` on the bits, with
+    :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and :math:`\kappa = z_\Delta C_t / \sigma_b`.
+
+    Args:
+        clip: :math:`C_1`.
+        noise_multiplier: z of update and bits together, one number: what the ledger charges.
+        quantile: :math:`\gamma`.
+        rate: :math:`\eta`.
+        bit_noise: :math:`\sigma_b`, std on the sum of bits, above z / 2; None: a 20th of the expected cohort.
+
+    Guarantee: as `Mechanism`, by the Gaussian mechanism on update and bit together; bounds follow from noisy sums.
+    Source: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021 (arXiv:1905.03871).
+    """
+
+    quantile: float = 0.5
+    rate: Number = 0.2
+    bit_noise: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.noise_multiplier_table.size > 1 or (not traced(self.clip) and self.clip == float("inf")):
+            raise ValueError(
+                f"clip={self.clip!r}, noise_multiplier={show(self.noise_multiplier)}: give a finite first bound, and "
+                "one multiplier for all rounds"
+            )
+
+    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Bound:
+        """The first bound."""
+        del key, update
+        bits, z = self.bit_noise or self.sampling.expected(clients) / 20, self.noise_multiplier_table[0]
+        if not traced(z) and z >= 2 * bits:
+            raise ValueError(
+                f"noise_multiplier={z!r} with bit_noise={bits!r}: the bits alone cost more; give more than {z / 2}"
+            )
+        if not self.server_noisy:
+            return Bound(jnp.float32(self.clip), jnp.float32(1.0))
+        on_update = (z**-2 - (2 * bits) ** -2) ** -0.5
+        return Bound(jnp.float32(self.clip), jnp.float32(on_update / bits))
+
+    def draw(self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int) -> Cohort:
+        """As ever; the bound is noted."""
+        return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
+
+    def contribution_bound(self, memory: Bound) -> Float[Array, ""]:
+        """Of update and bit together."""
+        return memory.clip * jnp.sqrt(1 + memory.scale**2 / 4)
+
+    def bound(self, memory: Bound, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
+        """The update within this round's bound."""
+        bounded, norm = clip(update, memory.clip)
+        return bounded, norm, memory.clip
+
+    def contribute(
+        self, key: Key[Array, "*S"], memory: Bound, own: Participant, sent: Message, norm: Float[Array, ""]
+    ) -> tuple[Tree, Tree]:
+        """Update and bit."""
+        bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
+        return super().contribute(key, memory, own, sent._replace(update={"update": sent.update, "bit": bit}), norm)
+
+    def aggregate(
+        self, key: Key[Array, "*S"], memory: Bound, cohort: Cohort, total: Total, mesh: Mesh
+    ) -> tuple[Tree, Float[Array, ""], Bound]:
+        """The noisy mean update, and the next bound."""
+        both, std, _ = super().aggregate(key, memory, cohort, total, mesh)
+        below = both["bit"] / (memory.scale * memory.clip) + 0.5
+        moved = memory.clip * jnp.exp(-self.rate * (below - self.quantile))
+        return both["update"], std, memory._replace(clip=moved)

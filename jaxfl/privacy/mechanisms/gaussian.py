@@ -1,0 +1,432 @@
+"""The mechanism: what leaves the clients, how it is bounded, noised and divided, and what that is worth.
+
+`Mechanism` is the Gaussian mechanism, and its methods are the hooks that the engine calls: another mechanism is a
+subclass in a file of its own that replaces some of them. In a round,
+
+    memory -> draw -> for each participant: bound, contribute -> sum -> aggregate -> aggregate, memory
+
+where the memory is whatever the mechanism remembers from round to round. The engine carries it beside the server's
+state, wherever that goes: both stores, sweeps, checkpoints and several processes. `view` says what an observer of the
+ledger learns, next to the noise that it accounts for.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int, Key
+
+from jaxfl._validate import (
+    Check,
+    check_count,
+    check_noise,
+    check_numbers,
+    checked,
+    show,
+    traced,
+    up_to_infinity,
+)
+from jaxfl.privacy.clip import clip, round_within
+from jaxfl.privacy.noise import (
+    CLIENT_NOISE,
+    SAMPLE,
+    SERVER_NOISE,
+    STEPS,
+    add_gaussian,
+    add_grid_noise,
+    derive,
+    single,
+)
+from jaxfl.privacy.observers import Observer, View, one_gaussian, sum_noise, upload_view
+from jaxfl.privacy.sampling import Full, Sampling
+from jaxfl.privacy.sums import add, narrow, widen
+from jaxfl.types import Ledger, Message, Number, Tree
+
+_LEAST_ON_GRID = 0.01
+_MOST_NOISE = 1e8
+
+_SMALL, _LARGE = 2.0**-63, 2.0**50
+"""Numbers between have squares, and products of two have values, that single precision holds, sums of 10^7 too."""
+_LEAST_CLIP = 1e-10
+"""Smaller bounds clip nothing: squares of the coordinates of an update that exceeds them vanish."""
+
+
+class RoundNumbers(NamedTuple):
+    """The mechanism's public numbers in one round."""
+
+    noise_multiplier: Float[Array, ""]
+    client_noise: Float[Array, "#C"]
+    weights: Float[Array, "#C"]
+    denominator: Float[Array, ""]
+
+
+class Cohort(NamedTuple):
+    """Who takes part in a round, the round's numbers, and what the mechanism notes in the ledger."""
+
+    sampled: Bool[Array, "C"]
+    numbers: RoundNumbers
+    notes: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 (never written to)
+
+
+class Participant(NamedTuple):
+    """One of the cohort, as the mechanism knows it."""
+
+    number: Int[Array, ""]
+    """Of the client, in the order of all."""
+    noise: Float[Array, ""]
+    """Std of what it adds over C."""
+
+
+class Total(NamedTuple):
+    """What the mechanism gets of a round's participants."""
+
+    update: Tree
+    """Sum of weighted contributions, in units of `Mechanism.unit`; under noise whole numbers."""
+    variance: Float[Array, ""]
+    """Of the clients' noise on the sum, over C^2."""
+    weight: Float[Array, ""]
+    rows: Tree
+    """Each participant's own, [most, ...] in the order of their numbers; zeros beyond."""
+
+
+FIELDS: dict[str, Check] = {
+    "clip": up_to_infinity,
+    "noise_multiplier": check_noise,
+    "client_noise": functools.partial(check_noise, axes=(0, 1, 2)),
+    "weights": functools.partial(check_numbers, axes=(1, 2), zero=True),
+}
+"""Checks of the fields that all mechanisms have."""
+
+
+@checked(**FIELDS)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mechanism:
+    r"""What leaves the clients, and how it is bounded and noised.
+
+    In round t, with clip bound C, weights :math:`w_i \ge 0` and participants :math:`\Omega_t`:
+
+    .. math::
+        S_t = \sum_{i \in \Omega_t} w_i (\mathrm{clip}_C(\Delta_i) + N(0, s_{t,i}^2 C^2)) + N(0, D_t^2 C^2),
+        \qquad
+        D_t^2 = \max(0, (z_t \max_i w_i)^2 - \sum_{i \in \Omega_t} w_i^2 s_{t,i}^2)
+
+    so the server tops the clients' noise up to the multiplier :math:`z_t`, and the aggregate is
+    :math:`S_t` over the denominator.
+
+    Args:
+        clip: L2 bound C on a client's whole update; infinity: not clipped.
+        noise_multiplier: z, std of the noise on the sum over `C max w`; a number or one per round `[T]`.
+        client_noise: s, std of the noise each participant adds over C; a number, `[T]`, or `[T or 1, C]`.
+        sampling: who takes part.
+        weights: public weights `[C]`; None: all 1.
+        denominator: "expected" divides by the fixed `E|cohort| * mean(w)`; "participants" by the realised
+            sum of weights. A zeroed-out client keeps its coin, so that epsilon stays finite, but the divisor
+            shows the cohort: under Poisson sampling nothing is amplified.
+        communicates: False where nothing ever leaves a client (then epsilon is 0).
+        noise: "float" draws in single precision; "grid" (the server's noise only) draws whole steps of a grid, exactly.
+
+    Guarantee: client-level privacy under zero-out adjacency; sensitivity of the sum `C max w`. With noise, sums are
+        exact whatever the number of clients and their order (`jaxfl.privacy.sums`), so that this is what one client
+        changes them by, to a relative 1e-5.
+
+        "float" is a Gaussian on paper only. Its draws end at 5.42 standard deviations, are multiples of 2^-33 or so,
+        and the released numbers can show which of two data sets they come from, at any epsilon; nothing that is stated
+        covers this (Mironov, On significance of the least significant bits for differential privacy, CCS 2012).
+
+        "grid" covers it. A step is :math:`z C \max w / 2^{15}`. Each client's weighted update is rounded to whole steps
+        such that its norm is still at most w C (`round_within`), sums are whole numbers modulo 2^32, as under secure
+        aggregation, and so is the noise :math:`\mathrm{round}(N(0, 2^{30}))` (`add_grid_noise`). For whole x,
+        x + round(N) = round(x + N), and the modulus, the division by the denominator and single precision come after:
+        all is post-processing of the Gaussian mechanism, whose epsilon holds. Sums wrap beyond 65,536 standard
+        deviations, which is no matter for privacy and does not happen. Noise in local steps (`DPSGD`) stays as it
+        is. For a method whose builder makes the mechanism:
+        `method._replace(mechanism=dataclasses.replace(method.mechanism, noise="grid"))`.
+    Source: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
+    """
+
+    clip: Number = math.inf
+    noise_multiplier: Number | Float[Array, "T"] | tuple[float, ...] = 0.0
+    client_noise: Number | Float[Array, "T"] | np.ndarray = 0.0
+    sampling: Sampling = Full()  # noqa: RUF009 (frozen)
+    weights: np.ndarray | None = None
+    denominator: Literal["expected", "participants"] = "expected"
+    communicates: bool = True
+    noise: Literal["float", "grid"] = "float"
+
+    def __post_init__(self) -> None:
+        if self.noisy and not traced(self.clip) and math.isinf(self.clip):
+            raise ValueError(f"clip={self.clip!r} with noise: noise is in multiples of clip, so give a finite number")
+        self._check_single_precision()
+        if self.noise == "grid":
+            self._check_grid()
+
+    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
+        """The memory before the first round, of the shapes that `update` makes, and the number of clients."""
+        del key, update, clients
+        return ()
+
+    def draw(self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int) -> Cohort:
+        """Who takes part in the round of number `index`, and its numbers; the key is of the round's cohort."""
+        del memory
+        sampled = self.sampling.sample(single(derive(key, SAMPLE)), clients)
+        return Cohort(sampled, round_numbers(self, clients, index))
+
+    def contribution_bound(self, memory: Tree) -> Number:
+        """C: L2 bound on what one client contributes; noise and sums are in its units."""
+        del memory
+        return self.clip
+
+    def bound(self, memory: Tree, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
+        """A client's update within the bound, its norm before, and the bound."""
+        bounded, norm = clip(update, self.contribution_bound(memory))
+        return bounded, norm, self.contribution_bound(memory)
+
+    def contribute(
+        self, key: Key[Array, "*S"], memory: Tree, own: Participant, sent: Message, norm: Float[Array, ""]
+    ) -> tuple[Tree, Tree]:
+        """What of a client's bounded message enters the sum, at most C long, and a row of its own.
+
+        Args:
+            key: of the round's noise; a client's own is derived by purpose and number.
+            memory: the mechanism's.
+            own: the client.
+            sent: its message, bounded; zeros where it was not finite.
+            norm: of its update before it was bounded.
+        """
+        del norm
+        if sent.extra is not None:
+            raise ValueError(
+                f"message.extra={type(sent.extra).__name__}: {type(self).__name__} takes an update alone; give the "
+                "algorithm a mechanism that reads it, or leave it out"
+            )
+        return self.add_client_noise(key, memory, own, sent.update), ()
+
+    def add_client_noise(self, key: Key[Array, "*S"], memory: Tree, own: Participant, update: Tree) -> Tree:
+        """A client's own noise; also on a dropped update, because the accountant counts it."""
+        if not self.clients_noisy:
+            return update
+        return add_gaussian(derive(key, CLIENT_NOISE, own.number), update, own.noise * self.contribution_bound(memory))
+
+    def aggregate(
+        self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh
+    ) -> tuple[Tree, Float[Array, ""], Tree]:
+        """What the server gets of a round, the std of the server's noise over C, and the memory of the next round."""
+        numbers, update, std = cohort.numbers, total.update, jnp.zeros(())
+        unit = self.unit(memory, numbers)
+        if self.server_noisy:
+            std = server_noise(numbers, total.variance)
+            absolute = std * self.contribution_bound(memory) / unit
+            update, memory = self.add_server_noise(derive(key, SERVER_NOISE), memory, update, absolute, mesh)
+        realised = jnp.where(total.weight > 0, total.weight, 1.0)
+        denominator = numbers.denominator if self.denominator == "expected" else realised
+        return jax.tree.map(lambda leaf: leaf * (unit / denominator), narrow(update)), std, memory
+
+    def add_server_noise(
+        self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
+    ) -> tuple[Tree, Tree]:
+        """The server's noise on a sum; `std` in the sum's unit. Exact up to what single precision draws."""
+        if self.noise == "grid":
+            return add_grid_noise(key, update, mesh), memory
+        zero = jax.tree.map(jnp.zeros_like, narrow(update))
+        return add(update, widen(add_gaussian(key, zero, std))), memory
+
+    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+        """What an observer of the ledger learns of a client.
+
+        Args:
+            ledger: the rounds.
+            observer: of sums, of uploads, or another client.
+            replaced: replace-one, in place of zero-out; uploads have no other.
+            one_round: the view is for statements about single rounds.
+        """
+        del one_round
+        if not self.communicates or not len(ledger.participants):
+            return one_gaussian(math.inf, "nothing leaves the clients", "")
+        if math.isinf(self.clip):
+            return one_gaussian(0.0, "none", "updates are not clipped")
+        if observer == "upload":
+            return upload_view(ledger)
+        fair = self.denominator == "expected"
+        insider = observer == "client"
+        return self.sampling.view(sum_noise(ledger, hides_cohort=fair, replaced=replaced, insider=insider))
+
+    def planned(self, clients: int, rounds: int) -> Ledger:
+        """The ledger of a run not yet made, at its worst: every client takes part in every round that it can."""
+        self.check_fits(clients, rounds)
+        noise, weights = (_rows(table, rounds) for table in (self.client_noise_table, self.weight_table))
+        multiplier = _rows(self.noise_multiplier_table, rounds)
+        variance = (noise * weights) ** 2
+        present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
+        top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
+        return Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier)
+
+    def describe(self, ledger: Ledger) -> list[str]:
+        """Sentences of a privacy statement about what this mechanism adds to clip, noise, weights and sampling."""
+        del ledger
+        return []
+
+    def unit(self, memory: Tree, numbers: RoundNumbers) -> Float[Array, ""]:
+        """What sums count in: a step of the grid; else, with noise, a 2^30th of the bound."""
+        if not self.noisy:
+            return jnp.ones(())
+        bound = self.contribution_bound(memory) * jnp.max(numbers.weights)
+        return bound * (numbers.noise_multiplier / STEPS if self.noise == "grid" else 2.0**-30)
+
+    def in_units(self, memory: Tree, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
+        """A contribution times `scale`; on the grid, in whole steps that keep the bound."""
+        if self.noise == "float":
+            return jax.tree.map(lambda leaf: leaf * scale, contribution)
+        self._check_resolution(sum(leaf.size for leaf in jax.tree.leaves(contribution)))
+        bound = self.contribution_bound(memory)
+        return round_within(contribution, jnp.minimum(norm, bound), scale, bound * scale)
+
+    @property
+    def exact(self) -> bool:
+        """Whether sums are exact whole numbers of 64 bits; those of the grid are whole already."""
+        return self.noisy and self.noise == "float"
+
+    def _check_single_precision(self) -> None:
+        """Refuse what vanishes or overflows where the engine squares and multiplies it."""
+        check_clip("clip", self.clip)
+        weights = extremes("weights", self.weight_table.max(axis=1))  # smaller ones are given by the largest's noise
+        for name in ("noise_multiplier", "client_noise"):
+            if not traced(getattr(self, name)):
+                on_sum = np.outer(extremes(name, np.asarray(getattr(self, name), np.float64)), weights)
+                if np.max(getattr(self, name)) > _MOST_NOISE:  # else it would stop at the ends of a sum's 64 bits
+                    raise ValueError(f"{name}={show(getattr(self, name))}: give at most {_MOST_NOISE:g}")
+                extremes(f"{name} times weights", on_sum)
+
+    def _check_grid(self) -> None:
+        least = self.noise_multiplier
+        if not traced(least) and np.min(np.asarray(least, np.float64)) < _LEAST_ON_GRID:
+            raise ValueError(
+                f"noise='grid' with noise_multiplier={least!r}: a step follows from the noise, and sums of such fine "
+                f"ones wrap; give at least {_LEAST_ON_GRID} in every round, or noise='float'"
+            )
+        if self.clients_noisy:
+            raise ValueError(
+                f"noise='grid' with client_noise={self.client_noise!r}: a sum of rounded Gaussians is no rounded "
+                "Gaussian; let the server add all noise, or give noise='float'"
+            )
+
+    def _check_resolution(self, coordinates: int) -> None:
+        """Require a grid on which updates of so many coordinates are more than zeros and ones."""
+        if traced(self.noise_multiplier):  # the norm is bounded all the same
+            return
+        most = STEPS * math.sqrt(3 / coordinates)
+        if np.max(self.noise_multiplier_table) > most:
+            raise ValueError(
+                f"noise='grid' with noise_multiplier={self.noise_multiplier!r}: over {coordinates} coordinates a step "
+                f"is longer than most of an update's; give at most {most:.4g}, a smaller network, or noise='float'"
+            )
+
+    @property
+    def noisy(self) -> bool:
+        """Whether any noise is ever drawn."""
+        return self.server_noisy or self.clients_noisy
+
+    @property
+    def server_noisy(self) -> bool:
+        """Whether the sum has a floor of noise."""
+        return traced(self.noise_multiplier) or bool(np.any(np.asarray(self.noise_multiplier)))
+
+    @property
+    def clients_noisy(self) -> bool:
+        """Whether clients add noise."""
+        return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
+
+    @property
+    def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:
+        """Noise multiplier z by round, one entry where it does not change."""
+        return _numbers(self.noise_multiplier).reshape(-1)
+
+    @property
+    def client_noise_table(self) -> Float[np.ndarray | Array, "T C"]:
+        """Client noise s by round and client, axes of length 1 where it does not change."""
+        value = _numbers(self.client_noise)
+        return value.reshape(-1, 1) if value.ndim < 2 else value
+
+    @property
+    def weight_table(self) -> Float[np.ndarray, "T C"]:
+        """Weights w by round and client, axes of length 1 where it does not change."""
+        return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
+
+    def check_fits(self, clients: int, rounds: int) -> None:
+        """Require tables that cover `rounds` rounds of `clients` clients, and a possible cohort."""
+        check_count("clients", clients)
+        check_count("rounds", rounds)
+        self.sampling.expected(clients)
+        tables = {"client_noise": self.client_noise_table, "weights": self.weight_table}
+        tables["noise_multiplier"] = self.noise_multiplier_table[:, None]
+        for name, table in tables.items():
+            if table.shape[0] not in (1, rounds) or table.shape[1] not in (1, clients):
+                raise ValueError(f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients")
+        if not np.all(self.weight_table.max(axis=1) > 0):
+            raise ValueError(f"weights={self.weights!r}: every round needs a client with a weight above 0")
+
+
+def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> RoundNumbers:
+    """Read the tables at one round (traced)."""
+
+    def row(table: np.ndarray | Array) -> Array:
+        return jnp.asarray(table, jnp.float32)[jnp.minimum(index, table.shape[0] - 1)]
+
+    weights = row(mechanism.weight_table)
+    total = jnp.sum(weights) * (clients if weights.shape[0] == 1 else 1)
+    return RoundNumbers(
+        noise_multiplier=row(mechanism.noise_multiplier_table),
+        client_noise=row(mechanism.client_noise_table),
+        weights=weights,
+        denominator=total * (mechanism.sampling.expected(clients) / clients),
+    )
+
+
+def server_noise(numbers: RoundNumbers, present: Float[Array, ""]) -> Float[Array, ""]:
+    r"""Std over C that the server adds to the sum, given the variance over C^2 that clients added.
+
+    .. math:: D = \sqrt{\max(0, (z \max_i w_i)^2 - \mathrm{present})}
+    """
+    target = numbers.noise_multiplier * jnp.max(numbers.weights)
+    return jnp.sqrt(jnp.maximum(0.0, target**2 - present))
+
+
+def noise_share(noise_multiplier: Number, sampling: Sampling, clients: int) -> Number:
+    r"""Std over C that each client adds, so that an expected cohort's sum has z: :math:`z / \sqrt{qN}`."""
+    return noise_multiplier / math.sqrt(sampling.expected(clients))
+
+
+def check_clip(name: str, value: Number) -> None:
+    """Require a clip bound that single precision can square."""
+    if not traced(value) and not _LEAST_CLIP <= value <= _LARGE and not math.isinf(value):
+        raise ValueError(f"{name}={value!r}: give a number from {_LEAST_CLIP:g} to {_LARGE:.3g}, as float32 squares it")
+
+
+def extremes(name: str, values: np.ndarray) -> np.ndarray:
+    """Least and greatest of the values above 0, which single precision must be able to square."""
+    positive = values[values > 0]
+    if not positive.size:
+        return np.zeros(0)
+    low, high = positive.min(), positive.max()
+    if low < _SMALL or high > _LARGE:
+        wrong = low if low < _SMALL else high
+        raise ValueError(
+            f"{name}: {wrong:.4g} vanishes or overflows where float32 squares it; give 0, or numbers from {_SMALL:.3g} "
+            f"to {_LARGE:.3g}"
+        )
+    return np.array([low, high])
+
+
+def _numbers(value: Any) -> Any:
+    """Double precision on the host, where epsilon comes from; a sweep's traced number as it is."""
+    return jnp.asarray(value) if traced(value) else np.asarray(value, np.float64)
+
+
+def _rows(table: Any, rounds: int) -> np.ndarray:
+    return np.broadcast_to(table, (rounds, *table.shape[1:]))

@@ -1,0 +1,80 @@
+"""The order of the rooms: who may import whom, and how long a list of arguments may be."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1] / "jaxfl"
+ROOMS = (
+    ("types",),
+    ("_validate", "backend", "files"),
+    ("server",),
+    ("data",),
+    ("models",),
+    ("local",),
+    ("privacy",),
+    ("algorithms",),
+    ("engine",),
+    ("run",),
+    ("launch", "jaxfl"),
+)
+"""From the bottom up: a room imports from itself and from those above it in this list."""
+MODULES = {
+    ".".join(("jaxfl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+}
+
+
+def imports(module):
+    """Modules of the library that a module imports where it is imported itself."""
+    tree = ast.parse(MODULES[module].read_text())
+    deferred = {
+        node
+        for part in ast.walk(tree)
+        if isinstance(part, ast.FunctionDef) or (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test))
+        for node in ast.walk(part)
+    }
+    for node in ast.walk(tree):
+        if node in deferred:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxfl":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+
+def room(module):
+    name = module.split(".")[1] if "." in module else "jaxfl"
+    return next(number for number, names in enumerate(ROOMS) if name in names)
+
+
+def test_imports_run_from_the_top_to_the_bottom():
+    wrong = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        for imported in imports(module)
+        if room(imported) > room(module)
+    ]
+    assert not wrong
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    arrows = {module: set(imports(module)) - {module} for module in MODULES}
+    left = dict(arrows)
+    while free := [module for module, targets in left.items() if not targets & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, "these import each other in a circle"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_takes_more_than_twelve_arguments(module):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.Lambda):
+            arguments = node.args
+            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            count = sum(argument is not None for argument in named)
+            assert count <= 12, f"{getattr(node, 'name', 'lambda')} takes {count}"

@@ -16,7 +16,7 @@ from jaxfl.algorithms.fedavg import fedprox, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import calibrate, calibrate_upload, default_delta
+from jaxfl.privacy.accounting import calibrate, calibrate_upload, failure_probability
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
@@ -292,7 +292,7 @@ def _weights(
 ) -> tuple[Float[np.ndarray, "..."] | None, float]:
     """Impact factors as a table, and the delta of so many clients."""
     weights = None if impacts is None else impact_table(impacts, rounds)
-    return weights, default_delta(None if weights is None else weights.shape[-1]) if delta is None else delta
+    return weights, failure_probability(delta, None if weights is None else weights.shape[-1])
 
 
 def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:

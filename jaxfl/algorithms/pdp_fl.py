@@ -14,7 +14,7 @@ from jaxfl.algorithms.fedavg import fedavg, sends_weights
 from jaxfl.algorithms.padpfl import paper_noise, sound_noise, sound_upload_noise
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant, round_down
-from jaxfl.privacy.accounting import calibrate_examples, default_delta
+from jaxfl.privacy.accounting import calibrate_examples, failure_probability
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
@@ -136,7 +136,7 @@ def pdp_fl(
     >>> method.mechanism.client_noise.round(1).tolist(), method.mechanism.weights.tolist()
     ([[10.6, 2.5, 1.5]], [2.0, 5.0, 8.0])
     """
-    delta = default_delta(budgets.epsilon.size) if delta is None else delta
+    delta = failure_probability(delta, budgets.epsilon.size)
     noise = _by_kind(budgets.epsilon, lambda budget: sound_upload_noise(budget, rounds, delta, accountant))
     mechanism = Mechanism(
         clip=clip,
@@ -194,7 +194,7 @@ def pdp_fl_paper(
     5.0
     """
     asked = budgets.epsilon
-    delta = default_delta(asked.size) if delta is None else delta
+    delta = failure_probability(delta, asked.size)
     if aggregation == "printed" and not sampling.fixed:
         raise ValueError(f"sampling={sampling!r} with aggregation='printed': 1/n needs Full() or FixedSize(n)")
     count = sampling.expected(len(asked)) if aggregation == "printed" else 1.0

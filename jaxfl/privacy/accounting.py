@@ -114,7 +114,7 @@ def epsilons(
 ) -> dict[Accountant, Epsilon]:
     """`epsilon` by the theorems of each accountant alone."""
     clients = ledger.participants.shape[1]
-    delta = default_delta(clients) if delta is None else delta
+    delta = failure_probability(delta, clients)
     check_fraction("delta", delta, one=False)
     view = mechanism.view(ledger, observer, replaced=unit == "example" and observer != "upload", one_round=one_round)
     if unit == "example":
@@ -169,11 +169,10 @@ def example_epsilon(
     7.05
     """
     clients = ledger.participants.shape[1]
-    delta = default_delta(clients) if delta is None else delta
+    delta = failure_probability(delta, clients)
     check_fraction("delta", delta, one=False)
     if dp_sgd is None:
-        infinite = np.full(clients, math.inf)
-        return Epsilon(math.inf, infinite, "none", "examples are not clipped one by one")
+        return no_epsilon(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
     used = np.where(ledger.participants, ledger.example_noise, math.inf).min(axis=0, initial=math.inf)
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
@@ -222,20 +221,20 @@ def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms(
     >>> spent(0), round(spent(100), 2)
     (0.0, 4.73)
     """
-    delta = default_delta(clients) if terms.delta is None else terms.delta
+    if terms.broken is not None and mechanism.communicates:
+        return lambda done: math.inf if done else 0.0
+    delta = failure_probability(terms.delta, clients)
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
     view = mechanism.view(mechanism.planned(clients, known), "aggregate")
-    if terms.broken is not None and mechanism.communicates:
-        return lambda done: math.inf if done else 0.0
     if view.whole:
 
         @functools.cache
         def of_run(rounds: int) -> float:
-            whole = mechanism.view(mechanism.planned(clients, rounds), "aggregate")
+            whole = view if rounds == known else mechanism.view(mechanism.planned(clients, rounds), "aggregate")
             return _trivial(whole, clients).value if accountants.trivial(whole) else least_epsilon(whole, "rdp", delta)
 
-        return lambda done: of_run(done if known == 1 else known) if done else 0.0
+        return lambda done: of_run(done if view.grows and known == 1 else known) if done else 0.0
     multiplier, hidden = view.multiplier.min(axis=1), view.hidden
     multiplier[hidden] = accountants.round_down(multiplier[hidden])
 
@@ -269,6 +268,16 @@ def default_delta(clients: int | None) -> float:
     return 1e-5 if clients is None else min(1e-5, 1 / (10 * clients))
 
 
+def failure_probability(delta: float | None, clients: int | None) -> float:
+    """Delta: the one given, or the default for so many clients."""
+    return default_delta(clients) if delta is None else delta
+
+
+def no_epsilon(clients: int, reason: str) -> Epsilon:
+    """What can be said of clients that nothing protects."""
+    return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
+
+
 @checked(delta=probability, shape=check_numbers)
 def calibrate(
     epsilon: float,
@@ -299,7 +308,7 @@ def calibrate(
     scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
     mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling)
     view = mechanism.view(mechanism.planned(clients, len(scale)), "aggregate")
-    delta = default_delta(clients) if delta is None else delta
+    delta = failure_probability(delta, clients)
     return _calibrate(view, epsilon, delta, accountant, rounds if shape is None else 1)
 
 
@@ -324,7 +333,7 @@ def calibrate_upload(
     >>> round(calibrate_upload(1.0, participations=100), 1)
     74.6
     """
-    delta = default_delta(clients) if delta is None else delta
+    delta = failure_probability(delta, clients)
     return _calibrate(plain_view(np.full((1, 1), 0.5), "Gaussian"), epsilon, delta, accountant, participations)
 
 
@@ -353,7 +362,7 @@ def calibrate_examples(
     >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
     1.0
     """
-    delta = default_delta(clients) if delta is None else delta
+    delta = failure_probability(delta, clients)
     total = {"clients": 1, "rounds": steps * participations, "sampling": Poisson(rate)}
     return calibrate(epsilon, delta=delta, accountant=accountant, **total)
 

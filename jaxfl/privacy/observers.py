@@ -42,7 +42,8 @@ class View(NamedTuple):
             bound of either; None: it does not apply.
         cohort: number of clients, and how many of them `swapped` draws.
         swapping: what that bound rests on.
-        whole: the one entry stands for all rounds of the run together, however many they are.
+        whole: the one entry stands for all rounds of the ledger together.
+        grows: that entry is another one for more rounds.
     """
 
     multiplier: Float[np.ndarray, "T #C"]
@@ -55,6 +56,7 @@ class View(NamedTuple):
     cohort: tuple[int, int] = (1, 1)
     swapping: str = "sampling without replacement, replace-one"
     whole: bool = False
+    grows: bool = False
 
     def scaled(self, factor: float) -> "View":
         """The view with `factor` times the noise."""

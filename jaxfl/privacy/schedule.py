@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
 from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import calibrate, default_delta
+from jaxfl.privacy.accounting import calibrate, failure_probability
 from jaxfl.privacy.observers import ROUNDING
 from jaxfl.privacy.sampling import Sampling
 
@@ -159,7 +159,7 @@ def client_noise(
     >>> round(plan.noise[0], 1), round(plan.least_total, 2)
     (74.6, 3.73)
     """
-    delta = default_delta(clients) if delta is None else delta
+    delta = failure_probability(delta, clients)
     least_total = calibrate(epsilon, clients=1, rounds=1, delta=delta, accountant=accountant)
     planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))  # the filter rounds, too
     kappa = 2 * planned * math.sqrt(np.sum(budgets**2) / (1 - release_share))

@@ -9,7 +9,17 @@ import numpy as np
 
 from jaxfl._validate import checked, show
 from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import BOTH, Epsilon, check_ledger, default_delta, epsilons, example_epsilon, tightest
+from jaxfl.privacy.accounting import (
+    BOTH,
+    Epsilon,
+    check_ledger,
+    default_delta,
+    epsilons,
+    example_epsilon,
+    failure_probability,
+    no_epsilon,
+    tightest,
+)
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.observers import Observer
@@ -103,7 +113,7 @@ def privacy_statement(
     claim = None
     if terms.claim is not None:
         claim = {"epsilon": _number(terms.claim[0]), "rule": terms.claim[1], "status": "claimed, not verified"}
-    delta = default_delta(clients) if terms.delta is None else terms.delta
+    delta = failure_probability(terms.delta, clients)
     noisy = mechanism.noisy or dp_sgd is not None
     return {
         "unit": "client: all of one client's data, over the whole run",
@@ -196,8 +206,7 @@ def _honest(
     def account(**options: Any) -> Mapping[Accountant, Epsilon]:
         if broken is None:
             return epsilons(ledger, mechanism, delta=delta, stateful=stateful, **options)
-        infinite = np.full(ledger.participants.shape[1], math.inf)
-        return dict.fromkeys(BOTH, Epsilon(math.inf, infinite, "none", broken))
+        return dict.fromkeys(BOTH, no_epsilon(ledger.participants.shape[1], broken))
 
     bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
     for observer in _OBSERVERS:

@@ -77,9 +77,8 @@ class BandedNoise(Mechanism):
         rounds = 1 if one_round else len(ledger.participants)
         exposure = math.sqrt(np.sum(np.cumsum(np.pad(coefficients(self.bands), (0, rounds))[:rounds]) ** 2))
         multiplier = float(view.multiplier.min()) / exposure
-        return one_gaussian(multiplier, f"{view.theorem}, banded factorisation", view.silent)._replace(
-            replaced=replaced
-        )
+        run = one_gaussian(multiplier, f"{view.theorem}, banded factorisation", view.silent)
+        return run._replace(replaced=replaced, grows=True)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from jax import Array, lax
 from jaxtyping import Key, UInt32
 
 from jaxfl._validate import (
+    Check,
     at_least_0,
     check_fraction,
     check_noise,
@@ -33,15 +34,18 @@ _EXTRACTOR = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.0
 _HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 
 
-@checked(
-    noise_multiplier=check_noise,
-    clip=up_to_infinity,
-    density=check_fraction,
-    backward_density=check_fraction,
-    sparse_layers=count_from_0,
-    penalty_weight=at_least_0,
-    delta=probability,
-)
+_ARGUMENTS: dict[str, Check] = {
+    "noise_multiplier": check_noise,
+    "clip": up_to_infinity,
+    "density": check_fraction,
+    "sparse_layers": count_from_0,
+    "penalty_weight": at_least_0,
+    "delta": probability,
+}
+"""Checks of the arguments that both builders have."""
+
+
+@checked(**_ARGUMENTS, backward_density=check_fraction)
 def dp_pfeddsu(
     model: Model,
     *,
@@ -116,18 +120,10 @@ def dp_pfeddsu(
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
     private = mask_source == "local_step"
     method = _sparsified(model, mechanism, masks, penalty_weight, local, head, private=private)
-    return method._replace(name="dp_pfeddsu", terms=Terms(delta))
+    return method._replace(terms=Terms(delta))
 
 
-@checked(
-    noise_multiplier=check_noise,
-    clip=up_to_infinity,
-    density=check_fraction,
-    sparse_layers=count_from_0,
-    penalty_weight=at_least_0,
-    delta=probability,
-    claim=up_to_infinity,
-)
+@checked(**_ARGUMENTS, claim=up_to_infinity)
 def dp_pfeddsu_paper(
     model: Model,
     *,

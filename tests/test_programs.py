@@ -109,7 +109,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adp_pfl_released", "host store", pytest.param("sweep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["adp_pfl_released", "host store", "sweep"])
 def test_keys_and_data_are_arguments_of_all_programs(name, compiled):
     clients = small_clients()
     RUNS[name](jax.random.key(0), clients)

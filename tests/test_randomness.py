@@ -108,7 +108,7 @@ def test_secret_cohorts_do_not_follow_the_key():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("store", ["device", "host"])
 def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypatch):
     algorithm, clients, options = still(), small_clients(), {"rounds": 4, "eval_every": 1, "progress": False}
     whole = simulate(KEY, algorithm, clients, folder=tmp_path / "a", states=store, secret_noise=True, **options)

@@ -293,7 +293,7 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("store", ["device", "host"])
 def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_path, monkeypatch):
     runner = {"device": Resident, "host": Stream}[store]
 

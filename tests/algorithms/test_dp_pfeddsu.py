@@ -67,7 +67,7 @@ def test_random_masks_change_from_round_to_round():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["broadcast", pytest.param("public_random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("source", ["broadcast", "public_random"])
 def test_off_the_public_mask_nothing_moves(source):
     algorithm = dp_pfeddsu(MODEL, mask_source=source, density=0.1, sparse_layers=1, **PRIVATE, **LOCAL)
     init_key = jax.random.split(KEY, 3)[0]

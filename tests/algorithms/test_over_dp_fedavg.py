@@ -39,8 +39,8 @@ def assert_same(a, b):
     ("method", "neutral"),
     [
         (dp_fedsam, {"radius": 0.0}),
-        pytest.param(fed_smp, {"density": 1.0}, marks=pytest.mark.slow),
-        pytest.param(blur_lus, {"penalty_weight": 0.0, "density": 1.0}, marks=pytest.mark.slow),
+        (fed_smp, {"density": 1.0}),
+        (blur_lus, {"penalty_weight": 0.0, "density": 1.0}),
     ],
 )
 def test_without_its_change_it_is_dp_fedavg_bit_for_bit(method, neutral):

@@ -94,8 +94,8 @@ def test_several_probes_find_a_leading_direction_more_surely():
     ("build", "shape"),
     [
         (mlp, (4, 4, 1)),
-        pytest.param(digits_cnn, (4, 4, 3), marks=pytest.mark.slow),
-        pytest.param(lenet, (16, 16, 1), marks=pytest.mark.slow),
+        (digits_cnn, (4, 4, 3)),
+        (lenet, (16, 16, 1)),
     ],
 )
 def test_networks(build, shape):

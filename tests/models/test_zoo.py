@@ -21,7 +21,6 @@ MODELS = {
     "odd": functools.partial(digits_cnn, (9, 7, 2)),
     "resnet20": functools.partial(resnet20, (9, 7, 2)),
 }
-DEEP = ("lenet_groupnorm", "resnet20")
 SHAPES = {"feddpa_mnist": (28, 28, 1), "digits_cnn": (8, 8, 1), "odd": (9, 7, 2), "resnet20": (9, 7, 2)}
 
 
@@ -49,9 +48,7 @@ def test_published_sizes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in DEEP else []) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_forms_agree_in_values_and_gradients(name):
     fast, x = MODELS[name](), images(name)
     params = fast.init(jax.random.key(1))
@@ -68,9 +65,7 @@ def test_forms_agree_in_values_and_gradients(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["lenet", "lenet_groupnorm", "feddpa_mnist", pytest.param("resnet20", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["lenet", "lenet_groupnorm", "feddpa_mnist", "resnet20"])
 def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
     make, x = MODELS[name], images(name)
 

@@ -37,13 +37,13 @@ def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], 
     r"""Round `scale` times an update to whole numbers whose L2 norm is at most `radius`, whatever the update.
 
     Rounding adds :math:`d / 12` to the squared norm of d coordinates, give or take a radius. An update that would come
-    out longer is scaled to what leaves room for that; where this is not enough (all coordinates end in .6, say), it is
-    scaled down by 2^-12, 2^-11, and so on. The norm is checked afterwards, in whole numbers that are cut to 16 bits,
-    rounded up, and whose squares so fit 32: nothing rests on how a sum is rounded.
+    out longer is scaled to what leaves room for that. Where this is not enough (all coordinates end in .6, say), it is
+    scaled down by what rounding can do at most: :math:`\sqrt{d} / 2`. The length that decides is counted in whole
+    numbers, which are cut to 15 bits, rounded up, and whose squares so fit 32: nothing rests on how a sum is rounded.
 
     Args:
         update: finite float32 arrays.
-        norm: of the update, about; the bound holds all the same if it is wrong by a half.
+        norm: of the update, about; the bound holds all the same if it is a third too short.
         scale: steps per unit of the update.
         radius: in steps, up to 2^30.
 
@@ -51,14 +51,13 @@ def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], 
         int32 arrays.
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(update))
-    shift = jnp.maximum(jnp.frexp(radius)[1] - 15, 0)
+    half = 0.5 * size**0.5
+    shift = jnp.maximum(jnp.frexp(radius * (1 - 2.0**-20))[1] - 15, 0)
     aim = jnp.sqrt(jnp.maximum(radius**2 - size / 12 - 4 * radius, radius**2 / 4))
-    aim -= 0.6 * size**0.5 * ((1 << shift) - 1)  # rounding up
-    most = scale * jnp.clip(aim / jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny), 0.0, 1.0)
-    bound = jnp.floor((radius * 0.5**shift) ** 2 * (1 - 2.0**-20)).astype(jnp.uint32)
+    aim -= 1.2 * half * ((1 << shift) - 1)  # rounding up
+    factor = scale * jnp.clip(aim / jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny), 0.0, 1.0)
 
-    def rounded(cut: Float[Array, ""]) -> Tree:
-        factor = jnp.where(cut < 1, most * (1 - cut), 0.0)
+    def rounded(factor: Float[Array, ""]) -> Tree:
         return jax.tree.map(lambda leaf: jnp.round(leaf * factor).astype(jnp.int32), update)
 
     def square(leaf: Array) -> UInt32[Array, ""]:
@@ -66,7 +65,7 @@ def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], 
         columns = jnp.sum(short**2, axis=tuple(range(leaf.ndim - 1)), dtype=jnp.uint32)
         return jnp.sum(lax.optimization_barrier(columns), dtype=jnp.uint32)  # faster than one sum, on a CPU
 
-    def too_long(cut: Float[Array, ""]) -> Array:
-        return sum((square(leaf) for leaf in jax.tree.leaves(rounded(cut))), jnp.uint32(0)) > bound
-
-    return rounded(lax.while_loop(too_long, lambda cut: jnp.maximum(2 * cut, 2.0**-12), jnp.zeros(())))
+    squares = sum((square(leaf) for leaf in jax.tree.leaves(rounded(factor))), jnp.uint32(0))
+    length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)
+    shorter = factor * (1 - 2.0**-20) * jnp.maximum(radius - half, 0.0) / (length + half)
+    return rounded(jnp.where(length <= radius, factor, shorter))

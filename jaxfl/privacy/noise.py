@@ -5,11 +5,13 @@ A key is one of JAX's, or a pair of them, whose streams are taken together: 128 
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.extend.random import threefry2x32_p
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,6 +40,15 @@ def random_bits(key: Key[Array, "*S"], shape: tuple[int, ...]) -> UInt32[Array, 
     if not key.ndim:
         return jax.random.bits(key, shape, jnp.uint32)
     return jax.random.bits(key[0], shape, jnp.uint32) ^ jax.random.bits(key[1], shape, jnp.uint32)
+
+
+def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
+    """64 random bits for each of `count` places, in the time of 32: Threefry's blocks have two words."""
+    if key.ndim:
+        return random_pairs(key[0], count) ^ random_pairs(key[1], count)
+    words = jax.random.bits(key, (2,), jnp.uint32)
+    places = jnp.arange(count, dtype=jnp.uint32)
+    return jnp.stack(threefry2x32_p.bind(*jnp.broadcast_to(words[:, None], (2, count)), jnp.zeros_like(places), places))
 
 
 def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -69,8 +80,9 @@ def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
     r"""Add an independent :math:`X = \mathrm{round}(N(0, \sigma^2))` with :math:`\sigma = 2^{15}` to all whole numbers.
 
     Modulo 2^32. X is drawn by inversion: 95 random bits U and a sign, and the k with
-    :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess names the nearest threshold; it and the one beyond it prove
-    the result, or a bisection finds it, so that X depends on the bits alone, on every platform.
+    :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess names the nearest threshold; the first 63 bits at it and at
+    the one beyond it prove the result, or all find it by bisection, so that X depends on the bits alone, on every
+    platform. The last 32 are drawn where they are needed.
 
     Each probability is right to a relative 2^-50 and an absolute 2^-94 (see `_thresholds`). Over n coordinates of all
     rounds, the first adds at most :math:`2 n 2^{-50}` to epsilon; the second is a total variation distance of at most
@@ -84,41 +96,52 @@ def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
     """
     flat, unravel = ravel_pytree(tree)
     padded = -(-flat.size // mesh.size) * mesh.size
-    bits = random_bits(key, (3, padded))
-    bits = lax.with_sharding_constraint(bits, NamedSharding(mesh, P(None, *mesh.axis_names)))
-    return unravel(flat + _rounded_gaussian(bits)[: flat.size])
+
+    def spread(bits: Array) -> Array:
+        return lax.with_sharding_constraint(bits, NamedSharding(mesh, P(*[None] * (bits.ndim - 1), *mesh.axis_names)))
+
+    bits = spread(random_pairs(derive(key, 0), padded))
+    rest = lambda: spread(random_bits(derive(key, 1), (padded,)))  # noqa: E731
+    return unravel(flat + _rounded_gaussian(bits, rest)[: flat.size])
 
 
-def _rounded_gaussian(bits: UInt32[Array, "3 D"]) -> Int[Array, "D"]:
-    """X for each column; its last bit is the sign, since thresholds are even."""
+def _rounded_gaussian(bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Array, "D"]]) -> Int[Array, "D"]:
+    """X for each column of 63 bits and a sign; `rest` draws 32 bits more."""
     words = _thresholds()
     last = words.shape[1] - 1
-    first, third = jnp.asarray(np.ravel(words[:2], order="F")), jnp.asarray(words[2])
+    pairs, third = jnp.asarray(np.ravel(words[:2], order="F")), jnp.asarray(words[2])
+    first, second = bits[0], bits[1] & np.uint32(0xFFFFFFFE)
 
     def compare(k: Int[Array, "D"]) -> tuple[Bool[Array, "D"], Bool[Array, "D"]]:
-        """Whether U is below the k-th threshold, and whether it is above, by 64 bits."""
-        high, low = (first.at[2 * k + word].get(mode="promise_in_bounds") for word in range(2))
-        tied = bits[0] == high
-        return (bits[0] < high) | (tied & (bits[1] < low)), (bits[0] > high) | (tied & (bits[1] > low))
-
-    def halve(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-        middle = (bracket[0] + bracket[1]) // 2
-        below, above = compare(middle)
-        below |= ~above & (bits[2] < third[middle])
-        return jnp.where(below, middle, bracket[0]), jnp.where(below, bracket[1], middle)
+        """Whether U is below the k-th threshold, and whether it is above, by 63 bits."""
+        high, low = (pairs.at[2 * k + word].get(mode="promise_in_bounds") for word in range(2))
+        tied = first == high
+        return (first < high) | (tied & (second < low)), (first > high) | (tied & (second > low))
 
     near = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
-    near, bits = lax.optimization_barrier((near, bits))  # else both are computed anew for each look-up
+    near, first, second = lax.optimization_barrier((near, first, second))  # else computed anew for each look-up
     below, above = compare(near)
     beyond_below, beyond_above = compare(jnp.where(below, near + 1, near - 1))
     sure = (below & beyond_above) | (above & beyond_below)
     size = jnp.where(sure, near - ~below, 0)
-    bracket = size, jnp.where(sure, size + 1, last)
-    size, _ = lax.while_loop(lambda bracket: jnp.any(bracket[1] - bracket[0] > 1), halve, bracket)
-    return jnp.where(bits[2] % 2 == 1, -size, size)
+
+    def search() -> Int[Array, "D"]:
+        final = rest()
+
+        def halve(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
+            middle = (bracket[0] + bracket[1]) // 2
+            below, above = compare(middle)
+            below |= ~above & (final < third[middle])
+            return jnp.where(below, middle, bracket[0]), jnp.where(below, bracket[1], middle)
+
+        start = size, jnp.where(sure, size + 1, last)
+        return lax.while_loop(lambda bracket: jnp.any(bracket[1] - bracket[0] > 1), halve, start)[0]
+
+    size = lax.cond(jnp.all(sure), lambda: size, search)
+    return jnp.where(bits[1] % 2 == 1, -size, size)
 
 
-def _guess(bits: UInt32[Array, "3 D"]) -> Float[Array, "D"]:
+def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
     """About the magnitude of N(0, STEPS^2) that a share U of all exceeds.
 
     The polynomials of Giles, Approximating the erfinv function, 2010, for an argument that is given by its distance
@@ -141,7 +164,7 @@ _GILES = (
 
 @functools.cache
 def _thresholds() -> UInt32[np.ndarray, "3 n"]:
-    r""":math:`2^{96} P(|X| \ge k)` by k, in three words from the highest; even numbers.
+    r""":math:`2^{95} P(|X| \ge k)` by k, in words of 32, 31 and 32 bits from the highest; the second is doubled.
 
     P(|X| = k) is the midpoint rule's :math:`2 \varphi(x) / \sigma` at :math:`x = k / \sigma` with its next term,
     :math:`1 + (x^2 - 1) / (24 \sigma^2)`; the one after it is below 1e-17. In double precision that is right to some
@@ -162,7 +185,9 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
         cumulated[i] -= carry << 32
         cumulated[i + 1] += carry
     first, end = np.full((3, 1), 2**32 - 1), np.zeros((3, 1))
-    return np.concatenate([first, cumulated[::-1], end], axis=1).astype(np.uint32)
+    low, middle, high = cumulated
+    words = np.stack([high, middle & ~1, (middle & 1) << 31 | low >> 1])
+    return np.concatenate([first, words, end], axis=1).astype(np.uint32)
 
 
 def _words(share: Float[np.ndarray, "n"]) -> Int[np.ndarray, "3 n"]:

@@ -128,7 +128,7 @@ def _parts(
         return lambda: program(server, states, clients)
 
     def sampling(key: Array) -> Array:
-        sampled = mechanism.sampling.sample(key, population.number)
+        sampled = mechanism.sampling.sample(key, population.number, 0)
         return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
 
     def client_update(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:

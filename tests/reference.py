@@ -28,7 +28,7 @@ def run(key, algorithm, clients, rounds):
         sample_key, client_key, client_noise_key, server_noise_key, release_key = (
             jax.random.fold_in(round_key, p) for p in range(5)
         )
-        sampled = np.asarray(mechanism.sampling.sample(sample_key, count))
+        sampled = np.asarray(mechanism.sampling.sample(sample_key, count, t))
         table_row = lambda table, t=t: np.broadcast_to(table[min(t, len(table) - 1)], (count,))  # noqa: E731
         weights, noise = table_row(mechanism.weight_table), table_row(mechanism.client_noise_table)
         z = mechanism.noise_multiplier_table[min(t, len(mechanism.noise_multiplier_table) - 1)]

@@ -131,7 +131,7 @@ def test_the_cohort_is_the_samplers_draw(sampling):
     records = step(KEY, 0, 4, center, states)[2]
     for t in range(4):
         key = jax.random.fold_in(jax.random.fold_in(KEY, t), 0)
-        np.testing.assert_array_equal(records.ledger.participants[t], sampling.sample(key, 11))
+        np.testing.assert_array_equal(records.ledger.participants[t], sampling.sample(key, 11, t))
     np.testing.assert_array_equal(records.info["participants"], records.ledger.participants.sum(1))
 
 

@@ -116,7 +116,7 @@ def compile_rounds(
             @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
             def step(index: Int[Array, ""], center: Center, states: Tree) -> tuple[Center, Tree, Records]:
                 placed = population._replace(clients=clients)
-                return one_round(algorithm, placed, chunk, keys.at(index), index, center, states)
+                return one_round(algorithm, placed, chunk, keys, index, center, states)
 
             first = jnp.asarray(start, jnp.int32)
             shapes = jax.eval_shape(step, first, center, states)[2]

@@ -100,8 +100,9 @@ def one_round(
     center: Center,
     states: Tree,
 ) -> tuple[Center, Tree, Records]:
-    """A round of clients that are all at hand; the keys are the round's."""
+    """A round of clients that are all at hand; the keys are the run's."""
     cohort = draw(algorithm, population.number, keys, index, center)
+    keys = keys.at(index)
     ids = jnp.arange(population.clients.number)
     total, states = add_participants(algorithm, population, chunk, keys, cohort, ids, None, center, states)
     center, records = finish_round(algorithm, population.mesh, keys, cohort, total, center)
@@ -109,7 +110,7 @@ def one_round(
 
 
 def draw(algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
-    """A round's cohort of all `count` clients."""
+    """A round's cohort of all `count` clients; the keys are the run's."""
     return algorithm.mechanism.draw(keys.cohort, center.memory, index, count)
 
 

@@ -244,7 +244,7 @@ class Stream:
         options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
         def draw_(keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
-            return draw(algorithm, population.number, keys.at(index), index, center)
+            return draw(algorithm, population.number, keys, index, center)
 
         def add(
             chunk: int,

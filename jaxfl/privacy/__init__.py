@@ -9,14 +9,56 @@ from jaxfl.privacy.accounting import (
     planned_ledger,
 )
 from jaxfl.privacy.dp_sgd import DPSGD
-from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter, PrivateMask, Release
-from jaxfl.privacy.sampling import FixedSize, Full, Poisson, Sampling
+from jaxfl.privacy.mechanisms import (
+    AdaptiveClip,
+    BandedNoise,
+    BLTNoise,
+    Extrapolated,
+    Krum,
+    Mechanism,
+    Median,
+    PrivacyFilter,
+    PrivateMask,
+    Release,
+    TrimmedMean,
+    blt,
+)
+from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson, Sampling
 from jaxfl.privacy.schedule import client_noise, fixed_budgets, paper_noise, round_budgets, round_noise
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
-    "DPSGD", "FixedSize", "Full", "Mechanism", "Poisson", "PrivacyFilter", "PrivateMask", "Release", "Sampling",
-    "calibrate", "calibrate_examples", "calibrate_upload", "client_noise", "epsilon", "example_epsilon",
-    "fixed_budgets", "format_statement", "paper_noise", "planned_ledger", "privacy_statement", "round_budgets",
+    "DPSGD",
+    "AdaptiveClip",
+    "BLTNoise",
+    "BallsInBins",
+    "BandedNoise",
+    "CyclicPoisson",
+    "Extrapolated",
+    "FixedSize",
+    "Full",
+    "Krum",
+    "Mechanism",
+    "Median",
+    "MinSeparation",
+    "Poisson",
+    "PrivacyFilter",
+    "PrivateMask",
+    "Release",
+    "Sampling",
+    "TrimmedMean",
+    "blt",
+    "calibrate",
+    "calibrate_examples",
+    "calibrate_upload",
+    "client_noise",
+    "epsilon",
+    "example_epsilon",
+    "fixed_budgets",
+    "format_statement",
+    "paper_noise",
+    "planned_ledger",
+    "privacy_statement",
+    "round_budgets",
     "round_noise",
 ]  # fmt: skip

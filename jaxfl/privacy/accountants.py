@@ -34,6 +34,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from jaxtyping import Float, Int
+from scipy.special import gammaln
 
 from jaxfl.privacy.observers import View
 
@@ -47,7 +48,12 @@ costs as many terms. The last digits of an epsilon depend on them."""
 
 _PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()  # without sampling: a closed form at every order
 
-_MOST_TOTALS, _MOST_LEVELS, _MOST_SWAPPED, _MOST_WORK = 256, 64, 8, 64  # a total costs 1 ms, a level 15, a swap 300
+_MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = (
+    256,
+    64,
+    8,
+    64,
+)  # a total costs 1 ms, a level 15 to 300
 
 _remember = functools.lru_cache(maxsize=4096)  # runs that differ by seed alone are accounted alike
 
@@ -70,15 +76,17 @@ def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1) ->
     evaluate = rdp_epsilon if accountant == "rdp" else pld_epsilon
     values = [evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T]
     own = Bound(np.array(values)[kind_of_client], f"{view.theorem}; {accountant.upper()}")
-    if view.swapped is None or accountant == "pld":
+    if view.amplified is None or accountant == "pld":
         return own
-    swapped = _swapped_epsilon(_levels(round_down(view.swapped, _MOST_SWAPPED)), view.cohort, delta, repeats)
-    return own if own.values.max() <= swapped else Bound(np.minimum(own.values, swapped), f"{view.swapping}; RDP")
+    levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
+    spent = np.sum([count * view.amplified.divergences(level) for level, count in levels], axis=0)
+    value = float(compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
+    return own if own.values.max() <= value else Bound(np.minimum(own.values, value), f"{view.amplified.theorem}; RDP")
 
 
 def least_epsilon(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> float:
     """The smallest valid epsilon of the worst client ("pld": also where only RDP has the theorem)."""
-    asked: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.swapped is not None else [accountant]
+    asked: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
     return min(float(bound(view, own, delta, repeats).values.max()) for own in asked)
 
 
@@ -86,8 +94,10 @@ def worst_rounds(view: View) -> Iterator[View]:
     """The worst round of the worst client alone, of those that sampling amplifies and of those that it does not."""
     for hidden in np.unique(view.hidden):
         least = view.multiplier[view.hidden == hidden].min(keepdims=True)
-        swapped = None if view.swapped is None else view.swapped.min(keepdims=True)
-        yield view._replace(multiplier=least, hidden=np.array([hidden]), swapped=swapped)
+        amplified = view.amplified
+        if amplified is not None:
+            amplified = amplified._replace(multiplier=amplified.multiplier.min(keepdims=True))
+        yield view._replace(multiplier=least, hidden=np.array([hidden]), amplified=amplified)
 
 
 def worst_client(view: View) -> View:
@@ -250,13 +260,63 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
 
 
 @_remember
-def _swapped_epsilon(levels: Levels, cohort: tuple[int, int], delta: float, repeats: int) -> float:
-    """RDP epsilon under replace-one of sampling without replacement; it bounds zero-out."""
-    draws: list[DpEvent] = [
-        dp_accounting.SelfComposedDpEvent(
-            dp_accounting.SampledWithoutReplacementDpEvent(*cohort, GaussianDpEvent(level)), count
-        )
-        for level, count in levels
-    ]
+def without_replacement(multiplier: float, clients: int, size: int) -> Float[np.ndarray, "orders"]:
+    """Rényi divergences under replace-one of a Gaussian on `size` of the clients; they bound those of zero-out."""
     accountant = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_ONE)
-    return float(accountant.compose(dp_accounting.ComposedDpEvent(draws), repeats).get_epsilon(delta))
+    event = dp_accounting.SampledWithoutReplacementDpEvent(clients, size, GaussianDpEvent(multiplier))
+    return np.array(accountant.compose(event).rdp)
+
+
+@_remember
+def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
+    r"""Rényi divergences of a Gaussian in one of b rounds, drawn uniformly, against none of them; the larger direction.
+
+    The pair :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions dominates (Chua et
+    al., Balls-and-Bins Sampling for DP-SGD, AISTATS 2025). With :math:`L_j = dN(e_j) / dQ`, independent under Q,
+
+    .. math::
+        E_Q\Big[\Big(\frac{1}{b} \sum_j L_j\Big)^a\Big] = \frac{a!}{b^a} [x^a]
+            \Big( \sum_k \frac{e^{k (k-1) / 2 z^2}}{k!} x^k \Big)^b, \qquad
+        E_Q\Big[\Big(\frac{1}{b} \sum_j L_j\Big)^{-s}\Big] = \frac{b^s}{\Gamma(s)} \int_0^\infty t^{s-1}
+            E[e^{-t L_1}]^b \, dt,
+
+    the integrals by the trapezoidal rule over log t and the normal variable of L. Orders above 256, and those whose
+    integral does not end on the grid, get the divergence without sampling, :math:`a / 2 z^2`, which is no smaller.
+    """
+    z, plain = multiplier, np.array(ORDERS) / (2 * multiplier**2)
+    most = max(order for order in ORDERS if order <= 256)
+    k = np.arange(most + 1)
+    term = k * (k - 1) / (2 * z**2) - gammaln(k + 1)
+    power = _log_power(term, bins)
+    u = np.arange(-45.0, 60.0, 0.02) - math.log(bins)
+    x = np.arange(-14.0, 14.0, min(0.05, z / 10))
+    weight = -0.5 * x**2 - np.logaddexp.reduce(-0.5 * x**2)
+    transform = np.array([np.logaddexp.reduce(weight - np.exp(v + x / z - 0.5 / z**2)) for v in u])
+    divergences = plain.copy()
+    for i, order in enumerate(ORDERS):
+        if order > most:
+            break
+        up = gammaln(order + 1) - order * math.log(bins) + power[order]
+        s = order - 1
+        exponent = s * u + bins * transform
+        if max(exponent[0], exponent[-1]) > exponent.max() - 40:
+            continue
+        down = s * math.log(bins) - gammaln(s) + np.logaddexp.reduce(exponent) + math.log(u[1] - u[0])
+        both = max(up, down, 0.0)
+        divergences[i] = min((both + 1e-10 * (1 + both)) / s, plain[i])
+    return divergences
+
+
+def _log_power(term: Float[np.ndarray, "n"], power: int) -> Float[np.ndarray, "n"]:
+    """Logarithms of the first coefficients of a power of a series, from those of the series."""
+
+    def product(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        return np.array([np.logaddexp.reduce(a[: n + 1] + b[n::-1]) for n in range(len(a))])
+
+    result = np.r_[0.0, np.full(len(term) - 1, -math.inf)]
+    while power:
+        if power % 2:
+            result = product(result, term)
+        power //= 2
+        term = product(term, term) if power else term
+    return result

@@ -1,5 +1,6 @@
 """Ledger to epsilon, for two observers; planning, progress, and calibration to a target."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -120,11 +121,16 @@ def epsilons(
     if unit == "example":
         view = accountants.worst_client(view)
     if stateful:
-        view = view._replace(swapped=None)
+        view = _of_states(view)
     if accountants.trivial(view):
         return dict.fromkeys(by, _trivial(view, clients))
     parts = list(accountants.worst_rounds(view)) if one_round else [view]
     return {accountant: _worst(parts, accountant, delta, clients) for accountant in by}
+
+
+def _of_states(view: View) -> View:
+    """Without what holds only where clients keep no state."""
+    return view._replace(amplified=None) if view.amplified is not None and view.amplified.stateless else view
 
 
 def _trivial(view: View, clients: int) -> Epsilon:
@@ -227,7 +233,7 @@ def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms(
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
     view = mechanism.view(mechanism.planned(clients, known), "aggregate")
-    if view.whole:
+    if view.whole or view.grows:
 
         @functools.cache
         def of_run(rounds: int) -> float:
@@ -285,9 +291,11 @@ def calibrate(
     clients: int,
     rounds: int,
     sampling: Sampling = _FULL,
+    mechanism: Mechanism | None = None,
     delta: float | None = None,
     accountant: Accountant = "pld",
     shape: Sequence[float] | np.ndarray | None = None,
+    stateful: bool = False,
 ) -> float:
     """Find the smallest noise multiplier z whose aggregate epsilon after `rounds` is at most `epsilon`.
 
@@ -296,9 +304,12 @@ def calibrate(
         clients: number of clients.
         rounds: T.
         sampling: who takes part.
+        mechanism: whose noise it is, with its sampler in place of `sampling`; None: the Gaussian mechanism. Its own
+            multiplier is not read.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         accountant: "pld": the smallest valid bound, see `epsilon`; or "rdp", which asks for more noise.
         shape: relative noise by round `[T]`; the result is then the factor that multiplies it.
+        stateful: clients keep a state, see `epsilon`; without, sampling of a fixed size may need less noise.
 
     >>> round(calibrate(1.0, clients=20, rounds=100), 1)
     37.3
@@ -306,10 +317,24 @@ def calibrate(
     if shape is not None and len(shape) != rounds:
         raise ValueError(f"shape={show(shape)}: give {rounds} numbers above 0, one per round")
     scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
-    mechanism = Mechanism(clip=1.0, noise_multiplier=scale, sampling=sampling)
-    view = mechanism.view(mechanism.planned(clients, len(scale)), "aggregate")
-    delta = failure_probability(delta, clients)
-    return _calibrate(view, epsilon, delta, accountant, rounds if shape is None else 1)
+    base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
+    if base.clients_noisy:
+        raise ValueError(f"mechanism={base!r}: its clients add noise; give one whose server does, or calibrate_upload")
+
+    def planned(factor: float, rounds: int) -> View:
+        noise = tuple(factor * value for value in scale)
+        probe = dataclasses.replace(base, clip=1.0, noise_multiplier=noise if len(noise) > 1 else noise[0])
+        return probe.view(probe.planned(clients, rounds), "aggregate")
+
+    length = len(scale)
+    view = planned(1.0, length)
+    if view.grows and length < rounds:
+        length = rounds
+        view = planned(1.0, length)
+    if accountants.trivial(view) or not np.allclose(planned(2.0, length).multiplier, 2 * view.multiplier):
+        raise ValueError(f"mechanism={base!r}: its epsilon is not that of noise_multiplier ({view.silent})")
+    view = _of_states(view) if stateful else view
+    return _calibrate(view, epsilon, failure_probability(delta, clients), accountant, rounds // length)
 
 
 @checked(delta=probability)

@@ -12,6 +12,7 @@ What hiding the cohort amplifies is the sampler's to say (`jaxfl.privacy.samplin
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,6 +29,17 @@ _ENOUGH = 1e100
 """Larger multipliers are taken for this one, which is the more cautious: accountants square them."""
 
 
+class Amplified(NamedTuple):
+    """Rounds that sampling amplifies in a way which only Rényi divergences account for."""
+
+    multiplier: Float[np.ndarray, "T"]
+    divergences: Callable[[float], Float[np.ndarray, "orders"]]
+    """Of one round with a multiplier, at `accountants.ORDERS`."""
+    theorem: str
+    stateless: bool = False
+    """Holds only where clients keep no state."""
+
+
 class View(NamedTuple):
     """Gaussian mechanisms by round and client; multipliers are std over the change that one client's absence makes.
 
@@ -38,12 +50,9 @@ class View(NamedTuple):
         theorem: what the epsilon rests on.
         silent: why it is infinite where it is.
         replaced: the absent update turns into its opposite, not into nothing: replace-one, twice the change.
-        swapped: multipliers under replace-one of rounds that draw `cohort` without replacement, a second valid
-            bound of either; None: it does not apply.
-        cohort: number of clients, and how many of them `swapped` draws.
-        swapping: what that bound rests on.
+        amplified: a second valid bound, by Rényi divergences alone; None: there is none.
         whole: the one entry stands for all rounds of the ledger together.
-        grows: that entry is another one for more rounds.
+        grows: entries are not one for each round: more rounds need another view.
     """
 
     multiplier: Float[np.ndarray, "T #C"]
@@ -52,16 +61,16 @@ class View(NamedTuple):
     theorem: str
     silent: str
     replaced: bool = False
-    swapped: Float[np.ndarray, "T"] | None = None
-    cohort: tuple[int, int] = (1, 1)
-    swapping: str = "sampling without replacement, replace-one"
+    amplified: Amplified | None = None
     whole: bool = False
     grows: bool = False
 
     def scaled(self, factor: float) -> "View":
         """The view with `factor` times the noise."""
-        swapped = None if self.swapped is None else factor * self.swapped
-        return self._replace(multiplier=factor * self.multiplier, swapped=swapped)
+        amplified = self.amplified
+        if amplified is not None:
+            amplified = amplified._replace(multiplier=factor * amplified.multiplier)
+        return self._replace(multiplier=factor * self.multiplier, amplified=amplified)
 
 
 class SumNoise(NamedTuple):

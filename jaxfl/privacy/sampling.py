@@ -1,6 +1,7 @@
 """Who takes part in a round, and how much hiding it amplifies: the sampler and its amplification in one place."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Key
+from jaxtyping import Bool, Int, Key
 
 from jaxfl._validate import check_count, check_fraction, checked, traced
+from jaxfl.privacy import accountants
 from jaxfl.privacy.noise import random_bits
-from jaxfl.privacy.observers import ROUNDING, SumNoise, View, multiplier, plain_view
+from jaxfl.privacy.observers import ROUNDING, Amplified, SumNoise, View, multiplier, plain_view
 from jaxfl.types import Number
 
 
@@ -55,9 +57,18 @@ class Sampling:
         """Whether the number of participants is the same in all rounds."""
         return True
 
-    def sample(self, key: Key[Array, ""], clients: int) -> Bool[Array, "C"]:
-        """Draw who takes part."""
+    @property
+    def period(self) -> int:
+        """Rounds in a row that share a key."""
+        return 1
+
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+        """Draw who takes part in the round of number `index`; the key is of its `period`."""
         raise NotImplementedError
+
+    def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
+        """Who can take part at most, by round; never written to."""
+        return np.broadcast_to(True, (rounds, clients))
 
     def view(self, noise: SumNoise) -> View:
         """What sums with this noise show to who does not know the cohorts."""
@@ -98,8 +109,9 @@ class Poisson(Sampling):
         """At a rate of 1 only."""
         return self.rate == 1
 
-    def sample(self, key: Key[Array, ""], clients: int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Draw who takes part; client i's coin depends on the key and on i alone."""
+        del index
         return coins(key, clients, self.rate)
 
     def view(self, noise: SumNoise) -> View:
@@ -110,19 +122,7 @@ class Poisson(Sampling):
         """
         if self.rate == 1:
             return _cohort_view(noise, noise.clients)
-        least = np.maximum(noise.above, noise.clients_add)
-        steady = _most(noise.clients_add, noise.clients, noise.clients) <= noise.floor * (1 + ROUNDING)
-        hidden = steady & (least.min(axis=1) > 0) & noise.hides_cohort
-        theorem = f"Poisson-sampled Gaussian, rate {self.rate:g}, {noise.adjacency}"
-        silent = "no noise on the sum"
-        if not hidden.all():
-            why = (
-                "the clients' noise can exceed the floor" if noise.hides_cohort else "the denominator shows the cohort"
-            )
-            rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
-            theorem = f"Gaussian without amplification, {noise.adjacency}, because {why}{rest}"
-            silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
-        return View(multiplier(least, noise.weights), hidden, float(self.rate), theorem, silent, noise.replaced)
+        return _sampled_view(noise, self.rate)
 
     def describe(self) -> dict[str, Any]:
         """Kind and rate."""
@@ -141,8 +141,9 @@ class FixedSize(Sampling):
         check_count("size", self.size, most=clients)
         return float(self.size)
 
-    def sample(self, key: Key[Array, ""], clients: int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Draw who takes part."""
+        del index
         rank = jax.random.permutation(key, clients)
         return rank < self.size
 
@@ -169,9 +170,9 @@ class Full(Sampling):
         """Number of participants."""
         return float(clients)
 
-    def sample(self, key: Key[Array, ""], clients: int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """All take part."""
-        del key
+        del key, index
         return jnp.ones(clients, bool)
 
     def view(self, noise: SumNoise) -> View:
@@ -181,6 +182,200 @@ class Full(Sampling):
     def describe(self) -> dict[str, Any]:
         """Kind."""
         return {"kind": "full"}
+
+
+@checked(rate=check_fraction, groups=check_count)
+@dataclasses.dataclass(frozen=True)
+class CyclicPoisson(Sampling):
+    """Round t belongs to group t mod b: each of its clients takes part independently with probability `rate` times b.
+
+    A client belongs to one of b groups of about equal size, by a public permutation of the clients' numbers. Its rounds
+    are at least b apart, which correlated noise of up to b bands needs in order to be amplified.
+
+    Args:
+        rate: of the clients of all groups, on average over the rounds; at most 1 / b.
+        groups: b.
+    """
+
+    rate: float
+    groups: int
+
+    def __post_init__(self) -> None:
+        if not traced(self.rate) and self.rate * self.groups > 1 + 1e-9:
+            raise ValueError(f"rate={self.rate!r}, groups={self.groups!r}: give a rate of at most {1 / self.groups}")
+
+    @property
+    def turn_rate(self) -> float:
+        """Probability of taking part in a round of the client's group."""
+        return min(self.rate * self.groups, 1.0)
+
+    def expected(self, clients: int) -> float:
+        """Mean number of participants."""
+        return self.rate * clients
+
+    def usual(self, clients: int) -> float:
+        """Six standard deviations above the mean."""
+        return Poisson(self.rate).usual(clients)
+
+    def most(self, clients: int) -> int:
+        """The largest group."""
+        return -(-clients // self.groups)
+
+    @property
+    def fixed(self) -> bool:
+        """The numbers differ."""
+        return False
+
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+        """Draw who of the round's group takes part."""
+        return coins(key, clients, self.turn_rate) & (jnp.asarray(_groups(clients, self.groups)) == index % self.groups)
+
+    def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
+        """Each client in the rounds of its group."""
+        return _turns(clients, rounds, self.groups)
+
+    def view(self, noise: SumNoise) -> View:
+        """As Poisson sampling at `turn_rate` in every b-th round, of the least noise of b rounds."""
+        whole = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
+        return _by_turn(_sampled_view(noise, self.turn_rate) if self.turn_rate < 1 else whole, self.groups)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, rate and groups."""
+        return {"kind": "cyclic poisson", "rate": float(self.rate), "groups": self.groups}
+
+
+@checked(size=check_count, separation=check_count)
+@dataclasses.dataclass(frozen=True)
+class MinSeparation(Sampling):
+    """`size` clients of group t mod b, uniformly without replacement: rounds of one client are at least b apart.
+
+    Nothing is random that a guarantee rests on: no amplification, and no assumption on who knows the cohorts. For
+    deployments that cannot sample by Poisson, with correlated noise.
+
+    Args:
+        size: of a cohort; at most the clients of a group.
+        separation: b; a client belongs to one of b groups, by a public permutation of the clients' numbers.
+    """
+
+    size: int
+    separation: int
+
+    def expected(self, clients: int) -> float:
+        """Number of participants."""
+        check_count("size", self.size, most=clients // self.separation)
+        return float(self.size)
+
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+        """Draw who of the round's group takes part."""
+        outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
+        order = jnp.argsort(jnp.where(outside, 2.0, jax.random.uniform(key, (clients,))))
+        return jnp.zeros(clients, bool).at[order[: self.size]].set(True)
+
+    def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
+        """Each client in the rounds of its group."""
+        return _turns(clients, rounds, self.separation)
+
+    def view(self, noise: SumNoise) -> View:
+        """Gaussians, in every b-th round, of the least noise of b rounds."""
+        return _by_turn(_cohort_view(noise, self.size)._replace(amplified=None), self.separation)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, size and separation."""
+        return {"kind": "minimum separation", "size": self.size, "separation": self.separation}
+
+
+@checked(bins=functools.partial(check_count, most=2**16))
+@dataclasses.dataclass(frozen=True)
+class BallsInBins(Sampling):
+    """In each epoch of b rounds every client takes part once, in a round that it draws uniformly.
+
+    Args:
+        bins: b, the rounds of an epoch.
+    """
+
+    bins: int
+
+    def expected(self, clients: int) -> float:
+        """Mean number of participants."""
+        return clients / self.bins
+
+    def usual(self, clients: int) -> float:
+        """Six standard deviations above the mean."""
+        return Poisson(1 / self.bins).usual(clients)
+
+    def most(self, clients: int) -> int:
+        """All of them."""
+        return clients
+
+    @property
+    def fixed(self) -> bool:
+        """With one bin only."""
+        return self.bins == 1
+
+    @property
+    def period(self) -> int:
+        """An epoch."""
+        return self.bins
+
+    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+        """Whose bin the round is; bins are uniform to 2^-64."""
+        bits = random_bits(key, (clients, 2))
+        high = jnp.asarray(2**32 % self.bins, jnp.uint32)
+        # (2^32 a + b) mod bins, in 32 bits: bins are at most 2^16, so that the product fits.
+        mixed = (bits[:, 0] % self.bins) * high % self.bins + bits[:, 1] % self.bins
+        return mixed % self.bins == jnp.asarray(index % self.bins, jnp.uint32)
+
+    def view(self, noise: SumNoise) -> View:
+        """One Gaussian each epoch, and its amplification where sums hide the cohorts."""
+        view = _by_turn(_cohort_view(noise, 1)._replace(amplified=None), self.bins)
+        sampled = _sampled_view(noise, 1 / self.bins)
+        if noise.replaced or not sampled.hidden.all():
+            return view
+        amplified = Amplified(
+            multiplier=view.multiplier.min(axis=1),
+            divergences=functools.partial(accountants.balls_in_bins, bins=self.bins),
+            theorem=f"Gaussian in one of {self.bins} rounds, balls in bins, {noise.adjacency}",
+        )
+        return view._replace(amplified=amplified)
+
+    def describe(self) -> dict[str, Any]:
+        """Kind and bins."""
+        return {"kind": "balls in bins", "bins": self.bins}
+
+
+@functools.cache
+def _groups(clients: int, groups: int) -> Int[np.ndarray, "C"]:
+    """The group of each client: a public permutation, so that neighbours in number do not share one."""
+    return np.random.default_rng(0).permutation(clients).astype(np.int32) % groups
+
+
+def _turns(clients: int, rounds: int, groups: int) -> Bool[np.ndarray, "T C"]:
+    """Who can take part where round t belongs to group t mod b."""
+    return _groups(clients, groups) == np.arange(rounds)[:, None] % groups
+
+
+def _by_turn(view: View, length: int) -> View:
+    """The view of a client that takes part in at most one of `length` rounds in a row: the least noise of those."""
+    padded = -len(view.multiplier) % length
+    multiplier = np.pad(view.multiplier, ((0, padded), (0, 0)), constant_values=math.inf)
+    multiplier = multiplier.reshape(-1, length, multiplier.shape[1]).min(axis=1)
+    hidden = np.pad(view.hidden, (0, padded), constant_values=True).reshape(-1, length)
+    return view._replace(multiplier=multiplier, hidden=np.logical_and.reduce(hidden, axis=1), grows=True)
+
+
+def _sampled_view(noise: SumNoise, rate: float) -> View:
+    """Poisson-sampled Gaussians where the sum hides the cohort; elsewhere the server's noise and the client's own."""
+    least = np.maximum(noise.above, noise.clients_add)
+    steady = _most(noise.clients_add, noise.clients, noise.clients) <= noise.floor * (1 + ROUNDING)
+    hidden = steady & (least.min(axis=1) > 0) & noise.hides_cohort
+    theorem = f"Poisson-sampled Gaussian, rate {rate:g}, {noise.adjacency}"
+    silent = "no noise on the sum"
+    if not hidden.all():
+        why = "the clients' noise can exceed the floor" if noise.hides_cohort else "the denominator shows the cohort"
+        rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
+        theorem = f"Gaussian without amplification, {noise.adjacency}, because {why}{rest}"
+        silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
+    return View(multiplier(least, noise.weights), hidden, float(rate), theorem, silent, noise.replaced)
 
 
 def _cohort_view(noise: SumNoise, size: int) -> View:
@@ -193,8 +388,13 @@ def _cohort_view(noise: SumNoise, size: int) -> View:
     steady = _most(adds, size, clients) <= noise.floor * (1 + ROUNDING)
     even = adds.max(axis=1) <= adds.min(axis=1) * (1 + ROUNDING)
     if size < others and hides and np.all((steady | even) & (least.min(axis=1) > 0)):
-        swapped = np.sqrt(least.min(axis=1)) / (2 * noise.weights.max(axis=1))
-        return view._replace(swapped=swapped, cohort=(others, size))
+        amplified = Amplified(
+            multiplier=np.sqrt(least.min(axis=1)) / (2 * noise.weights.max(axis=1)),
+            divergences=functools.partial(accountants.without_replacement, clients=others, size=size),
+            theorem="sampling without replacement, replace-one",
+            stateless=True,
+        )
+        return view._replace(amplified=amplified)
     return view
 
 

@@ -14,7 +14,7 @@ from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import ORDERS, replaced_divergences
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.privacy.sampling import Poisson
+from jaxfl.privacy.sampling import BallsInBins, Poisson
 
 RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)
 
@@ -110,3 +110,45 @@ def test_the_traps_of_replace_one():
     assert both[0] == pytest.approx(both[1], rel=1e-6)
     assert both[0] == pytest.approx(accountants.rdp_epsilon(2.0, np.array([1.0]), 1.0, 1e-5, 3), rel=1e-6)
     assert PLDAccountant is accountants.PLDAccountant
+
+
+@pytest.mark.parametrize(("z", "order"), [(0.7, 2), (1.0, 3), (2.0, 8)])
+def test_balls_in_two_bins_are_integrals_over_both_rounds(z, order):
+    """Both directions of P = (N(e_1) + N(e_2)) / 2 against Q = N(0), on a grid in the plane."""
+    x = np.linspace(-order - 10 * z, order + 10 * z, 3001)
+    here, moved = stats.norm.pdf(x, 0, z), stats.norm.pdf(x, 1, z)
+    absent = here[:, None] * here
+    present = (moved[:, None] * here + here[:, None] * moved) / 2
+    cell = (x[1] - x[0]) ** 2
+
+    def divergence(first, second):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            integrand = np.exp(order * np.log(first) + (1 - order) * np.log(second))
+        return math.log(np.nansum(integrand) * cell) / (order - 1)
+
+    expected = max(divergence(present, absent), divergence(absent, present))
+    found = accountants.balls_in_bins(z, 2)[ORDERS.index(order)]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("z", [0.5, 1.0, 5.0])
+def test_one_bin_is_a_gaussian_and_many_are_poisson_sampling(z):
+    plain = np.array(ORDERS) / (2 * z**2)
+    np.testing.assert_allclose(accountants.balls_in_bins(z, 1), plain, rtol=1e-9)
+    assert np.all(accountants.balls_in_bins(z, 7) <= plain)
+    many = accountants.balls_in_bins(z, 500)[0]
+    event = accountants.gaussians(math.inf, np.array([z]), 1 / 500)
+    sampled = accountants.rdp_accountant(sampled=True).compose(event, 500)
+    assert many == pytest.approx(np.array(sampled.rdp)[0], rel=0.02 if z >= 1 else 0.3)
+
+
+def test_balls_in_bins_are_stated_by_epoch():
+    """The bound is RDP's, at most that of one Gaussian an epoch, and a begun epoch counts."""
+    mechanism = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=BallsInBins(50))
+    of_run = [epsilon(planned_ledger(mechanism, 1000, rounds), mechanism) for rounds in (50, 51, 100)]
+    assert of_run[0].value < of_run[1].value == of_run[2].value
+    assert "balls in bins, zero-out; RDP" in of_run[0].theorem
+    once = Mechanism(clip=1.0, noise_multiplier=2.0)
+    assert of_run[0].value < 0.2 * epsilon(planned_ledger(once, 1000, 1), once).value
+    example = epsilon(planned_ledger(mechanism, 1000, 50), mechanism, unit="example").value
+    assert example == pytest.approx(epsilon(planned_ledger(once, 1000, 1), once, unit="example").value)

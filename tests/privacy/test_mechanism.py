@@ -11,7 +11,7 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter
 from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
 from jaxfl.privacy.noise import add_gaussian
-from jaxfl.privacy.sampling import FixedSize, Full, Poisson
+from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson
 
 
 def test_clip_closed_forms():
@@ -38,16 +38,49 @@ def test_noise_moments():
     assert abs(np.corrcoef(noisy["a"], noisy["b"].ravel())[0, 1]) < 4 / 200
 
 
+def cohorts(sampling, clients, rounds):
+    """Of a run, as a mechanism draws them."""
+    mechanism = Mechanism(sampling=sampling)
+    draw = jax.jit(lambda t: mechanism.draw(jax.random.key(5), (), t, clients).sampled)
+    return np.stack([draw(t) for t in range(rounds)])
+
+
+@pytest.mark.parametrize("sampling", [CyclicPoisson(0.05, 4), MinSeparation(30, 4)])
+def test_rounds_of_a_client_are_separated(sampling):
+    drawn = cohorts(sampling, 1001, 24)
+    for client in drawn.T:
+        assert np.all(np.diff(np.flatnonzero(client)) % 4 == 0)
+    assert not np.any(drawn & ~sampling.possible(1001, 24))
+    assert sampling.possible(1001, 24).sum(axis=0).tolist() == [6] * 1001
+    sizes = drawn.sum(axis=1)
+    if isinstance(sampling, MinSeparation):
+        assert set(sizes) == {30}
+    else:
+        assert sizes.mean() == pytest.approx(50, abs=4 * math.sqrt(1001 * 0.05 * 0.8 / 24))
+    share = drawn[:4].any(axis=0).reshape(7, 143).mean(axis=1)  # neighbours in number are not in one group
+    assert share.std() < 0.06
+
+
+def test_each_client_takes_part_once_an_epoch():
+    drawn = cohorts(BallsInBins(6), 3000, 18)
+    epochs = drawn.reshape(3, 6, 3000)
+    np.testing.assert_array_equal(epochs.sum(axis=1), 1)
+    bins = epochs.argmax(axis=1)
+    counts = np.stack([np.bincount(own, minlength=6) for own in bins])
+    np.testing.assert_allclose(counts, 500, atol=5 * math.sqrt(500 * 5 / 6))
+    assert abs(np.corrcoef(bins[0], bins[1])[0, 1]) < 5 / math.sqrt(3000)  # epochs are independent
+
+
 @pytest.mark.parametrize("sampling", [Poisson(0.3), FixedSize(300), Full()])
 def test_samplers_draw_what_they_say(sampling):
-    drawn = np.stack([sampling.sample(jax.random.key(i), 1000) for i in range(20)])
+    drawn = np.stack([sampling.sample(jax.random.key(i), 1000, 0) for i in range(20)])
     sizes = drawn.sum(axis=1)
     if isinstance(sampling, Poisson):
         assert sizes.mean() == pytest.approx(300, abs=4 * math.sqrt(1000 * 0.3 * 0.7 / 20))
         assert sizes.std() == pytest.approx(math.sqrt(210), rel=0.5)
         coins = drawn.mean(axis=0)  # independent and equally fair for every client
         assert coins.std() == pytest.approx(math.sqrt(0.21 / 20), rel=0.1)
-        np.testing.assert_array_equal(sampling.sample(jax.random.key(0), 500), drawn[0, :500])
+        np.testing.assert_array_equal(sampling.sample(jax.random.key(0), 500, 0), drawn[0, :500])
     else:
         assert set(sizes) == {sampling.expected(1000)}
         assert isinstance(sampling, Full) or not np.array_equal(drawn[0], drawn[1])

@@ -46,7 +46,7 @@ def test_a_coin_is_never_more_likely_than_stated(rate, monkeypatch):
     threshold = math.floor(fractions.Fraction(rate) * 2**64)
     drawn = np.array([words(threshold + i, 2) for i in (-2, -1, 0, 1)], np.uint32)
     monkeypatch.setattr("jax.random.bits", lambda *_, **__: jnp.asarray(drawn))
-    assert Poisson(rate).sample(KEY, 4).tolist() == [True, True, False, False]
+    assert Poisson(rate).sample(KEY, 4, 0).tolist() == [True, True, False, False]
     swept = jax.jit(lambda rate: coins(KEY, 4, rate))(rate)  # a float32 below it
     assert swept.tolist() == [False, False, False, False]
     nearly = np.array([words(int(threshold * (1 - 3e-7)), 2)], np.uint32)
@@ -55,7 +55,7 @@ def test_a_coin_is_never_more_likely_than_stated(rate, monkeypatch):
 
 
 def test_a_sure_coin_is_sure():
-    assert Poisson(1.0).sample(KEY, 1000).all()
+    assert Poisson(1.0).sample(KEY, 1000, 0).all()
 
 
 # Parameters in half precision

@@ -1,10 +1,14 @@
 """What leaves the clients and what it is worth: one mechanism per file, each with its noise and its accounting."""
 
 from jaxfl.privacy.mechanisms.adaptive_clip import AdaptiveClip
-from jaxfl.privacy.mechanisms.correlated import BandedNoise
+from jaxfl.privacy.mechanisms.correlated import BandedNoise, BLTNoise, blt
+from jaxfl.privacy.mechanisms.extrapolated import Extrapolated
 from jaxfl.privacy.mechanisms.gaussian import Mechanism
 from jaxfl.privacy.mechanisms.privacy_filter import PrivacyFilter, Release
 from jaxfl.privacy.mechanisms.private_mask import PrivateMask
-from jaxfl.privacy.mechanisms.robust import Median
+from jaxfl.privacy.mechanisms.robust import Krum, Median, TrimmedMean
 
-__all__ = ["AdaptiveClip", "BandedNoise", "Mechanism", "Median", "PrivacyFilter", "PrivateMask", "Release"]
+__all__ = [
+    "AdaptiveClip", "BLTNoise", "BandedNoise", "Extrapolated", "Krum", "Mechanism", "Median", "PrivacyFilter",
+    "PrivateMask", "Release", "TrimmedMean", "blt",
+]  # fmt: skip

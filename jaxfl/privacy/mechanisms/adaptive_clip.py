@@ -93,6 +93,11 @@ class AdaptiveClip(Mechanism):
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
         return super().contribute(key, memory, own, sent._replace(update={"update": sent.update, "bit": bit}), norm)
 
+    def in_units(self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
+        """The norm is that of update and bit together."""
+        bit = 0.5 * memory.scale * memory.clip
+        return super().in_units(memory, contribution, jnp.hypot(jnp.minimum(norm, memory.clip), bit), scale)
+
     def aggregate(
         self, key: Key[Array, "*S"], memory: Bound, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Bound]:

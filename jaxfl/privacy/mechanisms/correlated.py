@@ -1,47 +1,43 @@
-"""Noise that is correlated over rounds, so that more of it cancels in the model (banded matrix factorisation)."""
+r"""Noise that is correlated over rounds, so that more of it cancels in the model (DP-FTRL, matrix factorisation).
+
+The noise of all rounds is :math:`n = S^{-1} \xi` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`, for a strategy S: a
+lower-triangular Toeplitz matrix of coefficients :math:`1 = c_0, c_1, \dots \ge 0`. The server's model after t rounds
+has the prefix sums of n, whose root mean square is that of :math:`A S^{-1}`, A the ones on and below the diagonal.
+
+A client that takes part in the rounds P moves :math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2` clip bounds: of
+updates of at most that norm equal ones are the worst, since :math:`S^\top S` has no negative entry. The run is one
+Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, whoever knows P, for every sampler that does not read
+data. Under `CyclicPoisson` with at least as many groups as S has bands it is amplified: the turns of a client are
+Poisson-sampled Gaussians of multiplier :math:`z / \|c\|_2`.
+"""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.optimize
+import scipy.signal
 from jax import Array
 from jax.sharding import Mesh
-from jaxtyping import Float, Key
+from jaxtyping import Bool, Float, Key
+from scipy.special import expit
 
-from jaxfl._validate import checked, show
+from jaxfl._validate import check_count, check_numbers, checked, show
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism
 from jaxfl.privacy.noise import add_gaussian
 from jaxfl.privacy.observers import Observer, View, one_gaussian
-from jaxfl.privacy.sampling import Full
+from jaxfl.privacy.sampling import CyclicPoisson
 from jaxfl.privacy.sums import add, narrow, widen
 from jaxfl.types import Ledger, Tree
 
 
-@checked(**FIELDS)
-@dataclasses.dataclass(frozen=True, eq=False)
-class BandedNoise(Mechanism):
-    r"""Noise :math:`n_t = \xi_t - \sum_{k=1}^{b-1} c_k n_{t-k}` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`.
-
-    That is :math:`n = C_b^{-1} \xi` for the lower-triangular Toeplitz matrix :math:`C_b` of the b coefficients
-    :math:`c_k = \binom{2k}{k} / 4^k`, the first ones of the square root of the matrix of ones. The memory is the last
-    b - 1 noises: b - 1 times the size of an update.
-
-    Args:
-        noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
-        bands: b; 1 is independent noise.
-
-    Guarantee: zero-out of a client that takes part in every one of T rounds, for the observer of sums: one Gaussian of
-        multiplier :math:`z / \|C_b \mathbf{1}\|_2`, exactly: of updates of at most C, equal ones are the worst, since
-        :math:`C_b^\top C_b` has no negative entry. No other sampler has an epsilon here.
-    Source: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023; Fichtenberger et al., Constant
-        Matters, ICML 2023 (coefficients).
-    """
-
-    bands: int = 8
+class CorrelatedNoise(Mechanism):
+    """What correlated noise is worth, whatever its strategy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,10 +47,18 @@ class BandedNoise(Mechanism):
                 f"noise={self.noise!r}: correlated noise is the server's, of one multiplier, in 'float'"
             )
 
-    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
-        """No noise before the first round."""
-        del key, clients
-        return jax.tree.map(lambda leaf: jnp.zeros((self.bands - 1, *leaf.shape)), update())
+    def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
+        """The first coefficients of S."""
+        raise NotImplementedError
+
+    @property
+    def bands_at_most(self) -> int | float:
+        """Number of coefficients that are not 0."""
+        return math.inf
+
+    def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
+        """A round's noise from fresh noise and the memory, and the next memory; both over the noise's std."""
+        raise NotImplementedError
 
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
@@ -62,31 +66,227 @@ class BandedNoise(Mechanism):
         """The round's noise, which is remembered over its std."""
         del mesh
         fresh = add_gaussian(key, jax.tree.map(jnp.zeros_like, narrow(update)), jnp.ones(()))
-        before = jnp.asarray(coefficients(self.bands)[1:], jnp.float32)
-        noise = jax.tree.map(lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory)
-        memory = jax.tree.map(lambda leaf, past: jnp.concatenate([leaf[None], past])[: len(past)], noise, memory)
+        noise, memory = self.correlate(memory, fresh)
         return add(update, widen(jax.tree.map(lambda leaf: leaf * std, noise))), memory
 
     def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
-        """One Gaussian for the run."""
+        """One Gaussian for the run, or the amplified turns of a client."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
-        if view.whole or observer == "upload" or self.bands == 1:
+        rounds = len(ledger.participants)
+        if view.whole or observer == "upload" or self.bands_at_most == 1:
             return view
-        if not isinstance(self.sampling, Full):
-            return one_gaussian(0.0, "none", "correlated noise has no accounting here but for full participation")
-        rounds = 1 if one_round else len(ledger.participants)
-        exposure = math.sqrt(np.sum(np.cumsum(np.pad(coefficients(self.bands), (0, rounds))[:rounds]) ** 2))
-        multiplier = float(view.multiplier.min()) / exposure
-        run = one_gaussian(multiplier, f"{view.theorem}, banded factorisation", view.silent)
-        return run._replace(replaced=replaced, grows=True)
+        norm = float(np.linalg.norm(self.strategy(rounds)))
+        cyclic = isinstance(self.sampling, CyclicPoisson) and self.sampling.groups >= self.bands_at_most
+        if cyclic and view.hidden.all():
+            return view.scaled(1 / norm)._replace(theorem=f"{view.theorem}, banded factorisation")
+        adjacency = "replace-one" if replaced else "zero-out"
+        exposure = norm if one_round else exposures(self.strategy(rounds), ledger.participants)
+        with np.errstate(divide="ignore"):
+            multiplier = np.atleast_2d(np.min(view.multiplier) / exposure)
+        run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.silent)
+        return run._replace(multiplier=multiplier, replaced=replaced, grows=True)
+
+    def describe(self, ledger: Ledger) -> list[str]:
+        """How much noise the model keeps of it."""
+        rounds = max(1, len(ledger.participants))
+        error = prefix_error(self.strategy(rounds))
+        plain = prefix_error(np.ones(1), rounds)
+        return [f"correlated noise: its root mean square in the model is {error / plain:.3g} of independent noise's"]
+
+
+def _check_coefficients(name: str, value: Any) -> tuple[float, ...] | None:
+    return None if value is None else _check_tuple(name, value)
+
+
+def _check_tuple(name: str, value: Any) -> tuple[float, ...]:
+    check_numbers(name, value, zero=True)
+    return tuple(np.ravel(value).tolist())
+
+
+def _check_decays(name: str, value: Any) -> tuple[float, ...]:
+    decays = _check_tuple(name, value)
+    if max(decays) >= 1:
+        raise ValueError(f"{name}={show(value)}: give numbers below 1")
+    return decays
+
+
+@checked(**FIELDS, bands=check_count, coefficients=_check_coefficients)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BandedNoise(CorrelatedNoise):
+    r"""Noise :math:`n_t = \xi_t - \sum_{k=1}^{b-1} c_k n_{t-k}` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`.
+
+    That is the strategy of b coefficients: by default
+    :math:`c_k = \binom{2k}{k} / 4^k`, the first ones of the square root of the matrix of ones. The memory is the last
+    b - 1 noises: b - 1 times the size of an update.
+
+    Args:
+        noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
+        bands: b; 1 is independent noise.
+        coefficients: c_1, ..., c_{b-1}, at least 0, such as an optimiser finds them; None: the square root's.
+
+    Guarantee: see `jaxfl.privacy.mechanisms.correlated`: of a client that takes part in the rounds P one Gaussian of
+        multiplier :math:`z / \|S \mathbf{1}_P\|_2`, which is :math:`z / (\sqrt{k} \|c\|_2)` where its k rounds are b
+        apart (`MinSeparation`); under `CyclicPoisson` with b groups or more, amplified.
+    Source: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023; Fichtenberger et al., Constant
+        Matters, ICML 2023 (coefficients).
+    """
+
+    bands: int = 8
+    coefficients: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.coefficients
+        if given is not None and len(given) != self.bands - 1:
+            raise ValueError(f"coefficients={given!r}: give {self.bands - 1} numbers for {self.bands} bands")
+
+    def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
+        """The b coefficients, then zeros."""
+        first = square_root(self.bands) if self.coefficients is None else np.r_[1.0, self.coefficients]
+        return np.pad(first, (0, max(0, rounds - self.bands)))[:rounds]
+
+    @property
+    def bands_at_most(self) -> int | float:
+        """B."""
+        return self.bands
+
+    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
+        """No noise before the first round."""
+        del key, clients
+        return jax.tree.map(lambda leaf: jnp.zeros((self.bands - 1, *leaf.shape)), update())
+
+    def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
+        """The last noises, newest first."""
+        before = jnp.asarray(self.strategy(self.bands)[1:], jnp.float32)
+        noise = jax.tree.map(lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory)
+        memory = jax.tree.map(lambda leaf, past: jnp.concatenate([leaf[None], past])[: len(past)], noise, memory)
+        return noise, memory
+
+
+@checked(**FIELDS, scales=_check_tuple, decays=_check_decays)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BLTNoise(CorrelatedNoise):
+    r"""Buffered linear Toeplitz noise: :math:`c_k = \sum_i \omega_i \theta_i^{k-1}` for :math:`k \ge 1`.
+
+    .. math:: n_t = \xi_t - \sum_i \omega_i s_{i,t}, \qquad s_{i,t+1} = \theta_i s_{i,t} + n_t
+
+    The memory is one buffer s for each i, whatever the number of rounds; `blt` finds good numbers.
+
+    Args:
+        noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
+        scales: omega, at least 0.
+        decays: theta, in [0, 1).
+
+    Guarantee: as `BandedNoise`, without amplification: S has no end of bands.
+    Source: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming Differential Privacy, FOCS 2024;
+        McMahan et al., A Hassle-free Algorithm for Private Learning in Practice, 2024 (arXiv:2408.08868).
+    """
+
+    scales: tuple[float, ...] = (0.5,)
+    decays: tuple[float, ...] = (0.75,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.scales) != len(self.decays):
+            raise ValueError(f"scales={self.scales!r}, decays={self.decays!r}: give as many of either, one per buffer")
+
+    def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
+        """The coefficients of that many rounds."""
+        return _blt(np.asarray(self.scales), np.asarray(self.decays), rounds)
+
+    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
+        """Empty buffers."""
+        del key, clients
+        return jax.tree.map(lambda leaf: jnp.zeros((len(self.scales), *leaf.shape)), update())
+
+    def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
+        """The buffers."""
+        scales, decays = (jnp.asarray(values, jnp.float32) for values in (self.scales, self.decays))
+        noise = jax.tree.map(lambda leaf, buffers: leaf - jnp.tensordot(scales, buffers, 1), fresh, memory)
+
+        def aged(buffers: Float[Array, "B *S"], leaf: Float[Array, "*S"]) -> Float[Array, "B *S"]:
+            return decays.reshape(-1, *[1] * leaf.ndim) * buffers + leaf[None]
+
+        return noise, jax.tree.map(aged, memory, noise)
+
+
+class BLT(NamedTuple):
+    """Numbers of a `BLTNoise`."""
+
+    scales: tuple[float, ...]
+    decays: tuple[float, ...]
+
+
+@checked(buffers=check_count, rounds=check_count, separation=check_count)
+def blt(buffers: int, rounds: int, separation: int = 1) -> BLT:
+    """Scales and decays that leave little noise in the model, for clients that take part every `separation` rounds.
+
+    A local optimum of the root mean square of the prefix sums' noise at one epsilon, by Nelder and Mead's method.
+
+    >>> numbers = blt(2, 100, separation=100)
+    >>> strategy = BLTNoise(clip=1.0, noise_multiplier=1.0, scales=numbers.scales, decays=numbers.decays).strategy(100)
+    >>> best = square_root(100)
+    >>> bool(prefix_error(strategy) * np.linalg.norm(strategy) < 1.03 * prefix_error(best) * np.linalg.norm(best))
+    True
+    """
+    turns = (np.arange(rounds) % separation == 0)[:, None]
+
+    def numbers(point: Float[np.ndarray, "P"]) -> tuple[np.ndarray, np.ndarray]:
+        return np.exp(np.minimum(point[:buffers], 0.0)), expit(point[buffers:])
+
+    def cost(point: Float[np.ndarray, "P"]) -> float:
+        strategy = _blt(*numbers(point), rounds)
+        error = prefix_error(strategy) * float(exposures(strategy, turns)[0])
+        return math.log(error) if math.isfinite(error) else 1e9
+
+    span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
+    start = np.r_[np.log(0.4 / np.arange(1, buffers + 1) ** 2), np.log(span)]
+    best = scipy.optimize.minimize(cost, start, method="Nelder-Mead", options={"maxiter": 400 * buffers, "fatol": 1e-6})
+    scales, decays = numbers(best.x)
+    return BLT(tuple(scales.tolist()), tuple(decays.tolist()))
+
+
+def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "C"]:
+    r"""How many clip bounds each client moves :math:`S x` by, at most: :math:`\|S \mathbf{1}_P\|_2` of its rounds P.
+
+    >>> exposures(np.array([1.0, 0.5, 0.0]), np.array([[True, True], [False, True], [True, True]])).round(3).tolist()
+    [1.5, 2.345]
+    """
+    bits = np.packbits(np.asarray(participants, bool), axis=0).T
+    patterns, kind_of_client = np.unique(np.ascontiguousarray(bits), axis=0, return_inverse=True)
+    rounds = len(participants)
+    norms = np.empty(len(patterns))
+    for start in range(0, len(patterns), 4096):
+        rows = np.unpackbits(patterns[start : start + 4096], axis=1, count=rounds).astype(np.float64)
+        moved = scipy.signal.fftconvolve(rows, strategy[None, :rounds], axes=1)[:, :rounds]
+        norms[start : start + 4096] = np.linalg.norm(moved, axis=1)
+    norms[norms < 0.5] = 0.0  # who never takes part; everyone else moves it by 1 at least
+    return norms[kind_of_client.reshape(-1)]
+
+
+def prefix_error(strategy: Float[np.ndarray, "b"], rounds: int | None = None) -> float:
+    r"""Root mean square of the noise in the prefix sums, over z C: :math:`\|A S^{-1}\|_F / \sqrt{T}`.
+
+    >>> round(prefix_error(np.ones(1), 3) ** 2, 6)
+    2.0
+    """
+    rounds = len(strategy) if rounds is None else rounds
+    impulse = np.r_[1.0, np.zeros(rounds - 1)]
+    prefix = np.cumsum(scipy.signal.lfilter([1.0], np.trim_zeros(strategy, "b"), impulse))
+    return math.sqrt(np.sum(prefix**2 * np.arange(rounds, 0, -1)) / rounds)
 
 
 @functools.cache
-def coefficients(bands: int) -> Float[np.ndarray, "b"]:
+def square_root(bands: int) -> Float[np.ndarray, "b"]:
     """The first coefficients of the square root of the matrix of ones.
 
-    >>> coefficients(4).tolist()
+    >>> square_root(4).tolist()
     [1.0, 0.5, 0.375, 0.3125]
     """
     k = np.arange(1, bands)
     return np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
+
+
+def _blt(scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"], rounds: int) -> Float[np.ndarray, "T"]:
+    with np.errstate(under="ignore"):
+        return np.r_[1.0, scales @ decays[:, None] ** np.arange(rounds - 1)]

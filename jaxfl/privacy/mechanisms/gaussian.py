@@ -173,9 +173,10 @@ class Mechanism:
         return ()
 
     def draw(self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int) -> Cohort:
-        """Who takes part in the round of number `index`, and its numbers; the key is of the round's cohort."""
+        """Who takes part in the round of number `index`, and its numbers; the key is of the cohorts of the run."""
         del memory
-        sampled = self.sampling.sample(single(derive(key, SAMPLE)), clients)
+        own = single(derive(key, index // self.sampling.period, SAMPLE))
+        sampled = self.sampling.sample(own, clients, index)
         return Cohort(sampled, round_numbers(self, clients, index))
 
     def contribution_bound(self, memory: Tree) -> Number:
@@ -265,7 +266,7 @@ class Mechanism:
         variance = (noise * weights) ** 2
         present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
         top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
-        return Ledger(np.broadcast_to(True, (rounds, clients)), noise, weights, top_up, multiplier)
+        return Ledger(self.sampling.possible(clients, rounds), noise, weights, top_up, multiplier)
 
     def describe(self, ledger: Ledger) -> list[str]:
         """Sentences of a privacy statement about what this mechanism adds to clip, noise, weights and sampling."""

@@ -8,6 +8,7 @@ from jaxfl.privacy.accounting import (
     example_epsilon,
     planned_ledger,
 )
+from jaxfl.privacy.audit import Canaries
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import (
     AdaptiveClip,
@@ -28,37 +29,9 @@ from jaxfl.privacy.schedule import client_noise, fixed_budgets, paper_noise, rou
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
-    "DPSGD",
-    "AdaptiveClip",
-    "BLTNoise",
-    "BallsInBins",
-    "BandedNoise",
-    "CyclicPoisson",
-    "Extrapolated",
-    "FixedSize",
-    "Full",
-    "Krum",
-    "Mechanism",
-    "Median",
-    "MinSeparation",
-    "Poisson",
-    "PrivacyFilter",
-    "PrivateMask",
-    "Release",
-    "Sampling",
-    "TrimmedMean",
-    "blt",
-    "calibrate",
-    "calibrate_examples",
-    "calibrate_upload",
-    "client_noise",
-    "epsilon",
-    "example_epsilon",
-    "fixed_budgets",
-    "format_statement",
-    "paper_noise",
-    "planned_ledger",
-    "privacy_statement",
-    "round_budgets",
-    "round_noise",
+    "DPSGD", "AdaptiveClip", "BLTNoise", "BallsInBins", "BandedNoise", "Canaries", "CyclicPoisson", "Extrapolated",
+    "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation", "Poisson", "PrivacyFilter", "PrivateMask",
+    "Release", "Sampling", "TrimmedMean", "blt", "calibrate", "calibrate_examples", "calibrate_upload",
+    "client_noise", "epsilon", "example_epsilon", "fixed_budgets", "format_statement", "paper_noise",
+    "planned_ledger", "privacy_statement", "round_budgets", "round_noise",
 ]  # fmt: skip

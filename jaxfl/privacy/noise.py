@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxfl.types import Tree
 
-SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE = range(5)
+SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE, CANARY = range(6)
 """Purposes of randomness: keys are derived by round, then purpose, then client, so that nothing else decides them."""
 
 STEPS = 2**15

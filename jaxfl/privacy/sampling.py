@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_count, check_fraction, checked, traced
 from jaxfl.privacy import accountants
@@ -69,6 +69,13 @@ class Sampling:
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
         """Who can take part at most, by round; never written to."""
         return np.broadcast_to(True, (rounds, clients))
+
+    def beside(
+        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
+        """Who takes part of `number` more clients, as often as the others, and how likely that was in this round."""
+        drawn = self.sample(key, number, index)
+        return drawn, jnp.full(1, self.expected(clients) / clients)
 
     def view(self, noise: SumNoise) -> View:
         """What sums with this noise show to who does not know the cohorts."""
@@ -146,6 +153,12 @@ class FixedSize(Sampling):
         del index
         rank = jax.random.permutation(key, clients)
         return rank < self.size
+
+    def beside(
+        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
+        """By coins of the same rate, so that the others' cohort stays as it is."""
+        return Poisson(self.size / clients).beside(key, clients, number, index)
 
     def view(self, noise: SumNoise) -> View:
         """Gaussians, and amplification under replace-one where clients keep no state."""
@@ -234,6 +247,13 @@ class CyclicPoisson(Sampling):
         """Each client in the rounds of its group."""
         return _turns(clients, rounds, self.groups)
 
+    def beside(
+        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
+        """In groups of their own."""
+        turn = jnp.asarray(_groups(number, self.groups)) == index % self.groups
+        return coins(key, number, self.turn_rate) & turn, jnp.where(turn, self.turn_rate, 0.0)
+
     def view(self, noise: SumNoise) -> View:
         """As Poisson sampling at `turn_rate` in every b-th round, of the least noise of b rounds."""
         whole = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
@@ -274,6 +294,12 @@ class MinSeparation(Sampling):
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
         """Each client in the rounds of its group."""
         return _turns(clients, rounds, self.separation)
+
+    def beside(
+        self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
+    ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
+        """In groups of their own, by coins of the same rate."""
+        return CyclicPoisson(self.size / clients, self.separation).beside(key, clients, number, index)
 
     def view(self, noise: SumNoise) -> View:
         """Gaussians, in every b-th round, of the least noise of b rounds."""

@@ -1,5 +1,6 @@
 """The privacy statement of a run: what is guaranteed to whom, what a paper claims, and what nothing covers."""
 
+import logging
 import math
 import textwrap
 from collections.abc import Mapping
@@ -67,6 +68,10 @@ _SEED = (
 _SECRET = (
     "the noise comes from 128 fresh bits of the system, kept in one file that only its owner can read, and expanded by "
     "Threefry-2x32, which is not a certified cryptographic generator"
+)
+_REFUTED = (
+    "AUDIT: an attacker has shown epsilon to be at least {:.4g} at 95% confidence, but {:.4g} is stated: the run, its "
+    "noise or its accounting is wrong; publish nothing of it"
 )
 _PAIRED = "the points of this sweep share their noise: at most one of them may be published"
 
@@ -139,6 +144,19 @@ def privacy_statement(
     }
 
 
+def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
+    """The statement with an audit from below (`jaxfl.privacy.audit`), and what that refutes."""
+    found, warnings = audit["at_least"], list(statement["warnings"])
+    stated = statement["honest"]["aggregate"]["epsilon"]
+    if stated != "inf" and found > stated:
+        warnings.insert(0, _REFUTED.format(found, stated))
+        logging.getLogger("jaxfl").error(warnings[0])
+    claim = statement["claim"]
+    if claim is not None and claim["epsilon"] != "inf":
+        claim = claim | {"status": "claimed, and refuted by the audit"} if found > claim["epsilon"] else claim
+    return statement | {"audit": audit, "warnings": warnings, "claim": claim}
+
+
 def _check_statement(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and {"honest", "warnings", "not_covered"} <= value.keys():
         return value
@@ -183,6 +201,11 @@ def format_statement(statement: dict[str, Any]) -> str:
         lines += [
             f"  guarantee for one example, against an observer of {examples['sees']}:",
             *_observer_lines(examples),
+        ]
+    if audit := statement.get("audit"):
+        lines += [
+            f"  audited from below with {audit['canaries']} canaries: epsilon is at least {_show(audit['at_least'])} "
+            f"(95% confidence, {audit['by'].replace('_', ' ')}); estimate {_show(audit['estimate'])}"
         ]
     if claim := statement["claim"]:
         lines.append(f"  {claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")

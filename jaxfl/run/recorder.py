@@ -12,7 +12,8 @@ from jaxfl import files
 from jaxfl.engine.evaluate import PerClient, summarize
 from jaxfl.engine.round import Records
 from jaxfl.privacy.accounting import running_epsilon
-from jaxfl.privacy.statement import privacy_statement
+from jaxfl.privacy.audit import Scores, audit_report, told
+from jaxfl.privacy.statement import privacy_statement, with_audit
 from jaxfl.run import report
 from jaxfl.run.health import remedy
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
@@ -35,6 +36,8 @@ class Result(NamedTuple):
     """Of the mechanism, after the last round."""
     restored: int = 0
     """Rounds that were read from the folder, and not computed by this call."""
+    audit: Scores | None = None
+    """Of the canaries, where there were any."""
 
 
 class Recorded(NamedTuple):
@@ -95,16 +98,26 @@ class Journal:
         self.recorded = jax.tree.map(np.array, recorded)
         self.metrics = [self._row(i) for i, r in enumerate(self.evaluations) if r <= done]
 
-    def finish(self, done: int) -> Result:
-        """Account for the rounds that were done and write the reports; an error may have left no server and states."""
+    def finish(self, done: int, memory: Tree) -> Result:
+        """Account for the rounds that were done and write the reports; an error may have left no server and states.
+
+        Args:
+            done: rounds.
+            memory: the mechanism's, where it is left; an audited one's has the canaries' scores.
+        """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
         made = sum(r <= done for r in self.evaluations)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
         statement = self._statement(ledger) if done else {}
+        canaries = memory if done and isinstance(memory, Scores) else None
+        if canaries is not None:
+            statement = with_audit(statement, audit_report(canaries, statement["delta"]))
         if self.folder is not None:
             self._write(self.folder, history, ledger, statement)
-        return Result(None, None, self.metrics, scores, history, ledger, statement)
+            if canaries is not None:
+                files.write_arrays(self.folder / report.AUDIT, told(canaries))
+        return Result(None, None, self.metrics, scores, history, ledger, statement, audit=canaries)
 
     def _statement(self, ledger: Ledger) -> dict[str, Any]:
         mechanism, terms, dp_sgd = self.algorithm.mechanism, self.algorithm.terms, self.algorithm.dp_sgd

@@ -22,8 +22,9 @@ from jaxfl.files import replacing, write_json
 
 _LOG = logging.getLogger("jaxfl")
 
-CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, CHECKPOINTS, STATES, NOISE_KEY = (
-    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", "states", "noise.key",
+CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, CHECKPOINTS, STATES, NOISE_KEY = (
+    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "audit.npz", "ckpt", "states",
+    "noise.key",
 )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ def clear(folder: pathlib.Path, points: bool) -> None:
     shutil.rmtree(folder / STATES, ignore_errors=True)
     (folder / NOISE_KEY).unlink(missing_ok=True)
     for own in [path for path in folder.glob("[0-9]*") if path.is_dir()] if points else [folder]:
-        for name in (METRICS, PER_CLIENT, PRIVACY, CURVES):
+        for name in (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT):
             (own / name).unlink(missing_ok=True)
         if points and not any(own.iterdir()):
             own.rmdir()

@@ -23,6 +23,7 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Keys, Records
 from jaxfl.engine.streamed import Stream
+from jaxfl.privacy.audit import Canaries, audited, unaudited
 from jaxfl.run import fingerprint, report, signals
 from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.run.checkpoint import Checkpoints
@@ -67,6 +68,8 @@ class RunOptions(TypedDict, total=False):
             each client took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
         resume: "auto" goes on from what the folder holds; "never" starts over and replaces it.
         progress: show a bar with round, accuracy and epsilon so far.
+        audit: canaries that take part beside the clients; what an attacker tells of them bounds epsilon from below, in
+            the statement and in audit.npz (see `jaxfl.privacy.audit`; extra `[audit]`). They disturb the model.
     """
 
     eval_every: int | None
@@ -76,6 +79,7 @@ class RunOptions(TypedDict, total=False):
     report: Literal["full", "public"]
     resume: Literal["auto", "never"]
     progress: bool
+    audit: Canaries | None
 
 
 @_in_32_bits
@@ -222,11 +226,26 @@ class _Settings(NamedTuple):
     report: Literal["full", "public"] = "full"
     resume: Literal["auto", "never"] = "auto"
     progress: bool = True
+    audit: Canaries | None = None
 
     @property
     def streams(self) -> Streams:
         """Where randomness comes from."""
         return Streams(secret=self.secret_noise, paired=self.paired_noise)
+
+
+def _with_canaries(
+    algorithms: list[Algorithm], points: Points | None, canaries: Canaries
+) -> tuple[list[Algorithm], Points | None]:
+    """The same methods, and how they are built, under audit."""
+
+    def watched(algorithm: Algorithm) -> Algorithm:
+        return algorithm._replace(mechanism=audited(algorithm.mechanism, canaries))
+
+    if points is not None:
+        build = points.build
+        points = points._replace(build=lambda **values: watched(build(**values)))
+    return [watched(algorithm) for algorithm in algorithms], points
 
 
 class _Run:
@@ -253,6 +272,10 @@ class _Run:
             if settings.resume == "never":
                 lock.take(shared=False)
                 report.clear(folder, points is not None)
+        plain = algorithms
+        if settings.audit is not None:
+            algorithms, points = _with_canaries(algorithms, points, settings.audit)
+            self.points = points
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
         keys = settings.streams.keys(key_of_rounds, folder)
         method = fingerprint.marked(points or algorithms[0])
@@ -262,7 +285,7 @@ class _Run:
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
             Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=public, told=told)
-            for algorithm, own in zip(algorithms, folders, strict=True)
+            for algorithm, own in zip(plain, folders, strict=True)
         ]
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
         facts: fingerprint.Facts = {}
@@ -316,14 +339,22 @@ class _Run:
                 )
             raise
         finally:
-            results = [journal.finish(self.done) for journal in self.journals]
+            memories = self._split(self._memory())
+            results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers, states = self._split(self.runner.center), self._split(self.runner.all_states())
         parts = zip(results, centers, states, strict=True)
         return [
-            result._replace(server=center.server, memory=center.memory, states=own, restored=self.restored)
+            result._replace(server=center.server, memory=unaudited(center.memory), states=own, restored=self.restored)
             for result, center, own in parts
         ]
+
+    def _memory(self) -> Tree:
+        """The mechanism's, on the host; nothing where an error has left none."""
+        memory = self.runner.center.memory
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(memory)):
+            return ()
+        return jax.device_get(memory)
 
     def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""

@@ -168,7 +168,7 @@ def test_separation_costs_the_square_root_of_the_rounds():
     mechanism = BandedNoise(clip=1.0, noise_multiplier=4.0, bands=5, sampling=MinSeparation(2, 5))
     norm = np.linalg.norm(square_root(5))
     stated = epsilon(planned_ledger(mechanism, 20, 15), mechanism).value
-    last = np.linalg.norm(np.r_[np.tile(square_root(5), 3)])
+    last = float(np.linalg.norm(np.tile(square_root(5), 3)))
     assert last == pytest.approx(math.sqrt(3) * norm)
     assert stated == pytest.approx(get_epsilon_gaussian(4.0 / last, 1e-5), rel=1e-6)
 
@@ -294,8 +294,8 @@ def test_median_of_those_who_take_part(devices):
     for aggregate, present in zip(aggregates, records.ledger.participants, strict=True):
         np.testing.assert_allclose(aggregate, np.median(updates[present], axis=0), rtol=1e-6)
     stated = epsilon(jax.tree.map(np.asarray, records.ledger), mechanism)
-    assert (stated.value, stated.reason) == (math.inf, stated.reason)
-    assert "Median: how far one client moves it" in stated.reason
+    assert stated.value == math.inf
+    assert "Median: how far one client moves it" in str(stated.reason)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,10 @@ class AdaptiveClip(Mechanism):
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
         return super().contribute(key, memory, own, sent._replace(update={"update": sent.update, "bit": bit}), norm)
 
+    def insert(self, memory: Bound, update: Tree, count: Float[Array, ""]) -> Tree:
+        """Their norms are not above the bound."""
+        return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
+
     def in_units(self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
         """The norm is that of update and bit together."""
         bit = 0.5 * memory.scale * memory.clip

@@ -73,6 +73,8 @@ class Cohort(NamedTuple):
     sampled: Bool[Array, "C"]
     numbers: RoundNumbers
     notes: dict[str, Float[Array, ""]] = {}  # noqa: RUF012 (never written to)
+    carried: Tree = ()
+    """From the mechanism's `draw` to its `aggregate`."""
 
 
 class Participant(NamedTuple):
@@ -208,6 +210,11 @@ class Mechanism:
                 "algorithm a mechanism that reads it, or leave it out"
             )
         return self.add_client_noise(key, memory, own, sent.update), ()
+
+    def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
+        """What enters the sum of `count` more clients, whose updates are as long as may be and add up to `update`."""
+        del memory, count
+        return update
 
     def add_client_noise(self, key: Key[Array, "*S"], memory: Tree, own: Participant, update: Tree) -> Tree:
         """A client's own noise; also on a dropped update, because the accountant counts it."""

@@ -102,7 +102,8 @@ class PrivacyFilter(Mechanism):
 
     def draw(self, key: Key[Array, "*S"], memory: Accounts, index: Int[Array, ""], clients: int) -> Cohort:
         """Those who are drawn and can afford it; their noise follows from what was released."""
-        sampled, numbers, notes = super().draw(key, memory, index, clients)
+        drawn = super().draw(key, memory, index, clients)
+        sampled, numbers, notes = drawn.sampled, drawn.numbers, drawn.notes
         if self.release is not None:
             noise = numbers.client_noise / self.release.shares(memory.released)
             numbers, notes = numbers._replace(client_noise=noise), {"release_noise": jnp.float32(self.release.noise)}

@@ -33,6 +33,10 @@ class Robust(Mechanism):
         """One update of those of the `count` participants, which come first; at least one."""
         raise NotImplementedError
 
+    def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
+        """Nothing is summed."""
+        raise ValueError(f"audit with {type(self).__name__}: it adds nothing up, and has no epsilon; leave audit out")
+
     def contribute(
         self, key: Key[Array, "*S"], memory: Tree, own: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:

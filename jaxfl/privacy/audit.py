@@ -1,0 +1,274 @@
+r"""An epsilon measured from below, inside the run: canaries whose presence an attacker guesses from what is released.
+
+k canaries are clients beside the others. A coin decides which of them are in; those take part by the run's own sampler,
+each with the longest update that the mechanism admits, :math:`C u_j`, along nearly orthogonal directions
+
+.. math:: u_j = D \, (h_j, h_j, \dots) / \sqrt{d}
+
+for the columns h of a Hadamard matrix of :math:`K \ge k` rows, repeated over the d coordinates, and random signs D that
+only the auditor knows. :math:`|\langle u_i, u_j \rangle| \le K / 2d`. Nothing of size k d exists: all canaries' sum,
+and all scores :math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
+
+The attacker sees every released sum. Its scores of a canary over all rounds are the sum of x, its largest, and the sum
+of the log-likelihood ratios :math:`\log(1 - q + q e^{(x - 1/2) / z^2})` of the stated noise. From the scores of those
+in and of those out follow a lower bound on epsilon at 95% confidence (Steinke, Nasr, Jagielski, Privacy Auditing with
+One Training Run, NeurIPS 2023; Mahloujifar, Melis, Chaudhuri, Auditing f-Differential Privacy in One Run, 2024), and
+an estimate by two Gaussians (Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024).
+
+A bound above the stated epsilon refutes the statement; one below it proves nothing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int, Key, UInt32
+
+from jaxfl._validate import check_count, checked, traced
+from jaxfl.privacy.mechanisms.gaussian import Cohort, Mechanism, Participant, Total
+from jaxfl.privacy.noise import CANARY, derive, single
+from jaxfl.privacy.observers import Observer, View
+from jaxfl.privacy.sums import add, widen
+from jaxfl.types import Ledger, Message, Number, Tree
+
+_CONFIDENCE = 0.95
+_SCORES = ("likelihood", "sum", "most")
+
+
+@checked(count=check_count)
+@dataclasses.dataclass(frozen=True)
+class Canaries:
+    """What `simulate(..., audit=)` takes.
+
+    Args:
+        count: k. The bound that they can prove grows with their number, by about log k; so does what they disturb: the
+            sum of a round has k q / 2 of them, of norm C each.
+    """
+
+    count: int = 1000
+
+
+class Scores(NamedTuple):
+    """The auditor's memory beside the mechanism's."""
+
+    mechanism: Tree
+    secret: UInt32[Array, "2"]
+    """Of the signs; the canaries' alone."""
+    taken: Bool[Array, "k"]
+    """Who is in."""
+    likelihood: Float[Array, "k"]
+    sum: Float[Array, "k"]
+    most: Float[Array, "k"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Audited(Mechanism):
+    """A mechanism with canaries in its sums: what it does to clients, and what that is worth, stays as it is."""
+
+    mechanism: Mechanism = dataclasses.field(default_factory=Mechanism)
+    canaries: Canaries = Canaries()
+
+    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Scores:
+        """Draw who is in, and the signs."""
+        own = single(derive(key, CANARY))
+        zeros = jnp.zeros(self.canaries.count)
+        return Scores(
+            mechanism=self.mechanism.init(key, update, clients),
+            secret=jax.random.bits(jax.random.fold_in(own, 0), (2,), jnp.uint32),
+            taken=jax.random.bernoulli(jax.random.fold_in(own, 1), 0.5, (self.canaries.count,)),
+            likelihood=zeros,
+            sum=zeros,
+            most=zeros - math.inf,
+        )
+
+    def draw(self, key: Key[Array, "*S"], memory: Scores, index: Int[Array, ""], clients: int) -> Cohort:
+        """The mechanism's cohort, and the canaries'."""
+        cohort = self.mechanism.draw(key, memory.mechanism, index, clients)
+        own = single(derive(key, index // self.sampling.period, CANARY))
+        beside = self.sampling.beside(own, clients, self.canaries.count, index)
+        return cohort._replace(carried=(cohort.carried, beside))
+
+    def contribution_bound(self, memory: Scores) -> Number:
+        """The mechanism's."""
+        return self.mechanism.contribution_bound(memory.mechanism)
+
+    def bound(self, memory: Scores, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
+        """The mechanism's."""
+        return self.mechanism.bound(memory.mechanism, update)
+
+    def contribute(
+        self, key: Key[Array, "*S"], memory: Scores, own: Participant, sent: Message, norm: Float[Array, ""]
+    ) -> tuple[Tree, Tree]:
+        """The mechanism's."""
+        return self.mechanism.contribute(key, memory.mechanism, own, sent, norm)
+
+    def unit(self, memory: Scores, numbers: Any) -> Float[Array, ""]:
+        """The mechanism's."""
+        return self.mechanism.unit(memory.mechanism, numbers)
+
+    def in_units(self, memory: Scores, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
+        """The mechanism's."""
+        return self.mechanism.in_units(memory.mechanism, contribution, norm, scale)
+
+    def aggregate(
+        self, key: Key[Array, "*S"], memory: Scores, cohort: Cohort, total: Total, mesh: Mesh
+    ) -> tuple[Tree, Float[Array, ""], Tree]:
+        """The canaries join the sum; what the mechanism makes of it gives their scores."""
+        carried, (drawn, rate) = cohort.carried
+        cohort, inner, numbers = cohort._replace(carried=carried), self.mechanism, cohort.numbers
+        shapes = jax.eval_shape(lambda: inner.aggregate(key, memory.mechanism, cohort, total, mesh)[0])
+        blank, unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+        size, weight = blank.size, jnp.max(numbers.weights)
+        signs = _signs(memory.secret, size)
+        length = inner.bound(memory.mechanism, unravel(blank))[2]
+        present = memory.taken & drawn
+        directions = jnp.zeros(_rows(self.canaries.count)).at[: len(present)].set(present.astype(jnp.float32))
+        together = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
+        scale = weight / inner.unit(memory.mechanism, numbers)
+        if self.noise == "grid":  # rounding may lengthen each by so much
+            scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
+        joined = inner.insert(memory.mechanism, unravel(together), jnp.sum(present.astype(jnp.float32)))
+        joined = jax.tree.map(lambda leaf: leaf * scale, joined)
+        if self.exact:
+            joined = widen(joined)
+        elif self.noise == "grid":
+            joined = jax.tree.map(lambda leaf: jnp.round(leaf).astype(jnp.int32), joined)
+        joined = total._replace(update=add(total.update, joined))
+        released, std, kept = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
+
+        realised = jnp.where(total.weight > 0, total.weight, 1.0)
+        denominator = numbers.denominator if self.denominator == "expected" else realised
+        seen = _fold(signs * ravel_pytree(released)[0], _rows(self.canaries.count))
+        x = _hadamard(seen)[: len(present)] * (denominator / (length * weight * size**0.5))
+        z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
+        likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
+        return (
+            released,
+            std,
+            memory._replace(
+                mechanism=kept,
+                likelihood=memory.likelihood + jnp.where(rate > 0, likelihood, 0.0),
+                sum=memory.sum + x,
+                most=jnp.maximum(memory.most, x),
+            ),
+        )
+
+    def planned(self, clients: int, rounds: int) -> Ledger:
+        """The mechanism's."""
+        return self.mechanism.planned(clients, rounds)
+
+    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+        """The mechanism's."""
+        return self.mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
+
+    def describe(self, ledger: Ledger) -> list[str]:
+        """The mechanism's."""
+        return self.mechanism.describe(ledger)
+
+
+@checked()
+def audited(mechanism: Mechanism, canaries: Canaries) -> Audited:
+    """The mechanism with canaries.
+
+    Raises:
+        ValueError: there is nothing to audit, or the extra `[audit]` is missing.
+    """
+    _auditor()
+    if not mechanism.communicates or (not traced(mechanism.clip) and math.isinf(mechanism.clip)):
+        raise ValueError(f"audit with mechanism={mechanism!r}: updates are not clipped; give a clip, or leave it out")
+    shared = {field.name: getattr(mechanism, field.name) for field in dataclasses.fields(Mechanism)}
+    return Audited(**shared, mechanism=mechanism, canaries=canaries)
+
+
+def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
+    """Bounds on epsilon from below at 95% confidence, an estimate, and how well single canaries are told.
+
+    The bound is the largest over three scores and two theorems, each at a sixth of the error.
+
+    Args:
+        scores: the memory after the last round, on the host.
+        delta: of the epsilon that is bounded.
+    """
+    auditor, taken = _auditor(), np.asarray(scores.taken)
+    significance = (1 - _CONFIDENCE) / 6
+    bounds: dict[str, dict[str, float]] = {}
+    for name in _SCORES:
+        values = np.asarray(getattr(scores, name), np.float64)
+        told = auditor.CanaryScoreAuditor(values[taken], values[~taken])
+        bounds[name] = {
+            "one_run": float(told.epsilon_one_run(significance, delta)),
+            "one_run_fdp": float(told.epsilon_one_run_fdp(significance, delta)),
+            "auc": float(told.attack_auroc()),
+        }
+    theorems = ("one_run", "one_run_fdp")
+    value, by = max((bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems)
+    inside, outside = (np.asarray(scores.sum, np.float64)[which] for which in (taken, ~taken))
+    spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
+    apart = (inside.mean() - outside.mean()) / spread if spread else math.inf
+    estimate = float(dp_accounting.get_epsilon_gaussian(1 / apart, delta)) if apart > 0 else 0.0
+    return {
+        "canaries": len(taken),
+        "inside": int(taken.sum()),
+        "confidence": _CONFIDENCE,
+        "delta": delta,
+        "at_least": value,
+        "by": by,
+        "estimate": estimate,
+        "scores": bounds,
+    }
+
+
+def unaudited(memory: Tree) -> Tree:
+    """The mechanism's own memory."""
+    return memory.mechanism if isinstance(memory, Scores) else memory
+
+
+def told(scores: Scores) -> dict[str, np.ndarray]:
+    """Arrays for a file: who is in, and each score."""
+    return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_SCORES)}
+
+
+def _auditor() -> Any:
+    try:
+        from jax_privacy import auditing
+    except ImportError:
+        raise ValueError("audit needs jax-privacy: pip install 'jaxfl[audit]'") from None
+    return auditing
+
+
+def _rows(count: int) -> int:
+    """K, a power of two."""
+    return 1 << max(count - 1, 1).bit_length()
+
+
+def _signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
+    bits = jax.random.bits(jax.random.wrap_key_data(secret, impl="threefry2x32"), (-(-size // 32),), jnp.uint32)
+    spread = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
+    return 1.0 - 2.0 * spread.reshape(-1)[:size].astype(jnp.float32)
+
+
+def _repeat(block: Float[Array, "K"], size: int) -> Float[Array, "d"]:
+    return jnp.tile(block, -(-size // len(block)))[:size]
+
+
+def _fold(flat: Float[Array, "d"], rows: int) -> Float[Array, "K"]:
+    """Sum of the blocks of K."""
+    return jnp.sum(jnp.pad(flat, (0, -len(flat) % rows)).reshape(-1, rows), axis=0)
+
+
+def _hadamard(values: Float[Array, "K"]) -> Float[Array, "K"]:
+    """The Walsh-Hadamard transform, without its factor."""
+    half = 1
+    while half < len(values):
+        pairs = values.reshape(-1, 2, half)
+        values = jnp.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+        half *= 2
+    return values

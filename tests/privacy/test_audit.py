@@ -1,0 +1,210 @@
+"""Canaries: their directions and scores against dense algebra, and what the audit proves."""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+from algorithms_table import ALGORITHMS, MODEL, small_clients
+from dp_accounting import get_epsilon_gaussian
+
+from jaxfl import simulate, sweep
+from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.privacy import (
+    AdaptiveClip,
+    BallsInBins,
+    BandedNoise,
+    Canaries,
+    CyclicPoisson,
+    FixedSize,
+    Full,
+    Mechanism,
+    Median,
+    MinSeparation,
+    Poisson,
+    format_statement,
+)
+from jaxfl.privacy.audit import Audited, _fold, _hadamard, _repeat, _rows, _signs, audit_report, audited
+from jaxfl.privacy.statement import with_audit
+from jaxfl.types import Message
+
+KEY = jax.random.key(4)
+RUN = {"rounds": 2, "eval_every": 2, "progress": False, "audit": Canaries(60)}
+
+
+def scores_of(mechanism, canaries=1000, rounds=1, size=20_000, update=None):
+    """After some rounds in which clients send zeros; also what was released, round by round."""
+    update = jnp.zeros(size) if update is None else update
+    base = fedavg(MODEL, mechanism=audited(mechanism, Canaries(canaries)))
+    algorithm = base._replace(
+        init=lambda key, number: (jnp.zeros((rounds, size)), ()),
+        client_update=lambda key, server, client, data: (Message(update), client, {}),
+        server_update=lambda server, aggregate: jnp.concatenate([server[1:], aggregate[None]]),
+    )
+    population = place(small_clients(), jax.devices()[:1])
+    step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
+    center = step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population))[0]
+    return jax.device_get((center.memory, center.server))
+
+
+def directions(scores, count, size):
+    """u_j as rows, by a dense Hadamard matrix."""
+    columns = scipy.linalg.hadamard(_rows(count)).T
+    tiled = np.tile(columns, (1, -(-size // len(columns))))[:count, :size]
+    return tiled * np.asarray(_signs(jnp.asarray(scores.secret), size)) / math.sqrt(size)
+
+
+@pytest.mark.parametrize("count", [1, 5, 64])
+def test_transforms_are_those_of_a_hadamard_matrix(count):
+    rows, size = _rows(count), 150
+    matrix = scipy.linalg.hadamard(rows)
+    values = np.random.default_rng(0).normal(size=rows).astype(np.float32)
+    np.testing.assert_allclose(_hadamard(jnp.asarray(values)), matrix @ values, rtol=1e-4, atol=1e-4)
+    tall = np.tile(matrix, (-(-size // rows), 1))[:size]
+    np.testing.assert_allclose(_repeat(jnp.asarray(values), size), np.tile(values, 200)[:size])
+    flat = np.random.default_rng(1).normal(size=size).astype(np.float32)
+    np.testing.assert_allclose(_hadamard(_fold(jnp.asarray(flat), rows)), tall.T @ flat, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("mechanism", [
+    Mechanism(clip=0.5, noise_multiplier=1.0),
+    Mechanism(clip=0.5, noise_multiplier=1.0, noise="grid"),
+    Mechanism(clip=0.5, noise_multiplier=1.0, weights=np.linspace(1, 2, 11), denominator="participants"),
+    Mechanism(clip=0.5, client_noise=0.4),
+    AdaptiveClip(clip=0.5, noise_multiplier=1.0, bit_noise=2.0, rate=0.0),
+], ids=["float", "grid", "weighted", "clients", "adaptive"])  # fmt: skip
+def test_canaries_are_in_the_sum_and_scores_are_products(mechanism):
+    size, count = 3000, 40
+    scores, released = scores_of(mechanism, count, size=size)
+    u = directions(scores, count, size)
+    assert np.abs(u @ u.T - np.eye(count)).max() <= _rows(count) / (2 * size) + 1e-6
+    weight = 1.0 if mechanism.weights is None else 2.0
+    denominator = 11 if mechanism.weights is None else mechanism.weights.sum()
+    x = u @ released[0] * denominator / (0.5 * weight)
+    np.testing.assert_allclose(scores.sum, x, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(scores.most, x, rtol=2e-4, atol=2e-4)
+    plain, _ = scores_of(dataclasses.replace(mechanism, clip=0.25), count, size=size)  # the same noise over C
+    assert 0.6 < x[scores.taken].mean() - x[~scores.taken].mean() < 1.4
+    np.testing.assert_allclose(plain.sum, scores.sum, atol=0.02)
+
+
+def test_scores_of_a_gaussian_are_gaussian():
+    """z = 2, one round: 1 against 0 with std 2; the estimate is the true epsilon, the bound is below it."""
+    scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=2.0), 4000, size=200_000)
+    inside, outside = scores.sum[scores.taken], scores.sum[~scores.taken]
+    error = 2 * math.sqrt(4 / 4000)
+    assert inside.mean() - outside.mean() == pytest.approx(1, abs=4 * error)
+    assert outside.std() == pytest.approx(2, rel=4 / math.sqrt(4000))
+    assert scores.taken.mean() == pytest.approx(0.5, abs=4 * 0.5 / math.sqrt(4000))
+    np.testing.assert_allclose(scores.likelihood, (scores.sum - 0.5) / 4, rtol=1e-4, atol=1e-5)
+    report, exact = audit_report(scores, 1e-5), get_epsilon_gaussian(2.0, 1e-5)
+    assert report["at_least"] <= exact
+    assert report["estimate"] == pytest.approx(exact, rel=0.2)
+
+
+def test_half_the_noise_is_caught():
+    """The noise of z = 1 under the statement of z = 2."""
+    scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=1.0), 30_000, size=2**19)
+    assert audit_report(scores, 1e-5)["at_least"] > get_epsilon_gaussian(2.0, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Full(), Poisson(0.3), FixedSize(4), CyclicPoisson(0.2, 3), MinSeparation(2, 3), BallsInBins(4)],
+    ids=lambda sampling: type(sampling).__name__,
+)
+def test_canaries_take_part_as_often_as_clients(sampling):
+    rounds, rate = 12, sampling.expected(11) / 11
+    scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=0.01, sampling=sampling), 2000, rounds, size=100_000)
+    inside, outside = scores.sum[scores.taken], scores.sum[~scores.taken]
+    expected = rounds * rate
+    assert inside.mean() - outside.mean() == pytest.approx(expected, rel=0.1)
+    if isinstance(sampling, BallsInBins):
+        assert inside.std() < 0.5
+    # As likely as it should be: the ratio of likelihoods tells most of those who took part.
+    assert np.mean(scores.likelihood[scores.taken] > 0) > 0.8
+    assert np.mean(scores.likelihood[~scores.taken] > 0) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dp_fedavg", "feddpa", "adp_pfl_released", "pdp_fl_examples", "dp_pfeddsu_paper"])
+def test_an_audit_runs_with_any_method_on_both_stores(name):
+    if name == "pdp_fl_examples":  # its protection is of examples
+        algorithm = ALGORITHMS["padpfl"]()
+    else:
+        algorithm = ALGORITHMS[name]()
+    device, host = (simulate(KEY, algorithm, small_clients(), states=store, **RUN) for store in ("device", "host"))
+    assert device.audit is not None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), device.audit, host.audit)
+    assert device.statement["mechanism"] == type(algorithm.mechanism).__name__
+    assert "audited from below with 60 canaries" in format_statement(device.statement)
+    plain = simulate(KEY, algorithm, small_clients(), **{**RUN, "audit": None})
+    assert device.statement["honest"] == plain.statement["honest"]
+    jax.tree.map(np.testing.assert_array_equal, device.ledger.participants, plain.ledger.participants)
+    assert jax.tree.structure(device.memory) == jax.tree.structure(plain.memory)
+
+
+@pytest.mark.slow
+def test_an_audit_is_swept_and_kept_in_its_folder(tmp_path):
+    def build(noise_multiplier):
+        return dp_fedavg(MODEL, clip=0.2, noise_multiplier=noise_multiplier, sampling=Poisson(0.6))
+
+    runs = sweep(KEY, build, {"noise_multiplier": [0.5, 4.0]}, small_clients(), paired_noise=True, **RUN)
+    alone = simulate(KEY, build(4.0), small_clients(), folder=tmp_path, **RUN)
+    np.testing.assert_allclose(runs[1].audit.sum, alone.audit.sum, rtol=1e-3, atol=1e-3)
+    assert runs[0].audit.sum.std() < runs[1].audit.sum.std()
+    kept = np.load(tmp_path / "audit.npz")
+    np.testing.assert_array_equal(kept["likelihood"], alone.audit.likelihood)
+    np.testing.assert_array_equal(kept["taken"], alone.audit.taken)
+    again = simulate(KEY, build(4.0), small_clients(), folder=tmp_path, **RUN)
+    assert (again.restored, again.statement["audit"]) == (2, alone.statement["audit"])
+    with pytest.raises(ValueError, match="holds another run"):
+        simulate(KEY, build(4.0), small_clients(), folder=tmp_path, **{**RUN, "audit": None})
+
+
+def test_correlated_noise_is_audited_by_its_sum():
+    """With every client in all rounds the sum over rounds has little noise, and its estimate is near the truth."""
+    mechanism = BandedNoise(clip=1.0, noise_multiplier=8.0, bands=4)
+    scores, _ = scores_of(mechanism, 2000, rounds=8, size=100_000)
+    matrix = np.sum([c * np.eye(8, k=-k) for k, c in enumerate(mechanism.strategy(8))], axis=0)
+    noise = 8.0 * np.linalg.norm(np.ones(8) @ np.linalg.inv(matrix))
+    assert scores.sum[~scores.taken].std() == pytest.approx(noise, rel=4 / math.sqrt(2000))
+
+
+def test_a_refuted_statement_says_so(caplog):
+    statement = {"honest": {"aggregate": {"epsilon": 1.0}}, "warnings": ["w"]}
+    audit = {"at_least": 1.2}
+    claim = {"epsilon": 1.1, "status": "claimed, not verified"}
+    refuted = with_audit(statement | {"claim": claim}, audit)
+    assert "epsilon to be at least 1.2 at 95% confidence, but 1 is stated" in refuted["warnings"][0]
+    assert refuted["claim"]["status"] == "claimed, and refuted by the audit"
+    assert "publish nothing" in caplog.text
+    fine = with_audit(statement | {"claim": None}, {"at_least": 0.9})
+    assert fine["warnings"] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "message"),
+    [
+        (Mechanism(), "not clipped"),
+        (Mechanism(clip=1.0, communicates=False), "not clipped"),
+        (Median(clip=1.0), "adds nothing up"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(mechanism, message):
+    algorithm = fedavg(MODEL, mechanism=mechanism)
+    with pytest.raises(ValueError, match=message):
+        simulate(KEY, algorithm, small_clients(), **RUN)
+
+
+def test_without_the_extra_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax_privacy", None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxfl\[audit\]'"):
+        audited(Mechanism(clip=1.0, noise_multiplier=1.0), Canaries(10))
+    assert dataclasses.fields(Audited)

@@ -333,7 +333,7 @@ def calibrate(
         view = planned(1.0, length)
     if accountants.trivial(view) or not np.allclose(planned(2.0, length).multiplier, 2 * view.multiplier):
         raise ValueError(f"mechanism={base!r}: its epsilon is not that of noise_multiplier ({view.silent})")
-    view = _of_states(view) if stateful else view
+    view = accountants.worst_client(_of_states(view) if stateful else view)
     return _calibrate(view, epsilon, failure_probability(delta, clients), accountant, rounds // length)
 
 

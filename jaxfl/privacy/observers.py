@@ -118,7 +118,9 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
     floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
-    present = np.einsum("tc,tc->t", np.asarray(ledger.participants), np.broadcast_to(noise, ledger.participants.shape))
+    present = np.zeros(len(noise))
+    if np.any(noise):
+        present = np.einsum("tc,tc->t", ledger.participants, np.broadcast_to(noise, ledger.participants.shape))
     recorded = present + np.square(np.asarray(ledger.server_noise, np.float64))
     short = recorded < floor * (1 - ROUNDING)
     if short.any():

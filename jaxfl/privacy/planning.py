@@ -1,0 +1,218 @@
+"""Before a run: the noise that a budget needs, what noise is worth, and which mechanism leaves the least of it."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxfl._validate import at_least_0, check_count, checked, probability, show, up_to_infinity
+from jaxfl.privacy.accounting import BOTH, Epsilon, calibrate, epsilon, failure_probability, planned_ledger
+from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
+from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise, prefix_error
+from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, MinSeparation, Poisson
+
+Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
+"""Independent noise under three samplers; banded noise under cyclic Poisson sampling; banded and buffered noise at
+minimum separation."""
+KINDS: tuple[Kind, ...] = ("poisson", "fixed size", "balls in bins", "banded", "separated", "blt")
+_CYCLES = (2, 4, 8, 16, 32, 64)
+_BUFFERS = 3
+
+
+class Plan(NamedTuple):
+    """A mechanism for a deployment, and what it is worth."""
+
+    kind: Kind
+    mechanism: Mechanism
+    """With a clip bound of 1: give it your own by `dataclasses.replace`."""
+    clients: int
+    rounds: int
+    delta: float
+    noise_multiplier: float
+    pld: Epsilon
+    """By the smallest valid bound."""
+    rdp: Epsilon
+    error: float
+    """Root mean square over rounds of the noise on the model's coordinates, over C: of the noisy means' prefix sums."""
+
+    @property
+    def epsilon(self) -> float:
+        """The headline."""
+        return min(self.pld.value, self.rdp.value)
+
+    def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
+        """Epsilon at other deltas."""
+        ledger = planned_ledger(self.mechanism, self.clients, self.rounds)
+        return np.array([epsilon(ledger, self.mechanism, delta=delta).value for delta in deltas])
+
+    def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
+        """Epsilon after other numbers of rounds."""
+        ledgers = [planned_ledger(self.mechanism, self.clients, count) for count in rounds]
+        return np.array([epsilon(ledger, self.mechanism, delta=self.delta).value for ledger in ledgers])
+
+
+def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not value
+        or not all(kind in KINDS for kind in value)
+    ):
+        raise ValueError(f"{name}={show(value)}: give some of {KINDS}")
+    return tuple(dict.fromkeys(value))
+
+
+@checked(epsilon=up_to_infinity, noise_multiplier=at_least_0, delta=probability, kinds=_check_kinds)
+def plan(
+    *,
+    clients: int,
+    cohort: int,
+    rounds: int,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float | None = None,
+    kinds: Sequence[Kind] = KINDS,
+    stateful: bool = False,
+) -> list[Plan]:
+    r"""Compare mechanisms for a deployment, the one that leaves the least noise on the model first.
+
+    The model has the prefix sums of the rounds' noisy means: with independent noise a root mean square of
+    :math:`\frac{z}{m} \sqrt{(T + 1) / 2}` clip bounds in each coordinate, with a strategy S of correlated noise
+    :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity and the server's optimizer are not in it.
+
+    Args:
+        clients: N.
+        cohort: m, mean number of participants of a round.
+        rounds: T.
+        epsilon: the budget, which the noise follows from; or
+        noise_multiplier: z, which epsilon follows from.
+        delta: failure probability; None: min(1e-5, 1 / (10 N)).
+        kinds: what to compare; of "banded" and "separated" the best cycle of 2 to 64 rounds is taken, as far as the
+            groups hold a cohort.
+        stateful: clients keep a state from round to round, see `epsilon`.
+
+    >>> best, *others = plan(clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated"))
+    >>> best.kind, round(best.noise_multiplier, 3), round(best.epsilon, 2)
+    ('separated', 1.039, 8.0)
+    """
+    check_count("cohort", cohort, most=clients)
+    if (epsilon is None) == (noise_multiplier is None):
+        raise ValueError(f"epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}: give one of the two")
+    delta = failure_probability(delta, clients)
+
+    def priced(kind: Kind, mechanism: Mechanism) -> Plan:
+        z = noise_multiplier
+        if z is None:
+            budget: Any = {"clients": clients, "rounds": rounds, "delta": delta, "stateful": stateful}
+            z = calibrate(epsilon, mechanism=mechanism, **budget)
+        mechanism = dataclasses.replace(mechanism, noise_multiplier=z)
+        pld, rdp = (_bound(mechanism, clients, rounds, delta, accountant, stateful) for accountant in BOTH)
+        error = z / cohort * noise_error(mechanism, rounds)
+        return Plan(kind, mechanism, clients, rounds, delta, z, pld, rdp, error)
+
+    best = [min((priced(kind, each) for each in _candidates(kind, clients, cohort, rounds)), key=_error, default=None)
+            for kind in kinds]  # fmt: skip
+    found = sorted((each for each in best if each is not None), key=_error)
+    if not found:
+        raise ValueError(f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}; give others")
+    return found
+
+
+def noise_error(mechanism: Mechanism, rounds: int) -> float:
+    """Root mean square of the noise in the prefix sums of a run, over z C.
+
+    The square root of (T + 1) / 2, where noise is independent.
+
+    >>> round(noise_error(Mechanism(), 7), 6)
+    2.0
+    """
+    if isinstance(mechanism, CorrelatedNoise):
+        return prefix_error(mechanism.strategy(rounds))
+    return math.sqrt((rounds + 1) / 2)
+
+
+@checked(epsilon=up_to_infinity, noise_multiplier=at_least_0, delta=probability)
+def most_rounds(
+    epsilon: float,
+    *,
+    noise_multiplier: float,
+    clients: int,
+    cohort: int,
+    delta: float | None = None,
+    most: int = 100_000,
+) -> int:
+    """The largest number of rounds within a budget, under Poisson sampling; 0 where one is too many.
+
+    >>> most_rounds(2.0, noise_multiplier=1.0, clients=10_000, cohort=100)
+    1202
+    """
+    rate = check_count("cohort", cohort, most=clients) / clients
+
+    def within(rounds: int) -> bool:
+        mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))
+        return _bound(mechanism, clients, rounds, failure_probability(delta, clients), "pld", False).value <= epsilon
+
+    return _largest(within, most)
+
+
+@checked(epsilon=up_to_infinity, noise_multiplier=at_least_0, delta=probability)
+def largest_cohort(
+    epsilon: float, *, noise_multiplier: float, clients: int, rounds: int, delta: float | None = None
+) -> int:
+    """The largest expected cohort within a budget, under Poisson sampling; 0 where one client is too many.
+
+    >>> largest_cohort(2.0, noise_multiplier=1.0, clients=10_000, rounds=1000)
+    108
+    """
+    check_count("rounds", rounds)
+
+    def within(cohort: int) -> bool:
+        mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(cohort / clients))
+        return _bound(mechanism, clients, rounds, failure_probability(delta, clients), "pld", False).value <= epsilon
+
+    return _largest(within, check_count("clients", clients))
+
+
+def _bound(mechanism: Mechanism, clients: int, rounds: int, delta: float, accountant: Any, stateful: bool) -> Epsilon:
+    ledger = planned_ledger(mechanism, clients, rounds)
+    return epsilon(ledger, mechanism, accountant=accountant, delta=delta, stateful=stateful)
+
+
+def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mechanism]:
+    """Of one kind, those that fit, of a clip and a multiplier of 1."""
+    base: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
+    cycles = [b for b in _CYCLES if b <= rounds and b * cohort <= clients]
+    if kind == "poisson":
+        return [Mechanism(**base, sampling=Poisson(cohort / clients))]
+    if kind == "fixed size":
+        return [Mechanism(**base, sampling=FixedSize(cohort))]
+    if kind == "balls in bins":
+        return [Mechanism(**base, sampling=BallsInBins(round(clients / cohort)))]
+    if kind == "banded":
+        return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(cohort / clients, b)) for b in cycles]
+    separations = sorted({*cycles, min(rounds, clients // cohort)})
+    if kind == "separated":
+        return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b)) for b in separations]
+    b = separations[-1]
+    return [BLTNoise(**base, **blt(_BUFFERS, rounds, b)._asdict(), sampling=MinSeparation(cohort, b))]
+
+
+def _error(candidate: Plan) -> float:
+    return candidate.error
+
+
+def _largest(within: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` for which a condition holds that holds for all smaller ones; 0: for none."""
+    high = 1
+    while high < most and within(high):
+        high = min(2 * high, most)
+    if within(high):
+        return high
+    low = high // 2  # within, or 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if within(middle) else (low, middle)
+    return low

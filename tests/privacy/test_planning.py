@@ -1,0 +1,102 @@
+"""Plans against the closed form of the Gaussian, other accountants' numbers, and what they say of themselves."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, get_epsilon_gaussian
+from dp_accounting.pld import PLDAccountant
+
+from jaxfl.privacy import Mechanism, Poisson, epsilon, largest_cohort, most_rounds, plan, planned_ledger
+from jaxfl.privacy.planning import KINDS, noise_error
+
+SMALL = {"clients": 1000, "cohort": 50, "rounds": 60}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return plan(**SMALL, epsilon=3.0)
+
+
+def test_every_plan_keeps_the_budget_and_the_best_comes_first(plans):
+    assert {each.kind for each in plans} == {*KINDS}
+    assert [each.error for each in plans] == sorted(each.error for each in plans)
+    for each in plans:
+        assert 2.997 < each.epsilon <= 3.0
+        assert each.pld.value <= each.rdp.value * (1 + 1e-9)
+        assert each.delta == 1e-5
+        stated = epsilon(planned_ledger(each.mechanism, 1000, 60), each.mechanism)
+        assert stated.value == pytest.approx(each.epsilon)
+        assert each.error == pytest.approx(each.noise_multiplier / 50 * noise_error(each.mechanism, 60))
+
+
+def test_noise_on_the_model_is_that_of_prefix_sums():
+    assert noise_error(Mechanism(), 60) == pytest.approx(np.linalg.norm(np.tril(np.ones((60, 60)))) / math.sqrt(60))
+
+
+def test_curves_go_through_the_plan(plans):
+    for each in plans[:2]:
+        assert each.over_delta([each.delta])[0] == pytest.approx(each.epsilon)
+        assert np.all(np.diff(each.over_delta([1e-7, 1e-6, 1e-5])) < 0)
+        assert each.over_rounds([60])[0] == pytest.approx(each.epsilon)
+        assert np.all(np.diff(each.over_rounds([10, 30, 60])) >= 0)
+
+
+def test_epsilon_of_a_multiplier_is_dp_accountings():
+    (of_poisson,) = plan(**SMALL, noise_multiplier=2.0, kinds=("poisson",))
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL)
+    accountant.compose(PoissonSampledDpEvent(0.05, GaussianDpEvent(2.0)), 60)
+    assert of_poisson.epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-2)
+    assert of_poisson.noise_multiplier == 2.0
+
+
+def test_rounds_and_cohort_for_a_budget_are_the_largest():
+    rounds = most_rounds(1.0, noise_multiplier=2.0, clients=1000, cohort=50)
+
+    def at(cohort, rounds):
+        mechanism = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=Poisson(cohort / 1000))
+        return epsilon(planned_ledger(mechanism, 1000, rounds), mechanism).value
+
+    assert at(50, rounds) <= 1.0 < at(50, rounds + 1)
+    cohort = largest_cohort(1.0, noise_multiplier=2.0, clients=1000, rounds=20)
+    assert at(cohort, 20) <= 1.0 < at(cohort + 1, 20)
+    assert most_rounds(0.01, noise_multiplier=0.5, clients=1000, cohort=50) == 0
+    full = most_rounds(5.0, noise_multiplier=10.0, clients=50, cohort=50)
+    assert get_epsilon_gaussian(10 / math.sqrt(full), 1e-5) <= 5 < get_epsilon_gaussian(10 / math.sqrt(full + 1), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deployment", "banded", "separated"),
+    [
+        ((1000, 50, 300, 2.0), 1.0, 1.24),
+        ((10_000, 1000, 200, 8.0), 0.95, None),
+        ((100_000, 1000, 1000, 2.0), 0.91, None),
+        ((100_000, 1000, 1000, 8.0), 0.58, None),
+    ],
+)
+def test_correlated_noise_is_for_large_populations(deployment, banded, separated):
+    """Ratios to Poisson sampling with independent noise at one epsilon, computed elsewhere to two digits."""
+    names = dict(zip(("clients", "cohort", "rounds", "epsilon"), deployment))
+    by_kind = {each.kind: each.error for each in plan(**names, kinds=("poisson", "banded", "separated"))}
+    assert by_kind["banded"] / by_kind["poisson"] == pytest.approx(banded, abs=0.025)
+    if separated:
+        assert by_kind["separated"] / by_kind["poisson"] == pytest.approx(separated, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give one of the two"),
+        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "give one of the two"),
+        ({"epsilon": 1.0, "kinds": ()}, "give some of"),
+        ({"epsilon": 1.0, "kinds": "poisson"}, "give some of"),
+        ({"epsilon": 1.0, "cohort": 1001}, "cohort=1001"),
+        ({"epsilon": 1.0, "cohort": 600, "kinds": ("banded",)}, "none fits cohort=600"),
+        ({"epsilon": -1.0}, "epsilon=-1.0"),
+        ({"epsilon": 1.0, "delta": 2.0}, "delta=2.0"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**SMALL | arguments)

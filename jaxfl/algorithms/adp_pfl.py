@@ -197,12 +197,7 @@ def adp_pfl(
         bounded |= {"client_noise": np.asarray(noise.noise), "least_total": noise.least_total}
         mechanism = PrivacyFilter(release=release, **bounded)
     base = fedavg(
-        model,
-        local=local,
-        server_optimizer=server_optimizer,
-        mechanism=mechanism,
-        terms=Terms(delta),
-        name="adp_pfl",
+        model, local=local, server_optimizer=server_optimizer, mechanism=mechanism, terms=Terms(delta), name="adp_pfl"
     )
     return _masked(base, local, mask, risk_fn if isinstance(risks, str) else None)
 

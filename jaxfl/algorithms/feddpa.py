@@ -180,14 +180,7 @@ def paper_noise_multiplier(
 
 @checked(delta=probability, rate=check_fraction)
 def paper_epsilon(
-    noise_multiplier: float,
-    *,
-    delta: float,
-    examples: int,
-    batch_size: int,
-    epochs: int,
-    rounds: int,
-    rate: float,
+    noise_multiplier: float, *, delta: float, examples: int, batch_size: int, epochs: int, rounds: int, rate: float
 ) -> float:
     """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)

@@ -159,12 +159,7 @@ def padpfl_paper(
     weights, delta = _weights(impacts, rounds, delta)
     s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=times) for times in (exposures, rounds))
     mechanism = Mechanism(
-        clip=clip,
-        noise_multiplier=z,
-        client_noise=s,
-        weights=weights,
-        sampling=sampling,
-        denominator="participants",
+        clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
     )
     rule = f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
     terms = Terms(delta, (epsilon, rule) if math.isfinite(epsilon) else None)

@@ -24,12 +24,7 @@ def _check_densities(name: str, value: Any) -> list[float]:
     return [check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)]
 
 
-@checked(
-    inputs=_check_pixels,
-    rows=check_array,
-    density=partial(check_fraction, zero=True),
-    seed=count_from_0,
-)
+@checked(inputs=_check_pixels, rows=check_array, density=partial(check_fraction, zero=True), seed=count_from_0)
 def salt_and_pepper(
     inputs: Shaped[np.ndarray, "D ..."], rows: np.ndarray, density: float, *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:

@@ -265,10 +265,7 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
         convolutions = [{"features": n, "size": 3, "padding": 1} for n in (16, 32, 32)]
         return _cnn("feddpa_cnn", convolutions, (512, 128), (32, 32, 3), classes, form)
     colour = dataset == "svhn_cropped"
-    convolutions = [
-        {"features": 32, "size": 3, "relu": colour, "pool": False},
-        {"features": 64, "size": 3},
-    ]
+    convolutions = [{"features": 32, "size": 3, "relu": colour, "pool": False}, {"features": 64, "size": 3}]
     shape = (32, 32, 3) if colour else (28, 28, 1)
     return _cnn("feddpa_cnn", convolutions, (128,), shape, classes, form, relu=colour)
 

@@ -29,15 +29,15 @@ def keep() -> None:
 
 
 def trim(folder: Path, most: int) -> None:
-    """Remove files, those first that were not used for the longest time, until the rest has at most `most` bytes."""
-    found = []
+    """Remove the least recently used files until the rest has at most `most` bytes."""
+    files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # another process trims too
             stat = path.stat()
             if path.is_file():
-                found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+                files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
         if total <= most:
             return
         with contextlib.suppress(OSError):

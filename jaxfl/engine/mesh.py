@@ -31,7 +31,7 @@ def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
 def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
     """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
 
-    Of several processes, each puts the clients of its own devices there, and reads no other examples.
+    Each of several processes places the clients of its own devices, and reads no other examples.
 
     Args:
         clients: host arrays, the same in all processes.

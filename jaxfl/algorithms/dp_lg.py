@@ -6,7 +6,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_noise, checked, probability, up_to_infinity
+from jaxfl._validate import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
@@ -15,7 +15,7 @@ from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def dp_lg(
     model: Model,
     *,

@@ -8,18 +8,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import (
-    Check,
-    at_least_0,
-    check_fraction,
-    check_noise,
-    checked,
-    count_from_0,
-    nonzero,
-    probability,
-    traced,
-    up_to_infinity,
-)
+from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked, count_from_0, nonzero, traced, up_to_infinity
 from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
@@ -34,14 +23,7 @@ _EXTRACTOR = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.0
 _HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 
 
-_ARGUMENTS: dict[str, Check] = {
-    "noise_multiplier": check_noise,
-    "clip": up_to_infinity,
-    "density": check_fraction,
-    "sparse_layers": count_from_0,
-    "penalty_weight": at_least_0,
-    "delta": probability,
-}
+_ARGUMENTS = {"density": check_fraction, "sparse_layers": count_from_0, "penalty_weight": at_least_0, **GAUSSIAN}
 """Checks of the arguments that both builders share."""
 
 

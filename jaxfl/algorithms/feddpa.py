@@ -9,16 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
-    Check,
-    at_least_0,
-    check_fraction,
-    check_noise,
-    checked,
-    nonzero,
-    probability,
-    up_to_infinity,
-)
+from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked, nonzero, probability, up_to_infinity
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
@@ -33,14 +24,7 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 _RULE = "accounted per example and local step, with noise that is added once per round to whole clients"
 
 
-_ARGUMENTS: dict[str, Check] = {
-    "noise_multiplier": check_noise,
-    "clip": up_to_infinity,
-    "threshold": at_least_0,
-    "lambda1": at_least_0,
-    "lambda2": at_least_0,
-    "delta": probability,
-}
+_ARGUMENTS = {"threshold": at_least_0, "lambda1": at_least_0, "lambda2": at_least_0, **GAUSSIAN}
 """Checks of the arguments that both builders share."""
 
 

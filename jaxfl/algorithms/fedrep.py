@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_noise, checked, count_from_0, nonzero, probability, show, up_to_infinity
+from jaxfl._validate import GAUSSIAN, checked, count_from_0, nonzero, show
 from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
@@ -111,7 +111,7 @@ def fedrep(
     return Algorithm(name, model, init, client_update, server_update, fit, mechanism, terms=terms)
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def centaur(
     model: Model,
     *,

@@ -8,7 +8,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, count_from_0, probability, up_to_infinity
+from jaxfl._validate import GAUSSIAN, at_least_0, checked, count_from_0
 from jaxfl.algorithms.fedrep import Parts, centaur, split_head, start_parts
 from jaxfl.local.train import LocalSGD, squared_error
 from jaxfl.privacy.mechanisms import Mechanism
@@ -17,13 +17,7 @@ from jaxfl.server import Server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 
-@checked(
-    clip=up_to_infinity,
-    noise_multiplier=check_noise,
-    server_learning_rate=at_least_0,
-    personal_learning_rate=at_least_0,
-    delta=probability,
-)
+@checked(**GAUSSIAN, server_learning_rate=at_least_0, personal_learning_rate=at_least_0)
 def ppsgd(
     model: Model,
     *,

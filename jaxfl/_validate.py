@@ -26,7 +26,7 @@ from jaxtyping import Float64, Key
 from jaxfl.types import Number
 
 Check = Callable[[str, Any], Any]
-"""From an argument's name and value to the value as it is used; raises if it does not fit."""
+"""From an argument's name and value to the value to use; raises if it does not fit."""
 
 _F = TypeVar("_F", bound=Callable)
 
@@ -104,7 +104,7 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
 
 
 def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
-    """Require an object of one of some classes."""
+    """Require an instance of one of the classes."""
     given = plain(value)
     if isinstance(given, kinds):
         return given

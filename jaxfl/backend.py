@@ -23,7 +23,7 @@ class Backend(NamedTuple):
     """The formulation for one kind of device."""
 
     devices: int | None
-    """How many devices a host is split into; None: as many as it has."""
+    """How many devices a host is split into; None: those that it has."""
     chunk: int | Literal["auto"]
     """Clients vectorised at a time on each device; "auto": measured."""
     convolution: Form
@@ -44,7 +44,7 @@ _CPU = Backend(
     microbatch=8,
     # A FedDPA round on two cores takes 0.8 of the time with this width, if the processor has such vectors.
     compiler={"xla_cpu_prefer_vector_width": 512},
-    # Threads within an operation would only disturb the other devices.
+    # Threads within an operation would only compete with the other devices.
     compiler_split={"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"},
 )
 

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2 after one line about options that are wrong or incompatible.
     """
-    # The description has the usage: an error is one line.
+    # The description holds the usage, so that an error is one line.
     parser = argparse.ArgumentParser(
         "python -m jaxfl.launch",
         usage=argparse.SUPPRESS,
@@ -125,7 +125,7 @@ def _unreachable(coordinator: str, bind: bool) -> str | None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(parts[1].strip("[]"), parts[2], type=socket.SOCK_STREAM)[0]
         if bind and _BIND not in os.environ:
-            # JAX shares a port that another run listens at, and the processes of both mix; elsewhere it crashes.
+            # JAX would share a port at which another run listens, and mix the processes of both; elsewhere it crashes.
             with socket.socket(family, kind) as tried:
                 tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(address)
@@ -170,12 +170,12 @@ def _start(options: argparse.Namespace, alone: bool, alive: int) -> dict[int | N
         environment[_BIND] = coordinator
         environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, min(16, cores() // options.processes))))
     elif coordinator is not None:
-        environment.setdefault(_BIND, coordinator)  # else all interfaces
+        environment.setdefault(_BIND, coordinator)  # by default all interfaces
     children = {}
     for number in numbers:
         join = f"_join({coordinator!r}, {options.processes}, {number}, {run!r}, {alive})"
         command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
-        shown = None if number == numbers[0] else subprocess.DEVNULL  # they all print the same
+        shown = None if number == numbers[0] else subprocess.DEVNULL  # all print the same
         # In a group of its own, so that Ctrl-C reaches it once, through this process.
         children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0, pass_fds=[alive])
     return children
@@ -233,7 +233,7 @@ def _join(coordinator: str | None, processes: int | None, process: int | None, r
     code = _run(run, processes, process)
     sys.stdout.flush()
     if code:
-        time.sleep(0 if process else 2)  # without process 0 the others end at once: let them say why
+        time.sleep(0 if process else 2)  # without process 0 the others end at once: let them report first
         os._exit(code)  # a regular exit would wait for processes that wait for this one
 
 
@@ -268,7 +268,7 @@ def _run(run: str, processes: int | None, process: int | None) -> int:
             print(f"\n{stop}", file=sys.stderr)
         return signals.exit_code(stop)
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
+        sys.excepthook(type(error), error, error.__traceback__)  # the program may have set its own
         return 1
     return 0
 

@@ -191,7 +191,7 @@ def _sparsified(
             return masks(params, server.public) if private else (server.mask, server.support)
 
         def apply(params: Params, x: Array) -> Array:
-            # The value of theta * M, and the gradient of all weights, of which the loop keeps the support's.
+            # The value of theta * M, with gradients of all weights; the loop keeps those of the support.
             kept = keep(now(params)[0], params)
             through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
             return model.apply({**through, **fitted}, x)

@@ -120,7 +120,7 @@ def feddpa_paper(
         claim: the epsilon that the paper's rule states for `noise_multiplier` (see `paper_epsilon`).
 
     Guarantee: client-level, zero-out adjacency. The paper calibrates sigma for examples although noise is added once
-        per round to whole clients; the statement gives the client-level epsilon of that noise, and the claim beside it.
+        per round to whole clients; the statement gives the client-level epsilon of that noise beside the claim.
     Deviations from the paper: those of `feddpa`.
     References: as for `feddpa`.
 
@@ -143,7 +143,7 @@ def paper_noise_multiplier(
     r"""Sigma by the published code's rule, which accounts noise per example and step.
 
     RDP of Poisson sampling of examples at rate :math:`q B / n` over :math:`q T E n / B` steps, although noise is
-    added T times, to clients. The claimed epsilon rests on it; it calibrates nothing that is done.
+    added T times, to clients. The claimed epsilon rests on this rule, which fits no actual mechanism.
 
     Args:
         epsilon: the epsilon to claim.

@@ -136,7 +136,7 @@ def padpfl_paper(
         impacts: as in `padpfl`.
         exposures: L, how many of a client's uploads are seen.
         mu: weight of the proximal term.
-        sampling: who takes part; with factors of 0 alone, nothing but noise is left of the weights.
+        sampling: who takes part; a cohort whose factors are all 0 leaves only noise of the weights.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
         local: how a client trains in a round.
 
@@ -251,8 +251,8 @@ def convergence_bound(
         changes: :math:`\|p^{t+1} - p^t\|_1` after every round; None: fixed factors (theorem 2).
         spread: largest difference between two clients' losses at one w.
 
-    Deviations from the paper: the formulas of (23), (46), (52) and (69) are lost in the text at hand; these follow its
-        steps (26) to (39), and are ours. Expectations over noise that is independent of the round would drop
+    Deviations from the paper: the formulas of (23), (46), (52) and (69) are illegible in the available text; the bounds
+        here follow its steps (26) to (39). Expectations over noise that is independent of the round would drop
         :math:`\lambda_1`. Theorem 3 there bounds the change of p otherwise.
 
     >>> constants = dict(gap=1.0, smoothness=1.0, mu=4.0, gamma=0.0, dissimilarity=1.0, gradient=1.0, convexity=1.0)
@@ -279,7 +279,7 @@ def convergence_bound(
 def _weights(
     impacts: Impacts | None, rounds: int, delta: float | None
 ) -> tuple[Float[np.ndarray, "..."] | None, float]:
-    """Impact factors as a table, and the delta of so many clients."""
+    """Impact factors as a table, and the delta for their number of clients."""
     weights = None if impacts is None else impact_table(impacts, rounds)
     return weights, failure_probability(delta, None if weights is None else weights.shape[-1])
 

@@ -170,7 +170,7 @@ def pdp_fl_paper(
         epsilon_max: global budget that the rule claims for one round; infinity: no noise by the server.
         clip: C, L2 bound on a client's weights.
         smallest: m, examples of the smallest client.
-        aggregation: "printed": as Algorithm 3 has it, the clients' mean with a further factor 1/n for n participants,
+        aggregation: "printed": as in Algorithm 3, the clients' mean with a further factor 1/n for n participants,
             whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
@@ -228,7 +228,7 @@ def personal_examples(
         rate: probability that an example is in a batch.
         steps: local steps per round.
         rounds: T.
-        optimizer: of the local steps.
+        optimizer: for the local steps.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         accountant: "rdp" asks for more noise than "pld", and takes less time.
 

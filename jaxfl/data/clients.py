@@ -76,7 +76,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     `C / shards` clients. Block b of the store holds the examples these clients refer to, in their old
     order, padded with zeros to the length of the longest block; rows are local to the block. An example
     is copied once per block that refers to it, and not at all if no client does. With one shard
-    the clients are returned as they are.
+    the clients are returned unchanged.
 
     Args:
         clients: Clients over one store, as `make_clients` returns them.
@@ -137,7 +137,7 @@ def _real(rows: np.ndarray, size: np.ndarray) -> Bool[np.ndarray, "C N"]:
 
 
 def _pad(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "C N"], Int32[np.ndarray, "C"]]:
-    """Check the lists against data of that length and pad them with 0, at least one wide."""
+    """Check the lists against data of that length and pad them with 0 to a width of at least 1."""
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)
     flat = np.concatenate(arrays)

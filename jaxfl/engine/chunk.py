@@ -70,7 +70,7 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
     Args:
         build: makes the program of a chunk.
         most: the largest useful chunk.
-        arguments: of a call: one round.
+        arguments: those of a call of one round.
         mesh: the devices.
         facts: what else the choice depends on, except batches and local steps.
     """
@@ -79,7 +79,7 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
     name = hashlib.sha256(repr((shapes, device, mesh.size, jax.__version__, facts)).encode()).hexdigest()[:16]
     known = _recall(name)
     most_known, least_known = processes.largest(known or 0, -(known or 0))
-    if known and most_known == -least_known:  # by all processes
+    if known and most_known == -least_known:  # in all processes
         program = fitting(build, known, arguments)
         _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
         return program

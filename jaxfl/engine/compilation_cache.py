@@ -24,7 +24,7 @@ def keep() -> None:
     folder = cache_folder() / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder / _processor()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # JAX can bound the folder itself, but needs the package filelock, and reads the whole folder at every program.
+    # JAX can bound the folder itself, but needs the package filelock, and reads the whole folder for every program.
     atexit.register(trim, folder, _MOST_BYTES)
 
 
@@ -49,7 +49,7 @@ def _processor() -> str:
     """A name for processors that run the same programs, which JAX's own key does not cover."""
     try:
         with open("/proc/cpuinfo") as file:
-            first = file.read(2**14).split("\n\n")[0].splitlines()  # of one core
+            first = file.read(2**14).split("\n\n")[0].splitlines()  # the first core
         names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         facts = [line for line in first if line.split(":")[0].strip() in names]
     except OSError:

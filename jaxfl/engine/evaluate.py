@@ -26,8 +26,8 @@ _BATCH = 64
 class PerClient(NamedTuple):
     """Test accuracy and mean loss of each client.
 
-    NaN for a client without test examples, and for one whose model has no finite loss on one of them: outputs that are
-    not finite are no answer, not even one that is right by chance.
+    NaN for a client without test examples, and for one whose loss on one of them is NaN: outputs that are not finite
+    are no answer, not even one that is right by chance.
     """
 
     accuracy: Float[Array | np.ndarray, "*E C"]
@@ -88,7 +88,7 @@ def _client(
     real = (jnp.arange(rows.size) < size).reshape(shape)
 
     def block(number: Int[Array, ""], carry: tuple) -> tuple:
-        # Laid out ahead, as in training: within the inner loop the network would be fused with it.
+        # Laid out ahead, as in training: in the inner loop XLA would fuse the layout change with the network.
         x, labels = jax.vmap(model.prepare)(clients.inputs[rows[number]]), clients.labels[rows[number]]
 
         def test(i: Int[Array, ""], carry: tuple) -> tuple:

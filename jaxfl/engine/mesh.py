@@ -1,4 +1,4 @@
-"""Clients on a mesh of devices: each device holds its own clients, and their examples or those of all."""
+"""Clients on a mesh of devices: each device holds its own clients, with their examples or all examples."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from jaxfl.types import ClientData, Clients, StepNoise
 
 
 class Population(NamedTuple):
-    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all of them."""
+    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples."""
 
     clients: Clients
     number: int

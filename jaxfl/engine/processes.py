@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax._src import distributed  # JAX has no public way to exchange a text before its devices are in use
+from jax._src import distributed  # JAX has no public way to exchange text before it starts its devices
 from jax.experimental import multihost_utils
 
 _PATIENCE_SECONDS = 1800
-"""How much later than another process one may reach the same point."""
+"""How long processes wait for each other."""
 
 _MEETINGS = itertools.count()
 
@@ -44,8 +44,8 @@ def agree(facts: Mapping[str, str]) -> None:
     meeting = f"jaxfl/{next(_MEETINGS)}"
     client.key_value_set(f"{meeting}/{process}", json.dumps(dict(facts)))
     client.wait_at_barrier(meeting, _PATIENCE_SECONDS * 1000)
-    said = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(meeting)}
-    if differing := differences([said[process] for process in sorted(said)]):
+    by_process = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(meeting)}
+    if differing := differences([by_process[process] for process in sorted(by_process)]):
         raise ValueError(f"{differing}: start the same run, with the same command, in all processes")
 
 
@@ -58,10 +58,10 @@ def differences(facts: Sequence[Mapping[str, str]]) -> str:
     ''
     """
     texts = []
-    for name in dict.fromkeys(name for said in facts for name in said):
+    for name in dict.fromkeys(name for named in facts for name in named):
         processes: dict[str | None, list[str]] = {}
-        for process, said in enumerate(facts):
-            processes.setdefault(said.get(name), []).append(str(process))
+        for process, named in enumerate(facts):
+            processes.setdefault(named.get(name), []).append(str(process))
         if len(processes) > 1:
             values = (f"{value!r} in {', '.join(where)}" for value, where in processes.items())
             texts.append(f"{name} differs by process: {'; '.join(values)}")

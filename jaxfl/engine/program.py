@@ -98,7 +98,7 @@ def compile_rounds(
     Args:
         algorithm: what a round does.
         population: the clients on their devices.
-        chunk: clients vectorised at a time on each device; memory grows with it, and not with the cohort.
+        chunk: clients vectorised at a time on each device; memory grows with the chunk, not with the cohort.
         segment: the largest number of rounds per call.
     """
 

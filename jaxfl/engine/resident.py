@@ -1,4 +1,4 @@
-"""Rounds and evaluations of clients whose states and examples lie on the devices."""
+"""Rounds and evaluations of clients whose states and examples are on the devices."""
 
 import functools
 from collections.abc import Callable
@@ -25,9 +25,9 @@ class Resident:
     `jaxfl.engine.streamed.Stream` does the same for more clients than the devices hold.
 
     Args:
-        init_key: of the first state.
-        keys: of the rounds.
-        algorithm: one, or the points of a sweep.
+        init_key: key of the first state.
+        keys: streams of the rounds.
+        algorithm: one algorithm, or the points of a sweep.
         clients: host arrays.
         devices: where to run (None: all devices).
         chunk: clients vectorised at a time; "auto": measured.
@@ -48,7 +48,7 @@ class Resident:
         self.keys = self._everywhere(keys)
         self.center, self.states = initialize(init_key, self.keys.cohort, algorithm, self.population)
         self.program: Program | None = None
-        population = self.population  # not `self`, which would keep programs until the garbage collector comes
+        population = self.population  # not `self`, which would keep programs until the garbage collector runs
         self._build = functools.cache(lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=segment))
         self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self._segment = segment
@@ -66,7 +66,7 @@ class Resident:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes)
 
     def compile(self, facts: tuple[str, ...]) -> Program:
-        """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
+        """Choose the chunk, and compile for it; a remembered choice depends on `facts` besides shapes."""
         mesh = self.population.mesh
         most = self.population.clients.number // mesh.size
         self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
@@ -115,7 +115,7 @@ class Resident:
         return self.states
 
     def _arguments(self, start: int, count: int) -> tuple:
-        """Arguments of a call; the numbers lie on all devices, so that the call moves nothing by itself."""
+        """Arguments of a call; the numbers are on all devices, so that the call transfers nothing."""
         numbers = self._everywhere((np.int32(start), np.int32(count)))
         return self.keys, *numbers, self.center, self.states
 

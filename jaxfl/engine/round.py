@@ -64,7 +64,7 @@ class Records(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Numbers per client that is at hand, sharded like the clients."""
+    """Numbers of each client in memory, sharded like the clients."""
 
     ids: Int[Array, "S"]
     sampled: Bool[Array, "S"]
@@ -100,7 +100,7 @@ def one_round(
     center: Center,
     states: Tree,
 ) -> tuple[Center, Tree, Records]:
-    """A round of clients that are all at hand; the keys are the round's."""
+    """A round whose clients are all in memory; the keys are the round's."""
     cohort = draw(algorithm, population.number, keys, index, center)
     ids = jnp.arange(population.clients.number)
     total, states = add_participants(algorithm, population, chunk, keys, cohort, ids, None, center, states)
@@ -142,7 +142,7 @@ def add_participants(
         mesh=population.mesh,
         in_specs=(by_client, by_client, P(), by_client, population.layout),
         out_specs=by_client,
-        check_vma=False,  # algorithms start loops from constants, which the check takes for replicated
+        check_vma=False,  # algorithms start loops from constants, which the check considers replicated
     )(total, _slots(algorithm, cohort, ids, center), center, states, population.clients)
 
 
@@ -153,10 +153,10 @@ def finish_round(
     mechanism, numbers = algorithm.mechanism, cohort.numbers
     total = add_up(total)
     aggregate, std, memory = mechanism.aggregate(keys.noise, center.memory, cohort, total.given, mesh)
-    # Parameters in half precision got an update in single precision.
+    # An update in single precision would widen parameters in half precision.
     stepped = algorithm.server_update(center.server, aggregate)
     server = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), stepped, center.server)
-    if mechanism.denominator == "participants":  # it shows an empty cohort anyway
+    if mechanism.denominator == "participants":  # which shows an empty cohort anyway
         server = jax.tree.map(lambda a, b: jnp.where(total.given.weight > 0, a, b), server, center.server)
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
     info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
@@ -205,7 +205,7 @@ def _cohort(
         share, state = _participant(algorithm, keys, slots, slot, center, states, clients)
         return share._replace(given=share.given._replace(rows=())), share.given.rows, state
 
-    # Of one client, plain code: a batch axis of 1 would cost the fast matrix products.
+    # One client is plain code: with a batch axis of 1, matrix products would be slow.
     of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))
 
     def body(i: Int[Array, ""], carry: tuple) -> tuple:

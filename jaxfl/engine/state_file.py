@@ -53,7 +53,7 @@ class Store:
 
     def start(self) -> None:
         """Make the file, in place of any other."""
-        # An open map outlives its file's name, so that a temporary file needs no cleaning up.
+        # An open map outlives its file's name: a temporary file needs no clean-up.
         temporary = self.folder is None
         with tempfile.TemporaryDirectory() if temporary else contextlib.nullcontext(self.folder) as name:
             path = pathlib.Path(str(name)) / _ROWS

@@ -31,7 +31,7 @@ from jaxfl.privacy.mechanisms.gaussian import Cohort
 from jaxfl.types import Algorithm, Clients, Tree
 
 _BLOCK_BYTES = 2**24
-"""Rows of one block on all devices: small beside memory, large beside the cost of a call."""
+"""Bytes of one block on all devices: small relative to memory, large relative to the cost of a call."""
 
 
 class Block(NamedTuple):
@@ -85,7 +85,7 @@ def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, stor
     size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
 
     def rows(key: Key[Array, ""], first: Int[Array, ""]) -> Tree:
-        # States that are broadcast to all clients never exist for all: the compiler slices what is broadcast.
+        # States that are broadcast to all clients never exist in full: the compiler slices the source.
         states = algorithm.init(key, population.number)[1]
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
 
@@ -100,13 +100,13 @@ class Stream:
     """Rounds and evaluations by blocks; results are those of `jaxfl.engine.resident.Resident`, whose methods it has.
 
     Args:
-        init_key: of the first state.
-        keys: of the rounds.
+        init_key: key of the first state.
+        keys: streams of the rounds.
         algorithm: what a round does.
         clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
         devices: where to run (None: all devices).
         chunk: clients vectorised at a time on each device; "auto": measured.
-        folder: of the client states (None: a temporary one).
+        folder: for the client states (None: a temporary one).
 
     Raises:
         ValueError: several processes; too little space in the folder.
@@ -141,7 +141,7 @@ class Stream:
         return self.store.bytes_per_client > 0
 
     def record(self) -> Records:
-        """Shapes of what one round reports."""
+        """Shapes of the records of one round."""
         return self._record
 
     def compile(self, facts: tuple[str, ...]) -> Program:
@@ -157,7 +157,7 @@ class Stream:
         return self.program
 
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
-        """A round's programs, in which each device has one slot, and that of an evaluation with this key, traced."""
+        """Traced programs of a round, with one slot per device, and of an evaluation with this key."""
         ids, clients, states = self._load(np.full(self.population.mesh.size, self.store.number, np.int32), tests=True)
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
@@ -210,7 +210,7 @@ class Stream:
         return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
 
     def saved(self) -> dict[str, Tree]:
-        """What a checkpoint keeps: of the client states, only where their rows lie."""
+        """What a checkpoint keeps: of the client states, only the positions of their rows."""
         return {"center": self.center, "states": self.store.saved()}
 
     def save(self, write: Callable[[], Any]) -> None:
@@ -285,7 +285,7 @@ class Stream:
             for first in range(0, max(1, len(members)), self.slots):
                 ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), self.store.number)
                 parts = np.array_split(members[first : first + self.slots], len(ids))
-                for row, part in zip(ids, parts, strict=True):  # each device gets as many
+                for row, part in zip(ids, parts, strict=True):  # equal parts for all devices
                     row[: len(part)] = part
                 yield Block(index, cohort, ids.reshape(-1).astype(np.int32), first + self.slots >= len(members))
 

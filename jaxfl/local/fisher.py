@@ -35,7 +35,7 @@ def fisher_diagonal(
     """
     if model.sum_grad_squared is None:
         return _one_by_one(model, params, x, labels, weights)
-    # A per-example gradient is squared with its weight, and 0 and 1 are their own squares.
+    # A per-example gradient is squared with its weight, 0 or 1, which squaring does not change.
     return jax.grad(lambda p: _loss(model.sum_grad_squared(p, x), labels, weights))(params)
 
 

@@ -214,7 +214,7 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
     """1 - p(y|x) of each row, block by block."""
-    batch = min(data.padded, 64)  # forward passes alone take more at once than derivatives
+    batch = min(data.padded, 64)  # forward passes alone can take larger batches than derivatives
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
         inputs, labels = data.take(i * batch + jnp.arange(batch))

@@ -138,7 +138,7 @@ def train(
     total = jnp.where(data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0)
 
     def value_and_gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
-        """Of the loss and the penalty; the batch is in parts [parts, part, ...]."""
+        """Value and gradient of loss plus penalty; the batch is in parts [parts, part, ...]."""
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
@@ -199,7 +199,7 @@ def fit_head(
         params: all parameters; the extractor's keep their bits.
         data: the client's rows.
         local: optimizer, batch size, and how long.
-        penalty: of the parameters (of the head's alone, where the model can be split).
+        penalty: of the parameters (only the head's if the model can be split).
     """
     extract, classify = model.extract, model.classify
     if extract is None or classify is None:

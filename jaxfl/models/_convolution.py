@@ -271,7 +271,7 @@ def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) ->
     n, f, high, wide = dy.shape
     columns = (shape[1] + 1) // 2 if pairs else shape[1]
     x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
-    x = x.reshape(n, x.shape[1], -1)  # copying rows of a map is then one long copy
+    x = x.reshape(n, x.shape[1], -1)  # copies of a map's rows are then one long copy
     patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
     gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1)).reshape(n, shape[0], -1, f)
     gradients = _unpair_kernel(gradients, shape) if pairs else gradients

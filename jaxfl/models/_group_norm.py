@@ -56,7 +56,7 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array, Array |
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
-    if options.sum_grad_squared:  # an example's gradient is its sum over (H, W), and is squared after it
+    if options.sum_grad_squared:  # an example's gradient is summed over (H, W), then squared
         d_scale, d_bias = d_scale**2, d_bias**2
     return dx, None if shortcut is None else dy.reshape(shape), d_scale.sum(1), d_bias.sum(1)
 
@@ -81,7 +81,7 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
 
 
 def _group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
-    """Of each channel's group, from sums per channel."""
+    """Means of each channel's group, from sums per channel."""
     channels, high, wide, batch = shape
     size = channels // options.groups
     means = sums.reshape(2, options.groups, size, batch).sum(2) / (size * high * wide)

@@ -43,7 +43,7 @@ def from_flax(
 
     Args:
         module: without batch statistics, dropout, or other collections than `params`.
-        input_shape: of one example.
+        input_shape: shape of one example.
         head: names of the top-level layers that are the head (default: the last one).
         name: for reports (default: the module's class).
         prepare: from a stored batch to the module's input, for instance

@@ -186,7 +186,7 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        form: of convolutions (see `jaxfl.models.layers`): "lax" where forward-mode differentiation is needed; None:
+        form: of convolutions (see `jaxfl.models.layers`): "lax" if forward-mode differentiation is needed; None:
             the best for JAX's default backend.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
@@ -207,7 +207,7 @@ def lenet_groupnorm(
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        groups: of GroupNorm, 1 or 2.
+        groups: number of groups of GroupNorm, 1 or 2.
         form: as for `lenet`.
 
     >>> lenet_groupnorm().layers[:4]
@@ -269,7 +269,7 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        groups: of GroupNorm, in place of BatchNorm, whose running statistics would leave a client unclipped.
+        groups: of GroupNorm, which replaces BatchNorm, whose running statistics would leave a client unclipped.
         form: as for `lenet`.
 
     References:
@@ -314,7 +314,7 @@ def _cnn(
     relu: bool = True,
 ) -> Model:
     form = _form(form)
-    # A product with few outputs is slow: pairs of columns have twice as many, for (k + 1) / k times the operations.
+    # A product with few outputs is slow: pairs of columns double them, for (k + 1) / k times the operations.
     first, padding = convolutions[0], convolutions[0].get("padding", 0)
     paired = form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
     if paired:

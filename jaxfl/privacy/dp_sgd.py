@@ -194,7 +194,7 @@ def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: t
         clipped, norm = clip(slope, bound)
         return jax.tree.map(lambda leaf: jnp.where(real & jnp.isfinite(norm), leaf, 0), (value, clipped))
 
-    if len(batch[1]) == 1:  # plain code: a batch axis of 1 would cost the fast matrix products
+    if len(batch[1]) == 1:  # plain code: with a batch axis of 1, matrix products would be slow
         return of_example(*(leaf[0] for leaf in batch))
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), jax.vmap(of_example)(*batch))
 

@@ -91,7 +91,7 @@ def round_noise(
     r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that cost epsilon in all (aggregate observer).
 
     Args:
-        budgets: of the rounds; only their ratios count.
+        budgets: one per round; only their ratios count.
         epsilon: target for the whole run, zero-out.
         clients: number of clients.
         sampling: who takes part.
@@ -147,7 +147,7 @@ def client_noise(
     leaves little of a released number: at 1, with a tenth of the cost over ten releases, r is 40.
 
     Args:
-        budgets: of the rounds; only their ratios count.
+        budgets: one per round; only their ratios count.
         epsilon: target for the whole run of any client, replace-one, for the upload observer.
         participation: :math:`\pi`, the share of rounds to plan for; 1: no client is ever stopped.
         release_share: a, the share of the cost that goes to released numbers; 0: none are released.
@@ -175,7 +175,7 @@ def paper_noise(
 
     Args:
         budgets: epsilon of each round, above 0.
-        delta: of each round.
+        delta: failure probability of each round.
         rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1 and false from about 8.4 on (at
             delta 1e-5); "analytic": the exact Gaussian mechanism's.
 

@@ -26,8 +26,8 @@ class Checkpoints:
     """The newest two states of a run in one folder, written atomically, with a checksum of every file.
 
     Args:
-        folder: of the checkpoints, in that of the run; made with the first of them.
-        fingerprint: what must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
+        folder: for the checkpoints, inside the run's folder; made with the first one.
+        fingerprint: facts that must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
     """
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts) -> None:
@@ -60,8 +60,7 @@ class Checkpoints:
         The state is on the devices of `like`. `take` may refuse it as damaged; then the previous one is tried.
 
         Raises:
-            ValueError: the folder holds another run, or no checkpoint that is whole, or is not the same one for all
-                processes.
+            ValueError: the folder holds another run, or no intact checkpoint, or is not the same for all processes.
         """
         self._check_same()
         damaged: list[str] = []
@@ -86,7 +85,7 @@ class Checkpoints:
         return str(self._folder / str(steps[-1])) if steps else "none"
 
     def ends(self, rounds: int) -> bool:
-        """Whether the newest state is the one after `rounds` rounds."""
+        """Whether the newest state is that after `rounds` rounds."""
         return self._steps()[-1:] == [rounds]
 
     def clear(self) -> None:
@@ -107,7 +106,7 @@ class Checkpoints:
     def _check_same(self) -> None:
         """Require that all processes see one folder, and belong to one run."""
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
-        digest = int(_of_json(self._fingerprint)[:6], 16)  # of 24 bits: a float32 holds it
+        digest = int(_of_json(self._fingerprint)[:6], 16)  # 24 bits, exact in float32
         most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(f"folder={self._run!r} differs by process: give one that all of them share")

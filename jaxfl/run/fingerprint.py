@@ -75,7 +75,7 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
     Computation outside JAX (`jax.pure_callback`) is not seen.
 
     Args:
-        programs: closed jaxprs of a `marked` method: of "init", a "round" and "evaluation".
+        programs: closed jaxprs of a `marked` method, by "init", "round" and "evaluation".
     """
     hashes: dict[str, Any] = {}
     for name, parts in programs.items():
@@ -125,7 +125,7 @@ def of_versions(mesh: Mesh) -> Facts:
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:
-    """What differs, in words, the current value last; programs, which follow from the rest, only if alone."""
+    """What differs, in words, the current value last; programs only if nothing else does, since they follow from it."""
     missing = object()
     names = [name for name in current | stored if stored.get(name, missing) != current.get(name, missing)]
     groups: list[list[str]] = [[], [], []]

@@ -23,9 +23,9 @@ class Watch:
     """Watches one run, or all points of a sweep together: warns of each problem once, when it first appears.
 
     Args:
-        name: of the run.
+        name: name of the run.
         clients: host arrays.
-        algorithms: of each point.
+        algorithms: one for each point.
     """
 
     def __init__(self, name: str, clients: Clients, algorithms: Sequence[Algorithm]) -> None:
@@ -102,7 +102,7 @@ class Watch:
             return False  # noise moves it, and updates have counted: a method may continue like this
         took_part, broken = recent.ledger.participants.any(axis=0), self.broken_data[0]
         nobody_else = (broken | (np.asarray(self.clients.train_size) == 0)).all()
-        return bool((took_part & ~broken).any() or nobody_else)  # else others may count that were not drawn yet
+        return bool((took_part & ~broken).any() or nobody_else)  # otherwise clients not drawn yet may count
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
         """How many updates of these rounds were dropped, and what to do."""

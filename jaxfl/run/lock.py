@@ -12,7 +12,7 @@ from jaxfl.engine import processes
 
 try:
     import fcntl
-except ImportError:  # Windows: folders are not locked there
+except ImportError:  # Windows, where folders are not locked
     fcntl = None
 
 _LOG = logging.getLogger("jaxfl")

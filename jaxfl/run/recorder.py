@@ -32,7 +32,7 @@ class Result(NamedTuple):
     ledger: Ledger
     statement: dict[str, Any]
     memory: Tree = ()
-    """Of the mechanism, after the last round."""
+    """The mechanism's memory after the last round."""
     restored: int = 0
     """Rounds read from the folder, not computed by this call."""
 
@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
 
 class Journal:
-    """The records of a run so far; `finish` states its privacy, and what it is `told` of the run's randomness."""
+    """A run's records so far; `finish` accounts for them, and states what it is `told` about the randomness."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
         root: folder of all runs.
         method: name of the algorithm; a folder's name.
         config: a frozen dataclass or a mapping, of JSON values, paths, arrays, and dataclasses of such.
-        seed: of this run.
+        seed: seed of this run.
 
     Raises:
         ValueError: a name that leads elsewhere, a seed that is not a whole number, or a value of another kind.

@@ -13,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def deferred() -> Iterator[Callable[[], int]]:
     """Turn the first signal into a number that the function returns (0: none yet); each further one interrupts.
 
-    Handlers are restored at the end; a signal that nobody has acted on by then is sent again. Python handles signals
+    Handlers are restored at the end; a signal that is still pending then is sent again. Python handles signals
     in its main thread: elsewhere nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -23,7 +23,7 @@ def deferred() -> Iterator[Callable[[], int]]:
 
     def restore() -> None:
         for number, old in previous.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not Python's, which cannot set it
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler that Python cannot set
 
     def handler(number: int, frame: FrameType | None) -> None:
         # Another signal may come between any two lines: a plain variable, since a lock would wait for itself.

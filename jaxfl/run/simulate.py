@@ -158,7 +158,7 @@ def sweep(
         values: columns of P numbers, by argument; may be empty where keys differ.
         clients: the same for all points.
         rounds: T.
-        folder: of the whole sweep; None writes nothing.
+        folder: for the whole sweep; None writes nothing.
         batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
         paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
             noisy, but any two of them reveal the clean updates: at most one may be published.
@@ -239,7 +239,7 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = settings.rounds
-        check_algorithm(algorithms[0], clients, rounds)  # others differ in numbers
+        check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})

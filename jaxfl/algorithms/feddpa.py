@@ -143,7 +143,7 @@ def paper_noise_multiplier(
     r"""Sigma by the published code's rule, which accounts noise per example and step.
 
     RDP of Poisson sampling of examples at rate :math:`q B / n` over :math:`q T E n / B` steps, although noise is
-    added T times, to clients. The claimed epsilon rests on this rule, which fits no actual mechanism.
+    added T times, to clients. The claimed epsilon rests on this rule; it does not calibrate the added noise.
 
     Args:
         epsilon: the epsilon to claim.

@@ -64,7 +64,7 @@ def fedrep(
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
         terms: what else the privacy statement says.
-        name: of the method in reports.
+        name: name of the method in reports.
 
     Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.
     References: Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021.

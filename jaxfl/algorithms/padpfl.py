@@ -251,7 +251,7 @@ def convergence_bound(
         changes: :math:`\|p^{t+1} - p^t\|_1` after every round; None: fixed factors (theorem 2).
         spread: largest difference between two clients' losses at one w.
 
-    Deviations from the paper: the formulas of (23), (46), (52) and (69) are illegible in the available text; the bounds
+    Deviations from the paper: the formulas of (23), (46), (52) and (69) are missing from the available text; the bounds
         here follow its steps (26) to (39). Expectations over noise that is independent of the round would drop
         :math:`\lambda_1`. Theorem 3 there bounds the change of p otherwise.
 

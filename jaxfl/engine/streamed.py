@@ -3,7 +3,7 @@
 The host keeps client states (`jaxfl.engine.state_file`) and each client's rows of the example store; the devices hold
 the example store itself, each the whole of it. A round's cohort is drawn from all clients and goes through the devices
 in blocks of a fixed number of slots, which add to the same sums. While a block is at work, the rows of the previous
-block are written back and those of the next, of this round or a later one, are read and sent.
+block are written back and those of the next block, of this round or the next, are read and sent.
 """
 
 import functools
@@ -183,9 +183,10 @@ class Stream:
             ids, clients, states = self._load(block.ids)  # while the previous block is at work
             if before is not None:
                 states = self._renew(block.ids, states, *before[:2])
-            arguments = clients, self.keys, block.index, block.cohort, ids, self.center, total, states
             with jax.transfer_guard("disallow"):
-                total, states = self.program.step(*arguments)
+                total, states = self.program.step(
+                    clients, self.keys, block.index, block.cohort, ids, self.center, total, states
+                )
             record = None
             if block.last:
                 self.center, record = self.finish(self.keys, block.index, block.cohort, total, self.center)
@@ -307,7 +308,7 @@ class Stream:
         return self.renew(states, new, jax.device_put(source, self.everyone))
 
     def _whole(self, slots: int) -> int:
-        """Slots rounded up to the same number per device, for at most all clients."""
+        """Slots, equally many per device, at most enough for all clients."""
         devices = self.population.mesh.size
         return -(-min(max(slots, 1), self.population.number) // devices) * devices
 

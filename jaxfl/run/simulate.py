@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import Check, check_instance, check_key, check_path, checked
+from jaxfl._validate import check_instance, check_key, check_path, checked
 from jaxfl.backend import of_devices
 from jaxfl.engine import processes
 from jaxfl.engine.program import Points
@@ -38,9 +38,7 @@ _SEGMENT_SECONDS = 10.0
 
 _CHECKPOINT_SECONDS = 30.0
 
-_CHECKS: dict[str, Check] = {
-    "clients": check_clients, "chunk": check_chunk, "devices": check_devices, "folder": check_path,
-}  # fmt: skip
+_CHECKS = {"clients": check_clients, "chunk": check_chunk, "devices": check_devices, "folder": check_path}
 """Checks of the arguments that `simulate` and `sweep` share."""
 
 
@@ -370,7 +368,7 @@ class _Run:
         self.saved_at, self.kept = time.monotonic(), self.done
 
     def _restore(self, lock: Lock) -> None:
-        """Resume from the folder, if it holds a state; a finished run is read only."""
+        """Resume from the folder, if it holds a state; a finished run is only read."""
         assert self.checkpoints is not None
         lock.take(shared=self.checkpoints.ends(self.rounds))
         self.done = self.restored = self.checkpoints.restore(self._state(), self._take)

@@ -7,10 +7,10 @@ import jax
 
 from jaxfl.backend import backend, with_flags
 
-# Both are read when JAX's backend starts; an option of the same name that was set before stands.
+# Both are read when JAX's backend starts; an option that is already set stays.
 os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
 if jax.config.values["jax_num_cpu_devices"] < 1:
-    # Accelerators ignore it. Where it is too late, JAX raises.
+    # Accelerators ignore it. If it is too late, JAX raises.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 

@@ -1,10 +1,10 @@
 """Argument checks: an error with name, value and remedy, before anything is computed.
 
-`checked` stands above every public function: what an argument may be follows from its annotation, and from a check that
-is named there where the annotation does not say it. Checks return the value as the library uses it: NumPy and JAX
-scalars become Python numbers.
+`checked` decorates every public function: what an argument may be follows from its annotation, or from a named check
+where the annotation does not say. Checks return the value as the library uses it: NumPy and JAX scalars become Python
+numbers.
 
-A sweep calls a builder with each value first, and then once more with a traced number in its place, which passes.
+A sweep calls a builder with each value first, and then once with a traced number, which passes.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from jaxtyping import Float64, Key
 from jaxfl.types import Number
 
 Check = Callable[[str, Any], Any]
-"""From an argument's name and value to the value as it is used; raises where it does not fit."""
+"""From an argument's name and value to the value to use; raises if it does not fit."""
 
 _F = TypeVar("_F", bound=Callable)
 
@@ -41,11 +41,11 @@ _REMEDIES = {
     "Clients": "clients from jaxfl.data.make_clients",
     "Module": "a module of Flax linen, made: nn.Dense(10), not nn.Dense",
 }
-"""What to give where a class is asked for, by the name of the class, or of the first of several."""
+"""What to give where a class is required, by the name of the class, or of the first of several."""
 
 
 def traced(value: Any) -> bool:
-    """Whether a number is an argument of the program that is being compiled."""
+    """Whether a number is an argument of the program being compiled."""
     return isinstance(value, jax.core.Tracer)
 
 
@@ -55,8 +55,8 @@ def nonzero(value: Any) -> bool:
 
 
 def show(value: Any) -> str:
-    """A value in an error: as it is written where that is short, else what it is."""
-    with contextlib.suppress(Exception):  # whole numbers of thousands of digits have no text
+    """A value for an error message: its repr if short, otherwise its type."""
+    with contextlib.suppress(Exception):  # Python prints no integer of thousands of digits
         text = repr(value)
         if len(text) <= 120 and "\n" not in text:
             return text
@@ -96,18 +96,18 @@ def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = Tru
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     """Require one of the named choices."""
-    found = plain(value)
+    given = plain(value)
     for choice in choices:
-        if isinstance(found, type(choice)) and isinstance(found, bool) == isinstance(choice, bool) and found == choice:
+        if isinstance(given, type(choice)) and isinstance(given, bool) == isinstance(choice, bool) and given == choice:
             return choice
     raise ValueError(f"{name}={show(value)}: choose one of {', '.join(map(repr, choices))}")
 
 
 def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
-    """Require an object of one of some classes."""
-    found = plain(value)
-    if isinstance(found, kinds):
-        return found
+    """Require an instance of one of the classes."""
+    given = plain(value)
+    if isinstance(given, kinds):
+        return given
     remedy = _REMEDIES.get(kinds[0].__name__, f"a {' or '.join(kind.__name__ for kind in kinds)}")
     raise TypeError(f"{name}={show(value)}: give {remedy}")
 
@@ -120,7 +120,7 @@ def check_callable(name: str, value: Any) -> Callable:
 
 
 def check_array(name: str, value: Any) -> np.ndarray:
-    """Require what NumPy takes for an array of numbers; JAX's arrays are fetched."""
+    """Require what NumPy reads as an array of numbers; JAX arrays are fetched."""
     try:
         array = np.asarray(value)
     except Exception:
@@ -134,7 +134,7 @@ def check_arrays(name: str, value: Any) -> list[np.ndarray]:
     """Require a sequence of arrays of numbers, one for each client."""
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
     if array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
-        return [check_array(f"{name}[{i}]", own) for i, own in enumerate(value)]
+        return [check_array(f"{name}[{i}]", item) for i, item in enumerate(value)]
     raise TypeError(f"{name}={show(value)}: give a list of arrays, one for each client")
 
 
@@ -147,13 +147,13 @@ def check_numbers(
     negative: bool = False,
     infinite: bool = False,
 ) -> Float64[np.ndarray, "..."]:
-    """Require an array of so many axes, not empty, of numbers above 0 (or at least 0, or also below)."""
+    """Require a non-empty array with one of these numbers of axes, of numbers above 0 (or at least 0, or any)."""
     array = check_array(name, value)
     if array.dtype.kind in "iuf" and array.ndim in axes and array.size:
-        found = array.astype(np.float64)
-        inside = ~np.isnan(found) if negative else (found >= 0 if zero else found > 0)
-        if np.all(inside) and (infinite or np.all(np.isfinite(found))):
-            return found
+        floats = array.astype(np.float64)
+        inside = ~np.isnan(floats) if negative else (floats >= 0 if zero else floats > 0)
+        if np.all(inside) and (infinite or np.all(np.isfinite(floats))):
+            return floats
     limits = "" if negative else (" of at least 0" if zero else " above 0")
     shape = " or ".join({0: "a number", 1: "a vector", 2: "a table"}[n] for n in axes)
     raise ValueError(f"{name}={show(value)}: give {shape} of {'' if infinite else 'finite '}numbers{limits}")
@@ -168,7 +168,7 @@ def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any
 
 
 def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = None, empty: bool = True) -> tuple:
-    """Require a sequence of whole numbers, so many of them."""
+    """Require a sequence of whole numbers, of a given length."""
     array = check_array(name, value)
     sized = array.ndim == 1 and (len(array) == length if length is not None else empty or len(array) > 0)
     if not sized or (array.size and (array.dtype.kind not in "iu" or array.min() < least)):
@@ -178,7 +178,7 @@ def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = 
 
 
 def check_key(name: str, value: Any) -> Key[Array, "*P"]:
-    """Require a key of JAX, or one for each point; raw key data are wrapped."""
+    """Require a JAX key, or one for each point; raw key data are wrapped."""
     if isinstance(value, jax.Array) and value.ndim <= 1 and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     if isinstance(value, jax.Array) and value.ndim in (1, 2) and value.dtype == jnp.uint32 and value.shape[-1] == 2:
@@ -187,7 +187,7 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
 
 
 def check_path(name: str, value: Any) -> Any:
-    """Require the name of a file or a folder."""
+    """Require the path of a file or a folder."""
     if isinstance(value, str | os.PathLike) and os.fspath(value):
         return value
     raise TypeError(f"{name}={show(value)}: give a path")
@@ -198,14 +198,17 @@ up_to_infinity = functools.partial(check_positive, infinite=True)
 count_from_0 = functools.partial(check_count, least=0)
 probability = functools.partial(check_fraction, one=False)
 
+GAUSSIAN: dict[str, Check] = {"clip": up_to_infinity, "noise_multiplier": check_noise, "delta": probability}
+"""Checks of the arguments that builders of a Gaussian mechanism share."""
+
 
 def checked(**checks: Check) -> Callable[[_F], _F]:
-    """Check all arguments of a function, or of a dataclass, whenever it is called, and pass on what the checks return.
+    """Check all arguments of a function, or of a dataclass, at every call, and pass on what the checks return.
 
-    An annotation says: a whole number of at least 1 (`int`), a finite number above 0 (`float`, `Number`), one of the
-    named choices (`Literal`), a function, an object of a class. None is taken where it says so. `checks` are for
-    arguments that may be more or less than that, and must name those whose annotation says something else, so that
-    no argument can be forgotten.
+    An annotation requires: a whole number of at least 1 (`int`), a finite number above 0 (`float`, `Number`), one of
+    the named choices (`Literal`), a function, an object of a class. None passes where the annotation allows it.
+    `checks` are for arguments with wider or narrower limits, and must name those with any other annotation, so that no
+    argument is forgotten.
 
     >>> @checked(share=check_fraction)
     ... def cut(size: int, share: float, way: Literal["up", "down"] = "up") -> int:
@@ -224,10 +227,11 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
         signature, hints = inspect.signature(target), get_type_hints(target)
         kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
         options = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
-        fields = _fields(hints.get(options))
+        further_hint = hints.get(options)  # keyword arguments that a `TypedDict` names
+        fields = get_type_hints(get_args(further_hint)[0]) if get_origin(further_hint) is Unpack else {}
         named = {name: hints[name] for name in kinds if name != options} | fields
-        own = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
-        assert set(checks) <= set(own), f"{target.__qualname__}: {set(checks) - set(own)} are no arguments"
+        by_name = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
+        assert set(checks) <= set(by_name), f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +242,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             further = bound.arguments.get(options, {})
             if fields and (unknown := [name for name in further if name not in fields]):
                 raise TypeError(f"{target.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")
-            for name, check in own.items():
+            for name, check in by_name.items():
                 for arguments in (bound.arguments, further):
                     if name in arguments:
                         arguments[name] = check(name, arguments[name])
@@ -249,13 +253,8 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
     return decorate
 
 
-def _fields(options: Any) -> dict[str, Any]:
-    """Annotations of keyword arguments that a `TypedDict` names."""
-    return get_type_hints(get_args(options)[0]) if get_origin(options) is Unpack else {}
-
-
 def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
-    """The check of an argument; None passes where the annotation says so."""
+    """The check of an argument; None passes where the annotation allows it."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = tuple(member for member in members if member is not types.NoneType)
     if check is None:
@@ -282,7 +281,7 @@ def _of_kinds(name: str, kinds: tuple[Any, ...]) -> Check:
 
 
 def plain(value: Any) -> Any:
-    """A NumPy or JAX scalar as the Python value that it holds; all else as it is.
+    """A NumPy or JAX scalar as the Python value that it holds; all else unchanged.
 
     >>> plain(np.float32(0.5)), plain(jnp.int32(2)), plain(np.array(3)), plain([1])
     (0.5, 2, 3, [1])
@@ -292,7 +291,7 @@ def plain(value: Any) -> Any:
 
 
 def _real(value: Any) -> int | float | None:
-    """The number that a value is, whole ones as int; None where it is none (as a bool) or too large for one."""
+    """A value as a number, integers as int; None if it is not a number (bools are not) or too large for a float."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None

@@ -1,4 +1,4 @@
-"""What a kind of device decides: how networks are written, and programs compiled, for it.
+"""What depends on the kind of device: how networks are formulated and programs compiled.
 
 Only this file names platforms. All formulations give the same results, up to rounding.
 """
@@ -23,17 +23,17 @@ class Backend(NamedTuple):
     """The formulation for one kind of device."""
 
     devices: int | None
-    """How many devices a host is split into; None: as many as it has."""
+    """How many devices a host is split into; None: those that it has."""
     chunk: int | Literal["auto"]
     """Clients vectorised at a time on each device; "auto": measured."""
     convolution: Form
     """The form of convolutions whose model names none."""
     microbatch: int | None
-    """Examples at once through a network whose maps of a whole batch leave the caches; None: the whole batch."""
+    """Examples at once through a network whose maps of a whole batch exceed the caches; None: the whole batch."""
     compiler: Mapping[str, Any]
     """Options of XLA."""
     compiler_split: Mapping[str, Any]
-    """Further ones where a host is split into devices."""
+    """Further options if a host is split into devices."""
 
 
 _CPU = Backend(
@@ -42,29 +42,29 @@ _CPU = Backend(
     chunk=1,
     convolution="winograd",
     microbatch=8,
-    # A FedDPA round on two cores takes 0.8 of the time with these, the width where the processor has such vectors.
+    # A FedDPA round on two cores takes 0.8 of the time with this width, if the processor has such vectors.
     compiler={"xla_cpu_prefer_vector_width": 512},
-    # Threads within an operation would only disturb the other devices.
+    # Threads within an operation would only compete with the other devices.
     compiler_split={"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"},
 )
 
-# Clients that are vectorised have weights of their own: products of matrices become batches of such products, and
-# convolutions become grouped ones, whose backward passes are known to be slow.
+# Vectorised clients have weights of their own: matrix products become batched, and convolutions become grouped, whose
+# backward passes are known to be slow.
 _ACCELERATOR = Backend(None, "auto", "im2col", None, {}, {})
 
 
 def with_flags(flags: str) -> str:
-    """XLA_FLAGS with an option for the whole process, since compilations cannot be given it.
+    """XLA_FLAGS with an option for the whole process, since single compilations do not take it.
 
-    An operation that is fused with no other, such as params - server, is compiled for tiles of 16 numbers without it,
-    and takes four times as long. Flags that name a file stay as they are: XLA takes all of them for its name.
+    Without it, an operation that is fused with no other, such as params - server, is compiled for tiles of 16 numbers
+    and takes four times as long. Flags that name a file are unchanged: XLA reads all of them as the name.
 
     >>> with_flags("/etc/xla_flags")
     '/etc/xla_flags'
     """
-    own = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
-    named = bool(flags.strip()) and not flags.lstrip().startswith("--")
-    return flags if named or own in flags else f"{flags} {own}"
+    option = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
+    file = bool(flags.strip()) and not flags.lstrip().startswith("--")
+    return flags if file or option in flags else f"{flags} {option}"
 
 
 def backend(platform: str | None = None) -> Backend:
@@ -86,5 +86,5 @@ def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Options of XLA for programs on a mesh."""
-    own = of_devices(list(mesh.devices.flat))
-    return {**own.compiler, **own.compiler_split} if mesh.size > 1 else {**own.compiler}
+    kind = of_devices(list(mesh.devices.flat))
+    return {**kind.compiler, **kind.compiler_split} if mesh.size > 1 else {**kind.compiler}

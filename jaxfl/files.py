@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the folder of what is kept between runs."""
+"""Files that are complete or absent, and the cache folder."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place when the block ends well."""
+    """A temporary file beside `path` that replaces it when the block succeeds."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     temporary.touch(exist_ok=False)  # with the permissions that the user's umask gives
     try:

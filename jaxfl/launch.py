@@ -4,7 +4,7 @@ On one machine:                 python -m jaxfl.launch --processes 2 -m experime
 On each of two machines:        python -m jaxfl.launch --coordinator HOST:PORT --processes 2 --process 0 run.py
 Where JAX detects the cluster:  srun python -m jaxfl.launch run.py
 
-When one process ends early, so do the others, and the same command goes on from the last checkpoints.
+When one process ends early, so do the others, and the same command resumes from the last checkpoints.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from jaxfl.engine.processes import agree
 from jaxfl.run import signals
 
 _HEARTBEAT_SECONDS = 30
-"""A process that gives no sign of life for so long is lost."""
+"""A process without a sign of life for this long is lost."""
 
 _GRACE_SECONDS = 10.0
-"""For the others to notice and say where they were, before they are killed."""
+"""Time for the others to notice and report where they are, before they are killed."""
 
 _ONE_PRESS_SECONDS = 0.1
-"""Signals closer together are one: a terminal and a wrapper may both send it."""
+"""Signals closer together count as one: a terminal and a wrapper may both send it."""
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 
@@ -60,13 +60,13 @@ def main(arguments: list[str] | None = None) -> int:
     Ctrl-C (or SIGTERM) lets a run save and stop; a second one kills. However the launcher ends, its processes do too.
 
     Returns:
-        The exit code of the process that failed first, 128 more than the signal if one ended or stopped it; 0 if none
-        did. 128 more than the signal that the launcher was sent, if that is why they ended.
+        The exit code of the process that failed first, 128 plus the signal if one ended or stopped it; 0 if none
+        failed. 128 plus the launcher's own signal, if that is why they ended.
 
     Raises:
-        SystemExit: with code 2 after one line about options that are wrong or do not go together.
+        SystemExit: with code 2 after one line about options that are wrong or incompatible.
     """
-    # The description has the usage: an error is one line.
+    # The description holds the usage, so that an error is one line.
     parser = argparse.ArgumentParser(
         "python -m jaxfl.launch",
         usage=argparse.SUPPRESS,
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(wrong)
 
     alone = options.coordinator is None and options.processes is not None
-    alive, held = os.pipe()  # nothing is ever written: it ends with this process, and so do the others
+    alive, held = os.pipe()  # nothing is written: the pipe ends with this process, and so do the others
     with open(alive, "rb"), open(held, "wb"), _stops() as stops:
         number, code = _wait(_start(options, alone, alive), stops)
     again = "start all processes again with the same command, and each run goes on from its last checkpoint"
@@ -118,17 +118,17 @@ def _wrong(options: argparse.Namespace) -> str | None:
 
 
 def _unreachable(coordinator: str, bind: bool) -> str | None:
-    """What keeps the processes from meeting there."""
+    """What keeps the processes from meeting at the coordinator."""
     parts = re.fullmatch(r"(\[[^\s\[\]/]+\]|[^\s\[\]/:]+):([0-9]{1,5})", coordinator)
     if not parts or not 0 < int(parts[2]) < 2**16:
         return f"coordinator={coordinator!r}: give HOST:PORT, with a port from 1 to 65535"
     try:
         family, kind, _, _, address = socket.getaddrinfo(parts[1].strip("[]"), parts[2], type=socket.SOCK_STREAM)[0]
         if bind and _BIND not in os.environ:
-            # JAX shares a port that another run listens at, and the processes of both mix; elsewhere it crashes.
-            with socket.socket(family, kind) as found:
-                found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                found.bind(address)
+            # JAX would share a port at which another run listens, and mix the processes of both; elsewhere it crashes.
+            with socket.socket(family, kind) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(address)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", error)
         return f"coordinator={coordinator!r}: {why}: give an address and a free port of process 0's machine"
@@ -147,7 +147,7 @@ def _how(code: int) -> str:
 
 @contextlib.contextmanager
 def _stops() -> Iterator[list[_Stop]]:
-    """The signals so far that ask for an end; while they are only noted, no number of them can do harm."""
+    """The signals so far that ask for an end; they are only recorded, so that any number of them is harmless."""
     stops: list[_Stop] = []
 
     def note(number: int, frame: Any) -> None:
@@ -162,21 +162,20 @@ def _stops() -> Iterator[list[_Stop]]:
 
 
 def _start(options: argparse.Namespace, alone: bool, alive: int) -> dict[int | None, subprocess.Popen]:
-    """This machine's processes by their number: all where it is alone, else one."""
+    """This machine's processes by number: all if it is alone, otherwise one."""
     program = ["-m", *options.module] if options.module else options.file
     environment, coordinator, numbers, run = os.environ.copy(), options.coordinator, [options.process], ""
     if alone:
         coordinator, numbers, run = f"127.0.0.1:{_free_port()}", list(range(options.processes)), secrets.token_hex(8)
         environment[_BIND] = coordinator
-        share = min(16, cores() // options.processes)
-        environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, share)))
+        environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, min(16, cores() // options.processes))))
     elif coordinator is not None:
-        environment.setdefault(_BIND, coordinator)  # else all interfaces
+        environment.setdefault(_BIND, coordinator)  # by default all interfaces
     children = {}
     for number in numbers:
         join = f"_join({coordinator!r}, {options.processes}, {number}, {run!r}, {alive})"
         command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
-        shown = None if number == numbers[0] else subprocess.DEVNULL  # they all print the same
+        shown = None if number == numbers[0] else subprocess.DEVNULL  # all print the same
         # In a group of its own, so that Ctrl-C reaches it once, through this process.
         children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0, pass_fds=[alive])
     return children
@@ -206,13 +205,13 @@ def _wait(children: dict[int | None, subprocess.Popen], stops: list[_Stop]) -> t
 
 
 def _silent(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, int] | None:
-    """Number of a process that is stopped, and less the signal: JAX ended another one that waited for it."""
+    """Number of a stopped process, and minus its signal: JAX ended another one that waited for it."""
     if not hasattr(os, "waitid"):  # macOS with Python before 3.13
         return None
     for number, child in children.items():
         with contextlib.suppress(ChildProcessError):  # it has ended
-            if found := os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
-                return number, -found.si_status
+            if status := os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT):
+                return number, -status.si_status
     return None
 
 
@@ -223,30 +222,23 @@ def _join(coordinator: str | None, processes: int | None, process: int | None, r
         coordinator: HOST:PORT, or None where JAX detects it.
         processes: how many.
         process: number of this one.
-        run: what only processes of this run know, where one launcher starts them all.
-        launcher: a pipe that is at its end when the launcher is.
+        run: a secret of this run's processes, if one launcher starts them all.
+        launcher: a pipe that ends with the launcher.
     """
     threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save while the others are awaited
-    jax.distributed.initialize(
-        coordinator,
-        processes,
-        process,
-        cluster_detection_method=None if coordinator is None else "deactivate",
-        heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-    )
+    options: dict[str, Any] = {"cluster_detection_method": "deactivate"} if coordinator is not None else {}
+    jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, **options)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _run(run, processes, process)
     sys.stdout.flush()
-    if not code:
-        return
-    if not process:  # without process 0 the others end at once: let them say why
-        time.sleep(2)
-    os._exit(code)  # a regular exit would wait for processes that wait for this one
+    if code:
+        time.sleep(0 if process else 2)  # without process 0 the others end at once: let them report first
+        os._exit(code)  # a regular exit would wait for processes that wait for this one
 
 
 def _end_after(launcher: int) -> None:
-    """Kill this process and those that it started once the launcher has ended."""
+    """Kill this process and its children once the launcher has ended."""
     os.read(launcher, 1)
     os.killpg(0, signal.SIGKILL)
 
@@ -276,22 +268,22 @@ def _run(run: str, processes: int | None, process: int | None) -> int:
             print(f"\n{stop}", file=sys.stderr)
         return signals.exit_code(stop)
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)  # the program may have one of its own
+        sys.excepthook(type(error), error, error.__traceback__)  # the program may have set its own
         return 1
     return 0
 
 
 def _versions() -> dict[str, str]:
-    """What computes, beside the program."""
+    """Versions of what computes besides the program."""
     sources = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
     code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
     return {"python": platform.python_version(), "jax": jax.__version__, "jaxfl's code": code[:12]}
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the server and its clients start, and the server's optimizer step, with or without public masks."""
+"""First states of server and clients, and the server's optimizer step, with or without public masks."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,14 +20,14 @@ class Server(NamedTuple):
 
 
 class SparseServer(NamedTuple):
-    """A server, the masks that it broadcasts, and the data of the public key of random ones."""
+    """A server, the masks that it broadcasts, and the data of the public key for random masks."""
 
     params: Params
     optimizer: Tree
     mask: Tree
-    """What the forward pass keeps."""
+    """Coordinates that the forward pass keeps."""
     support: Tree
-    """What moves and is sent."""
+    """Coordinates that are trained and sent."""
     public: UInt32[Array, "2"]
 
 
@@ -72,7 +72,7 @@ def sparse_step(
 
 
 def public_key(public: UInt32[Array, "2"]) -> Key[Array, ""]:
-    """This round's key, of which everyone knows."""
+    """This round's public key."""
     return _split(public)[0]
 
 

@@ -21,16 +21,16 @@ Tree: TypeAlias = Any
 """Any pytree of arrays (client states, server states, infos)."""
 
 Number: TypeAlias = float | Float[Array, ""]
-"""A number that a sweep may vary: then it is an argument of the compiled program."""
+"""A number that a sweep may vary, as an argument of the compiled program."""
 
 Inputs: TypeAlias = Integer[Array, "D ..."] | Float[Array, "D ..."]
 HostInputs: TypeAlias = Integer[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."]
 
 
 class Clients(NamedTuple):
-    """One example store, and for each client the padded rows that are its own.
+    """One example store, and each client's own padded rows.
 
-    Rows beyond a client's size are padding: they point at row 0 and are masked wherever they are read.
+    Rows beyond a client's size are padding: they point at row 0 and are masked on every read.
     """
 
     inputs: Inputs | HostInputs
@@ -50,9 +50,9 @@ class StepNoise(NamedTuple):
     """Noise of one client's private local steps (see `jaxfl.privacy.DPSGD`), given by the engine."""
 
     multiplier: Any
-    """Std on the sum of clipped gradients over their clip bound; the ledger has this number."""
+    """Std on the sum of clipped gradients over their clip bound, as in the ledger."""
     key: Any
-    """Of the batches and of the noise."""
+    """For the batches and the noise."""
 
 
 @jax.tree_util.register_dataclass
@@ -60,10 +60,10 @@ class StepNoise(NamedTuple):
 class ClientData:
     """What one client sees: its own examples, by position; the first `size` of `padded` positions are real.
 
-    The examples of all clients lie in one store, which a client reads through `take` alone.
+    All clients' examples lie in one store, which a client reads only through `take`.
     """
 
-    # Without shapes: of vectorised clients, all have a further axis.
+    # Without shapes: vectorised clients have a further axis.
     _inputs: Any
     _labels: Any
     _rows: Any
@@ -74,21 +74,21 @@ class ClientData:
 
     @property
     def padded(self) -> int:
-        """Number of positions N, real ones and padding."""
+        """Number of positions N, including padding."""
         return len(self._rows)
 
     def take(self, positions: Int[Array, "..."]) -> tuple[Shaped[Array, "..."], Int[Array, "..."]]:
-        """Inputs and labels at some positions; zeros at those that are padding."""
+        """Inputs and labels at some positions; zeros at padding."""
         rows, real = jnp.asarray(self._rows)[positions], positions < self.size
 
         def read(store: Shaped[Array | np.ndarray, "D ..."]) -> Array:
-            found = jnp.asarray(store)[rows]
-            return jnp.where(jnp.expand_dims(real, tuple(range(real.ndim, found.ndim))), found, 0)
+            values = jnp.asarray(store)[rows]
+            return jnp.where(jnp.expand_dims(real, tuple(range(real.ndim, values.ndim))), values, 0)
 
         return read(self._inputs), read(self._labels)
 
     def part(self, start: Int[Array, ""] | int, length: int) -> "ClientData":
-        """The client with `length` of its positions, from the one of number `start`."""
+        """The client with `length` of its positions, from position `start`."""
         rows = jax.lax.dynamic_slice_in_dim(jnp.asarray(self._rows), start, length)
         return dataclasses.replace(self, _rows=rows, size=jnp.clip(self.size - start, 0, length))
 
@@ -99,10 +99,10 @@ class Model(NamedTuple):
     `apply(params, prepare(inputs))` are logits. `prepare` normalises and lays out a batch; the local
     loop calls it once per block of batches, outside the loop over steps. `sum_grad_squared` has the values of
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
-    per-example gradient (see `jaxfl.local.fisher`); None where a model has no such rule. `extract` and
-    `classify` split `apply` at the head; None where a model cannot be split. `microbatch` examples go through
+    per-example gradient (see `jaxfl.local.fisher`); None if a model has no such rule. `extract` and
+    `classify` split `apply` at the head; None if a model cannot be split. `microbatch` examples go through
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
-    `ghost_norms(params, x, probe)` has the values of `apply` too, and its gradient by `probe` [B] is the squared norm
+    `ghost_norms(params, x, probe)` also has the values of `apply`, and its gradient by `probe` [B] is the squared norm
     of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it, so another `apply` needs other
     norms, or None. `input_shape` is that of an example (None: any that `prepare` takes).
     """
@@ -122,7 +122,7 @@ class Model(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The raw update of one client, neither clipped nor noised, and what else its mechanism reads (None: nothing).
+    """The raw update of one client, not clipped or noised, and what else its mechanism reads (None: nothing).
 
     A `PrivacyFilter` reads a number that the client releases, a `PrivateMask` the support of the update.
     """
@@ -132,14 +132,14 @@ class Message(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a privacy statement says beside the epsilon of the mechanism."""
+    """What a privacy statement says besides the epsilon of the mechanism."""
 
     delta: float | None = None
     """Failure probability; None: min(1e-5, 1 / (10 C)) of C clients."""
     claim: tuple[float, str] | None = None
-    """The epsilon that the paper's own rule would state for these numbers, and how it gets there."""
+    """The epsilon that the paper's own rule would state for these numbers, and its reasoning."""
     broken: str | None = None
-    """Why no finite epsilon exists, where a published method has none."""
+    """Why a published method has no finite epsilon."""
 
 
 class Algorithm(NamedTuple):
@@ -147,13 +147,13 @@ class Algorithm(NamedTuple):
 
     - `init(key, number) -> (server, client_states)`; client states have a leading axis C, the number of clients.
     - `client_update(key, server, client, data) -> (message, client, info)` sees ONE client.
-    - `server_update(server, aggregate) -> server`; the aggregate is clipped, weighted, noised and divided already, and
-      all that the server gets: `info` is for reports. Where the denominator is the realised one, a round without
-      participants leaves the server as it is.
-    - `personalize(key, server, client, data) -> params`: the weights that client is evaluated with.
+    - `server_update(server, aggregate) -> server`; the aggregate is already clipped, weighted, noised and divided,
+      and all that the server gets: `info` is for reports. If the denominator is the realised one, a round without
+      participants leaves the server unchanged.
+    - `personalize(key, server, client, data) -> params`: the weights with which the client is evaluated.
 
-    `dp_sgd` names the private local steps that `client_update` takes (None: none), whose noise the engine hands out;
-    `terms` are for the privacy statement.
+    `dp_sgd` names the private local steps of `client_update` (None: none), whose noise the engine provides; `terms`
+    are for the privacy statement.
     """
 
     name: str
@@ -181,6 +181,6 @@ class Ledger(NamedTuple):
     server_noise: Float[Any, "T"]
     noise_multiplier: Float[Any, "T"]
     example_noise: Float[Any, "#T #C"] = np.zeros((1, 1))
-    """Std of the noise that each participant's local steps put on their sums of clipped gradients; 0: none."""
+    """Std of the noise that each participant's local steps add to their sums of clipped gradients; 0: none."""
     notes: dict[str, Float[Any, "T"]] = {}  # noqa: RUF012 (never written to)
-    """What the mechanism notes by itself, such as the noise on released numbers."""
+    """The mechanism's own notes, such as the noise on released numbers."""

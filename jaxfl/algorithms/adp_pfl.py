@@ -39,7 +39,7 @@ _BROKEN = (
 )
 
 MaskFn: TypeAlias = Callable[[Key[Array, ""], Model, Params, Tree, ClientData], Tree]
-"""From a key, the model, its trained parameters, what would be sent, and the client's data to what is sent of it."""
+"""From a key, the model, its trained parameters, an update and the client's data to the mask of what is sent."""
 RiskFn: TypeAlias = Callable[[Key[Array, ""], Model, Params, ClientData], Float[Array, ""]]
 
 
@@ -57,12 +57,7 @@ def _check_threshold(name: str, value: Any) -> Any:
 @checked(percentile=_check_percentile)
 def fisher_percentile(percentile: Number) -> MaskFn:
     """Coordinates whose Fisher information in the trained model is above a percentile of all, per client."""
-
-    def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        del key, sent
-        return top_percentile_mask(client_fisher(model, params, data), percentile)
-
-    return select
+    return lambda key, model, params, sent, data: top_percentile_mask(client_fisher(model, params, data), percentile)
 
 
 @checked(threshold=_check_threshold)
@@ -70,7 +65,6 @@ def fisher_threshold(threshold: Number) -> MaskFn:
     """Coordinates whose Fisher information, min-max scaled over all (14), is above tau."""
 
     def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        del key, sent
         return jax.tree.map(lambda f: f > threshold, normalize_over_all(client_fisher(model, params, data)))
 
     return select
@@ -79,20 +73,14 @@ def fisher_threshold(threshold: Number) -> MaskFn:
 @checked(percentile=_check_percentile)
 def largest(percentile: Number) -> MaskFn:
     """The largest coordinates of what is sent, those above a percentile of all."""
-
-    def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        del key, model, params, data
-        return top_percentile_mask(sent, percentile)
-
-    return select
+    return lambda key, model, params, sent, data: top_percentile_mask(sent, percentile)
 
 
 @checked(percentile=_check_percentile)
 def random_share(percentile: Number) -> MaskFn:
-    """As many random coordinates as are above a percentile of all."""
+    """Random coordinates, as many as are above a percentile of all."""
 
     def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        del model, params, data
         return top_percentile_mask(optax.tree.random_like(key, sent, jax.random.uniform), percentile)
 
     return select
@@ -137,11 +125,11 @@ def adp_pfl(
     3. keeps the coordinates :math:`M = [\hat F > \tau]` of large Fisher information, by (13)-(15),
     4. sends :math:`\mathrm{clip}_C(M \odot \Delta_i)`, with noise on **all** coordinates.
 
-    One whose trained weights are not finite measures nothing, and its update is dropped, whatever a mask would keep.
+    A client whose trained weights are not finite measures nothing, and its update is dropped, whatever the mask keeps.
 
     The noise is that of the round's budget (10), (11), and of the client's share of it,
-    :math:`\epsilon_i^t = \epsilon^t \min_j R_j / R_i` (12): in the first round, and until its risk is known, all of it.
-    `jaxfl.privacy.schedule` makes it of an epsilon: `round_noise`, `client_noise`.
+    :math:`\epsilon_i^t = \epsilon^t \min_j R_j / R_i` (12): until its risk is known, all of it.
+    `jaxfl.privacy.schedule` derives the noise from an epsilon: `round_noise`, `client_noise`.
 
     Args:
         model: the network.
@@ -149,7 +137,7 @@ def adp_pfl(
         noise: std over C of the server's noise on the sum, a number or one per round; with `risks`, what each client
             adds when it has the whole budget of the round, with a filter and the noise on a released risk
             (`client_noise`).
-        risks: budgets by client: None: all alike; numbers above 0 `[C]`: public risks, fixed; "private": measured,
+        risks: budgets by client: None: equal; numbers above 0 `[C]`: public risks, fixed; "private": measured,
             clipped to `risk_bounds`, and released with noise.
         risk_bounds: least and greatest risk that is released; the least above 0.
         risk_fn: how a client measures its risk; `functools.partial(client_risk, ...)` for other probes or readings.
@@ -193,16 +181,10 @@ def adp_pfl(
     elif risk_bounds is None:
         mechanism = PrivacyFilter(client_noise=_public(noise.noise, risks), least_total=noise.least_total, **bounded)
     else:
-        release = Release(client_shares, *risk_bounds, noise=noise.release_noise)
-        bounded |= {"client_noise": np.asarray(noise.noise), "least_total": noise.least_total}
-        mechanism = PrivacyFilter(release=release, **bounded)
+        bounded["release"] = Release(client_shares, *risk_bounds, noise=noise.release_noise)
+        mechanism = PrivacyFilter(client_noise=np.asarray(noise.noise), least_total=noise.least_total, **bounded)
     base = fedavg(
-        model,
-        local=local,
-        server_optimizer=server_optimizer,
-        mechanism=mechanism,
-        terms=Terms(delta),
-        name="adp_pfl",
+        model, local=local, server_optimizer=server_optimizer, mechanism=mechanism, terms=Terms(delta), name="adp_pfl"
     )
     return _masked(base, local, mask, risk_fn if isinstance(risks, str) else None)
 
@@ -229,8 +211,8 @@ def adp_pfl_paper(
         sampling: who takes part.
         noise: std over C of what each client adds when it has the whole budget of the round, a number or one per round
             (`jaxfl.privacy.paper_noise`).
-        risks: budgets by client: None: all alike; numbers above 0 `[C]`: public risks, fixed; "private": measured, and
-            told to the server as they are.
+        risks: budgets by client: None: equal; numbers above 0 `[C]`: public risks, fixed; "private": measured, and
+            sent to the server unchanged.
         risk_fn: as in `adp_pfl`.
         clip: C.
         mask: as in `adp_pfl`.
@@ -248,15 +230,14 @@ def adp_pfl_paper(
     >>> adp_pfl_paper(mlp((8, 8, 1), 10), sampling=Full(), noise=9.0, risks="private").terms.broken[:33]
     "each client's noise scale follows"
     """
-    denominator = "expected" if upload == "updates" else "participants"
+    denominator, private = "expected" if upload == "updates" else "participants", isinstance(risks, str)
     bounded: dict[str, Any] = {"clip": clip, "sampling": sampling, "denominator": denominator}
     added: Any = noise if traced(noise) else np.asarray(noise)
-    if isinstance(risks, str):
+    if private:
         mechanism = PrivacyFilter(client_noise=added, release=Release(client_shares), **bounded)
     else:
         mechanism = Mechanism(client_noise=added if risks is None else _public(noise, risks), **bounded)
     rule = "budgets taken for epsilons that add up, or for their maximum"
-    private = isinstance(risks, str)
     terms = Terms(delta, None if claim is None else (claim, rule), _BROKEN if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")
     return _masked(base, local, mask, risk_fn if private else None, weights=upload == "weights")
@@ -265,15 +246,15 @@ def adp_pfl_paper(
 def _masked(
     base: Algorithm, local: LocalSGD, mask: MaskFn | None, risk_fn: RiskFn | None, *, weights: bool = False
 ) -> Algorithm:
-    """FedAvg whose clients measure a risk (None: none), and send a part of their updates, or of their weights."""
+    """FedAvg whose clients measure a risk (None: none), and send masked updates or weights."""
     model, sends = base.model, sends_weights(base) if weights else base
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         (sent, _), client, info = sends.client_update(key, server, client, data)
         params, risk = sent if weights else optax.tree.add(server.params, sent), None
         lost = ~jnp.isfinite(optax.tree.sum(params))
-        data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))  # no risk and mask of what is not counted
-        unused = local.epochs if local.steps is None else local.steps  # training took the numbers below
+        data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))  # no risk or mask of a dropped update
+        unused = local.epochs if local.steps is None else local.steps  # training used the numbers below
         masking, probing = jax.random.split(jax.random.fold_in(key, unused))
         if risk_fn is not None:
             risk = risk_fn(probing, model, params, data)

@@ -1,10 +1,12 @@
 """LG-FedAvg with differential privacy: extractors that never leave their clients, and a shared head."""
 
+import functools
+
 import optax
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_noise, checked, probability, up_to_infinity
+from jaxfl._validate import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
@@ -13,7 +15,7 @@ from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def dp_lg(
     model: Model,
     *,
@@ -30,7 +32,7 @@ def dp_lg(
         (\phi_i, h_i) \leftarrow \arg\min F_i(\phi, h) \text{ from } (\phi_i, h^{t-1}), \qquad
         h^t = h^{t-1} + \frac{\eta_g}{q N} \Big( \sum_{i} \mathrm{clip}_C(h_i - h^{t-1}) + N(0, z^2 C^2 I) \Big)
 
-    **A guess**: the ADP-PFL paper compares with a "DP-LG" that it neither explains nor cites; this is our reading.
+    **A guess**: the ADP-PFL paper compares with a "DP-LG" that it neither explains nor cites; this is one reading.
 
     Args:
         model: the network; all but `model.head` stays with the clients.
@@ -63,13 +65,9 @@ def dp_lg(
         extractor, head = split_head(model, params)
         return Message(optax.tree.sub(head, server.params)), extractor, info
 
-    return Algorithm(
-        name="dp_lg",
-        model=model,
-        init=init,
-        client_update=client_update,
-        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
-        personalize=lambda key, server, client, data: {**client, **server.params},
-        mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
-        terms=Terms(delta),
-    )
+    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+        return {**client, **server.params}
+
+    server_update = functools.partial(server_step, server_optimizer)
+    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
+    return Algorithm("dp_lg", model, init, client_update, server_update, personalize, mechanism, terms=Terms(delta))

@@ -8,41 +8,23 @@ import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import (
-    Check,
-    at_least_0,
-    check_fraction,
-    check_noise,
-    checked,
-    count_from_0,
-    nonzero,
-    probability,
-    traced,
-    up_to_infinity,
-)
-from jaxfl.algorithms.fedrep import check_extractor, init_parts, private_head, split_head
+from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked, count_from_0, nonzero, traced, up_to_infinity
+from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
 from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.mechanisms.gaussian import noise_share
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Masks, SparseServer, init_sparse, public_key, sparse_step
+from jaxfl.server import Masks, SparseServer, init_clients, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 _EXTRACTOR = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100, 5)
 _HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 
 
-_ARGUMENTS: dict[str, Check] = {
-    "noise_multiplier": check_noise,
-    "clip": up_to_infinity,
-    "density": check_fraction,
-    "sparse_layers": count_from_0,
-    "penalty_weight": at_least_0,
-    "delta": probability,
-}
-"""Checks of the arguments that both builders have."""
+_ARGUMENTS = {"density": check_fraction, "sparse_layers": count_from_0, "penalty_weight": at_least_0, **GAUSSIAN}
+"""Checks of the arguments that both builders share."""
 
 
 @checked(**_ARGUMENTS, backward_density=check_fraction)
@@ -79,11 +61,11 @@ def dp_pfeddsu(
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         clip: C.
         density: S, the share of a sparse kernel that is kept; max(1, ceil(S n)) weights of n, ties to the lower index.
-        sparse_layers: the last so many of the extractor's layers that have a kernel are sparse.
+        sparse_layers: how many of the extractor's layers with a kernel are sparse, counted from the last.
         penalty_weight: lambda.
         mask_source: whose weights the mask follows. "broadcast": the server's, public and fixed for the round;
-            "local_step": the client's own at every local step; "public_random": none, a new random mask per round from
-            a public key, the control.
+            "local_step": the client's own at every local step; "public_random": none, as a control: a new random mask
+            per round from a public key.
         backward_density: share that the backward pass moves, at least `density` (default: the same): the largest
             weights, or for "public_random" more random ones.
         local: how a client trains the extractor in a round.
@@ -167,7 +149,6 @@ def dp_pfeddsu_paper(
     """
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
-        del public
         mask = top_k_masks(lax.stop_gradient(params), _sparse(model, params, sparse_layers), density)
         return mask, mask
 
@@ -179,7 +160,7 @@ def dp_pfeddsu_paper(
 
 
 def _sparse(model: Model, params: Params, number: int) -> list[str]:
-    """The last so many layers of an extractor that have a kernel."""
+    """The last `number` layers of an extractor that have a kernel."""
     kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
     return kernels[max(0, len(kernels) - number) :]
 
@@ -194,7 +175,7 @@ def _sparsified(
     *,
     private: bool,
 ) -> Algorithm:
-    """The clients and the server of both; masks are `private` where they follow the clients' own weights."""
+    """The clients and the server of both builders; `private` masks follow the clients' own weights."""
     clip, server_optimizer = mechanism.clip, optax.sgd(1.0)
     check_bound(clip, "penalty_weight", penalty_weight)
     check_extractor(model)
@@ -210,7 +191,7 @@ def _sparsified(
             return masks(params, server.public) if private else (server.mask, server.support)
 
         def apply(params: Params, x: Array) -> Array:
-            # The value of theta * M, and the gradient of all weights, of which the loop keeps the support's.
+            # The value of theta * M, with gradients of all weights; the loop keeps those of the support.
             kept = keep(now(params)[0], params)
             through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
             return model.apply({**through, **fitted}, x)
@@ -218,34 +199,22 @@ def _sparsified(
         def adaptive_norm(params: Params) -> Array:
             return distance_to_bound(params, server.params, now(params)[0], clip, penalty_weight)
 
-        extractor, info = local.train(
-            second,
-            model,
-            server.params,
-            data,
-            apply=apply,
-            mask=lambda params: now(params)[1],
-            penalty=adaptive_norm if nonzero(penalty_weight) else None,
-        )
-        support = now(extractor)[1]
+        def support_of(params: Params) -> Tree:
+            return now(params)[1]
+
+        penalty = adaptive_norm if nonzero(penalty_weight) else None
+        extractor, info = local.train(second, model, server.params, data, apply=apply, mask=support_of, penalty=penalty)
+        support = support_of(extractor)
         update = sparsify(support, optax.tree.sub(extractor, server.params))
         return Message(update, support if isinstance(mechanism, PrivateMask) else None), fitted, info
 
     def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Params]:
-        extractor, heads = init_parts(key, model, private_head(model), number)
-        return init_sparse(key, extractor, server_optimizer, masks), heads
+        extractor, head = split_head(model, model.init(key))
+        return init_sparse(key, extractor, server_optimizer, masks), init_clients(head, number)
 
     def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
         if not private:  # the noise off a public support is dropped
             aggregate = keep(server.support, aggregate)
         return sparse_step(server_optimizer, server, aggregate, masks)
 
-    return Algorithm(
-        name="dp_pfeddsu",
-        model=model,
-        init=init,
-        client_update=client_update,
-        server_update=server_update,
-        personalize=fit,
-        mechanism=mechanism,
-    )
+    return Algorithm("dp_pfeddsu", model, init, client_update, server_update, fit, mechanism)

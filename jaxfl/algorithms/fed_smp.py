@@ -60,7 +60,6 @@ def fed_smp(
         return (), random_masks(public_key(public), params, model.layers, density)
 
     def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Tree]:
-        del number
         return init_sparse(key, model.init(key), server_optimizer, masks), ()
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData) -> tuple:

@@ -1,5 +1,6 @@
 """FedDPA (DynamicPFL): Fisher-based dynamic personalization with adaptive constraints."""
 
+import functools
 from typing import Literal
 
 import jax
@@ -8,16 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import (
-    Check,
-    at_least_0,
-    check_fraction,
-    check_noise,
-    checked,
-    nonzero,
-    probability,
-    up_to_infinity,
-)
+from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked, nonzero, probability, up_to_infinity
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
@@ -32,15 +24,8 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 _RULE = "accounted per example and local step, with noise that is added once per round to whole clients"
 
 
-_ARGUMENTS: dict[str, Check] = {
-    "noise_multiplier": check_noise,
-    "clip": up_to_infinity,
-    "threshold": at_least_0,
-    "lambda1": at_least_0,
-    "lambda2": at_least_0,
-    "delta": probability,
-}
-"""Checks of the arguments that both builders have."""
+_ARGUMENTS = {"threshold": at_least_0, "lambda1": at_least_0, "lambda2": at_least_0, **GAUSSIAN}
+"""Checks of the arguments that both builders share."""
 
 
 @checked(**_ARGUMENTS)
@@ -80,8 +65,8 @@ def feddpa(
         lambda1: weight of stage A's penalty.
         lambda2: weight of stage B's penalty.
         local: how a client trains in each of the two stages.
-        evaluate: `stored`: a client's model right after its last training; `adapt`: after one more local
-            update from the current global model, of which nothing is sent.
+        evaluate: `stored`: a client's model after its last training; `adapt`: after one more local update
+            from the current global model, of which nothing is sent.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C: clipping covers the whole update and the noise is dense.
@@ -97,8 +82,8 @@ def feddpa(
     1.0
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    personalized = _personalized(model, mechanism, threshold, (lambda1, lambda2), "active", local, evaluate)
-    return personalized._replace(name="feddpa", terms=Terms(delta))
+    method = _personalized(model, mechanism, threshold, (lambda1, lambda2), "active", local, evaluate)
+    return method._replace(terms=Terms(delta))
 
 
 @checked(**_ARGUMENTS, claim=up_to_infinity)
@@ -123,19 +108,19 @@ def feddpa_paper(
         model: the network.
         sampling: who takes part.
         noise_multiplier: sigma.
-        clients: number of clients, which the expected :math:`|M_t|` follows from.
+        clients: number of clients, for the expected :math:`|M_t|`.
         clip: C.
         threshold: as in `feddpa`.
         lambda1: as in `feddpa`.
         lambda2: as in `feddpa`.
         reg: `active`: each penalty is one norm over the stage's own coordinates; `code`: the sum over tensors of norms
-            over all coordinates, as the published code has it.
+            over all coordinates, as in the published code.
         local: as in `feddpa`.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         claim: the epsilon that the paper's rule states for `noise_multiplier` (see `paper_epsilon`).
 
     Guarantee: client-level, zero-out adjacency. The paper calibrates sigma for examples although noise is added once
-        per round to whole clients; the statement gives the client-level epsilon of that noise, and the claim beside it.
+        per round to whole clients; the statement gives the client-level epsilon of that noise beside the claim.
     Deviations from the paper: those of `feddpa`.
     References: as for `feddpa`.
 
@@ -147,9 +132,8 @@ def feddpa_paper(
     """
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = Mechanism(clip=clip, client_noise=share, sampling=sampling)
-    personalized = _personalized(model, mechanism, threshold, (lambda1, lambda2), reg, local, "stored")
-    terms = Terms(delta, claim=None if claim is None else (claim, _RULE))
-    return personalized._replace(name="feddpa_paper", terms=terms)
+    method = _personalized(model, mechanism, threshold, (lambda1, lambda2), reg, local, "stored")
+    return method._replace(name="feddpa_paper", terms=Terms(delta, None if claim is None else (claim, _RULE)))
 
 
 @checked(delta=probability, rate=check_fraction)
@@ -159,7 +143,7 @@ def paper_noise_multiplier(
     r"""Sigma by the published code's rule, which accounts noise per example and step.
 
     RDP of Poisson sampling of examples at rate :math:`q B / n` over :math:`q T E n / B` steps, although noise is
-    added T times, to clients. What the claimed epsilon rests on; not a calibration of anything that is done.
+    added T times, to clients. The claimed epsilon rests on this rule; it does not calibrate the added noise.
 
     Args:
         epsilon: the epsilon to claim.
@@ -180,14 +164,7 @@ def paper_noise_multiplier(
 
 @checked(delta=probability, rate=check_fraction)
 def paper_epsilon(
-    noise_multiplier: float,
-    *,
-    delta: float,
-    examples: int,
-    batch_size: int,
-    epochs: int,
-    rounds: int,
-    rate: float,
+    noise_multiplier: float, *, delta: float, examples: int, batch_size: int, epochs: int, rounds: int, rate: float
 ) -> float:
     """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
@@ -209,12 +186,12 @@ def _personalized(
     local: LocalSGD,
     evaluate: str,
 ) -> Algorithm:
-    """The clients and the server of both, whoever adds the noise."""
+    """The clients and the server of both builders, whoever adds the noise."""
     check_bound(mechanism.clip, "lambda2", lambdas[1])
+    server_optimizer = optax.sgd(1.0)
 
     def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
-        fisher = normalize_per_layer(client_fisher(model, old, data))
-        personal = fisher_mask(fisher, threshold)
+        personal = fisher_mask(normalize_per_layer(client_fisher(model, old, data)), threshold)
         shared = jax.tree.map(jnp.logical_not, personal)
         first, second = jax.random.split(key)
         penalty_a, penalty_b = _penalties(reg, server.params, personal, shared, lambdas, mechanism.clip)
@@ -226,7 +203,7 @@ def _personalized(
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
         params = model.init(key)
-        return init_server(params, optax.sgd(1.0)), init_clients(params, number)
+        return init_server(params, server_optimizer), init_clients(params, number)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         params, info = local_update(key, server, client, data)
@@ -235,15 +212,8 @@ def _personalized(
     def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
         return client if evaluate == "stored" else local_update(key, server, client, data)[0]
 
-    return Algorithm(
-        name="feddpa",
-        model=model,
-        init=init,
-        client_update=client_update,
-        server_update=lambda server, aggregate: server_step(optax.sgd(1.0), server, aggregate),
-        personalize=personalize,
-        mechanism=mechanism,
-    )
+    server_update = functools.partial(server_step, server_optimizer)
+    return Algorithm("feddpa", model, init, client_update, server_update, personalize, mechanism)
 
 
 def _penalties(

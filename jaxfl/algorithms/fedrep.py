@@ -1,6 +1,7 @@
 """A shared extractor, and heads that never leave their clients: FedRep, and CENTAUR (DP-FedRep)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_noise, checked, count_from_0, nonzero, probability, show, up_to_infinity
+from jaxfl._validate import GAUSSIAN, checked, count_from_0, nonzero, show
 from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
@@ -19,7 +20,7 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 
 class Parts(NamedTuple):
-    """How parameters are made of a part that all clients share and one that each client keeps."""
+    """How parameters consist of a part that all clients share and a part that each client keeps."""
 
     cut: Callable[[Params], tuple[Params, Params]]
     """Initial parameters -> shared, personal."""
@@ -51,19 +52,19 @@ def fedrep(
         \Delta_i = \arg\min_\phi F_i(\phi, h_i) - \phi^{t-1}, \qquad
         \phi^t = \phi^{t-1} + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    each minimum approached by some epochs, started from the last round. For evaluation every client, whether
-    it took part or not, fits its head to the current extractor once more; nothing of that is kept.
+    each minimum approached by some epochs, from where the last round ended. For evaluation every client,
+    participant or not, fits its head to the current extractor once more; nothing of that is kept.
 
     Args:
-        model: the network; `model.head` stays with the clients, an empty one shares everything.
+        model: the network; `model.head` stays with the clients; if it is empty, everything is shared.
         local: how a client trains the extractor in a round.
-        head: how it fits the head, on features that are computed once; with 0 epochs the head stays as it is.
-        evaluation_epochs: passes for the head before evaluation (default: as `head` has it).
+        head: how it fits the head, on features that are computed once; 0 epochs leave the head unchanged.
+        evaluation_epochs: epochs for the head before evaluation (default: those of `head`).
         parts: what is shared and what is kept (default: the extractor and the head).
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
-        terms: what the privacy statement says besides.
-        name: how reports call the method.
+        terms: what else the privacy statement says.
+        name: name of the method in reports.
 
     Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.
     References: Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021.
@@ -106,23 +107,11 @@ def fedrep(
         shared, info = local.train(second, model, server.params, data, apply=apply)
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        shared, personal = init_parts(key, model, parts, number)
-        return init_server(shared, server_optimizer), personal
-
-    return Algorithm(
-        name=name,
-        model=model,
-        init=init,
-        client_update=client_update,
-        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
-        personalize=fit,
-        mechanism=mechanism,
-        terms=terms,
-    )
+    init, server_update = start_parts(model, parts, server_optimizer), functools.partial(server_step, server_optimizer)
+    return Algorithm(name, model, init, client_update, server_update, fit, mechanism, terms=terms)
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def centaur(
     model: Model,
     *,
@@ -164,10 +153,8 @@ def centaur(
 
 def split_head(model: Model, params: Params) -> tuple[Params, Params]:
     """Extractor and head of all parameters."""
-    return (
-        {name: params[name] for name in params if name not in model.head},
-        {name: params[name] for name in model.head},
-    )
+    extractor = {name: params[name] for name in params if name not in model.head}
+    return extractor, {name: params[name] for name in model.head}
 
 
 def private_head(model: Model) -> Parts:
@@ -179,13 +166,17 @@ def private_head(model: Model) -> Parts:
     )
 
 
-def init_parts(key: Key[Array, ""], model: Model, parts: Parts, number: int) -> tuple[Params, Params]:
-    """What is shared, and the same personal part for every client."""
-    shared, personal = parts.cut(model.init(key))
-    return shared, init_clients(personal, number)
+def start_parts(model: Model, parts: Parts, optimizer: optax.GradientTransformation) -> Callable:
+    """`init` of a server with the shared part, and clients with the same personal part."""
+
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        shared, personal = parts.cut(model.init(key))
+        return init_server(shared, optimizer), init_clients(personal, number)
+
+    return init
 
 
 def check_extractor(model: Model) -> None:
-    """Require something to share."""
+    """Require a layer besides the head."""
     if set(model.layers) <= set(model.head):
         raise ValueError(f"model={model.name!r} has no layer besides its head {model.head!r}: nothing would be shared")

@@ -24,7 +24,7 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms, Tree
 
 Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]
-"""p as [C] or [T, C], or as a function from the round (from 0) to [C]."""
+"""p as [C] or [T, C], or as a function of the round (from 0) that returns [C]."""
 
 
 def _impacts(name: str, value: Any) -> Any:
@@ -73,11 +73,11 @@ def padpfl(
         clip: C, L2 bound on a client's update.
         impacts: p, at least 0 and of sum 1 in every round, public; None: 1/N each. The share of absent clients goes to
             those present, in proportion.
-        upload_epsilon: target against who sees the uploads; infinity: clients add no noise.
+        upload_epsilon: target for the upload observer; infinity: clients add no noise.
         mu: weight of the proximal term.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
-        accountant: what the noise is calibrated with; "rdp" asks for more than "pld".
+        accountant: for the calibration; "rdp" asks for more noise than "pld".
         options: those of `fedavg`; a `DPSGD` as `local` protects single examples, as the paper means to.
 
     Guarantee: client-level. Sums and broadcasts: zero-out, sensitivity :math:`C \max_i p_i`, by the Gaussian mechanism,
@@ -96,13 +96,9 @@ def padpfl(
     """
     weights, delta = _weights(impacts, rounds, delta)
     z = sound_noise(epsilon, rounds, delta, accountant) * (1.0 if weights is None else _exposure(weights))
+    s = sound_upload_noise(upload_epsilon, rounds, delta, accountant)
     mechanism = Mechanism(
-        clip=clip,
-        noise_multiplier=z,
-        client_noise=sound_upload_noise(upload_epsilon, rounds, delta, accountant),
-        weights=weights,
-        sampling=sampling,
-        denominator="participants",
+        clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
     )
     base = fedprox(model, mu=mu, mechanism=mechanism, terms=Terms(delta), **options)
     return _with_inexactness(base, mu)._replace(name="padpfl")
@@ -138,15 +134,15 @@ def padpfl_paper(
         clip: C, L2 bound on a client's weights.
         smallest: m, examples of the smallest client.
         impacts: as in `padpfl`.
-        exposures: L, of a client's uploads so many are seen.
+        exposures: L, how many of a client's uploads are seen.
         mu: weight of the proximal term.
-        sampling: who takes part, with a factor above 0, or nothing but noise is left of the weights.
+        sampling: who takes part; a cohort whose factors are all 0 leaves only noise of the weights.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
         local: how a client trains in a round.
 
     Guarantee: client-level, what that noise gives; the statement has the honest epsilon and the claim. The paper's
         sensitivity 2C/m takes trained weights for a mean of per-example minimisers: one example can move them by 2C, so
-        that of an example no smaller epsilon is known than of an upload. Its L < T contradicts a server that sees all T
+        no smaller epsilon is known for an example than for an upload. Its L < T contradicts a server that sees all T
         uploads.
     Deviations from the paper: its formulas are reconstructed from the text around them. mu is not readable.
     References: as for `padpfl`; NbAFL: Wei et al., Federated Learning with Differential Privacy, IEEE Transactions on
@@ -159,12 +155,7 @@ def padpfl_paper(
     weights, delta = _weights(impacts, rounds, delta)
     s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=times) for times in (exposures, rounds))
     mechanism = Mechanism(
-        clip=clip,
-        noise_multiplier=z,
-        client_noise=s,
-        weights=weights,
-        sampling=sampling,
-        denominator="participants",
+        clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
     )
     rule = f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
     terms = Terms(delta, (epsilon, rule) if math.isfinite(epsilon) else None)
@@ -191,16 +182,14 @@ def paper_noise(epsilon: float, *, delta: float, smallest: int, times: int = 1) 
 
 def sound_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
     """Multiplier of the noise on the sum for an epsilon after all rounds, without amplification; 0 for infinity."""
-    if math.isinf(epsilon):
-        return 0.0
-    return calibrate(epsilon, clients=1, rounds=rounds, delta=delta, accountant=accountant)
+    options = {"clients": 1, "rounds": rounds, "delta": delta, "accountant": accountant}
+    return 0.0 if math.isinf(epsilon) else calibrate(epsilon, **options)
 
 
 def sound_upload_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
     """Std over C of a client's own noise for an epsilon after an upload in every round; 0 for infinity."""
-    if math.isinf(epsilon):
-        return 0.0
-    return calibrate_upload(epsilon, participations=rounds, delta=delta, accountant=accountant)
+    options = {"participations": rounds, "delta": delta, "accountant": accountant}
+    return 0.0 if math.isinf(epsilon) else calibrate_upload(epsilon, **options)
 
 
 def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
@@ -214,8 +203,8 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
     if len(rows) not in (1, rounds):
         raise ValueError(f"impacts has {len(rows)} rounds: give 1 or {rounds}")
     totals = rows.sum(axis=1)
-    if np.any(np.abs(totals - 1) > 1e-6):
-        worst = int(np.argmax(np.abs(totals - 1)))
+    worst = np.argmax(np.abs(totals - 1))
+    if np.abs(totals[worst] - 1) > 1e-6:
         raise ValueError(f"impacts={show(table)} sum to {totals[worst]:g} in round {worst}: divide them by their sum")
     return table
 
@@ -262,8 +251,8 @@ def convergence_bound(
         changes: :math:`\|p^{t+1} - p^t\|_1` after every round; None: fixed factors (theorem 2).
         spread: largest difference between two clients' losses at one w.
 
-    Deviations from the paper: the formulas of (23), (46), (52) and (69) are lost in the text at hand; these follow its
-        steps (26) to (39), and are ours. Expectations over noise that is independent of the round would drop
+    Deviations from the paper: the formulas of (23), (46), (52) and (69) are missing from the available text; the bounds
+        here follow its steps (26) to (39). Expectations over noise that is independent of the round would drop
         :math:`\lambda_1`. Theorem 3 there bounds the change of p otherwise.
 
     >>> constants = dict(gap=1.0, smoothness=1.0, mu=4.0, gamma=0.0, dissimilarity=1.0, gradient=1.0, convexity=1.0)
@@ -290,7 +279,7 @@ def convergence_bound(
 def _weights(
     impacts: Impacts | None, rounds: int, delta: float | None
 ) -> tuple[Float[np.ndarray, "..."] | None, float]:
-    """Impact factors as a table, and the delta of so many clients."""
+    """Impact factors as a table, and the delta for their number of clients."""
     weights = None if impacts is None else impact_table(impacts, rounds)
     return weights, failure_probability(delta, None if weights is None else weights.shape[-1])
 
@@ -309,7 +298,7 @@ def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
 
 
 def _exposure(weights: Float[np.ndarray, "..."]) -> float:
-    r"""Noise that the most exposed client needs, over that of one who is it in every round.
+    r"""Noise that the most exposed client needs, relative to a client that has the largest factor in every round.
 
     Its loss adds up like :math:`\sum_t (p_{t,i} / \max_j p_{t,j})^2`.
     """

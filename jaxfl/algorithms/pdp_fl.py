@@ -23,7 +23,7 @@ from jaxfl.types import Algorithm, Model, Terms, Tree
 
 
 class Budgets(NamedTuple):
-    """What clients ask for: epsilon for the whole run, and the level that they show and are weighted by."""
+    """What clients ask for: epsilon for the whole run, and the public level that weights them."""
 
     epsilon: Float[np.ndarray, "C"]
     level: Float[np.ndarray, "C"]
@@ -56,8 +56,8 @@ def personal_budgets(
 
     Args:
         preferences: R; larger is less private.
-        rule: which of the two.
-        base: epsilon in (7), above 1; at 2 a budget is the preference itself.
+        rule: as above.
+        base: epsilon in (7), above 1; at 2 a budget equals the preference.
         cuts: "logarithm": budgets from which the level is mid, and high.
         levels: low, mid, high.
         floor: the least budget; smaller and negative ones are raised to it, which bounds the largest noise.
@@ -117,7 +117,7 @@ def pdp_fl(
         clip: C, L2 bound on a client's update.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: what the noise is calibrated with; "rdp" asks for more than "pld".
+        accountant: for the calibration; "rdp" asks for more noise than "pld".
         options: those of `fedavg`; a `DPSGD` as `local` protects single examples, as the paper means to (see
             `personal_examples`). Infinite `budgets` and `epsilon_max` then leave all noise to it.
 
@@ -138,14 +138,8 @@ def pdp_fl(
     """
     delta = failure_probability(delta, budgets.epsilon.size)
     noise = _by_kind(budgets.epsilon, lambda budget: sound_upload_noise(budget, rounds, delta, accountant))
-    mechanism = Mechanism(
-        clip=clip,
-        noise_multiplier=sound_noise(epsilon_max, rounds, delta, accountant),
-        client_noise=noise[None],
-        weights=budgets.level,
-        sampling=sampling,
-        denominator="participants",
-    )
+    z = sound_noise(epsilon_max, rounds, delta, accountant)
+    mechanism = _by_level(budgets, sampling, clip, z, noise)
     return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="pdp_fl", **options)
 
 
@@ -176,7 +170,7 @@ def pdp_fl_paper(
         epsilon_max: global budget that the rule claims for one round; infinity: no noise by the server.
         clip: C, L2 bound on a client's weights.
         smallest: m, examples of the smallest client.
-        aggregation: "printed": as Algorithm 3 has it, the clients' mean with a further factor 1/n for n participants,
+        aggregation: "printed": as in Algorithm 3, the clients' mean with a further factor 1/n for n participants,
             whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
@@ -198,20 +192,12 @@ def pdp_fl_paper(
     if aggregation == "printed" and not sampling.fixed:
         raise ValueError(f"sampling={sampling!r} with aggregation='printed': 1/n needs Full() or FixedSize(n)")
     count = sampling.expected(len(asked)) if aggregation == "printed" else 1.0
-    mechanism = Mechanism(
-        clip=clip,
-        noise_multiplier=paper_noise(epsilon_max, delta=delta, smallest=smallest) * count,  # which is divided away
-        client_noise=np.array([[paper_noise(float(e), delta=delta, smallest=smallest) for e in asked]]),
-        weights=budgets.level,
-        sampling=sampling,
-        denominator="participants",
-    )
-    each = f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
-    claim = (
-        min(float(epsilon_max), float(asked.max())),
-        f"sensitivity 2C/m of weights to an example, rounds not composed; {each}",
-    )
-    base = fedavg(model, local=local, mechanism=mechanism, terms=Terms(delta, claim), name="pdp_fl_paper")
+    z, *noise = (paper_noise(float(e), delta=delta, smallest=smallest) for e in (epsilon_max, *asked))
+    mechanism = _by_level(budgets, sampling, clip, z * count, np.array(noise))  # the server divides by the count
+    rule = "sensitivity 2C/m of weights to an example, rounds not composed; "
+    rule += f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
+    terms = Terms(delta, (min(float(epsilon_max), float(asked.max())), rule))
+    base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="pdp_fl_paper")
     method = sends_weights(base)
     if aggregation == "normalised":
         return method
@@ -239,10 +225,10 @@ def personal_examples(
     Args:
         epsilon: budgets of the clients, for the whole run, of an example.
         clip: L2 bound on the gradient of one example.
-        rate: probability of an example to be in a batch.
+        rate: probability that an example is in a batch.
         steps: local steps per round.
         rounds: T.
-        optimizer: of the local steps.
+        optimizer: for the local steps.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         accountant: "rdp" asks for more noise than "pld", and takes less time.
 
@@ -253,6 +239,14 @@ def personal_examples(
     run = {"rate": rate, "steps": steps, "participations": rounds, "clients": len(epsilon), "delta": delta}
     noise = _by_kind(np.asarray(epsilon), lambda budget: calibrate_examples(budget, accountant=accountant, **run))
     return DPSGD(clip=clip, noise_multiplier=noise, rate=rate, steps=steps, optimizer=optimizer)
+
+
+def _by_level(
+    budgets: Budgets, sampling: Sampling, clip: float, noise_multiplier: float, noise: Float[np.ndarray, "C"]
+) -> Mechanism:
+    """A mean by level of what clients send with noise of their own, topped up by the server."""
+    added = {"noise_multiplier": noise_multiplier, "client_noise": noise[None]}
+    return Mechanism(clip=clip, weights=budgets.level, sampling=sampling, denominator="participants", **added)
 
 
 def _by_kind(budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]) -> Float[np.ndarray, "C"]:

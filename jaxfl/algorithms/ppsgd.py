@@ -1,5 +1,6 @@
 """PPSGD: a shared model plus a personal head that is added to the shared one."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,22 +8,16 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, count_from_0, probability, up_to_infinity
-from jaxfl.algorithms.fedrep import Parts, centaur, init_parts, split_head
+from jaxfl._validate import GAUSSIAN, at_least_0, checked, count_from_0
+from jaxfl.algorithms.fedrep import Parts, centaur, split_head, start_parts
 from jaxfl.local.train import LocalSGD, squared_error
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
-from jaxfl.server import Server, init_server, server_step
+from jaxfl.server import Server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 
-@checked(
-    clip=up_to_infinity,
-    noise_multiplier=check_noise,
-    server_learning_rate=at_least_0,
-    personal_learning_rate=at_least_0,
-    delta=probability,
-)
+@checked(**GAUSSIAN, server_learning_rate=at_least_0, personal_learning_rate=at_least_0)
 def ppsgd(
     model: Model,
     *,
@@ -50,7 +45,7 @@ def ppsgd(
         sampling: who takes part.
         batch_size: B.
         server_learning_rate: :math:`\eta_w`.
-        personal_learning_rate: :math:`\eta_\theta`; the published code multiplies its own by the number of
+        personal_learning_rate: :math:`\eta_\theta`; the published code multiplies its rate by the number of
             participants.
         loss: of logits, labels and weights.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
@@ -70,10 +65,6 @@ def ppsgd(
     parts = added_head(model)
     local, server_optimizer = LocalSGD(optax.sgd(1.0), batch_size, steps=1), optax.sgd(server_learning_rate)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        shared, personal = init_parts(key, model, parts, number)
-        return init_server(shared, server_optimizer), personal
-
     def apply(both: tuple[Params, Params], x: Array) -> Array:
         return model.apply(parts.join(*both), x)
 
@@ -83,16 +74,12 @@ def ppsgd(
         shared, personal = optax.tree.sub(after, before)  # the negative gradient
         return Message(shared), optax.tree.add_scale(client, personal_learning_rate, personal), info
 
-    return Algorithm(
-        name="ppsgd",
-        model=model,
-        init=init,
-        client_update=client_update,
-        server_update=lambda server, aggregate: server_step(server_optimizer, server, aggregate),
-        personalize=lambda key, server, client, data: parts.join(server.params, client),
-        mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
-        terms=Terms(delta),
-    )
+    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+        return parts.join(server.params, client)
+
+    init, server_update = start_parts(model, parts, server_optimizer), functools.partial(server_step, server_optimizer)
+    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
+    return Algorithm("ppsgd", model, init, client_update, server_update, personalize, mechanism, terms=Terms(delta))
 
 
 @checked(head_decay=at_least_0, evaluation_epochs=count_from_0)
@@ -110,7 +97,7 @@ def ppsgd_centaur(
         model: the network, with a head.
         head: how :math:`\theta_i` is fitted in a round; by default as published.
         head_decay: weight decay of :math:`\theta_i` alone.
-        evaluation_epochs: passes for a copy of :math:`\theta_i` before evaluation.
+        evaluation_epochs: epochs for a copy of :math:`\theta_i` before evaluation.
         options: those of `centaur`; `clip` bounds the update of :math:`(\phi, w)` jointly.
 
     Guarantee: `centaur`'s.
@@ -128,7 +115,7 @@ def ppsgd_centaur(
 
 
 def added_head(model: Model, decay: Number = 0.0) -> Parts:
-    """Everything is shared, and a personal head, zero at first, is added to the shared one."""
+    """The whole model is shared, and a personal head, zero at first, is added to the shared head."""
     if not model.head:
         raise ValueError(f"model={model.name!r} has no head: name one, to which clients add their own")
 

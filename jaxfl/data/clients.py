@@ -41,7 +41,7 @@ def make_clients(
         Host arrays: store of D = n + m examples, rows [C, N] and [C, M] padded with 0, sizes [C].
 
     Raises:
-        ValueError: Numbers of lists that differ; lists that are no vectors of whole numbers, leave the
+        ValueError: Numbers of lists that differ; lists that are not vectors of whole numbers, go beyond the
             data, or repeat a row; no training examples at all.
 
     Example:
@@ -75,14 +75,14 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     Clients are padded to a multiple of `shards` with empty ones, and block b is the b-th run of
     `C / shards` clients. Block b of the store holds the examples these clients refer to, in their old
     order, padded with zeros to the length of the longest block; rows are local to the block. An example
-    is copied once for each block that refers to it, and not at all if no client does. With one shard
-    the clients are returned as they are.
+    is copied once per block that refers to it, and not at all if no client does. With one shard
+    the clients are returned unchanged.
 
     Args:
         clients: Clients over one store, as `make_clients` returns them.
         shards: Number of devices.
-        own: Which blocks to lay out, one after the other (None: all): those of this process's devices. Examples of
-            no other block are read.
+        own: Blocks to lay out, in this order (None: all): those of this process's devices. Only their examples are
+            read.
 
     Raises:
         ValueError: `shards` is not a whole number of at least 1.
@@ -96,35 +96,23 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     """
     if shards == 1:
         return clients
-    inputs, labels, train, train_size, test, test_size = map(np.asarray, clients)
-    missing = -len(train) % shards
-    train, train_size, test, test_size = (
-        np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1)) for array in (train, train_size, test, test_size)
-    )
-    per_block = len(train) // shards
-    real = {"train": _real(train, train_size), "test": _real(test, test_size)}
-    blocks = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
-    kept = [np.unique(np.concatenate([train[b][real["train"][b]], test[b][real["test"][b]]])) for b in blocks]
+    inputs, labels, *fields = map(np.asarray, clients)
+    padded = (np.pad(array, [(0, -len(array) % shards)] + [(0, 0)] * (array.ndim - 1)) for array in fields)
+    blocks = list(zip(*(np.split(array, shards) for array in padded)))
+    kept = [np.unique(np.concatenate([rows[_real(rows, size)] for rows, size in (b[:2], b[2:])])) for b in blocks]
     length = max(1, *map(len, kept))
     own = range(shards) if own is None else own
     store = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
     names = np.zeros((len(own), length), labels.dtype)
     for i, b in enumerate(own):
         store[i, : len(kept[b])], names[i, : len(kept[b])] = inputs[kept[b]], labels[kept[b]]
-    local = {
-        name: np.concatenate(
-            [np.where(real[name][blocks[b]], np.searchsorted(kept[b], rows[blocks[b]]), 0) for b in own]
-        )
-        for name, rows in (("train", train), ("test", test))
-    }
-    return Clients(
-        inputs=store.reshape(-1, *inputs.shape[1:]),
-        labels=names.reshape(-1),
-        train=local["train"].astype(np.int32),
-        train_size=np.concatenate([train_size[blocks[b]] for b in own]),
-        test=local["test"].astype(np.int32),
-        test_size=np.concatenate([test_size[blocks[b]] for b in own]),
-    )
+
+    def local(b: int, rows: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.where(_real(rows, size), np.searchsorted(kept[b], rows), 0).astype(np.int32), size
+
+    parts = [local(b, *blocks[b][:2]) + local(b, *blocks[b][2:]) for b in own]
+    rows_and_sizes = (np.concatenate(arrays) for arrays in zip(*parts))
+    return Clients(store.reshape(-1, *inputs.shape[1:]), names.reshape(-1), *rows_and_sizes)
 
 
 @checked()
@@ -149,7 +137,7 @@ def _real(rows: np.ndarray, size: np.ndarray) -> Bool[np.ndarray, "C N"]:
 
 
 def _pad(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "C N"], Int32[np.ndarray, "C"]]:
-    """Check the lists against data of that length and pad them with 0, at least one wide."""
+    """Check the lists against data of that length and pad them with 0 to a width of at least 1."""
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)
     flat = np.concatenate(arrays)
@@ -172,5 +160,6 @@ def _check_owners(train: np.ndarray, size: np.ndarray) -> None:
     order = np.argsort(rows, kind="stable")
     twice = np.flatnonzero(np.diff(rows[order]) == 0)
     if twice.size:
-        one, two = client[order[twice[0]]], client[order[twice[0] + 1]]
-        raise ValueError(f"train_lists[{one}] and [{two}] both have row {rows[order[twice[0]]]}: give disjoint lists")
+        first, second = order[twice[0] : twice[0] + 2]
+        owners = f"train_lists[{client[first]}] and [{client[second]}]"
+        raise ValueError(f"{owners} both have row {rows[first]}: give disjoint lists")

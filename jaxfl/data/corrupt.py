@@ -1,4 +1,4 @@
-"""Corruption of inputs: clients whose data are worse than others'."""
+"""Corruption of inputs: some clients have worse data than others."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,23 +24,18 @@ def _check_densities(name: str, value: Any) -> list[float]:
     return [check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)]
 
 
-@checked(
-    inputs=_check_pixels,
-    rows=check_array,
-    density=partial(check_fraction, zero=True),
-    seed=count_from_0,
-)
+@checked(inputs=_check_pixels, rows=check_array, density=partial(check_fraction, zero=True), seed=count_from_0)
 def salt_and_pepper(
     inputs: Shaped[np.ndarray, "D ..."], rows: np.ndarray, density: float, *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:
     """Set each pixel of the given rows to black or white, with probability density / 2 each.
 
-    A pixel is one place of an image `[H, W, C]`, all channels together; in inputs of any other shape it
-    is one value. Black and white are 0 and 255 in uint8 inputs, and the least and the largest value of
+    A pixel of an image `[H, W, C]` is all channels of one position; in inputs of any other shape it is one
+    value. Black and white are 0 and 255 in uint8 inputs, and the least and the largest value of
     all `inputs` in floating ones.
 
-    The noise of a row depends on the seed and the row's number only: not on the other rows, their order,
-    or the other inputs. What a density corrupts, a higher one corrupts in the same way.
+    The noise of a row depends only on the seed and the row's number: not on the other rows, their order,
+    or the other inputs. What one density corrupts, a higher density corrupts in the same way.
 
     Args:
         inputs: `[D, ...]` uint8 or floating; not changed.
@@ -96,12 +91,12 @@ def corrupt_clients(
         raise ValueError("lists has rows that occur twice: give disjoint lists")
     low, high = (0, 255) if inputs.dtype == np.uint8 else (inputs.min(), inputs.max())
     pixels = inputs.shape[1:3] if inputs.ndim == 4 else inputs.shape[1:]
-    out = inputs.copy()
+    noisy = inputs.copy()
     for row, density in zip(rows, np.repeat(np.asarray(densities, float), [len(rows) for rows in lists])):
         if density:
             # A stream of its own: the row is the high word of the generator's counter.
             bits = np.random.Philox(key=seed, counter=int(row) << 192)
             level = np.random.Generator(bits).random(pixels, np.float32)
-            out[row, level < density / 2] = low
-            out[row, level >= 1 - density / 2] = high
-    return out
+            noisy[row, level < density / 2] = low
+            noisy[row, level >= 1 - density / 2] = high
+    return noisy

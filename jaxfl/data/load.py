@@ -80,17 +80,17 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
     return inputs
 
 
-def check_rows(name: str, found: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
+def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
     """Require a vector of rows from 0 below `length` for each client; return them as int32."""
-    for i, rows in enumerate(found):
+    for i, rows in enumerate(lists):
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers")
-    flat = np.concatenate([np.zeros(0, np.int64), *(rows for rows in found if rows.size)])
+    flat = np.concatenate([np.zeros(0, np.int64), *(rows for rows in lists if rows.size)])
     wrong = flat[(flat < 0) | (flat >= length)]
     if wrong.size:
-        i = next(i for i, rows in enumerate(found) if np.any(rows == wrong[0]))
+        i = next(i for i, rows in enumerate(lists) if np.any(rows == wrong[0]))
         raise ValueError(f"{name}[{i}] has row {wrong[0]}: give rows from 0 to {length - 1}")
-    return [rows.astype(np.int32, copy=False) for rows in found]
+    return [rows.astype(np.int32, copy=False) for rows in lists]
 
 
 @checked(name=functools.partial(check_choice, choices=NAMES), data_dir=check_path)
@@ -98,12 +98,12 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """Load a dataset by name; images are uint8 [n, H, W, C].
 
     `digits` (8x8x1, from scikit-learn, scaled from 0..16 to 0..255, one fixed stratified split) is
-    always there. The others are TFDS folders `<data_dir>/<name>/<version>`; the highest version counts.
+    always available. The others are TFDS folders `<data_dir>/<name>/<version>`; the highest version counts.
     `emnist` is `emnist/digits`. EMNIST images, which TFDS keeps transposed, are turned upright, and the
     labels of `emnist/letters`, which start at 1 there, start at 0.
 
     Decoded arrays are kept in a cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a
-    key made of the name, the version, and the sizes and times of the source files.
+    key of the name, the version, and the sizes and times of the source files.
 
     Args:
         name: One of `jaxfl.data.NAMES`.
@@ -124,15 +124,15 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """
     if name == "digits":
         return _digits()
-    full_name = "emnist/digits" if name == "emnist" else name
-    folder = _find(full_name, data_dir)
-    cache = _cache_file(full_name, folder)
+    name = "emnist/digits" if name == "emnist" else name
+    folder = _find(name, data_dir)
+    cache = _cache_file(name, folder)
     arrays = _read_cache(cache)
     if arrays is None:
-        arrays = _read_prepared(full_name, folder)
+        arrays = _read_prepared(name, folder)
         _write_cache(cache, arrays)
     classes = int(arrays.pop("classes"))
-    return Dataset(**arrays, classes=classes, name=full_name)
+    return Dataset(**arrays, classes=classes, name=name)
 
 
 @checked(train_inputs=check_inputs, train_labels=check_labels, test_inputs=check_inputs, test_labels=check_labels)
@@ -217,9 +217,9 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
 
     try:
         builder = tfds.builder_from_directory(folder)
-        file_format = builder.info.file_format
-        if file_format is None or file_format.value != "array_record":
-            raise ValueError(f"its files are in {file_format and file_format.value} format, not array_record")
+        file_format = builder.info.file_format and builder.info.file_format.value
+        if file_format != "array_record":
+            raise ValueError(f"its files are in {file_format} format, not array_record")
         arrays: dict[str, Any] = {}
         for split in ("train", "test"):
             arrays[f"{split}_inputs"], arrays[f"{split}_labels"] = _read_split(builder, split)
@@ -267,17 +267,16 @@ def _check_file(path: str, expected: int) -> None:
     if not os.path.isfile(path):
         raise ValueError(f"file {path} is missing")
     try:
-        reader = ArrayRecordReader(path)
-        found = reader.num_records()
-        reader.close()
+        with contextlib.closing(ArrayRecordReader(path)) as reader:
+            count = reader.num_records()
     except Exception as error:
         raise ValueError(f"file {path} is truncated or not an array_record file ({error})") from error
-    if found != expected:
-        raise ValueError(f"file {path} holds {found} examples, dataset_info.json says {expected}")
+    if count != expected:
+        raise ValueError(f"file {path} holds {count} examples, dataset_info.json says {expected}")
 
 
 def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Undo what TFDS keeps of EMNIST's original files, and check the labels."""
+    """Undo the transposition and the label offset that TFDS keeps from EMNIST's files, and check the labels."""
     first = 1 if name == "emnist/letters" else 0
     # TFDS counts 37 classes of letters; the files hold 1 to 26.
     arrays["classes"] = 26 if first else arrays["classes"]
@@ -300,8 +299,7 @@ def _read_cache(path: Path) -> dict[str, Any] | None:
     """The cached arrays; None where there are none, or they are damaged (a zip file checks itself)."""
     try:
         with open(path, "rb") as raw, np.load(raw) as file:
-            fields = (*Dataset._fields[:4], "classes")
-            return {field: file[field] for field in fields}
+            return {field: file[field] for field in (*Dataset._fields[:4], "classes")}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None
 

@@ -1,9 +1,9 @@
 """Partitions: labels -> one list of example rows per client.
 
 Every function returns disjoint int32 rows in ascending order, one array per client, drawn from a
-generator of its own: the same arguments give the same partition. Arguments are checked before any work.
+generator of its own: the same arguments give the same partition.
 
-Inside, a partition is one vector: the owner of each example, or -1.
+Internally, a partition is one vector: the owner of each example, or -1.
 """
 
 from bisect import bisect_left
@@ -42,7 +42,7 @@ def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int |
         raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
     dealt = len(labels) if size is None else clients * size
     owner = np.full(len(labels), -1)
-    owner[_generator(seed).permutation(len(labels))[:dealt]] = np.arange(dealt) % clients
+    owner[np.random.default_rng(seed).permutation(len(labels))[:dealt]] = np.arange(dealt) % clients
     return _lists(owner, clients)
 
 
@@ -61,7 +61,7 @@ def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndar
     if sizes.sum() > len(labels):
         raise ValueError(f"sizes={show(sizes)} sum to {sizes.sum()}: give at most the {len(labels)} examples")
     owner = np.full(len(labels), -1)
-    owner[_generator(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
+    owner[np.random.default_rng(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
     return _lists(owner, len(sizes))
 
 
@@ -71,15 +71,15 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
 
     All examples are dealt. Small alpha: few classes per client, very different sizes, and clients
     without examples unless `minimum` says otherwise; large alpha: nearly equal shares. The draw is made
-    once and in logarithms, so that it ends, without NaN, for every alpha. Clients below `minimum` then
-    receive random examples of those that are largest at the time, which keeps the other lists as drawn.
+    once and in logarithms, so that it terminates, without NaN, for every alpha. Clients below `minimum` then
+    receive random examples from the largest clients, which leaves the other lists as drawn.
 
     Args:
         labels: `[D]` class labels from 0.
         clients: Number of clients.
         alpha: Concentration above 0.
         seed: Seed of the partition.
-        minimum: Examples that each client has at least.
+        minimum: Least number of examples per client.
 
     Raises:
         ValueError: Fewer than `clients * minimum` examples.
@@ -91,14 +91,14 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
 
     References:
         Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks"; Li et al.
-        2022, "Federated learning on non-IID data silos". The code of both draws again until the smallest client is
-        large enough, which need not end.
+        2022, "Federated learning on non-IID data silos". The code of both redraws until the smallest client is
+        large enough, which need not terminate.
     """
     if clients * minimum > len(labels):
         raise ValueError(
             f"minimum={minimum}: {clients} clients need more than {len(labels)} examples, give a smaller one"
         )
-    rng = _generator(seed)
+    rng = np.random.default_rng(seed)
     owner = np.full(len(labels), -1)
     for k in _classes(labels):
         rows = rng.permutation(np.flatnonzero(labels == k))
@@ -127,10 +127,10 @@ def label_share(
     """Give each client a random share of the labels, and spread each label evenly over its owners.
 
     A client owns `share * K` labels, rounded, at least one; 20 % of 10 labels are 2. Every example of a
-    label that has an owner is dealt, and every label has one wherever there are enough clients for it.
+    label that has an owner is dealt, and every label has an owner if there are enough clients.
 
     Args:
-        labels: `[D]` class labels from 0; K is the number of different ones.
+        labels: `[D]` class labels from 0; K is the number of distinct labels.
         clients: Number of clients.
         share: Share of the labels per client, in (0, 1].
         seed: Seed of the partition.
@@ -150,11 +150,11 @@ def label_share(
     References:
         The set-up of ADP-PFL: "each client gets a random 20 % of the labels".
     """
-    rng = _generator(seed)
+    rng = np.random.default_rng(seed)
     classes = _classes(labels)
-    each = max(1, round(share * len(classes)))
-    owned = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1) < each
-    while clients * each >= len(classes) and not owned.any(0).all():
+    number = max(1, round(share * len(classes)))
+    owned = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1) < number
+    while clients * number >= len(classes) and not owned.any(0).all():
         orphan = owned.sum(0).argmin()
         client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
         owned[client, [orphan, label]] = True, False
@@ -176,16 +176,16 @@ def classes_per_client(
 ) -> tuple[Rows, Rows]:
     """Give each client s classes, and each class as nearly as possible the same number of clients.
 
-    There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and as many
-    randomly chosen classes as are left over get one more; the slots are dealt at random, s to a client.
-    Each class is split into one shard per slot, sizes differing by at most one. The test examples are
+    There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and the remainder goes
+    to randomly chosen classes, one each; the slots are dealt at random, s to a client.
+    Each class is split into one shard per slot, of sizes that differ by at most one. The test examples are
     split by the same slots. `s = K` with distinct classes is a split with equal labels everywhere.
 
     Args:
-        labels: `[D]` class labels from 0; K is the number of different ones.
+        labels: `[D]` class labels from 0; K is the number of distinct labels.
         test_labels: `[M]` labels of the test examples.
         clients: Number of clients.
-        s: Classes per client, at most K where they are distinct.
+        s: Classes per client, at most K if they are distinct.
         seed: Seed of the partition.
         distinct: Repair the random deal by swaps until no client has a class twice. Otherwise a client
             may get several shards of a class, as in FedRep's code ("at most s classes").
@@ -209,7 +209,7 @@ def classes_per_client(
     """
     classes = _classes(labels)
     check_count("s", s, most=len(classes) if distinct else None)
-    rng = _generator(seed)
+    rng = np.random.default_rng(seed)
     base, more = divmod(s * clients, len(classes))
     copies = np.full(len(classes), base)
     copies[rng.permutation(len(classes))[:more]] += 1
@@ -238,8 +238,8 @@ def matching(
     """Split the test examples so that each client is tested on the label mix it trains on.
 
     Client i, with `n_ik` of the `n_k` owned training examples of class k, gets `m_k n_ik / n_k` of the
-    `m_k` test examples, rounded up or down. Which shares are rounded up is decided by what the client
-    has been short of so far, so that its total is near its fair share as well. All test examples of a
+    `m_k` test examples, rounded up or down. Shares are rounded up where the client has received too little
+    so far, so that its total is near its fair share as well. All test examples of a
     class that some client owns are dealt.
 
     Args:
@@ -259,7 +259,7 @@ def matching(
     clients, train_lists = len(train_lists), check_rows("train_lists", train_lists, len(labels))
     client = np.repeat(np.arange(clients), [len(rows) for rows in train_lists])
     rows = np.concatenate([np.zeros(0, np.int32), *train_lists])
-    rng = _generator(seed)
+    rng = np.random.default_rng(seed)
     owner = np.full(len(test_labels), -1)
     short = np.zeros(clients)
     for k in np.unique(labels[rows]):
@@ -273,10 +273,6 @@ def matching(
         short[up] -= 1
         owner[pool] = np.repeat(np.arange(clients), whole)
     return _lists(owner, clients)
-
-
-def _generator(seed: int) -> np.random.Generator:
-    return np.random.default_rng(seed)
 
 
 def _classes(labels: Int32[np.ndarray, "D"]) -> Int32[np.ndarray, "K"]:
@@ -301,7 +297,7 @@ def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
 
 
 def _lists(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
-    """Turn the owners of examples into the examples of owners."""
+    """The rows of each owner."""
     rows = np.argsort(owner, kind="stable").astype(np.int32)
     return np.split(rows, np.cumsum(np.bincount(owner + 1, minlength=clients + 1))[:-1])[1:]
 
@@ -315,10 +311,10 @@ def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[
 
 
 def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: int) -> np.ndarray:
-    """Raise clients to the minimum, taking always from the largest."""
+    """Raise clients to the minimum, always taking from the largest."""
     sizes = np.bincount(owner, minlength=clients)
     give = np.maximum(minimum - sizes, 0)
-    # The highest size to cut all larger clients down to that yields enough.
+    # The highest size at which cutting all larger clients down to it yields enough.
     cuts = range(minimum, int(sizes.max()) + 1)
     level = cuts[bisect_left(cuts, True, key=lambda cut: np.maximum(sizes - cut, 0).sum() < give.sum()) - 1]
     take = np.maximum(sizes - level, 0)

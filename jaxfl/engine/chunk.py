@@ -1,4 +1,4 @@
-"""How many clients are vectorised at a time: measured once and remembered, and halved where memory ends."""
+"""How many clients are vectorised at a time: measured once and remembered, and halved where memory is short."""
 
 import functools
 import hashlib
@@ -24,14 +24,14 @@ class Program(NamedTuple):
     """Rounds, compiled for one chunk."""
 
     step: Callable[..., tuple]
-    """Of the arguments that it was compiled for; among the last two are those that it donates."""
+    """Takes the arguments that it was compiled for, and donates some of the last two."""
     chunk: int
     memory: float
     """Bytes of temporary arrays on each device, per client vectorised at a time."""
 
 
 Build = Callable[[int], functools.partial]
-"""Of a chunk: a jitted function with its first arguments (see `jaxfl.engine.program.compile_rounds`)."""
+"""From a chunk to a jitted function with its first arguments (see `jaxfl.engine.program.compile_rounds`)."""
 
 
 def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
@@ -45,50 +45,47 @@ def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
 def choose(
     build: Build, chunk: int | Literal["auto"], most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]
 ) -> Program:
-    """The program for a chunk, or for the fastest one; see `fitting` and `fastest`."""
+    """The program for the given or the fastest chunk; see `fitting` and `fastest`."""
     return fastest(build, most, arguments, mesh, facts) if chunk == "auto" else fitting(build, chunk, arguments)
 
 
 def fitting(build: Build, chunk: int, arguments: tuple) -> Program:
-    """The program for a chunk, or for half of it as often as memory demands.
+    """The program for a chunk, halved as often as memory demands.
 
-    Whether memory holds a program shows in one call on copies of the state, which must find room beside it: a call that
-    fails has donated its arguments too.
+    Whether a program fits shows in one call on copies of the state, which need room beside it: even a call that fails
+    has donated its arguments.
     """
-    program = _tried(build, chunk, arguments, calls=int(chunk > 1))
-    while program is None:
+    while (tried := _tried(build, chunk, arguments, calls=int(chunk > 1))) is None:
         _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
         chunk //= 2
-        program = _tried(build, chunk, arguments, calls=int(chunk > 1))
-    return program[0]
+    return tried[0]
 
 
 def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]) -> Program:
-    """The program of the fastest of a few chunks, by the second of two calls; remembered, and logged with its figures.
+    """The program of the fastest of a few chunks, by the second of two calls; remembered, and logged.
 
     The choice is kept in this process, and in the cache folder (`JAXFL_CACHE_DIR`), by the arrays' shapes, the kind
     and number of devices, the version of JAX and `facts`.
 
     Args:
         build: makes the program of a chunk.
-        most: the largest chunk that has any use.
-        arguments: of a call: one round.
+        most: the largest useful chunk.
+        arguments: those of a call of one round.
         mesh: the devices.
-        facts: what else the choice depends on; batches and local steps are not among it.
+        facts: what else the choice depends on, except batches and local steps.
     """
     shapes = str(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments)))
     device = mesh.devices.flat[0].device_kind
     name = hashlib.sha256(repr((shapes, device, mesh.size, jax.__version__, facts)).encode()).hexdigest()[:16]
     known = _recall(name)
     most_known, least_known = processes.largest(known or 0, -(known or 0))
-    if known and most_known == -least_known:  # by all processes
+    if known and most_known == -least_known:  # in all processes
         program = fitting(build, known, arguments)
         _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
         return program
     programs, seconds = {}, {}
     for size in (size for size in _SIZES if size <= max(most, 1)):
-        tried = _tried(build, size, arguments, calls=2)
-        if tried is None:
+        if (tried := _tried(build, size, arguments, calls=2)) is None:
             _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, max(seconds))
             break
         programs[size], seconds[size] = tried
@@ -101,7 +98,7 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
 
 
 def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float] | None:
-    """A program and the seconds of its last call on copies of the state; None where memory does not hold it."""
+    """A program and the seconds of its last call on copies of the state; None if it does not fit in memory."""
     seconds = 0.0
     try:
         program = compile_chunk(build, chunk, arguments)
@@ -111,7 +108,7 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
             jax.block_until_ready(program.step(*arguments[:-2], *copies))
             seconds = time.monotonic() - start
     except jax.errors.JaxRuntimeError as error:
-        # Of several processes all would have to halve.
+        # Of several processes, all would have to halve.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         if chunk == 1 or jax.process_count() > 1:
@@ -128,7 +125,7 @@ def _megabytes(program: Program) -> str:
 
 
 def _remember(name: str, choice: dict[str, Any]) -> None:
-    """A folder that cannot be written is no error."""
+    """Keep a choice; a folder that cannot be written is no error."""
     _REMEMBERED[name] = choice
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -138,7 +135,7 @@ def _remember(name: str, choice: dict[str, Any]) -> None:
 
 
 def _recall(name: str) -> int | None:
-    """The chunk that was chosen; a file that says none is as good as no file."""
+    """The remembered chunk; an unreadable file counts as none."""
     if name not in _REMEMBERED:
         try:
             choice = json.loads((cache_folder() / f"chunk-{name}.json").read_text())

@@ -24,20 +24,20 @@ def keep() -> None:
     folder = cache_folder() / "programs"
     jax.config.update("jax_compilation_cache_dir", str(folder / _processor()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # JAX can bound the folder itself, but needs the package filelock, and reads the whole folder at every program.
+    # JAX can bound the folder itself, but needs the package filelock, and reads the whole folder for every program.
     atexit.register(trim, folder, _MOST_BYTES)
 
 
 def trim(folder: Path, most: int) -> None:
-    """Remove files, those first that were not used for the longest time, until the rest has at most `most` bytes."""
-    found = []
+    """Remove the least recently used files until the rest has at most `most` bytes."""
+    files = []
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # another process trims too
             stat = path.stat()
             if path.is_file():
-                found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
+                files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
         if total <= most:
             return
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def _processor() -> str:
     """A name for processors that run the same programs, which JAX's own key does not cover."""
     try:
         with open("/proc/cpuinfo") as file:
-            first = file.read(2**14).split("\n\n")[0].splitlines()  # of one core
+            first = file.read(2**14).split("\n\n")[0].splitlines()  # the first core
         names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         facts = [line for line in first if line.split(":")[0].strip() in names]
     except OSError:

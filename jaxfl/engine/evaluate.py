@@ -20,14 +20,14 @@ from jaxfl.local.train import blocks_of
 from jaxfl.types import Algorithm, Clients, Tree
 
 _BATCH = 64
-"""Examples per forward pass, at most; the loop over them follows the client's own size."""
+"""Largest number of examples per forward pass; the loop over them follows the client's own size."""
 
 
 class PerClient(NamedTuple):
     """Test accuracy and mean loss of each client.
 
-    NaN for a client without test examples, and for one whose model has no loss for one of them: its outputs are not
-    finite, which is no answer, not even one that is right by chance.
+    NaN for a client without test examples, and for one whose loss on one of them is NaN: outputs that are not finite
+    are no answer, not even one that is right by chance.
     """
 
     accuracy: Float[Array | np.ndarray, "*E C"]
@@ -39,17 +39,17 @@ def compile_evaluation(
 ) -> functools.partial[PerClient]:
     """One program `(key, server, states) -> PerClient` over all clients, `chunk` vectorised at a time per device.
 
-    Of `Points`, all have a leading axis P.
+    For `Points`, all have a leading axis P.
     """
 
     def evaluate(clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: Tree) -> PerClient:
         def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
             def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
-                def one(slot: Int[Array, ""]) -> PerClient:
+                def score(slot: Int[Array, ""]) -> PerClient:
                     return _client(algorithm, key, slot, ids[slot], server, states, clients)
 
                 slots = jnp.arange(ids.shape[0])
-                return lax.map(one, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
+                return lax.map(score, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
 
             by_client = P("clients")
             scores = jax.shard_map(
@@ -88,15 +88,14 @@ def _client(
     real = (jnp.arange(rows.size) < size).reshape(shape)
 
     def block(number: Int[Array, ""], carry: tuple) -> tuple:
-        # Laid out ahead, as in training: within the inner loop the network would be fused with it.
+        # Laid out ahead, as in training: in the inner loop XLA would fuse the layout change with the network.
         x, labels = jax.vmap(model.prepare)(clients.inputs[rows[number]]), clients.labels[rows[number]]
 
         def test(i: Int[Array, ""], carry: tuple) -> tuple:
             logits, tested = model.apply(params, x[i]), real[number, i]
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[i])
-            correct = jnp.argmax(logits, axis=-1) == labels[i]
-            hits, missed = jnp.sum(correct & tested, dtype=jnp.int32), jnp.sum(jnp.where(tested, losses, 0.0))
-            return carry[0] + hits, carry[1] + missed
+            correct = (jnp.argmax(logits, axis=-1) == labels[i]) & tested
+            return carry[0] + jnp.sum(correct, dtype=jnp.int32), carry[1] + jnp.sum(jnp.where(tested, losses, 0.0))
 
         return lax.fori_loop(0, jnp.minimum(per_block, batches - number * per_block), test, carry)
 
@@ -109,9 +108,8 @@ def _client(
 def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"]) -> dict[str, float]:
     """Unweighted mean, standard deviation and worst 10% over clients, and the mean over all test examples.
 
-    Of clients with test examples; NaN where there are none. A model whose scores are not finite has accuracy 0, and
-    makes the mean loss NaN. The worst 10% is the mean accuracy of the tenth of the clients (at least one) that fares
-    worst.
+    Over clients with test examples; NaN if there are none. A model whose scores are not finite has accuracy 0, and
+    makes the mean loss NaN. The worst 10% is the mean accuracy of the worst tenth of the clients (at least one).
     """
     tested = np.asarray(sizes) > 0
     if not tested.any():

@@ -1,4 +1,4 @@
-"""Clients on a mesh of devices: each device holds its own clients, and their examples or those of all."""
+"""Clients on a mesh of devices: each device holds its own clients, with their examples or all examples."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from jaxfl.types import ClientData, Clients, StepNoise
 
 
 class Population(NamedTuple):
-    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all of them."""
+    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples."""
 
     clients: Clients
     number: int
@@ -31,7 +31,7 @@ def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
 def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
     """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
 
-    Of several processes, each puts the clients of its own devices there, and reads no other examples.
+    Each of several processes places the clients of its own devices, and reads no other examples.
 
     Args:
         clients: host arrays, the same in all processes.

@@ -1,4 +1,4 @@
-"""Several processes as one run: they take the same decisions, from the same settings."""
+"""Several processes as one run: the same settings, the same decisions."""
 
 import itertools
 import json
@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
-from jax._src import distributed  # JAX has no public way to exchange a text before its devices are in use
+from jax._src import distributed  # JAX has no public way to exchange text before it starts its devices
 from jax.experimental import multihost_utils
 
 _PATIENCE_SECONDS = 1800
-"""How much later than another a process may come to the same point."""
+"""How long processes wait for each other."""
 
 _MEETINGS = itertools.count()
 
 
 def largest(*values: float | int) -> list[float | int]:
-    """The largest of each value over all processes, as float32: what they decide by it is decided alike."""
+    """The largest of each value over all processes, as float32, so that all take the same decision."""
     if jax.process_count() == 1:
         return list(values)
     return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
@@ -28,24 +28,24 @@ def of_first(array: np.ndarray) -> np.ndarray:
 
 
 def agree(facts: Mapping[str, str]) -> None:
-    """Go on only if all processes say the same; all of them have to come to this call.
+    """Go on only if all processes give the same facts; all of them must make this call.
 
-    Nothing is compiled, and no device is used. Does nothing in a process by itself.
+    Nothing is compiled, and no device is used. A single process does nothing.
 
     Args:
-        facts: what must not differ, by name; digests where it is long.
+        facts: what must not differ, by name; digests of long values.
 
     Raises:
-        ValueError: in every process, with the values that differ, and whose they are.
+        ValueError: in every process, with the values that differ, and their processes.
     """
     client, process = distributed.global_state.client, distributed.global_state.process_id
     if client is None:
         return
-    place = f"jaxfl/{next(_MEETINGS)}"
-    client.key_value_set(f"{place}/{process}", json.dumps(dict(facts)))
-    client.wait_at_barrier(place, _PATIENCE_SECONDS * 1000)
-    said = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(place)}
-    if differing := differences([said[process] for process in sorted(said)]):
+    meeting = f"jaxfl/{next(_MEETINGS)}"
+    client.key_value_set(f"{meeting}/{process}", json.dumps(dict(facts)))
+    client.wait_at_barrier(meeting, _PATIENCE_SECONDS * 1000)
+    by_process = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(meeting)}
+    if differing := differences([by_process[process] for process in sorted(by_process)]):
         raise ValueError(f"{differing}: start the same run, with the same command, in all processes")
 
 
@@ -57,12 +57,12 @@ def differences(facts: Sequence[Mapping[str, str]]) -> str:
     >>> differences([{"data": "a"}, {"data": "a"}])
     ''
     """
-    told = []
-    for name in dict.fromkeys(name for said in facts for name in said):
+    texts = []
+    for name in dict.fromkeys(name for named in facts for name in named):
         processes: dict[str | None, list[str]] = {}
-        for process, said in enumerate(facts):
-            processes.setdefault(said.get(name), []).append(str(process))
+        for process, named in enumerate(facts):
+            processes.setdefault(named.get(name), []).append(str(process))
         if len(processes) > 1:
             values = (f"{value!r} in {', '.join(where)}" for value, where in processes.items())
-            told.append(f"{name} differs by process: {'; '.join(values)}")
-    return "; ".join(told)
+            texts.append(f"{name} differs by process: {'; '.join(values)}")
+    return "; ".join(texts)

@@ -19,7 +19,7 @@ from jaxfl.privacy.noise import derive
 from jaxfl.types import Algorithm, Clients, StepNoise, Tree
 
 _MEMORY = 2**31 + 1
-"""No round has this number: the key of a mechanism's first memory is derived apart from those of rounds."""
+"""No round has this number: the key of a mechanism's first memory is derived apart from the rounds' keys."""
 
 
 class Points(NamedTuple):
@@ -37,12 +37,9 @@ class Points(NamedTuple):
 def initialize(
     key: Key[Array, "*P"], memory_key: Key[Array, "..."], algorithm: Algorithm | Points, population: Population
 ) -> tuple[Center, Tree]:
-    """Server state and mechanism's memory, replicated, and client states, on the devices of their clients."""
+    """Server state and mechanism memory, replicated, and client states, on the devices of their clients."""
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
-
-    def init(key: Key[Array, "*P"], memory_key: Key[Array, "..."]) -> tuple[Center, Tree]:
-        return over_points(functools.partial(first_states, population=population), algorithm)(key, memory_key)
-
+    init = over_points(functools.partial(first_states, population=population), algorithm)
     shardings = _shardings(algorithm, population)
     return jax.jit(init, out_shardings=shardings, compiler_options=quick)(key, memory_key)
 
@@ -50,35 +47,31 @@ def initialize(
 def first_states(
     algorithm: Algorithm, key: Key[Array, ""], memory_key: Key[Array, "*S"], population: Population
 ) -> tuple[Center, Tree]:
-    """Where the server, the mechanism and the clients of one run start; the second key is of the run's cohorts."""
-    clients = population.clients
-    server, states = algorithm.init(key, clients.number)
+    """First states of the server, the mechanism and the clients of one run; the second key is for its cohorts."""
+    server, states = algorithm.init(key, population.clients.number)
 
     def sent(clients: Clients) -> Tree:
         client = jax.tree.map(lambda leaf: leaf[0], states)
         noise = None if algorithm.dp_sgd is None else StepNoise(jnp.zeros(()), key)
         return algorithm.client_update(key, server, client, data_of(clients, 0, 0, noise))[0].update
 
-    def update() -> Tree:
-        """Shapes of a client's update."""
-        return jax.eval_shape(sent, clients)
-
-    memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), update, population.number)
+    shapes = functools.partial(jax.eval_shape, sent, population.clients)  # of a client's update
+    memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), shapes, population.number)
     return Center(server, memory), states
 
 
 def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
-    """Of a server, and anything that every process reads; of client states."""
+    """Shardings of what every process reads, such as the server, and of client states."""
     by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
     return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
 
 
 def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
-    """`work(algorithm, *arguments)` as a function of the arguments; for points, of theirs along a leading axis P."""
+    """`work(algorithm, *arguments)` as a function of the arguments; for points, with a leading axis P."""
     if isinstance(algorithm, Algorithm):
         return functools.partial(work, algorithm)
 
-    def one(point: tuple[dict[str, Array], tuple[Tree, ...]]) -> Tree:
+    def of_point(point: tuple[dict[str, Array], tuple[Tree, ...]]) -> Tree:
         values, arguments = point
         try:
             built = algorithm.build(**values)
@@ -90,7 +83,7 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
         return work(built, *arguments)
 
     values = {name: jnp.asarray(column, jnp.float32) for name, column in algorithm.values.items()}
-    return lambda *arguments: lax.map(one, (values, arguments), batch_size=algorithm.batch)
+    return lambda *arguments: lax.map(of_point, (values, arguments), batch_size=algorithm.batch)
 
 
 def compile_rounds(
@@ -100,12 +93,12 @@ def compile_rounds(
 
     `start` and `rounds` are dynamic, so one compilation serves a whole run; `center` and `states` are
     donated. Rows of the records beyond `rounds` are zero. Of `Points`, all but `start` and `rounds` have a leading
-    axis P. A key in place of `Keys` is taken for all of them.
+    axis P. A single key in place of `Keys` serves all streams.
 
     Args:
         algorithm: what a round does.
         population: the clients on their devices.
-        chunk: clients vectorised at a time on each device; memory grows with it, and not with the cohort.
+        chunk: clients vectorised at a time on each device; memory grows with the chunk, not with the cohort.
         segment: the largest number of rounds per call.
     """
 
@@ -125,15 +118,14 @@ def compile_rounds(
             def body(i: Int[Array, ""], carry: tuple) -> tuple:
                 center, states, records = carry
                 center, states, record = step(first + i, center, states)
-                return center, states, jax.tree.map(lambda all_, one: all_.at[i].set(one), records, record)
+                return center, states, jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record)
 
             return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (center, states, records))
 
         return over_points(rounds_of, algorithm)(keys, center, states)
 
     options = compiler_options(population.mesh)
-    all_, by_client = _shardings(algorithm, population)
-    program = jax.jit(
-        run, donate_argnames=("center", "states"), out_shardings=(all_, by_client, all_), compiler_options=options
-    )
+    shared, by_client = _shardings(algorithm, population)
+    shardings = (shared, by_client, shared)
+    program = jax.jit(run, donate_argnames=("center", "states"), out_shardings=shardings, compiler_options=options)
     return functools.partial(program, population.clients)

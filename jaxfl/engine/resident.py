@@ -1,4 +1,4 @@
-"""Rounds and evaluations of clients whose states and examples lie on the devices."""
+"""Rounds and evaluations of clients whose states and examples are on the devices."""
 
 import functools
 from collections.abc import Callable
@@ -25,13 +25,13 @@ class Resident:
     `jaxfl.engine.streamed.Stream` does the same for more clients than the devices hold.
 
     Args:
-        init_key: of the first state.
-        keys: of the rounds.
-        algorithm: one, or the points of a sweep.
+        init_key: key of the first state.
+        keys: streams of the rounds.
+        algorithm: one algorithm, or the points of a sweep.
         clients: host arrays.
         devices: where to run (None: all devices).
         chunk: clients vectorised at a time; "auto": measured.
-        segment: the most rounds of a call.
+        segment: the largest number of rounds per call.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Resident:
         self.keys = self._everywhere(keys)
         self.center, self.states = initialize(init_key, self.keys.cohort, algorithm, self.population)
         self.program: Program | None = None
-        population = self.population  # not `self`, which would keep programs until the garbage collector comes
+        population = self.population  # not `self`, which would keep programs until the garbage collector runs
         self._build = functools.cache(lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=segment))
         self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self._segment = segment
@@ -59,23 +59,22 @@ class Resident:
         return bool(jax.tree.leaves(self.states))
 
     def record(self) -> Records:
-        """Shapes of what one round of one run reports."""
+        """Shapes of the records of one round of one run."""
         step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
         shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1))[2]  # pyrefly: ignore[missing-attribute]
         axes = 1 if isinstance(self.algorithm, Algorithm) else 2
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes)
 
     def compile(self, facts: tuple[str, ...]) -> Program:
-        """Choose the chunk, and compile for it; `facts` is what a remembered choice depends on besides shapes."""
-        arguments = self._arguments(0, 1)
+        """Choose the chunk, and compile for it; a remembered choice depends on `facts` besides shapes."""
         mesh = self.population.mesh
         most = self.population.clients.number // mesh.size
-        self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
+        self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
         self._evaluation = self._score(self.program.chunk)
         return self.program
 
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
-        """Those of rounds and of an evaluation with this key, traced one client, and one point, at a time."""
+        """Programs of rounds and of an evaluation with this key, traced one client, and one point, at a time."""
         step: Any = self._build(1)
         score: Any = self._score(1)
         if isinstance(self.algorithm, Points) and self.algorithm.batch is not None:
@@ -88,7 +87,7 @@ class Resident:
         }
 
     def rounds(self, start: int, count: int) -> Records:
-        """Some rounds, from the one of number `start`; what they report, on the host, in at least `count` rows."""
+        """Run `count` rounds from number `start`; return their records, on the host, in at least `count` rows."""
         assert self.program is not None
         arguments = self._arguments(start, count)
         with jax.transfer_guard("disallow"):
@@ -108,7 +107,7 @@ class Resident:
         write()
 
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Resume from what a checkpoint kept."""
         self.center, self.states = saved["center"], saved["states"]
 
     def all_states(self) -> Tree:
@@ -116,7 +115,7 @@ class Resident:
         return self.states
 
     def _arguments(self, start: int, count: int) -> tuple:
-        """Of a call; the numbers lie on all devices, so that the call moves nothing by itself."""
+        """Arguments of a call; the numbers are on all devices, so that the call transfers nothing."""
         numbers = self._everywhere((np.int32(start), np.int32(count)))
         return self.keys, *numbers, self.center, self.states
 

@@ -1,7 +1,7 @@
 """One round, for every algorithm and every mechanism.
 
 A round is: draw -> for each participant: client_update, bound, contribute -> sum -> aggregate -> server_update. Only
-this file does it. Keys are derived by round, then purpose, then client, so that neither chunk size, device count nor
+this file runs it. Keys are derived by round, then purpose, then client, so that neither chunk size, device count nor
 the order of a cohort changes a client's randomness.
 """
 
@@ -23,27 +23,27 @@ from jaxfl.privacy.sums import add, add_up, widen
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 
 _BLOCK = 8
-"""Chunks whose clients are added up in single precision, place by place, before the exact sum (see `sums`)."""
+"""Chunks whose clients are added up in single precision, lane by lane, before the exact sum (see `sums`)."""
 
 _RESERVED = {
     "round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "epsilon",
     "participants", "nonfinite", "update_norm", "clipped", "train_loss",
 }  # fmt: skip
-"""What a row of metrics holds besides an algorithm's own infos; its `loss` is shown as `train_loss`."""
+"""Names in a row of metrics besides an algorithm's infos; its `loss` is shown as `train_loss`."""
 
 
 class Keys(NamedTuple):
-    """A run's streams of randomness; each a key, or 128 secret bits (see `jaxfl.privacy.noise`)."""
+    """A run's streams of randomness; each is a key, or 128 secret bits (see `jaxfl.privacy.noise`)."""
 
     clients: Key[Array, ""]
-    """What clients draw by themselves, such as the order of their examples."""
+    """For the clients' own draws, such as the order of their examples."""
     cohort: Key[Array, "*S"]
     """Who takes part."""
     noise: Key[Array, "*S"]
     """All noise, and the batches of private local steps."""
 
     def at(self, index: Int[Array, ""]) -> "Keys":
-        """Those of a round."""
+        """The streams of one round."""
         return Keys(*(derive(key, index) for key in self))
 
 
@@ -64,12 +64,12 @@ class Records(NamedTuple):
 
 
 class _Slots(NamedTuple):
-    """Per client that is at hand, sharded like the clients."""
+    """Numbers of each client in memory, sharded like the clients."""
 
     ids: Int[Array, "S"]
     sampled: Bool[Array, "S"]
-    place: Int[Array, "S"]
-    """Among the participants, in the order of their numbers."""
+    rank: Int[Array, "S"]
+    """Position among the participants, in the order of their numbers."""
     weights: Float[Array, "S"]
     scale: Float[Array, "S"]
     noise: Float[Array, "S"]
@@ -77,7 +77,7 @@ class _Slots(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over participants; outside of `shard_map` each leaf has a leading axis of devices."""
+    """Sums over participants; outside `shard_map` each leaf has a leading axis of devices."""
 
     given: Total
     """What the mechanism gets."""
@@ -100,7 +100,7 @@ def one_round(
     center: Center,
     states: Tree,
 ) -> tuple[Center, Tree, Records]:
-    """A round of clients that are all at hand; the keys are the run's."""
+    """A round whose clients are all in memory; the keys are the run's."""
     cohort = draw(algorithm, population.number, keys, index, center)
     keys = keys.at(index)
     ids = jnp.arange(population.clients.number)
@@ -125,10 +125,10 @@ def add_participants(
     center: Center,
     states: Tree,
 ) -> tuple[Sums, Tree]:
-    """Add to `total` those of the population's clients that take part; also their states, the new ones in place.
+    """Add the population's participants to `total`, and return their states, the new ones in place.
 
-    `ids` are the numbers of the clients that the population's and the states' rows belong to: all, or a part of them;
-    a number of C or more is no client. None starts from zero.
+    `ids` numbers the clients of the population's and the states' rows: all clients, or a part of them; a number of C
+    or more is no client. `total=None` starts from zero.
     """
 
     def add(total: Sums | None, slots: _Slots, center: Center, states: Tree, clients: Clients) -> tuple[Sums, Tree]:
@@ -143,7 +143,7 @@ def add_participants(
         mesh=population.mesh,
         in_specs=(by_client, by_client, P(), by_client, population.layout),
         out_specs=by_client,
-        check_vma=False,  # algorithms start loops from constants, which the check takes for replicated
+        check_vma=False,  # algorithms start loops from constants, which the check considers replicated
     )(total, _slots(algorithm, cohort, ids, center), center, states, population.clients)
 
 
@@ -154,27 +154,16 @@ def finish_round(
     mechanism, numbers = algorithm.mechanism, cohort.numbers
     total = add_up(total)
     aggregate, std, memory = mechanism.aggregate(keys.noise, center.memory, cohort, total.given, mesh)
-    # Parameters in half precision got an update in single precision.
-    server = jax.tree.map(_as, algorithm.server_update(center.server, aggregate), center.server)
-    if mechanism.denominator == "participants":  # it shows an empty cohort anyway
-        somebody = total.given.weight > 0
-        server = jax.tree.map(lambda new, old: jnp.where(somebody, new, old), server, center.server)
+    # An update in single precision would widen parameters in half precision.
+    stepped = algorithm.server_update(center.server, aggregate)
+    server = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), stepped, center.server)
+    if mechanism.denominator == "participants":  # which shows an empty cohort anyway
+        server = jax.tree.map(lambda a, b: jnp.where(total.given.weight > 0, a, b), server, center.server)
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
     info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
-    ledger = Ledger(
-        participants=cohort.sampled,
-        client_noise=numbers.client_noise,
-        weights=numbers.weights,
-        server_noise=std,
-        noise_multiplier=numbers.noise_multiplier,
-        example_noise=_example_noise(algorithm),
-        notes=cohort.notes,
-    )
+    noise = (std, numbers.noise_multiplier, _example_noise(algorithm))
+    ledger = Ledger(cohort.sampled, numbers.client_noise, numbers.weights, *noise, cohort.notes)
     return Center(server, memory), Records(ledger, info, total.nonfinite, _all_finite(server))
-
-
-def _as(new: Array, old: Array) -> Array:
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
@@ -190,11 +179,9 @@ def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: C
         return values.at[rows].get(mode="fill", fill_value=0)
 
     sampled = cohort.sampled.at[ids].get(mode="fill", fill_value=False)
-    place = jnp.cumsum(cohort.sampled) - 1
-    numbers, weights = cohort.numbers, at(cohort.numbers.weights)
+    rank, numbers, weights = at(jnp.cumsum(cohort.sampled) - 1), cohort.numbers, at(cohort.numbers.weights)
     scale = weights / algorithm.mechanism.unit(center.memory, numbers)
-    noise = at(numbers.client_noise), at(_example_noise(algorithm))
-    return _Slots(ids, sampled, at(place), weights, scale, *noise)
+    return _Slots(ids, sampled, rank, weights, scale, at(numbers.client_noise), at(_example_noise(algorithm)))
 
 
 def _cohort(
@@ -219,21 +206,20 @@ def _cohort(
         share, state = _participant(algorithm, keys, slots, slot, center, states, clients)
         return share._replace(given=share.given._replace(rows=())), share.given.rows, state
 
-    # Of one client, plain code: a batch axis of 1 would cost the fast matrix products.
+    # One client is plain code: with a batch axis of 1, matrix products would be slow.
     of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))
 
     def body(i: Int[Array, ""], carry: tuple) -> tuple:
         part, rows, states = carry
         slot = order[i] if chunk == 1 else lax.dynamic_slice(order, (i * chunk,), (chunk,))
         added, row, state = of_chunk(slot, states)
-        place = slots.place.at[slot].get(mode="fill", fill_value=most)
-        rows = jax.tree.map(lambda all_, new: all_.at[place].set(new, mode="drop"), rows, row)
+        rank = slots.rank.at[slot].get(mode="fill", fill_value=most)
+        rows = jax.tree.map(lambda all_, new: all_.at[rank].set(new, mode="drop"), rows, row)
         states = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), states, state)
         return optax.tree.add(part, added), rows, states
 
     def settle(part: Sums) -> Sums:
-        if chunk == 1:
-            part = jax.tree.map(lambda leaf: leaf[None], part)
+        part = jax.tree.map(lambda leaf: leaf[None], part) if chunk == 1 else part
         if algorithm.mechanism.exact:
             part = part._replace(given=part.given._replace(update=widen(part.given.update)))
         return add_up(part)
@@ -248,9 +234,9 @@ def _cohort(
         rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
-        sums, rows, states = carry
-        start = (zero, rows, states)
-        part, rows, states = lax.fori_loop(b * _BLOCK, jnp.minimum((b + 1) * _BLOCK, chunks), body, start)
+        sums, *others = carry
+        end = jnp.minimum((b + 1) * _BLOCK, chunks)
+        part, rows, states = lax.fori_loop(b * _BLOCK, end, body, (zero, *others))
         return add(sums, settle(part)), rows, states
 
     sums, rows, states = lax.fori_loop(0, -(-chunks // _BLOCK), block, (sums, rows, states))
@@ -266,7 +252,7 @@ def _participant(
     states: Tree,
     clients: Clients,
 ) -> tuple[Sums, Tree]:
-    """One client's share of the sums, and its new state; a slot beyond the last one contributes zero."""
+    """One client's share of the sums, and its new state; a slot beyond the last contributes zero."""
     mechanism, (server, memory) = algorithm.mechanism, center
     real = slot < slots.ids.shape[0]
     number, weight, scale = slots.ids[slot], *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale))
@@ -279,23 +265,15 @@ def _participant(
 
     update, norm, bound = mechanism.bound(memory, message.update)
     finite = jnp.isfinite(norm) & _all_finite(new)
-    sent = Message(update, message.extra)
-    sent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, sent)
+    bounded = Message(update, message.extra)
+    sent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     contribution, row = mechanism.contribute(keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm)
+    update = mechanism.in_units(memory, contribution, norm, scale)
+    given = Total(update, variance=(weight * slots.noise[slot]) ** 2, weight=weight, rows=row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
-    share = Sums(
-        given=Total(
-            update=mechanism.in_units(memory, contribution, norm, scale),
-            variance=(weight * slots.noise[slot]) ** 2,
-            weight=weight,
-            rows=row,
-        ),
-        info={name: jnp.where(finite & real, value, 0.0) for name, value in info.items()},
-        participants=real.astype(jnp.float32),
-        nonfinite=(real & ~finite).astype(jnp.int32),
-    )
-    return share, new
+    info = {name: jnp.where(finite & real, value, 0.0) for name, value in info.items()}
+    return Sums(given, info, real.astype(jnp.float32), (real & ~finite).astype(jnp.int32)), new
 
 
 def _check(algorithm: Algorithm, info: dict[str, Array]) -> None:

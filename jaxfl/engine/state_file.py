@@ -19,14 +19,14 @@ _PART_BYTES = 2**25
 
 
 class DamagedError(ValueError):
-    """Files are not what was written."""
+    """Files differ from what was written."""
 
 
 class Store:
-    """Client states [C, ...] in a file with two places for each row, and `side`, which says in which one it is.
+    """Client states [C, ...] in a file with two places for each row, and `side`, which says where the row is.
 
-    A row is written to the place that the last checkpoint does not need. So a checkpoint needs no more than `side`, a
-    byte per client, and a checksum (CRC-32) of each row; a kill at any moment leaves the last one's rows as they were.
+    A row is written to the place that the last checkpoint does not need. So a checkpoint holds only `side`, a byte per
+    client, and a checksum (CRC-32) of each row; a kill at any moment leaves the rows of the last checkpoint intact.
     Only rows that were written since the start take disk space twice.
 
     All rows are zeros until `start` makes the file, or `restore` finds it.
@@ -43,7 +43,7 @@ class Store:
     def __init__(self, folder: pathlib.Path | None, like: Tree, number: int) -> None:
         self.number, self.folder = number, folder
         leaves, self._structure = jax.tree.flatten(like)
-        # A client's row lies in one piece, so that it takes few pages.
+        # A client's row is contiguous, so that it takes few pages.
         self._row = np.dtype([(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True)
         self.bytes_per_client = self._row.itemsize
         self._check_space()
@@ -53,7 +53,7 @@ class Store:
 
     def start(self) -> None:
         """Make the file, in place of any other."""
-        # An open map outlives its file's name, so that a temporary file needs no cleaning up.
+        # An open map outlives its file's name: a temporary file needs no clean-up.
         temporary = self.folder is None
         with tempfile.TemporaryDirectory() if temporary else contextlib.nullcontext(self.folder) as name:
             path = pathlib.Path(str(name)) / _ROWS
@@ -62,7 +62,7 @@ class Store:
             self._map(path, "w+")
 
     def read(self, ids: Int[np.ndarray, "S"], of: Tree = None) -> Tree:
-        """Copies of some clients' rows [S, ...], of all files or those `of`."""
+        """Copies of some clients' rows [S, ...], from all files or from `of`."""
         side = self.side[ids]
         return jax.tree.map(lambda leaf: np.asarray(leaf[side, ids]), self.files if of is None else of)
 
@@ -78,7 +78,7 @@ class Store:
         self.side[ids] = side
 
     def flush(self) -> None:
-        """Bring the rows to the disk: before the checkpoint that needs them."""
+        """Write the rows to disk, before the checkpoint that needs them."""
         if isinstance(self.bytes, np.memmap):
             self.bytes.flush()
 
@@ -87,12 +87,12 @@ class Store:
         return {"side": self.side, "sums": self.sums}
 
     def commit(self) -> None:
-        """From here on keep the rows as they are now: after the checkpoint that needs them."""
+        """Keep the present rows from here on, after the checkpoint that needs them."""
         if self.folder is not None:
             self.kept = self.side.copy()
 
     def restore(self, side: UInt8[np.ndarray, "C"], sums: UInt32[np.ndarray, "C"]) -> None:
-        """Go back to the rows of a checkpoint; `DamagedError` where they are not what they were."""
+        """Go back to the rows of a checkpoint; `DamagedError` if they have changed."""
         assert self.folder is not None
         path, size = self.folder / _ROWS, 2 * self.number * self.bytes_per_client
         if self.bytes_per_client:
@@ -100,12 +100,12 @@ class Store:
                 raise DamagedError(f"{path} is missing")
             if path.stat().st_size != size:
                 raise DamagedError(f"{path} has not {size} bytes")
-            # What cannot be written is mapped for reading; what moves then (see `states`) stays in memory.
+            # A read-only file is mapped copy-on-write: rows that move (see `states`) stay in memory.
             self._map(path, "r+" if os.access(path, os.W_OK) else "c")
         self.side, self.sums = np.array(side), np.array(sums)
         parts = self._parts(np.arange(self.number))
-        found = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
-        wrong = np.flatnonzero(found != self.sums)
+        sums_now = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
+        wrong = np.flatnonzero(sums_now != self.sums)
         if wrong.size:
             named = f"{wrong.size} clients, of client {wrong[0]} first"
             raise DamagedError(f"the states of {named}, are damaged or of later rounds")
@@ -120,12 +120,10 @@ class Store:
         for ids in self._parts(moving) if self.bytes_per_client else ():
             self.bytes[0, ids] = self.bytes[1, ids]
 
-        def view(leaf: np.memmap) -> np.memmap:
-            first = leaf[0]
-            first.flags.writeable = False
-            return first
-
-        return jax.tree.map(view, self.files)
+        views = jax.tree.map(lambda leaf: leaf[0], self.files)
+        for leaf in jax.tree.leaves(views):
+            leaf.flags.writeable = False
+        return views
 
     def _map(self, path: pathlib.Path, mode: Literal["w+", "r+", "c"]) -> None:
         shape = (2, self.number, self.bytes_per_client)
@@ -137,13 +135,12 @@ class Store:
         self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
 
     def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:
-        """Pieces of which each fits in memory."""
+        """Pieces that fit in memory."""
         return np.array_split(ids, 1 + len(ids) * self.bytes_per_client // _PART_BYTES)
 
     def _check_space(self) -> None:
-        folder = pathlib.Path(tempfile.gettempdir()) if self.folder is None else self.folder
-        places = 1 if self.folder is None else 2
-        needed, path = self.bytes_per_client * self.number * places, folder / _ROWS
+        folder = self.folder or pathlib.Path(tempfile.gettempdir())
+        needed, path = self.bytes_per_client * self.number * (2 if self.folder else 1), folder / _ROWS
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free + (path.stat().st_blocks * 512 if path.exists() else 0)
         if needed > free:

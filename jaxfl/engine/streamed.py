@@ -2,8 +2,8 @@
 
 The host keeps client states (`jaxfl.engine.state_file`) and each client's rows of the example store; the devices hold
 the example store itself, each the whole of it. A round's cohort is drawn from all clients and goes through the devices
-in blocks of a fixed number of slots, which add to the same sums. While a block is at work, the rows of the one before
-are written back and those of the one after, of this round or the next, are read and sent.
+in blocks of a fixed number of slots, which add to the same sums. While a block is at work, the rows of the previous
+block are written back and those of the next block, of this round or the next, are read and sent.
 """
 
 import functools
@@ -31,7 +31,7 @@ from jaxfl.privacy.mechanisms.gaussian import Cohort
 from jaxfl.types import Algorithm, Clients, Tree
 
 _BLOCK_BYTES = 2**24
-"""Rows of one block on all devices: small beside memory, large beside the cost of a call."""
+"""Bytes of one block on all devices: small relative to memory, large relative to the cost of a call."""
 
 
 class Block(NamedTuple):
@@ -69,7 +69,7 @@ def open_store(
     population: Population,
     folder: pathlib.Path | None,
 ) -> tuple[Center, Store]:
-    """What is shared, replicated, and a store for the client states, whose rows are not there yet (see `fill`)."""
+    """The shared state, replicated, and a store for the client states, still without rows (see `fill`)."""
 
     def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
         return first_states(algorithm, key, memory_key, population)[0]
@@ -80,12 +80,12 @@ def open_store(
 
 
 def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, store: Store) -> None:
-    """Write all clients' initial states, a block at a time, into a file of their own."""
+    """Write all clients' initial states, a block at a time, into a new file."""
     store.start()
     size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
 
     def rows(key: Key[Array, ""], first: Int[Array, ""]) -> Tree:
-        # States that are broadcast to all clients are never made for all: the compiler slices what is broadcast.
+        # States that are broadcast to all clients never exist in full: the compiler slices the source.
         states = algorithm.init(key, population.number)[1]
         return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
 
@@ -100,13 +100,13 @@ class Stream:
     """Rounds and evaluations by blocks; results are those of `jaxfl.engine.resident.Resident`, whose methods it has.
 
     Args:
-        init_key: of the first state.
-        keys: of the rounds.
+        init_key: key of the first state.
+        keys: streams of the rounds.
         algorithm: what a round does.
         clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
         devices: where to run (None: all devices).
         chunk: clients vectorised at a time on each device; "auto": measured.
-        folder: of the client states (None: a temporary one).
+        folder: for the client states (None: a temporary one).
 
     Raises:
         ValueError: several processes; too little space in the folder.
@@ -141,43 +141,37 @@ class Stream:
         return self.store.bytes_per_client > 0
 
     def record(self) -> Records:
-        """Shapes of what one round reports."""
+        """Shapes of the records of one round."""
         return self._record
 
     def compile(self, facts: tuple[str, ...]) -> Program:
-        """Write the first states, unless a checkpoint had some; choose the chunk, and compile for it."""
+        """Write the first states, unless restored; choose the chunk, and compile for it."""
         if not self.restored:
             fill(self.init_key, self.algorithm, self.population, self.store)
-        block = next(self._blocks(0, 1))
+        block, mesh = next(self._blocks(0, 1)), self.population.mesh
         ids, clients, states = self._load(block.ids)
         arguments = clients, self.keys, block.index, block.cohort, ids, self.center, self.zero, states
-        mesh = self.population.mesh
-        most, facts = self.slots // mesh.size, ("streamed", *facts)
-        self.program = choose(self._build, self.chunk, most, arguments, mesh, facts)
+        most = self.slots // mesh.size
+        self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
         self.score = self._score(self.program.chunk).func
         return self.program
 
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
-        """A round's programs, in which each device has one slot, and that of an evaluation with this key, traced."""
+        """Traced programs of a round, with one slot per device, and of an evaluation with this key."""
         ids, clients, states = self._load(np.full(self.population.mesh.size, self.store.number, np.int32), tests=True)
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
         build: Any = self._build(1).func
         score: Any = self._score(1).func
-        step = build.trace(clients, self.keys, index, cohort, ids, self.center, self.zero, states)
-        return {
-            "round": [
-                self.draw.trace(self.keys, index, self.center).jaxpr,
-                step.jaxpr,
-                self.finish.trace(self.keys, index, cohort, self.zero, self.center).jaxpr,
-            ],
-            "evaluation": [score.trace(clients, index, key, self.center.server, states).jaxpr],
-        }
+        drawn = self.draw.trace(self.keys, index, self.center)
+        added = build.trace(clients, self.keys, index, cohort, ids, self.center, self.zero, states)
+        finished = self.finish.trace(self.keys, index, cohort, self.zero, self.center)
+        scored = score.trace(clients, index, key, self.center.server, states)
+        return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
     def rounds(self, start: int, count: int) -> Records:
-        """Some rounds, from the one of number `start`; what they report, on the host."""
-        total, before = self.zero, None
-        records: list[Records] = []
+        """Run `count` rounds from number `start`; return their records, on the host."""
+        total, before, records = self.zero, None, []
 
         def settle(block: Block, states: Tree, record: Records | None) -> None:
             real = block.ids < self.store.number
@@ -186,7 +180,7 @@ class Stream:
                 records.append(jax.device_get(record))
 
         for block in self._blocks(start, count):
-            ids, clients, states = self._load(block.ids)  # while the block before is at work
+            ids, clients, states = self._load(block.ids)  # while the previous block is at work
             if before is not None:
                 states = self._renew(block.ids, states, *before[:2])
             with jax.transfer_guard("disallow"):
@@ -206,21 +200,18 @@ class Stream:
 
     def evaluate(self, key: Key[Array, ""]) -> PerClient:
         """Scores of all clients, on the host."""
-        blocks, before = [], None
-        for first in range(0, self.store.number, self.tested):
+
+        def score(first: int) -> PerClient:
             ids = np.arange(first, first + self.tested, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
-            scores = self.score(
-                clients, jax.device_put(np.int32(first), self.everyone), key, self.center.server, states
-            )
-            if before is not None:
-                blocks.append(jax.device_get(before))  # while these are at work
-            before = scores
-        blocks.append(jax.device_get(before))
+            return self.score(clients, jax.device_put(ids[0], self.everyone), key, self.center.server, states)
+
+        scores = map(score, range(0, self.store.number, self.tested))
+        blocks = [jax.device_get(block) for block in _ahead(scores)]  # while the next one is at work
         return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
 
     def saved(self) -> dict[str, Tree]:
-        """What a checkpoint keeps: of the client states, where their rows lie."""
+        """What a checkpoint keeps: of the client states, only the positions of their rows."""
         return {"center": self.center, "states": self.store.saved()}
 
     def save(self, write: Callable[[], Any]) -> None:
@@ -230,7 +221,7 @@ class Stream:
         self.store.commit()
 
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Go on from what a checkpoint kept."""
+        """Resume from what a checkpoint kept."""
         self.store.restore(**saved["states"])
         self.center, self.restored = saved["center"], True
 
@@ -239,7 +230,7 @@ class Stream:
         return self.store.states()
 
     def _programs(self) -> None:
-        # Not `self`, in what it keeps: programs would stay until the garbage collector comes.
+        # Closures hold no `self`: programs would stay until the garbage collector runs.
         algorithm, population, by_client = self.algorithm, self.population, self.by_client
         options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
@@ -268,10 +259,8 @@ class Stream:
 
         @functools.cache
         def build(chunk: int) -> functools.partial:
-            program = jax.jit(
-                functools.partial(add, chunk), donate_argnames="states", out_shardings=by_client, **options
-            )
-            return functools.partial(program)
+            step = functools.partial(add, chunk)
+            return functools.partial(jax.jit(step, donate_argnames="states", out_shardings=by_client, **options))
 
         self._build = build
         self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
@@ -284,39 +273,32 @@ class Stream:
         example = clients, self.keys, index, cohort, ids, self.center, None, states
         total, _ = jax.eval_shape(functools.partial(add, 1), *example)
         self._record = jax.eval_shape(finish, self.keys, index, cohort, total, self.center)[1]
-        zero = jax.jit(
-            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total), out_shardings=self.by_client
-        )
-        self.zero = zero()
+        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total)
+        self.zero = jax.jit(zeros, out_shardings=self.by_client)()
 
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
         """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
         rounds = (jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count))
         draws = ((index, self.draw(self.keys, index, self.center)) for index in rounds)
-        # A cohort that a memory decides follows from the round before.
+        # A cohort that depends on the memory needs the previous round.
         for index, cohort in draws if jax.tree.leaves(self.center.memory) else _ahead(draws):
             members = np.flatnonzero(jax.device_get(cohort.sampled))
             for first in range(0, max(1, len(members)), self.slots):
                 ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), self.store.number)
                 parts = np.array_split(members[first : first + self.slots], len(ids))
-                for row, part in zip(ids, parts, strict=True):  # each device gets as many
+                for row, part in zip(ids, parts, strict=True):  # equal parts for all devices
                     row[: len(part)] = part
-                last = first + self.slots >= len(members)
-                yield Block(index, cohort, ids.reshape(-1).astype(np.int32), last)
+                yield Block(index, cohort, ids.reshape(-1).astype(np.int32), first + self.slots >= len(members))
 
     def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, Tree]:
-        """Some clients' rows on the devices, with their test examples or without; an empty slot has anyone's."""
+        """Some clients' rows on the devices, with or without test examples; an empty slot has any client's."""
         clients, rows = self.population.clients, np.minimum(ids, self.store.number - 1)
-        test = clients.test if tests else clients.test[:, :0]
-        rows_of = Clients(
-            clients.inputs,
-            clients.labels,
-            *(array[rows] for array in (clients.train, clients.train_size, test, clients.test_size)),
-        )
-        return jax.device_put((ids, rows_of, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
+        clients = clients if tests else clients._replace(test=clients.test[:, :0])
+        loaded = Clients(*clients[:2], *(array[rows] for array in clients[2:]))
+        return jax.device_put((ids, loaded, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
 
     def _renew(self, ids: Int[np.ndarray, "S"], states: Tree, before: Block, new: Tree) -> Tree:
-        """The same rows, with the newest states of clients that were in the block before."""
+        """The same rows, with the newest states of clients that were in the previous block."""
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)
         real = both < self.population.number
@@ -326,13 +308,13 @@ class Stream:
         return self.renew(states, new, jax.device_put(source, self.everyone))
 
     def _whole(self, slots: int) -> int:
-        """As many for each device, and not more than there are clients."""
+        """Slots, equally many per device, at most enough for all clients."""
         devices = self.population.mesh.size
         return -(-min(max(slots, 1), self.population.number) // devices) * devices
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The same items, each of which is begun before the one before it is given out."""
+    """The same items, each of which is started before its predecessor is yielded."""
     last = next(items)
     for item in items:
         yield last

@@ -1,4 +1,4 @@
-"""What a client does: local training, and what it computes from its own examples."""
+"""Work of a client: local training, and statistics of its own examples."""
 
 from jaxfl.local.train import LocalSGD
 

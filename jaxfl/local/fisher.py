@@ -1,4 +1,4 @@
-"""Diagonal Fisher information: which weights a client's own examples depend on."""
+"""Diagonal Fisher information: which weights matter for a client's own examples."""
 
 import functools
 
@@ -35,7 +35,7 @@ def fisher_diagonal(
     """
     if model.sum_grad_squared is None:
         return _one_by_one(model, params, x, labels, weights)
-    # A per-example gradient is squared with its weight, and 0 and 1 are their own squares.
+    # A per-example gradient is squared with its weight, 0 or 1, which squaring does not change.
     return jax.grad(lambda p: _loss(model.sum_grad_squared(p, x), labels, weights))(params)
 
 
@@ -59,10 +59,10 @@ def client_fisher(model: Model, params: Params, data: ClientData, batch_size: in
         return model.prepare(inputs), labels, (positions < data.size).astype(jnp.float32)
 
     def step(i: Array, carry: tuple[Tree, tuple[Array, Array, Array]]) -> tuple[Tree, tuple[Array, Array, Array]]:
-        total, (x, labels, weights) = carry
-        total = jax.tree.map(jnp.add, total, fisher_diagonal(model, params, x, labels, weights))
-        # The next block is prepared here and carried: a loop boundary keeps the layout change from being
-        # recomputed in every slice of the convolutions' patches.
+        total, examples = carry
+        total = jax.tree.map(jnp.add, total, fisher_diagonal(model, params, *examples))
+        # The next block is prepared here and carried: the loop boundary keeps XLA from recomputing the layout change
+        # in every slice of the convolutions' patches.
         return total, block(i + 1)
 
     start = (jax.tree.map(jnp.zeros_like, params), block(jnp.int32(0)))
@@ -102,11 +102,11 @@ def _loss(logits: Array, labels: Array, weights: Array) -> Array:
 
 def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8) -> Tree:
     """The same sum by vmap(grad) over chunks of examples, which lie on the leading axis of x."""
-    count = len(labels)
-    chunk = min(chunk, count)
-    fill = -count % chunk
-    padded = jax.tree.map(lambda a: jnp.pad(a, [(0, fill)] + [(0, 0)] * (a.ndim - 1)), (x, labels, weights))
-    chunks = jax.tree.map(lambda a: a.reshape(-1, chunk, *a.shape[1:]), padded)
+    chunk = min(chunk, len(labels))
+
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, [(0, -len(labels) % chunk)] + [(0, 0)] * (array.ndim - 1))
+        return padded.reshape(-1, chunk, *array.shape[1:])
 
     def loss(p: Params, x: Array, label: Array, weight: Array) -> Array:
         return _loss(model.apply(p, x[None]), label[None], weight[None])
@@ -115,4 +115,4 @@ def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: 
         gradients = jax.vmap(functools.partial(jax.grad(loss), params))(*examples)
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
-    return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), chunks)[0]
+    return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), jax.tree.map(split, (x, labels, weights)))[0]

@@ -6,10 +6,10 @@ Of an example (x, y), the Jacobian of the loss's gradient and its risk (ADP-PFL,
     J(x) = \frac{\partial}{\partial x} \left[ \frac{\partial \ell(x, y, \theta)}{\partial \theta} \right],
     \qquad R(x) = \|J(x)\|_F.
 
-It has a row per parameter and a column per input: exact ways are for small models and for tests. All of them work with
-all forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
+J has a row per parameter and a column per input: exact computations are for small models and tests. All work with all
+forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
 
-Inputs count as `Model.prepare` makes them: normalised.
+Inputs are those after `Model.prepare`: normalised.
 """
 
 import functools
@@ -42,29 +42,28 @@ def client_risk(
 ) -> Float[Array, ""]:
     r"""Mean risk of a client's own examples, block by block; a function of private data, like any other statistic.
 
-    Of a trained model few examples make most of the mean, and the risk of each goes with :math:`w = 1 - p(y|x)`. Where
-    there are too many, M are drawn in proportion to that, which takes a forward pass over all:
+    In a trained model few examples dominate the mean, and the risk of each grows with :math:`w = 1 - p(y|x)`. If there
+    are too many, M are drawn in proportion to w, which takes a forward pass over all:
     :math:`\frac1N \sum_n R_n` is estimated by :math:`\frac{\sum_n w_n}{N} \frac1M \sum_m R_m / w_m`, without bias.
 
     Args:
         key: choice of examples, and probes.
         model: the network.
         params: its parameters.
-        data: the client's rows; padding counts for nothing.
+        data: the client's rows; padding is ignored.
         probes: P of `probe_risk`.
         examples: M, how many are drawn from a client that has more; None: all are taken.
-        batch_size: examples per block. They share their probes, blocks do not: small ones have errors that average out,
-            large ones fewer probes to draw.
-        reading: "gradient" is `probe_risk`, "output" is `output_risk` (of which all examples are drawn alike).
+        batch_size: examples per block, which share their probes: errors of small blocks average out, large blocks draw
+            fewer probes.
+        reading: "gradient" is `probe_risk`, "output" is `output_risk` (all examples are equally likely to be drawn).
 
     Returns:
         The mean; 0 for a client without examples.
     """
     padded = data.padded
     most = min(padded, examples or padded)
-    batch = min(batch_size, most)
+    batch, number = min(batch_size, most), jnp.minimum(data.size, most)
     drawing, probing = jax.random.split(key)
-    number = jnp.minimum(data.size, most)
     chosen, factors = jnp.arange(padded), jnp.ones(padded)
     if most < padded:
         weights = factors if reading == "output" else _doubts(model, params, data)
@@ -100,27 +99,27 @@ def probe_risk(
         \hat R(x)^2 = \|J(x) u\|^2 + \frac{1}{P-S} \sum_{p=S+1}^P \|(I - u u^\top) J(x)^\top v_p\|^2,
         \qquad S = \min(\lfloor P / 2 \rfloor, 4),
 
-    v random signs: exact along the unit vector u that the first S probes find, the leading one of their
-    :math:`J(x)^\top v_p`, and by the others across it. Few directions make most of a classifier's Jacobian, often one.
-    Probes alone, :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a third at P = 4, and alike for the examples
-    of a batch. The root is too small by an eighth of its square's relative variance, to second order: from two probes
-    across on that is estimated and added.
+    v random signs: exact along the unit vector u, the leading direction of the first S :math:`J(x)^\top v_p`, and
+    estimated by the other probes across it. Few directions dominate a classifier's Jacobian, often one. Probes alone,
+    :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a third at P = 4, and equally for the examples of a batch.
+    The root is too small by an eighth of its square's relative variance, to second order: with two or more probes
+    across, this is estimated and added.
 
     :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the derivative of :math:`\nabla_x \ell` along v
-    in the parameters: the forward pass and the one for the input's gradient once, and their derivatives once per probe,
-    for all examples together. :math:`J u` is the derivative of each example's gradient along its own u.
+    in the parameters: one forward pass and one input gradient, and their derivatives once per probe, for all examples
+    together. :math:`J u` is the derivative of each example's gradient along its own u.
 
     Args:
         key: the probes, the same for all examples of the batch: their errors are then correlated.
         model: the network.
         params: its parameters.
-        inputs: examples as they are stored.
+        inputs: stored examples.
         labels: their classes.
-        probes: P; of 1 the square is :math:`\|J^\top v\|^2`.
+        probes: P; with 1 the square is :math:`\|J^\top v\|^2`.
 
     References: Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix; Meyer, Musco, Musco and
-        Woodruff 2021, Hutch++: Optimal Stochastic Trace Estimation. Normal numbers in place of signs would do as well,
-        but drawing them would take as long as the derivatives.
+        Woodruff 2021, Hutch++: Optimal Stochastic Trace Estimation. Normal numbers would do as well as signs, but
+        drawing them would take as long as the derivatives.
     """
     x, axis = _prepared(model, inputs)
 
@@ -172,7 +171,7 @@ def exact_risk(
     Args:
         model: the network.
         params: its parameters.
-        inputs: examples as they are stored.
+        inputs: stored examples.
         labels: their classes.
         by: "columns": `chunk` derivatives of the gradient along inputs at a time; "jacrev": the definition, the whole
             Jacobian in memory (d x inputs: 19 GB for LeNet).
@@ -196,12 +195,12 @@ def exact_risk(
 
 
 def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
-    r"""Eq. 8 read as of "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K logits f.
+    r"""Eq. 8 read for "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K logits f.
 
     Args:
         model: the network.
         params: its parameters.
-        inputs: examples as they are stored.
+        inputs: stored examples.
     """
     x, axis = _prepared(model, inputs)
     logits, pull = jax.vjp(lambda x: model.apply(params, x), x)
@@ -210,28 +209,26 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
         (slope,) = pull(jnp.broadcast_to(seed, logits.shape))
         return total + jnp.linalg.norm(_flat(slope, axis), axis=1), None
 
-    classes = logits.shape[1]
-    return lax.scan(add, jnp.zeros(len(logits)), jnp.eye(classes))[0] / classes
+    return lax.scan(add, jnp.zeros(len(logits)), jnp.eye(logits.shape[1]))[0] / logits.shape[1]
 
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
     """1 - p(y|x) of each row, block by block."""
-    batch = min(data.padded, 64)  # forward passes alone take more at once than derivatives
-    places = data.padded + -data.padded % batch
+    batch = min(data.padded, 64)  # forward passes alone can take larger batches than derivatives
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
         inputs, labels = data.take(i * batch + jnp.arange(batch))
         losses = _losses(model, params, model.prepare(inputs), labels)
         return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
 
-    return lax.fori_loop(0, -(-data.size // batch), block, jnp.zeros(places))[: data.padded]
+    return lax.fori_loop(0, -(-data.size // batch), block, jnp.zeros(data.padded + -data.padded % batch))[: data.padded]
 
 
 def _draw(
     key: Key[Array, ""], weights: Float[Array, "N"], count: int, size: Int[Array | np.ndarray, ""]
 ) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
     """Systematic sampling: positions, expected in proportion to their weights, and factors for a mean over them."""
-    order = jnp.argsort(weights, descending=True)  # neighbours are alike: as many of each kind as there should be
+    order = jnp.argsort(weights, descending=True)  # similar neighbours: each kind is drawn in proportion
     ends = jnp.cumsum(weights[order])
     marks = (jnp.arange(count) + jax.random.uniform(key)) * (ends[-1] / count)
     drawn = order[jnp.minimum(jnp.searchsorted(ends, marks, side="right"), jnp.maximum(size - 1, 0))]
@@ -271,7 +268,7 @@ def _losses(model: Model, params: Params, x: Array, labels: Int[Array, "B"]) -> 
 
 
 def _flat(x: Array, axis: int) -> Float[Array, "B N"]:
-    """A row per example, which lie along an axis."""
+    """A row per example; examples lie along `axis`."""
     return jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 

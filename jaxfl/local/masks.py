@@ -1,4 +1,4 @@
-"""Which coordinates are personal and which are shared, and which are kept."""
+"""Masks of coordinates: personal or shared, kept or dropped."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ def merge(mask: Tree, inside: Tree, outside: Tree) -> Tree:
 
 
 def keep(mask: Tree, tree: Tree) -> Tree:
-    r""":math:`M \odot a`, and exactly 0 outside whatever stands there."""
+    r""":math:`M \odot a`, exactly 0 outside whatever the values there."""
     return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
 
 
@@ -45,32 +45,32 @@ def sparsify(mask: Tree, sent: Tree) -> Tree:
 def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*S"]:
     """Exactly `count` entries of largest magnitude; ties go to the lower index. For up to 2^24 values.
 
-    A threshold is searched that so many magnitudes reach, or, where there are ties, the largest one that at least so
-    many reach; then the place up to which ties are kept. That takes about a dozen passes over the values.
+    The search finds a threshold that `count` magnitudes reach, or with ties the largest that at least `count` reach;
+    then the position up to which ties are kept. It takes about a dozen passes over the values.
 
     >>> top_k_mask(jnp.array([0.1, -0.5, 0.3, 0.2]), 2)
     Array([False,  True,  True, False], dtype=bool)
     """
     bits = lax.bitcast_convert_type(jnp.abs(values).astype(jnp.float32), jnp.int32).ravel()
     threshold, number = _threshold(bits, count)
-    ties, place = bits == threshold, jnp.arange(bits.size)
+    ties, position = bits == threshold, jnp.arange(bits.size)
     room = count - _number_of(bits > threshold)
     length = bits.size.bit_length()
 
     def raise_bit(i: Array, end: Array) -> Array:
         further = end | (1 << (length - 1 - i))
-        return jnp.where(_number_of(ties & (place < further)) <= room, further, end)
+        return jnp.where(_number_of(ties & (position < further)) <= room, further, end)
 
     tied = number > count
     end = lax.fori_loop(0, jnp.where(tied, length, 0), raise_bit, jnp.where(tied, 0, bits.size))
-    return ((bits > threshold) | (ties & (place < end))).reshape(values.shape)
+    return ((bits > threshold) | (ties & (position < end))).reshape(values.shape)
 
 
 def _threshold(bits: Int[Array, "D"], count: int | Array) -> tuple[Int[Array, ""], Float[Array, ""]]:
-    """Bits that `count` values reach, or the largest that at least so many reach, and how many do.
+    """Bits that `count` values reach, or the largest that at least `count` reach, and how many do.
 
-    By regula falsi (Illinois) on the bits, which are ordered like the magnitudes and spread like their logarithm; every
-    fourth step halves the interval, whatever the values are.
+    By regula falsi (Illinois) on the bits, which are ordered like the magnitudes and spread like their logarithms;
+    every fourth step halves the interval.
     """
 
     def searching(state: tuple) -> Bool[Array, ""]:
@@ -78,7 +78,8 @@ def _threshold(bits: Int[Array, "D"], count: int | Array) -> tuple[Int[Array, ""
         return (over > 0) & (high - low > 1)
 
     def narrow(state: tuple) -> tuple:
-        # How many values more than `count` reach `low`, and fewer `high`; and what became of the last guess.
+        # By how much the number of values that reach `low` exceeds `count`, and that of `high` falls short; and whether
+        # the last guess was reached.
         low, high, over, under, last, stays, turn = state
         over_, under_ = jnp.where(last, over, over * stays), jnp.where(last, under * stays, under)
         share = over_ / (over_ + under_)
@@ -86,15 +87,10 @@ def _threshold(bits: Int[Array, "D"], count: int | Array) -> tuple[Int[Array, ""
         middle = low + jnp.clip(guess.astype(jnp.int32), 1, high - low - 1)
         excess = _number_of(bits >= middle) - count
         reached = excess >= 0
-        return (
-            jnp.where(reached, middle, low),
-            jnp.where(reached, high, middle),
-            jnp.where(reached, excess, over),
-            jnp.where(reached, under, -excess),
-            reached,
-            jnp.where(reached == last, stays / 2, 1.0),  # an end that stays counts less, lest it stay for long
-            turn + 1,
-        )
+        low, high = jnp.where(reached, middle, low), jnp.where(reached, high, middle)
+        over, under = jnp.where(reached, excess, over), jnp.where(reached, under, -excess)
+        stays = jnp.where(reached == last, stays / 2, 1.0)  # an end that stays counts less
+        return low, high, over, under, reached, stays, turn + 1
 
     over, under = jnp.asarray(bits.size - count, jnp.float32), jnp.asarray(count, jnp.float32)
     start = (jnp.int32(0), jnp.max(bits) + 1, over, under, jnp.bool(True), jnp.float32(1), 0)
@@ -107,7 +103,7 @@ def _number_of(mask: Bool[Array, "D"]) -> Float[Array, ""]:
 
 
 def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
-    """Layerwise top-k: each kernel (two axes or more) of `layers` keeps its largest weights, all else is kept.
+    """Layerwise top-k: each kernel (two axes or more) of `layers` keeps its largest weights; the rest is kept whole.
 
     Args:
         params: weights by layer.
@@ -118,7 +114,7 @@ def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
 
 
 def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], density: Number) -> Tree:
-    """As `top_k_masks`, of random weights in place of the largest."""
+    """As `top_k_masks`, with random weights in place of the largest."""
 
     def select(kernel: Array, kept: int | Array, number: int) -> Array:
         return top_k_mask(jax.random.uniform(jax.random.fold_in(key, number), kernel.shape), kept)
@@ -127,9 +123,9 @@ def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], den
 
 
 def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
-    """Entries of larger magnitude than a percentile of all, over all tensors together; ties as in `top_k_mask`.
+    """Entries above a percentile of all magnitudes, over all tensors together; ties as in `top_k_mask`.
 
-    The percentile is interpolated between the two nearest magnitudes, so that of n different ones
+    The percentile is interpolated between the two nearest magnitudes, so that of n distinct ones
     n - 1 - floor((n - 1) percentile / 100) are above it.
 
     >>> top_percentile_mask({"a": jnp.arange(5.0), "b": jnp.arange(5.0, 10.0)}, 80.0)["b"]
@@ -158,7 +154,7 @@ def _by_kernel(
 
 
 def _kept(density: Number, size: int) -> int | Array:
-    """max(1, ceil(S n)), where rounding of S n is no further weight: 0.7 * 10 is 7.000000000000001."""
+    """max(1, ceil(S n)), where a rounding error of S n adds no weight: 0.7 * 10 is 7.000000000000001."""
     if traced(density):
         return jnp.maximum(1, jnp.ceil(density * size * (1 - 1e-6))).astype(jnp.int32)
     return max(1, math.ceil(density * size - 1e-9))

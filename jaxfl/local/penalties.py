@@ -15,8 +15,7 @@ from jaxfl.types import Number, Tree
 def safe_norm(tree: Tree) -> Float[Array, ""]:
     r"""Joint L2 norm whose gradient at 0 is 0 (the plain norm's is NaN)."""
     square = jnp.asarray(optax.tree.norm(tree, squared=True), jnp.float32)
-    positive = square > 0
-    return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
+    return jnp.where(square > 0, jnp.sqrt(jnp.where(square > 0, square, 1.0)), 0.0)
 
 
 def proximal(params: Tree, center: Tree, mu: Number) -> Float[Array, ""]:
@@ -43,11 +42,10 @@ def excess(params: Tree, center: Tree, bound: Number, penalty_weight: Number) ->
 
 
 def check_bound(clip: Number, name: str, penalty_weight: Number) -> None:
-    """Require a finite C of a penalty that is about a norm's distance to it."""
+    """Require a finite C for a penalty on the distance of a norm to it."""
     if nonzero(penalty_weight) and not traced(clip) and math.isinf(clip):
-        raise ValueError(
-            f"clip={clip!r} with {name}={penalty_weight!r}: the penalty compares a norm with C, give a finite clip"
-        )
+        both = f"clip={clip!r} with {name}={penalty_weight!r}"
+        raise ValueError(f"{both}: the penalty compares a norm with C, give a finite clip")
 
 
 def _masked_difference(params: Tree, center: Tree, mask: Tree) -> Tree:

@@ -15,7 +15,7 @@ from jaxfl.types import Number, Params, Tree
 def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
     """Sharpness-aware steps, as `gradient` of `jaxfl.local.train.train`: the gradient at `ascend` of the parameters.
 
-    It reads a batch twice, and reports the loss at the parameters themselves.
+    A step reads its batch twice, and reports the loss at the parameters themselves.
 
     Args:
         radius: rho.

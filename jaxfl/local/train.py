@@ -1,8 +1,9 @@
-"""The one local training loop that all methods share."""
+"""The local training loop that all methods share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +17,27 @@ from jaxfl.local.masks import keep
 from jaxfl.types import ClientData, Model, Params, Tree
 
 _BLOCK_EXAMPLES = 128
-"""Examples gathered and laid out at once: few enough that a small client among large ones does not pay for them."""
+"""Examples gathered and laid out at once: few enough that a small client among large ones stays cheap."""
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
 Penalty: TypeAlias = Callable[[Params], Float[Array, ""]]
 Loss: TypeAlias = Callable[[Array, Array, Array], Float[Array, ""]]
-"""Of logits, labels and weights of a batch, 0 for padding: a mean over the others."""
+"""From a batch's logits, labels and weights, 0 for padding, to a mean over the other examples."""
 GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
 """From parameters to a value and its gradient."""
 
 
 def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-    """Mean cross-entropy over the examples of weight 1; those of weight 0 are padding."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+    """Mean cross-entropy over the examples of weight 1; weight 0 is padding."""
+    return _mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), weights)
 
 
 def squared_error(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
     """Mean squared error to the targets 0.9 (the label) and -0.1 (others), over examples of weight 1 and classes."""
-    losses = jnp.mean((logits - (jax.nn.one_hot(labels, logits.shape[-1]) - 0.1)) ** 2, axis=-1)
+    return _mean(jnp.mean((logits - (jax.nn.one_hot(labels, logits.shape[-1]) - 0.1)) ** 2, axis=-1), weights)
+
+
+def _mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
@@ -72,20 +75,10 @@ class LocalSGD:
         loss: Loss = cross_entropy,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
-        """`train` on batches as the model takes them, through its own `apply` or another one around it."""
-        return train(
-            key,
-            params,
-            data,
-            apply=apply or model.apply,
-            prepare=model.prepare,
-            local=self,
-            mask=mask,
-            penalty=penalty,
-            loss=loss,
-            gradient=gradient,
-            microbatch=model.microbatch,
-        )
+        """`train` on batches of the model's inputs, through its own `apply` or another."""
+        options: dict[str, Any] = {"mask": mask, "penalty": penalty, "loss": loss, "gradient": gradient}
+        options |= {"apply": apply or model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
+        return train(key, params, data, local=self, **options)
 
     @property
     def dp_sgd(self) -> None:
@@ -116,7 +109,7 @@ def train(
     """Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
     Every epoch visits each example once, in a fresh random order; the number of steps follows the client's own size.
-    Weights that have turned NaN take no further blocks of batches.
+    Once weights have turned NaN, no further block of batches is trained.
 
     Args:
         key: order of the examples.
@@ -125,14 +118,13 @@ def train(
         apply: logits of a prepared batch.
         prepare: normalises and lays out a batch; called per block of batches, outside the loop over steps.
         local: optimizer, batch size, and how long.
-        mask: trainable coordinates (bool, shaped like params), or how they follow from the parameters at every step;
-            others keep their bits.
+        mask: trainable coordinates (bool, shaped like params), or a function of the parameters that gives them at
+            every step; all others keep their bits.
         penalty: added to the mean loss of every batch.
         loss: of logits, labels and weights.
-        gradient: from a batch's value and gradient to those of a step, as `jaxfl.local.sam.sam` makes them (None: the
-            same).
-        microbatch: how many examples go through `apply` at once, at most (None: the whole batch): a batch's gradient is
-            the sum of its parts'.
+        gradient: from a batch's value and gradient to those of a step, such as `jaxfl.local.sam.sam` (None: the same).
+        microbatch: largest number of examples through `apply` at once (None: the whole batch): a batch's gradient is
+            the sum over its parts.
 
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
@@ -146,7 +138,7 @@ def train(
     total = jnp.where(data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0)
 
     def value_and_gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
-        """Of the loss and the penalty; the batch is in parts [parts, part, ...]."""
+        """Value and gradient of loss plus penalty; the batch is in parts [parts, part, ...]."""
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
@@ -159,10 +151,6 @@ def train(
             return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
         return lax.fori_loop(0, len(x), add, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
-
-    def step(x: Array, labels: Array, weights: Array, carry: tuple) -> tuple:
-        of_batch = lambda params: value_and_gradient(params, x, labels, weights)  # noqa: E731
-        return descend(local.optimizer, of_batch, carry, mask=mask, gradient=gradient)
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         order = _shuffle(jax.random.fold_in(key, index), padded, data.size)
@@ -180,12 +168,12 @@ def train(
             inputs, labels = data.take(lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape))
             x = jax.vmap(jax.vmap(prepare))(inputs)
             weights = (positions < data.size).astype(jnp.float32)
-            return number + 1, lax.fori_loop(
-                0,
-                jnp.minimum(per_block, here - number * per_block),
-                lambda i, carry: step(x[i], labels[i], weights[i], carry),
-                carry,
-            )
+
+            def step(i: Int[Array, ""], carry: tuple) -> tuple:
+                of_batch = functools.partial(value_and_gradient, x=x[i], labels=labels[i], weights=weights[i])
+                return descend(local.optimizer, of_batch, carry, mask=mask, gradient=gradient)
+
+            return number + 1, lax.fori_loop(0, jnp.minimum(per_block, here - number * per_block), step, carry)
 
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
@@ -203,7 +191,7 @@ def fit_head(
     local: LocalSGD,
     penalty: Penalty | None = None,
 ) -> tuple[Params, dict[str, Array]]:
-    """Train the head alone, on features that the frozen extractor computes once where the model can be split.
+    """Train the head alone, on features that the frozen extractor computes once if the model can be split.
 
     Args:
         key: order of the examples.
@@ -211,7 +199,7 @@ def fit_head(
         params: all parameters; the extractor's keep their bits.
         data: the client's rows.
         local: optimizer, batch size, and how long.
-        penalty: of the parameters (of the head's alone, where the model can be split).
+        penalty: of the parameters (only the head's if the model can be split).
     """
     extract, classify = model.extract, model.classify
     if extract is None or classify is None:
@@ -265,7 +253,7 @@ def penalty_of(penalty: Penalty | None, params: Params) -> Float[Array, ""]:
 
 
 def blocks_of(padded: int, batch: int) -> tuple[int, int]:
-    """How many blocks, and batches in each, cover so many examples: a block is gathered and laid out at once."""
+    """Numbers of blocks, and of batches per block, that cover `padded` examples; a block is gathered at once."""
     batches = -(-padded // batch)
     blocks = max(1, round(batches * batch / _BLOCK_EXAMPLES))
     per_block = -(-batches // blocks)
@@ -273,16 +261,16 @@ def blocks_of(padded: int, batch: int) -> tuple[int, int]:
 
 
 def _lost(params: Params) -> Bool[Array, ""]:
-    """Whether the first numbers of the leaves add up to NaN: no step mends it. Reading all would take time."""
+    """Whether the first numbers of the leaves add up to NaN, which no step mends; reading all would take time."""
     return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(params) if leaf.size))
 
 
 def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]) -> Int[Array, "N"]:
     """Real positions in random order, then the padding; does not depend on how much padding there is."""
     positions = jnp.arange(padded, dtype=jnp.uint32)
-    # 23 random bits. A real position that draws the padding's place still comes first: ties are in order of positions.
-    places = jnp.where(positions < size, jax.random.bits(key, (padded,), jnp.uint32) >> 9, 2**23 - 1)
+    # 23 random bits. A real position that draws the padding's rank still comes first: ties are in order of positions.
+    ranks = jnp.where(positions < size, jax.random.bits(key, (padded,), jnp.uint32) >> 9, 2**23 - 1)
     if padded > 2**9:
-        return jnp.argsort(places).astype(jnp.int32)
-    # The same order, in a sixth of the time: single numbers, the place above 9 bits of the position.
-    return (jnp.sort(places << 9 | positions) & 2**9 - 1).astype(jnp.int32)
+        return jnp.argsort(ranks).astype(jnp.int32)
+    # The same order, in a sixth of the time: single numbers, the rank above 9 bits of the position.
+    return (jnp.sort(ranks << 9 | positions) & 2**9 - 1).astype(jnp.int32)

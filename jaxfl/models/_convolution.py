@@ -1,6 +1,6 @@
-"""Convolution, bias, ReLU and 2x2 max-pool as one function with its own rule of differentiation.
+"""Convolution, bias, ReLU and 2x2 max-pool as one function with its own differentiation rule.
 
-Activations are batch-minor: (channels, H, W, batch). A pass is one batch of matrix products, for the points p of a
+Activations are batch-minor: (channels, H, W, batch). A pass is one batch of matrix products, over the points p of a
 filter, with patches P (k c, tiles w n), weights U (k c, f) and products M (f, tiles w n):
 
     M_p = U_p^T P_p,   dU_p = P_p dM_p^T,   dP_p = U_p dM_p.
@@ -10,9 +10,9 @@ m + k - 1 products, the points, instead of m k,
 
     y = A^T [(G u) * (B x)],   x of m + k - 1 rows, u the k taps,
 
-which about halves both operations and patches. Where it does not pay, the patches hold the rows too, for one point; so
-they do where products are rounded to less than float32, since filtering loses two digits.
-The rest is arranged so that XLA's CPU loops run once over long contiguous rows.
+which about halves both operations and patches. Where it does not pay, the patches also hold the rows, for one point;
+likewise where products are rounded to less than float32, since filtering loses two digits.
+The layout lets XLA's CPU loops run once over long contiguous rows.
 
 References:
     Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016.
@@ -29,7 +29,7 @@ from jax import Array, lax
 
 
 class Options(NamedTuple):
-    """What a convolution does besides; see `jaxfl.models.layers.Convolution`."""
+    """Options of a convolution; see `jaxfl.models.layers.Convolution`."""
 
     padding: int
     relu: bool
@@ -63,7 +63,7 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
 
 def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:
     y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
-    # The first layer's input is not differentiated: then there is no input gradient to compute.
+    # The first layer's input is not differentiated: it needs no gradient.
     return y, (x.value, kernel.value, patches, weights if x.perturbed else None, route)
 
 
@@ -120,8 +120,8 @@ def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
     size, _, channels, _ = kernel.shape
     columns = (size + 1) // 2 if options.pairs else size
     high, wide = (x.shape[1 + axis] + 2 * options.padding - k + 1 for axis, k in enumerate((size, columns)))
-    # With few channels or taps the transforms cost more than the products they save. Larger tiles save more, and lose
-    # more digits: 5 rows of a 5x5 kernel are off by some 5e-6 of the largest value.
+    # With few channels or taps the transforms cost more than the products they save. Larger tiles save more and lose
+    # more digits: 5 rows of a 5x5 kernel are off by about 5e-6 of the largest value.
     rows = 1
     if options.filtered and (size == 5 or (size == 3 and channels >= 8)):
         rows = 5 if high % 5 == 0 and high % 4 else 4
@@ -130,7 +130,7 @@ def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
 
 @functools.cache
 def _filter(rows: int, size: int) -> _Filter:
-    """Minimal filtering, the transpose of Toom's and Cook's product of polynomials by their values at q points.
+    """Minimal filtering, the transpose of Toom-Cook multiplication of polynomials by their values at q points.
 
     The last point is infinity. A single row: all taps are one product.
     """
@@ -144,7 +144,7 @@ def _filter(rows: int, size: int) -> _Filter:
     inputs = np.array([np.append(np.poly(rest)[::-1], 0) for rest in others])
     infinity = (np.eye(1, rows, rows - 1), np.eye(1, size, size - 1), np.poly(points)[None, ::-1])
     outputs, taps, inputs = (np.vstack(pair) for pair in zip((outputs, taps, inputs), infinity, strict=True))
-    # Factors of alike size, by powers of two: nothing is rounded.
+    # Factors of similar size, by powers of two: nothing is rounded.
     scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
     return _Filter(outputs, taps / scale, inputs * scale)
 
@@ -202,10 +202,8 @@ def _padded(x: Array, plan: _Plan, padding: int) -> Array:
 def _to_tiles(x: Array, plan: _Plan) -> list[Array]:
     """B x: padded (c, H, w n) -> for each point (or row of the kernel) one row of every tile, (c, tiles, w n)."""
     x = x.reshape(len(x), -1, plan.rows, x.shape[2])
-    rows = []
-    for i in range(len(plan.filter.inputs)):
-        tile, place = divmod(i, plan.rows)
-        rows.append(x[:, tile : tile + plan.tiles, place])
+    places = (divmod(i, plan.rows) for i in range(len(plan.filter.inputs)))
+    rows = [x[:, tile : tile + plan.tiles, row] for tile, row in places]
     return [_combine(b, rows) for b in plan.filter.inputs]
 
 
@@ -214,7 +212,7 @@ def _patches(x: Array, plan: _Plan, padding: int) -> Array:
     n = x.shape[3]
     x = _padded(x, plan, padding)
     x = jnp.stack(_to_tiles(x.reshape(*x.shape[:2], -1), plan))
-    # A spare column in front: what made x would be fused into every slice, but not through a pad.
+    # A spare column in front: XLA would fuse the producer of x into every slice, but not through a pad.
     x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, 0, 0), (n, 0, 0)))
     patches = [x[..., (1 + j) * n : (1 + j + plan.wide) * n] for j in range(plan.columns)]
     return jnp.concatenate(patches, 1).reshape(len(plan.filter.outputs), -1, plan.tiles * plan.wide * n)
@@ -224,19 +222,17 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: int)
     """Transpose of `_patches`."""
     c, h, w, n = x_shape
     reach = len(plan.filter.inputs)
-    zero = jnp.zeros((), d.dtype)
-    d = d.reshape(reach, plan.columns, c, plan.tiles, -1)
+    d, none = d.reshape(reach, plan.columns, c, plan.tiles, -1), (0, 0, 0)
     before = [(j - padding) * n for j in range(plan.columns)]
-    ends = [((0, 0, 0), (0, 0, 0), (0, 0, 0), (b, (w - plan.wide) * n - b, 0)) for b in before]
-    d = functools.reduce(jnp.add, [lax.pad(d[:, j], zero, ends[j]) for j in range(plan.columns)])
-    # A row of x lies in its own tile, and at the end of those before.
+    ends = [(none, none, none, (b, (w - plan.wide) * n - b, 0)) for b in before]
+    d = functools.reduce(jnp.add, [lax.pad(d[:, j], jnp.zeros((), d.dtype), end) for j, end in enumerate(ends)])
+    # A row of x lies in its own tile, and at the end of those before it.
     over = (reach - 1) // plan.rows
     d = jnp.pad(d, ((0, 0), (0, 0), (over, over), (0, 0)))
     rows = []
-    for place in range(plan.rows):
-        reached = range(place, reach, plan.rows)
-        tiles = [d[:, :, over - t : 2 * over - t + plan.tiles] for t in range(len(reached))]
-        terms = [_combine(plan.filter.inputs[:, i], own) for i, own in zip(reached, tiles, strict=True)]
+    for row in range(plan.rows):
+        taps = enumerate(plan.filter.inputs[:, row :: plan.rows].T)
+        terms = [_combine(b, d[:, :, over - t : 2 * over - t + plan.tiles]) for t, b in taps]
         rows.append(functools.reduce(jnp.add, terms))
     return jnp.stack(rows, 2).reshape(c, -1, w, n)[:, padding : padding + h]
 
@@ -253,7 +249,7 @@ def _from_rows(rows: list[Array], plan: _Plan) -> Array:
 
 
 def _join(rows: Sequence[Array], high: int) -> Array:
-    """Rows of a tile -> (f, high, w, n)."""
+    """The rows of each tile -> (f, high, w, n)."""
     y = jnp.stack(rows, 2)
     return y.reshape(len(y), -1, *y.shape[3:])[:, :high]
 
@@ -268,14 +264,14 @@ def _split(y: Array, rows: int, tiles: int) -> list[Array]:
 def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) -> Array:
     """sum_n (P_n dY_n^T)^2 of padded x and of dy (n, f, h, w): each example's gradient, squared and summed.
 
-    The products need the batch first. Moving it there is slow, so it is done to x and dy, and not to the patches.
-    These hold rows and columns of the kernel: the transforms for points would take longer than such small products.
+    The products need the batch first. Moving it there is slow, so x and dy are moved, not the patches.
+    These hold rows and columns of the kernel: transforms to points would take longer than such small products.
     """
     x = _batch_first(x)
     n, f, high, wide = dy.shape
     columns = (shape[1] + 1) // 2 if pairs else shape[1]
     x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
-    x = x.reshape(n, x.shape[1], -1)  # copying rows of a map is then one long copy
+    x = x.reshape(n, x.shape[1], -1)  # copies of a map's rows are then one long copy
     patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
     gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1)).reshape(n, shape[0], -1, f)
     gradients = _unpair_kernel(gradients, shape) if pairs else gradients
@@ -285,18 +281,18 @@ def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) ->
 def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pairs: bool) -> Array:
     """`_kernel_squares` from the gradient of the pooled maps: a quarter of the numbers to move.
 
-    The places of a window become channels and rows: that takes pairs of columns.
+    The positions of a window become channels and rows, which takes pairs of columns.
     """
     x = x if pairs else to_pairs(x[:, :, : x.shape[2] // 2 * 2])
     route, g = _batch_first(route.astype(g.dtype)), _batch_first(g)
-    a, b, c, d = (jnp.where(route == place, g, 0) for place in range(4))
+    a, b, c, d = (jnp.where(route == position, g, 0) for position in range(4))
     dy = jnp.stack([jnp.stack([a, c], 3), jnp.stack([b, d], 3)], 1)
     dy = dy.reshape(len(g), 2 * g.shape[1], 2 * g.shape[2], g.shape[3])
     return _kernel_squares(x, dy, shape, True)
 
 
 def _batch_first(x: Array) -> Array:
-    """(k, h, w, n) -> (n, k, h, w), by a product with the identity: XLA's transposition misses the cache every time."""
+    """(k, h, w, n) -> (n, k, h, w), by a product with the identity: XLA's transposition misses the cache each time."""
     k, h, w, n = x.shape
     x = lax.dot_general(
         jnp.eye(n, dtype=x.dtype), x.reshape(-1, n), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
@@ -308,9 +304,9 @@ _NOBODY = 4
 
 
 def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
-    """Maximum of each 2x2 window, and the place (0 to 3, in reading order) of its first maximum in one byte.
+    """Maximum of each 2x2 window, and the position (0 to 3, in reading order) of its first maximum in one byte.
 
-    From rows to pooled maps in one loop, where a tile has an even number of them: what is between is never written.
+    From rows to pooled maps in one loop if a tile has an even number of rows: nothing in between is written.
     """
     high = plan.high // 2
     if plan.rows % 2:
@@ -321,7 +317,7 @@ def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
 
 
 def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
-    """With pairs the first half of the channels are the left columns, the second the right ones."""
+    """With pairs, the first half of the channels holds the left columns, the second the right ones."""
     f, tiles, wide, n = above.shape
     if pairs:
         (a, b), (c, d) = jnp.split(above, 2), jnp.split(below, 2)

@@ -1,4 +1,4 @@
-"""Group normalisation with a shortcut and ReLU as one function with its own rule of differentiation.
+"""Group normalisation with a shortcut and ReLU as one function with its own differentiation rule.
 
 Activations are batch-minor: (channels, H, W, batch). With moments E over a group of channels of one example,
 
@@ -6,7 +6,7 @@ Activations are batch-minor: (channels, H, W, batch). With moments E over a grou
     dx = g (scale dy - E[scale dy] - z E[scale dy z]).
 
 Both passes take two sums per channel and example in one sweep, then one multiply-add per element, with W and batch as
-one axis: XLA's CPU loops are long then even where the batch is small.
+one axis, so that XLA's CPU loops are long even if the batch is small.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jaxtyping import Float
 
 
 class Options(NamedTuple):
-    """What a normalisation does; see `jaxfl.models.layers.GroupNorm`."""
+    """Options of a normalisation; see `jaxfl.models.layers.GroupNorm`."""
 
     groups: int
     epsilon: float
@@ -56,7 +56,7 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array, Array |
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
-    if options.sum_grad_squared:  # an example's gradient is its sum over (H, W), and is squared after it
+    if options.sum_grad_squared:  # an example's gradient is summed over (H, W), then squared
         d_scale, d_bias = d_scale**2, d_bias**2
     return dx, None if shortcut is None else dy.reshape(shape), d_scale.sum(1), d_bias.sum(1)
 
@@ -70,7 +70,7 @@ def _rows(x: Array) -> Array:
 
 
 def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
-    """Sums of rows over (H, W), of both in one sweep; first over H: else it would add n numbers at a time."""
+    """Sums of both over (H, W) in one sweep; first over H, or else it would add n numbers at a time."""
 
     def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         return left[0] + right[0], left[1] + right[1]
@@ -81,7 +81,7 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
 
 
 def _group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
-    """Of each channel's group, from sums per channel."""
+    """Means of each channel's group, from sums per channel."""
     channels, high, wide, batch = shape
     size = channels // options.groups
     means = sums.reshape(2, options.groups, size, batch).sum(2) / (size * high * wide)
@@ -91,7 +91,7 @@ def _group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float
 def _along_rows(factors: Float[Array, "k c n"], shape: tuple[int, ...]) -> Float[Array, "k c 1 wn"]:
     """A copy of each factor for every column.
 
-    By a product of matrices: XLA would fuse a repetition into every use, element by element.
+    By a matrix product: XLA would fuse a repetition into every use, element by element.
     """
     copies = jnp.tile(jnp.eye(shape[3]), shape[2])
     return jnp.matmul(factors, copies, precision="highest")[:, :, None]

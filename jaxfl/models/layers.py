@@ -5,12 +5,12 @@ where channels-last would have only 6 to 32 of them. Flattening gives the order 
 
 A convolution has three forms that load the same parameters:
 
-- "winograd": products of matrices by minimal filtering, with its own rule of differentiation, reverse mode only. At
-  less than float32 precision it is the next form.
-- "im2col": the same without the filtering, in one product of matrices per pass.
+- "winograd": matrix products by minimal filtering, with its own differentiation rule, reverse mode only. Below
+  float32 precision it is the next form.
+- "im2col": the same without the filtering, in one matrix product per pass.
 - "lax": `lax.conv_general_dilated` and `lax.reduce_window`, channels last, any mode of differentiation.
 
-A group normalisation has two: "lax", and the others, which have their own rule of differentiation.
+A group normalisation has two: "lax", and the others, with their own differentiation rule.
 
 A layer with `sum_grad_squared=True` has the same values, but its backward pass gives each parameter the sum over
 examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
@@ -75,7 +75,7 @@ class Convolution(nn.Module):
         kernel, bias = self.param("kernel", _kernel_init, shape), jnp.zeros(self.features, x.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
-        if self.is_initializing():  # parameters follow from shapes: to trace the maps would take most of the time
+        if self.is_initializing():  # parameters follow from shapes; tracing the maps would take most of the time
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
             sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
             return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
@@ -83,7 +83,7 @@ class Convolution(nn.Module):
             return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)
         if self.stride == 2:
             x, kernel, padding = *_to_blocks(x, kernel, padding), 0
-        # The backward pass is traced after the caller's choice of a precision has ended: it takes it from here.
+        # The backward pass is traced outside the caller's precision context: it takes the precision from here.
         precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         filtered = self.form == "winograd" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
         precision = "highest" if filtered else precision
@@ -96,10 +96,8 @@ def _to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     (c, high, wide, n), (size, _, _, f) = x.shape, kernel.shape
     half = -(-size // 2)
     h, w = ((side + 2 * padding - size) // 2 + half for side in (high, wide))
-    zero = jnp.zeros((), x.dtype)
-    x = lax.pad(
-        x, zero, ((0, 0, 0), (padding, 2 * h - high - padding, 0), (padding, 2 * w - wide - padding, 0), (0, 0, 0))
-    )
+    pads = [(0, 0, 0), (padding, 2 * h - high - padding, 0), (padding, 2 * w - wide - padding, 0), (0, 0, 0)]
+    x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h, w, n)
     kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
     kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5).reshape(half, half, 4 * c, f)
@@ -142,27 +140,23 @@ class Dense(nn.Module):
         return (_dense_squares if self.sum_grad_squared else _dense)(x, kernel, bias)
 
 
-def _dense(x: Array, kernel: Array, bias: Array) -> Array:
+def _dense(x: Array, kernel: Array, bias: Array, *probe: Array) -> Array:
     return x @ kernel + bias[None]
 
 
-_dense_squares = jax.custom_vjp(_dense)
-_dense_squares.defvjp(
-    lambda x, kernel, bias: (_dense(x, kernel, bias), (x, kernel)),
-    lambda saved, dy: (dy @ saved[1].T, (saved[0] ** 2).T @ dy**2, (dy**2).sum(0)),
-)
+def _dense_forward(x: Array, kernel: Array, *others: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _dense(x, kernel, *others), (x, kernel)
 
 
-_dense_norms = jax.custom_vjp(lambda x, kernel, bias, probe: _dense(x, kernel, bias))
-_dense_norms.defvjp(
-    lambda x, kernel, bias, probe: (_dense(x, kernel, bias), (x, kernel)),
-    lambda saved, dy: (
-        dy @ saved[1].T,
-        jnp.zeros_like(saved[1]),
-        jnp.zeros(dy.shape[1]),
-        ((saved[0] ** 2).sum(1) + 1) * (dy**2).sum(1),
-    ),
-)
+def _norms_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array, Array, Array]:
+    x, kernel = saved
+    norms = ((x**2).sum(1) + 1) * (dy**2).sum(1)
+    return dy @ kernel.T, jnp.zeros_like(kernel), jnp.zeros(dy.shape[1]), norms
+
+
+_dense_squares, _dense_norms = jax.custom_vjp(_dense), jax.custom_vjp(_dense)
+_dense_squares.defvjp(_dense_forward, lambda saved, dy: (dy @ saved[1].T, (saved[0] ** 2).T @ dy**2, (dy**2).sum(0)))
+_dense_norms.defvjp(_dense_forward, _norms_backward)
 
 
 class GroupNorm(nn.Module):
@@ -197,8 +191,8 @@ class GroupNorm(nn.Module):
         options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
         apply = _plain_norm if self.form == "lax" and not self.sum_grad_squared else normalize
         # Moments lose too many digits below float32.
-        full = (x, shortcut, scale, bias)
-        maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), full)
+        arrays = (x, shortcut, scale, bias)
+        maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)
         return apply(maps, shortcut, scale, bias, options).astype(x.dtype)
 
 

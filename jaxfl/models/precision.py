@@ -1,4 +1,4 @@
-"""Networks at less precision than their weights."""
+"""Networks at lower precision than their weights."""
 
 import functools
 from collections.abc import Callable
@@ -20,15 +20,14 @@ _PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": None}
 def with_precision(model: Model, precision: Precision) -> Model:
     """The model with its network computed at a precision, in training and evaluation.
 
-    Weights stay in float32, and so does all that is done to them: gradients, optimizer, updates, clipping, noise and
-    sums. Private steps on single examples clip each gradient as it was computed: below float32, `ghost_norms` would be
-    those of gradients that are rounded otherwise, so they are dropped. Fisher information (`sum_grad_squared`) is
-    computed as before.
+    Weights stay in float32, as do gradients, optimizer, updates, clipping, noise and sums. Private steps on single
+    examples clip each gradient as computed: below float32, `ghost_norms` would be norms of differently rounded
+    gradients, so they are dropped. Fisher information (`sum_grad_squared`) is computed as before.
 
     Args:
         model: any.
-        precision: "float32": products of matrices in float32, which accelerators do not do by themselves; "tf32": with
-            10 bits of mantissa, where the accelerator has TensorFloat-32, and as "float32" elsewhere; "bfloat16":
+        precision: "float32": matrix products in float32, not the default of accelerators; "tf32": with 10 bits of
+            mantissa where the accelerator has TensorFloat-32, elsewhere as "float32"; "bfloat16":
             weights and activations of the network in bfloat16, logits and features returned in float32.
 
     >>> from jaxfl.models import mlp

@@ -16,13 +16,13 @@ from jaxfl.types import Model
 
 
 def _check_head(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(own, str) for own in value):
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(layer, str) for layer in value):
         raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
     return tuple(value)
 
 
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
-    """Bytes are images, normalised to [-1, 1]; all else is what the module takes."""
+    """Bytes are images, normalised to [-1, 1]; other inputs go to the module unchanged."""
     return normalize(inputs) if inputs.dtype == jnp.uint8 else inputs
 
 
@@ -37,16 +37,16 @@ def from_flax(
 ) -> Model:
     """Wrap a Flax linen module that maps a batch [B, *input_shape] to logits [B, K].
 
-    Bytes are images, normalised to [-1, 1]; all other numbers are passed on as they are, floating ones and tokens. A
+    Bytes are images, normalised to [-1, 1]; all other numbers, floats and tokens, are passed on unchanged. A
     module with methods `extract` (batch to features [B, F]) and `classify` (features to logits) has its head fitted on
-    cached features; for any other, the head is trained through the whole network.
+    cached features; otherwise the head is trained through the whole network.
 
     Args:
         module: without batch statistics, dropout, or other collections than `params`.
-        input_shape: of one example.
+        input_shape: shape of one example.
         head: names of the top-level layers that are the head (default: the last one).
         name: for reports (default: the module's class).
-        prepare: from a batch as it is stored to what the module takes, for instance
+        prepare: from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
 
     Raises:
@@ -70,10 +70,9 @@ def from_flax(
 
     kind = type(module).__name__
     dtype, variables = _first_taken(made, f"module={kind} does not take a batch of input_shape={input_shape!r}")
-    kept = set(variables) - {"params"}
     if "params" not in variables:
         raise ValueError(f"module={kind} has no parameters: give one that can be trained")
-    if kept:
+    if kept := set(variables) - {"params"}:
         raise ValueError(f"module={kind} keeps {sorted(kept)}: use layers without state, GroupNorm for BatchNorm")
     batch = jax.eval_shape(prepare, jax.ShapeDtypeStruct((2, *input_shape), dtype))
     logits = jax.eval_shape(call(), variables["params"], batch)
@@ -81,26 +80,16 @@ def from_flax(
         raise ValueError(f"module={kind} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
     layers = depth_order(init)
     head = layers[-1:] if head is None else tuple(head)
-    missing = [layer for layer in head if layer not in layers]
-    if missing or not head:
+    if not head or not set(head) <= set(layers):
         raise ValueError(f"head={head!r}: name at least one of the module's layers {layers}")
     split = hasattr(module, "extract") and hasattr(module, "classify")
-    return Model(
-        name=name or kind,
-        init=init,
-        prepare=prepare,
-        extract=call("extract") if split else None,
-        classify=call("classify") if split else None,
-        apply=call(),
-        sum_grad_squared=None,
-        layers=layers,
-        head=head,
-        input_shape=tuple(input_shape),
-    )
+    extract, classify = (call(method) if split else None for method in ("extract", "classify"))
+    model = Model(name or kind, init, prepare, extract, classify, call(), None, layers, head)
+    return model._replace(input_shape=tuple(input_shape))
 
 
 def _first_taken(made: Callable[[Array, Any], Any], refusal: str) -> tuple[Any, Any]:
-    """The kind of numbers that a module takes, and the shapes of its variables: tokens are looked up by whole ones."""
+    """The dtype that a module takes, and the shapes of its variables: embeddings of tokens take whole numbers."""
     errors = []
     for dtype in (jnp.float32, jnp.int32):
         try:

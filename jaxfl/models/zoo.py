@@ -1,4 +1,4 @@
-"""Models by name: the networks of the papers, and your own Flax module."""
+"""Models by name: the networks of the papers."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Shape = tuple[int, int, int]
 
 
 def normalize(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
-    """(x / 255 - 0.5) / 0.5 for bytes; floats are taken as they are."""
+    """(x / 255 - 0.5) / 0.5 for bytes; floats are kept."""
     if inputs.dtype == jnp.uint8:
         return inputs.astype(jnp.float32) * (2 / 255) - 1
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
@@ -35,13 +35,23 @@ def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
 
 def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array, "maps H2 W2 B"]:
     """Batch-minor feature maps; with a padding, in pairs of columns."""
-    x = inputs.transpose(3, 1, 2, 0)  # bytes while they are: a quarter of the memory to move
+    x = inputs.transpose(3, 1, 2, 0)  # still bytes: a quarter of the memory to move
     if padding:
         x = jnp.pad(normalize(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
     return normalize(x if padding is None else to_pairs(x))
 
 
-class _Mlp(nn.Module):
+class _Network(nn.Module):
+    """A classifier that splits at its head: `classify(extract(x))`."""
+
+    def classify(self, features: Array) -> Array:
+        return self.head(features)
+
+    def __call__(self, x: Array) -> Array:
+        return self.classify(self.extract(x))
+
+
+class _Mlp(_Network):
     widths: tuple[int, ...]
     classes: int
     sum_grad_squared: bool = False
@@ -57,15 +67,9 @@ class _Mlp(nn.Module):
             x = nn.relu(layer(x))
         return x
 
-    def classify(self, features: Array) -> Array:
-        return self.head(features)
 
-    def __call__(self, x: Array) -> Array:
-        return self.classify(self.extract(x))
-
-
-class _Cnn(nn.Module):
-    """Convolutions, dense layers with or without ReLU between, a head."""
+class _Cnn(_Network):
+    """Convolutions, dense layers with or without ReLU in between, a head."""
 
     convolutions: tuple[Mapping[str, Any], ...]
     widths: tuple[int, ...]
@@ -85,18 +89,11 @@ class _Cnn(nn.Module):
             x = layer(x)
         x = x.reshape(-1, x.shape[-1]).T
         for layer in self.dense:
-            x = layer(x)
-            x = nn.relu(x) if self.relu else x
+            x = nn.relu(layer(x)) if self.relu else layer(x)
         return x
 
-    def classify(self, features: Array) -> Array:
-        return self.head(features)
 
-    def __call__(self, x: Array) -> Array:
-        return self.classify(self.extract(x))
-
-
-class _NormLenet(nn.Module):
+class _NormLenet(_Network):
     """LeNet with GroupNorm after every hidden layer, before pooling and ReLU."""
 
     groups: int
@@ -122,14 +119,8 @@ class _NormLenet(nn.Module):
             x = nn.relu(norm(layer(x).T[:, None, None])[:, 0, 0].T)
         return x
 
-    def classify(self, features: Array) -> Array:
-        return self.head(features)
 
-    def __call__(self, x: Array) -> Array:
-        return self.classify(self.extract(x))
-
-
-class _ResNet(nn.Module):
+class _ResNet(_Network):
     """Residual blocks of two 3x3 convolutions, each with GroupNorm.
 
     Where a block halves the maps, its shortcut takes every second pixel and pads channels with zeros.
@@ -155,16 +146,10 @@ class _ResNet(nn.Module):
         x = self.norm[0](self.conv[0](x))
         for i in range(1, len(self.conv), 2):
             y = self.conv[i + 1](self.norm[i](self.conv[i](x)))
-            step = self.conv[i].stride
-            shortcut = jnp.pad(x[:, ::step, ::step], ((0, len(y) - len(x)), (0, 0), (0, 0), (0, 0)))
+            stride = self.conv[i].stride
+            shortcut = jnp.pad(x[:, ::stride, ::stride], ((0, len(y) - len(x)), (0, 0), (0, 0), (0, 0)))
             x = self.norm[i + 1](y, shortcut)
         return x.mean((1, 2)).T
-
-    def classify(self, features: Array) -> Array:
-        return self.head(features)
-
-    def __call__(self, x: Array) -> Array:
-        return self.classify(self.extract(x))
 
 
 def _check_shape(name: str, value: Any) -> Shape:
@@ -201,13 +186,13 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        form: of convolutions (see `jaxfl.models.layers`): "lax" where forward-mode differentiation is needed; None:
-            what suits JAX's default backend.
+        form: of convolutions (see `jaxfl.models.layers`): "lax" if forward-mode differentiation is needed; None:
+            the best for JAX's default backend.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
     62006
     """
-    convolutions = [{"features": 6, "size": 5}, {"features": 16, "size": 5}]
+    convolutions = [{"features": n, "size": 5} for n in (6, 16)]
     return _cnn("lenet", convolutions, (120, 84), input_shape, classes, form)
 
 
@@ -215,22 +200,20 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
 def lenet_groupnorm(
     input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
 ) -> Model:
-    """LeNet with GroupNorm after every hidden layer: its features keep their scale whatever is done to its weights.
+    """LeNet with GroupNorm after every hidden layer: its features keep their scale whatever the weights.
 
     Convolutions have no bias.
 
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        groups: of GroupNorm, 1 or 2.
+        groups: number of groups of GroupNorm, 1 or 2.
         form: as for `lenet`.
 
     >>> lenet_groupnorm().layers[:4]
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
     """
-    form = _form(form)
-    groups = check_choice("groups", groups, (1, 2))
-    network = functools.partial(_NormLenet, groups, classes, form)
+    network = functools.partial(_NormLenet, check_choice("groups", groups, (1, 2)), classes, _form(form))
     return _model("lenet_groupnorm", network, functools.partial(_maps, padding=None), input_shape)
 
 
@@ -265,10 +248,7 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
         convolutions = [{"features": n, "size": 3, "padding": 1} for n in (16, 32, 32)]
         return _cnn("feddpa_cnn", convolutions, (512, 128), (32, 32, 3), classes, form)
     colour = dataset == "svhn_cropped"
-    convolutions = [
-        {"features": 32, "size": 3, "relu": colour, "pool": False},
-        {"features": 64, "size": 3},
-    ]
+    convolutions = [{"features": 32, "size": 3, "relu": colour, "pool": False}, {"features": 64, "size": 3}]
     shape = (32, 32, 3) if colour else (28, 28, 1)
     return _cnn("feddpa_cnn", convolutions, (128,), shape, classes, form, relu=colour)
 
@@ -276,7 +256,7 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
 @checked(input_shape=_check_shape)
 def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None) -> Model:
     """Small network for 8x8 digits: two 3x3 convolutions (8 and 16 channels, padding 1, pool), dense 32."""
-    convolutions = [{"features": 8, "size": 3, "padding": 1}, {"features": 16, "size": 3, "padding": 1}]
+    convolutions = [{"features": n, "size": 3, "padding": 1} for n in (8, 16)]
     return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
 
 
@@ -284,29 +264,28 @@ def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | N
 def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None) -> Model:
     """ResNet20: a 3x3 convolution, 3 stages of 3 residual blocks with 16, 32 and 64 channels, mean, `classes`.
 
-    The later stages begin with stride 2. 269,072 parameters besides the head, for 3 channels.
+    The later stages begin with stride 2. 269,072 parameters without the head, for 3 channels.
 
     Args:
         input_shape: (H, W, C).
         classes: number of logits.
-        groups: of GroupNorm, in place of BatchNorm, whose running statistics would leave a client unclipped.
+        groups: of GroupNorm, which replaces BatchNorm, whose running statistics would leave a client unclipped.
         form: as for `lenet`.
 
     References:
         He et al., Deep Residual Learning for Image Recognition, CVPR 2016 (section 4.2, option A).
         Hsieh et al., The Non-IID Data Quagmire of Decentralized Machine Learning, ICML 2020 (GroupNorm with 2 groups).
     """
-    form = _form(form)
     if 16 % groups:
         raise ValueError(f"groups={groups!r}: give a divisor of the 16 channels of the first stage")
-    network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes, form)
+    network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes, _form(form))
     model = _model("resnet20", network, functools.partial(_maps, padding=None), input_shape)
     return model._replace(microbatch=backend().microbatch)
 
 
 @checked(input_shape=_check_shape)
 def build(name: str, input_shape: Shape, classes: int) -> Model:
-    """The model of a name for a shape of inputs.
+    """The model of that name for inputs of a shape.
 
     Names: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn", "resnet20".
 
@@ -317,14 +296,12 @@ def build(name: str, input_shape: Shape, classes: int) -> Model:
         "mlp": mlp, "lenet": lenet, "lenet_groupnorm": lenet_groupnorm, "feddpa_cnn": _feddpa_by_shape,
         "digits_cnn": digits_cnn, "resnet20": resnet20,
     }  # fmt: skip
-    check_choice("name", name, tuple(builders))
-    return builders[name](input_shape, classes)
+    return builders[check_choice("name", name, tuple(builders))](input_shape, classes)
 
 
 def _feddpa_by_shape(input_shape: Shape, classes: int) -> Model:
-    datasets = {(32, 32, 3): "cifar10", (28, 28, 1): "mnist"}
-    check_choice("input_shape", input_shape, tuple(datasets))
-    return feddpa_cnn(datasets[input_shape], classes)
+    shape = check_choice("input_shape", input_shape, ((32, 32, 3), (28, 28, 1)))
+    return feddpa_cnn("cifar10" if shape == (32, 32, 3) else "mnist", classes)
 
 
 def _cnn(
@@ -337,19 +314,17 @@ def _cnn(
     relu: bool = True,
 ) -> Model:
     form = _form(form)
-    # A product with few outputs is slow: pairs of columns have twice as many, for (k + 1) / k times the operations.
-    padding = None
-    first = convolutions[0]
-    even = (input_shape[1] + 2 * first.get("padding", 0)) % 2 == 0
-    if form == "winograd" and first["size"] >= 5 and even:
-        padding = first.get("padding", 0)
+    # A product with few outputs is slow: pairs of columns double them, for (k + 1) / k times the operations.
+    first, padding = convolutions[0], convolutions[0].get("padding", 0)
+    paired = form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
+    if paired:
         convolutions = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
     network = functools.partial(_Cnn, tuple(convolutions), widths, classes, relu, form)
-    return _model(name, network, functools.partial(_maps, padding=padding), input_shape)
+    return _model(name, network, functools.partial(_maps, padding=padding if paired else None), input_shape)
 
 
 def _form(form: Form | None) -> Form:
-    """The form that was asked for, or the backend's."""
+    """The requested form, or the backend's."""
     return backend().convolution if form is None else form
 
 
@@ -382,7 +357,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
 
 
 def depth_order(init: Callable[[Array], Any]) -> tuple[str, ...]:
-    """Names of the top-level parameters as they were made: a dict that went through JAX is sorted."""
+    """Names of the top-level parameters in order of creation: a dict that went through JAX is sorted."""
     names: list[str] = []
     jax.eval_shape(lambda key: names.extend(init(key)), jax.random.key(0))
     return tuple(names)

@@ -38,8 +38,8 @@ class DPSGD:
         rate: q.
         steps: local steps per round.
         optimizer: any optax transformation, with a fresh state in every round.
-        chunk: examples that are taken at once; changes speed and memory, not results. None: 16 where the model knows
-            the norms of gradients (`Model.ghost_norms`); else 1, as a CPU likes it.
+        chunk: examples processed at once; changes speed and memory, not results. None: 16 if the model has the norms of
+            gradients (`Model.ghost_norms`); else 1, fastest on a CPU.
 
     The engine hands each client its noise, writes it into the ledger, and refuses a `client_update` that trains
     otherwise.
@@ -73,32 +73,24 @@ class DPSGD:
         loss: Loss = cross_entropy,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
-        """As `jaxfl.LocalSGD.train`, by private steps, whose number `info` has as `private_steps`.
+        """As `jaxfl.LocalSGD.train`, by private steps; their number is `private_steps` of `info`.
 
-        What a mask or a penalty reads must be public, or follow from the parameters alone. The multiplier and the key
-        of the noise are the engine's (`data.noise`), which has them in the ledger; without it they are the one
-        multiplier given here, and `key`. `model.ghost_norms` are of the model's own `apply`, and used with no other.
+        A mask or a penalty may read only what is public, or follows from the parameters. The multiplier and the key of
+        the noise come from the engine (`data.noise`), which records the multiplier in the ledger; without it they are
+        the single multiplier given here, and `key`. `model.ghost_norms` serve only the model's own `apply`.
         """
         if gradient is not None:
-            raise ValueError(
-                f"gradient={gradient!r} with DPSGD: it reads every batch twice, leave it out, or train by LocalSGD"
-            )
+            remedy = "it reads every batch twice, leave it out, or train by LocalSGD"
+            raise ValueError(f"gradient={gradient!r} with DPSGD: {remedy}")
         noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), key)
         total = jnp.where(data.size > 0, self.steps, 0)
-        noisy = functools.partial(
-            noisy_gradient,
-            data=data,
-            dp_sgd=self,
-            apply=apply or model.apply,
-            prepare=model.prepare,
-            loss=loss,
-            noise_multiplier=noise.multiplier,
-            ghost_norms=model.ghost_norms if apply is None else None,
-        )
+        ghost_norms = model.ghost_norms if apply is None else None
+        network = {"apply": apply or model.apply, "prepare": model.prepare, "ghost_norms": ghost_norms}
+        noisy = functools.partial(noisy_gradient, loss=loss, noise_multiplier=noise.multiplier, **network)
 
         def step(i: Int[Array, ""], carry: tuple) -> tuple:
             def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
-                loss_part = noisy(derive(noise.key, i), params)
+                loss_part = noisy(derive(noise.key, i), params, data, self)
                 return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
             return descend(self.optimizer, of_batch, carry, mask=mask)
@@ -121,9 +113,8 @@ class DPSGD:
     def check_fits(self, clients: int) -> None:
         """Require a noise multiplier for each of so many clients, or one for all."""
         if len(self.noise_table) not in (1, clients):
-            raise ValueError(
-                f"dp_sgd.noise_multiplier has shape {self.noise_table.shape}: it must fit {clients} clients"
-            )
+            shape = self.noise_table.shape
+            raise ValueError(f"dp_sgd.noise_multiplier has shape {shape}: it must fit {clients} clients")
 
 
 def noisy_gradient(
@@ -141,9 +132,9 @@ def noisy_gradient(
     r"""Mean loss of a batch, and :math:`\frac{1}{q n} \big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) +
     N(0, z^2 C^2 I) \big)`.
 
-    Every example is in B with probability q, independently; B may be empty. Its examples are taken `dp_sgd.chunk` at a
-    time, so that the time follows the batch that was drawn, and nothing is truncated. One whose gradient is not finite
-    contributes nothing: else the engine would drop the client's whole update for it.
+    Every example is in B with probability q, independently; B may be empty. Its examples are processed `dp_sgd.chunk`
+    at a time, so that the time follows the drawn batch, and nothing is truncated. An example whose gradient is not
+    finite contributes nothing: else the engine would drop the client's whole update.
 
     Args:
         key: the batch and the noise.
@@ -184,7 +175,7 @@ def noisy_gradient(
         batch = inputs, labels, i * chunk + jnp.arange(chunk) < count
         return optax.tree.add(total, clipped_sum(losses_fn, prepare, params, batch, dp_sgd.clip))
 
-    # Gradients, their clipping, sum and noise are single precision, whatever the weights are in.
+    # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
     dtypes, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
     value, total = lax.fori_loop(0, -(-count // chunk), add, zero)
@@ -203,7 +194,7 @@ def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: t
         clipped, norm = clip(slope, bound)
         return jax.tree.map(lambda leaf: jnp.where(real & jnp.isfinite(norm), leaf, 0), (value, clipped))
 
-    if len(batch[1]) == 1:  # plain code: a batch axis of 1 would cost the fast matrix products
+    if len(batch[1]) == 1:  # plain code: with a batch axis of 1, matrix products would be slow
         return of_example(*(leaf[0] for leaf in batch))
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), jax.vmap(of_example)(*batch))
 
@@ -217,11 +208,11 @@ def _by_norms(
     counts = real & jnp.isfinite(squares)
     factor = jnp.minimum(1.0, bound * lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny)))
     factor = jnp.where(counts, factor, 0.0)
-    x = prepare(jnp.where(counts.reshape(-1, *[1] * (inputs.ndim - 1)), inputs, 0))  # 0 times infinity is no number
+    x = prepare(jnp.where(counts.reshape(-1, *[1] * (inputs.ndim - 1)), inputs, 0))  # 0 times infinity is NaN
 
     def weighted(params: Params) -> tuple[Float[Array, ""], Float[Array, "B"]]:
-        each = losses_fn(params, x, labels)
-        return jnp.sum(factor * each), each
+        losses = losses_fn(params, x, labels)
+        return jnp.sum(factor * losses), losses
 
-    slope, each = jax.grad(weighted, has_aux=True)(params)
-    return jnp.sum(jnp.where(counts, each, 0.0)), slope
+    slope, losses = jax.grad(weighted, has_aux=True)(params)
+    return jnp.sum(jnp.where(counts, losses, 0.0)), slope

@@ -104,8 +104,9 @@ def plan(
     delta = failure_probability(delta, clients)
 
     def priced(kind: Kind, mechanism: Mechanism) -> Plan:
-        z = noise_multiplier
-        if z is None:
+        if epsilon is None:
+            z = float(noise_multiplier or 0.0)
+        else:
             budget: Any = {"clients": clients, "rounds": rounds, "delta": delta, "stateful": stateful}
             z = calibrate(epsilon, mechanism=mechanism, **budget)
         mechanism = dataclasses.replace(mechanism, noise_multiplier=z)

@@ -35,7 +35,7 @@ def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
 def round_budgets(
     epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "printed"] = "exact"
 ) -> Float[np.ndarray, "T"]:
-    r"""Budgets that grow with the rounds, from what the earlier ones have left over.
+    r"""Budgets that grow with the rounds, each a share of what earlier rounds left.
 
     .. math::
         \epsilon_r = \epsilon - \sum_{s < t} \epsilon^s, \quad
@@ -45,12 +45,12 @@ def round_budgets(
     Args:
         epsilon: the sum of all budgets.
         rounds: T.
-        beta: how much less than an even share early rounds get; 0: even shares.
-        form: "exact" as above; "printed": times t, as in (11), which breaks the cap (9) and in the end asks for T times
-            what is left.
+        beta: how far early rounds stay below an even share; 0: even shares.
+        form: "exact" as above; "printed": times t, as in (11), which breaks the cap (9) and in the last round asks for
+            T times the remainder.
 
     Deviations from the paper: the factor t of (11) is left out. The budgets then add up to epsilon exactly, because the
-        last round takes what is left (:math:`\alpha_T = 0`).
+        last round takes the remainder (:math:`\alpha_T = 0`).
 
     >>> round_budgets(1.0, 4).round(6).tolist()
     [0.097901, 0.14204, 0.245365, 0.514693]
@@ -68,7 +68,7 @@ def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
     r"""Share of the round's budget that each client gets: :math:`\epsilon_i^t / \epsilon^t = \min_j R_j / R_i` (12).
 
     Args:
-        risks: above 0; 0 where a client's is not known, whose share is 1.
+        risks: above 0; 0 if a client's risk is unknown, with share 1.
 
     >>> client_shares(jnp.array([1.0, 2.0, 4.0, 0.0]))
     Array([1.  , 0.5 , 0.25, 1.  ], dtype=float32)
@@ -91,7 +91,7 @@ def round_noise(
     r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that cost epsilon in all (aggregate observer).
 
     Args:
-        budgets: of the rounds; only their ratios count.
+        budgets: one per round; only their ratios count.
         epsilon: target for the whole run, zero-out.
         clients: number of clients.
         sampling: who takes part.
@@ -110,7 +110,7 @@ def round_noise(
 
 
 class ClientNoise(NamedTuple):
-    """Noise that clients add themselves, what they may send in all, and the noise on what they release."""
+    """Noise that clients add to updates, the filter's bound on their total, and the noise on released numbers."""
 
     noise: tuple[float, ...]
     """By round, std over the clip bound, for a client with the whole budget of the round."""
@@ -143,15 +143,15 @@ def client_noise(
 
     .. math:: \pi \sum_t (2 / s_t)^2 = (1 - a) / m^2, \qquad \pi T / r^2 = a / m^2.
 
-    Clients that take part more often are stopped by the filter when they have spent epsilon, and not before. Of small
-    epsilons little is left to see of a released number: at 1, over ten releases with a tenth of the cost, r is 40.
+    The filter stops clients that take part more often once they have spent epsilon, and not before. A small epsilon
+    leaves little of a released number: at 1, with a tenth of the cost over ten releases, r is 40.
 
     Args:
-        budgets: of the rounds; only their ratios count.
+        budgets: one per round; only their ratios count.
         epsilon: target for the whole run of any client, replace-one, for the upload observer.
-        participation: :math:`\pi`, the share of rounds to plan for; 1: nobody is ever stopped.
+        participation: :math:`\pi`, the share of rounds to plan for; 1: no client is ever stopped.
         release_share: a, the share of the cost that goes to released numbers; 0: none are released.
-        clients: their number, which the default delta follows from; None: up to 10,000.
+        clients: their number, for the default delta; None: up to 10,000.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         accountant: "pld", or "rdp", which asks for more noise.
 
@@ -175,11 +175,11 @@ def paper_noise(
 
     Args:
         budgets: epsilon of each round, above 0.
-        delta: of each round.
+        delta: failure probability of each round.
         rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1 and false from about 8.4 on (at
             delta 1e-5); "analytic": the exact Gaussian mechanism's.
 
-    Guarantee: none for more than one round; what is claimed rests on it.
+    Guarantee: none for more than one round; published claims rest on it.
 
     >>> paper_noise(np.array([0.5, 1.0])).round(3).tolist()
     [9.69, 4.845]

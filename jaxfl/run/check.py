@@ -1,4 +1,4 @@
-"""Whether the arguments of a run are sound, and an algorithm, its model and its clients fit: nothing is compiled."""
+"""Whether the arguments of a run are valid, and algorithm, model and clients fit: nothing is compiled."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNois
 
 
 def check_clients(name: str, value: Any) -> Clients:
-    """Require clients whose arrays fit each other, also where some were replaced."""
+    """Require clients whose arrays fit together, even after some were replaced."""
     clients = check_instance(name, value, (Clients,))
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
     check_labels(f"{name}.labels", clients.labels, len(inputs))
@@ -29,14 +29,11 @@ def check_clients(name: str, value: Any) -> Clients:
         if rows.ndim != 2 or rows.dtype.kind not in "iu" or len(rows) != number or not number:
             raise ValueError(f"{name}.{split} is {rows.dtype} of shape {rows.shape}: {wanted}")
         if size.shape != (number,) or size.dtype.kind not in "iu":
-            raise ValueError(
-                f"{name}.{split}_size is {size.dtype} of shape {size.shape}: give [{number}] whole numbers"
-            )
+            kind = f"{size.dtype} of shape {size.shape}"
+            raise ValueError(f"{name}.{split}_size is {kind}: give [{number}] whole numbers")
         if size.min() < 0 or size.max() > rows.shape[1]:
-            raise ValueError(
-                f"{name}.{split}_size={size.min()} to {size.max()}: give sizes from 0 to the {rows.shape[1]} rows "
-                f"of {name}.{split}"
-            )
+            wanted = f"sizes from 0 to the {rows.shape[1]} rows of {name}.{split}"
+            raise ValueError(f"{name}.{split}_size={size.min()} to {size.max()}: give {wanted}")
         if rows.size and (rows.min() < 0 or rows.max() >= len(inputs)):
             raise ValueError(f"{name}.{split}={rows.min()} to {rows.max()}: give rows from 0 to {len(inputs) - 1}")
     if not clients.train.shape[1]:
@@ -67,11 +64,10 @@ def check_one_key(name: str, value: Any) -> Key[Array, ""]:
 
 
 def check_values(name: str, value: Any) -> dict[str, list[float]]:
-    """Columns of numbers; which of them fit, the builder says."""
+    """Require columns of numbers; the builder checks their values."""
     if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
-        raise TypeError(
-            f"{name}={show(value)}: give columns of numbers by argument, for instance {{'clip': [0.1, 1.0]}}"
-        )
+        wanted = "columns of numbers by argument, for instance {'clip': [0.1, 1.0]}"
+        raise TypeError(f"{name}={show(value)}: give {wanted}")
     return {argument: _numbers(f"{name}[{argument!r}]", column) for argument, column in value.items()}
 
 
@@ -83,20 +79,18 @@ def _numbers(name: str, column: Any) -> list[float]:
 
 
 def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None:
-    """Require that an algorithm's functions take and give what the engine passes on, for these clients and rounds.
+    """Require that an algorithm's functions take and return what the engine expects, for these clients and rounds.
 
     Each function is traced once, for its shapes.
 
     Raises:
-        TypeError: a field of the algorithm is something else than it should be.
-        ValueError: names the function, and what it gives, or the two shapes that do not fit.
+        TypeError: a field of the algorithm has the wrong type.
+        ValueError: names the function, and what it returns, or the two shapes that do not fit.
     """
-    check_instance("algorithm.name", algorithm.name, (str,))
-    check_instance("algorithm.model", algorithm.model, (Model,))
-    check_instance("algorithm.mechanism", algorithm.mechanism, (Mechanism,))
+    for name, kind in {"name": str, "model": Model, "mechanism": Mechanism, "terms": Terms}.items():
+        check_instance(f"algorithm.{name}", getattr(algorithm, name), (kind,))
     for name in ("init", "client_update", "server_update", "personalize"):
         check_callable(f"algorithm.{name}", getattr(algorithm, name))
-    check_instance("algorithm.terms", algorithm.terms, (Terms,))
     algorithm.mechanism.check_fits(clients.number, rounds)
     if algorithm.dp_sgd is not None:
         check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(clients.number)
@@ -108,15 +102,12 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
     server, states = _parts("init", made, ("the server's state", "client states"))
     for path, leaf in jax.tree.leaves_with_path(states):
         if leaf.shape[:1] != (clients.number,):
-            raise ValueError(
-                f"init gives client states{jax.tree_util.keystr(path)} of shape {leaf.shape}: give a row for each "
-                f"client, [{clients.number}, ...]"
-            )
-    client = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), states)
-    rows, size = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), shapes[2:4])
-    number = jax.ShapeDtypeStruct((), jnp.int32)
+            where = f"client states{jax.tree_util.keystr(path)} of shape {leaf.shape}"
+            raise ValueError(f"init gives {where}: give a row for each client, [{clients.number}, ...]")
+    of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+    client, (rows, size) = jax.tree.map(of_one, (states, shapes[2:4]))
     noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    data = ClientData(shapes.inputs, shapes.labels, rows, size, number, noise)
+    data = ClientData(shapes.inputs, shapes.labels, rows, size, jax.ShapeDtypeStruct((), jnp.int32), noise)
 
     given = _trace("client_update", algorithm.client_update, key, server, client, data)
     message, after, info = _parts("client_update", given, ("a Message", "the client's state", "info"))
@@ -124,8 +115,8 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
         raise ValueError(f"client_update gives message={_kind(message)}: give a jaxfl.Message(update)")
     for path, leaf in jax.tree.leaves_with_path(message.update):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            where = jax.tree_util.keystr(path)
-            raise ValueError(f"client_update gives message.update{where} of {leaf.dtype}: give floating numbers")
+            where = f"message.update{jax.tree_util.keystr(path)}"
+            raise ValueError(f"client_update gives {where} of {leaf.dtype}: give floating numbers")
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
         raise ValueError(f"client_update gives info={_kind(info)}: give a dict of single numbers")
     _check_same("client_update gives the client's state", after, client, "init makes one")
@@ -140,10 +131,8 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     """Shapes of the model's parameters, where it takes the clients' inputs and has an output for each label."""
     shape, largest = clients.inputs.shape[1:], int(np.max(clients.labels))
     if model.input_shape is not None and tuple(shape) != model.input_shape:
-        raise ValueError(
-            f"model={model.name!r} takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}: "
-            "make the model for that shape"
-        )
+        mismatch = f"takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}"
+        raise ValueError(f"model={model.name!r} {mismatch}: make the model for that shape")
     subject = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
     batch = jax.ShapeDtypeStruct((2, *shape), _canonical(clients.inputs.dtype))
     params = _trace(f"{subject}: init", model.init, key)
@@ -151,15 +140,13 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     if logits.ndim != 2 or logits.shape[0] != 2:
         raise ValueError(f"{subject} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
     if largest >= logits.shape[1]:
-        raise ValueError(
-            f"model={model.name!r} has {logits.shape[1]} outputs, and clients.labels go up to {largest}: "
-            f"give a model of at least {largest + 1} classes"
-        )
+        mismatch = f"has {logits.shape[1]} outputs, and clients.labels go up to {largest}"
+        raise ValueError(f"model={model.name!r} {mismatch}: give a model of at least {largest + 1} classes")
     return params
 
 
 def _canonical(dtype: Any) -> np.dtype:
-    """What JAX makes of numbers of 64 bits in a run."""
+    """The dtype that JAX gives 64-bit numbers in a run."""
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
@@ -183,14 +170,12 @@ def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
         raise ValueError(f"{subject} like {_kind(given)}, and {origin} like {_kind(wanted)}: give the same structure")
     for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
-            raise ValueError(
-                f"{subject}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}, and {origin} of "
-                f"{old.dtype}{old.shape}: give the same"
-            )
+            given_leaf = f"{subject}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}"
+            raise ValueError(f"{given_leaf}, and {origin} of {old.dtype}{old.shape}: give the same")
 
 
 def _kind(tree: Tree) -> str:
-    """A tree with the kind of each leaf in its place."""
+    """A tree as text, with each leaf's dtype and shape in its place."""
     text = str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf, tree))
     return text if len(text) <= 300 else f"{text[:300]}..."
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: everything a later call needs to go on bit-identically, or to see that it must not."""
+"""Checkpoints of a run: all that a later call needs to resume bit-identically, or to see that it must not."""
 
 import hashlib
 import json
@@ -23,19 +23,19 @@ _REMEDY = "Choose another folder, delete this one, or start over in it with resu
 
 
 class Checkpoints:
-    """The newest two states of a run in one folder, written atomically, each with a checksum of every file.
+    """The newest two states of a run in one folder, written atomically, with a checksum of every file.
 
     Args:
-        folder: of the checkpoints, in that of the run; made with the first of them.
-        fingerprint: what must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
+        folder: for the checkpoints, inside the run's folder; made with the first one.
+        fingerprint: facts that must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
     """
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts) -> None:
         self._folder, self._fingerprint = folder.absolute(), json.loads(json.dumps(fingerprint))
-        self._whole: int | None = None  # the newest that is known to be
+        self._whole: int | None = None  # rounds of the newest state that is known to be intact
 
     def save(self, rounds: int, state: Tree) -> None:
-        """Write the state after `rounds` rounds; a kill at any moment leaves the previous one as it was."""
+        """Write the state after `rounds` rounds; a kill at any moment leaves the previous one intact."""
         if rounds == self._whole:
             return
         unfinished, first = self._folder / _UNFINISHED, jax.process_index() == 0
@@ -55,13 +55,12 @@ class Checkpoints:
         self._whole = rounds
 
     def restore(self, like: Tree, take: Callable[[int, Tree], None]) -> int:
-        """Hand the newest whole state to `take`, with its number of rounds; return that number, 0 where there is none.
+        """Hand the newest intact state to `take`, with its number of rounds; return that number, 0 if there is none.
 
-        The state is on the devices that `like` is on. `take` may refuse it as damaged; then the one before is tried.
+        The state is on the devices of `like`. `take` may refuse it as damaged; then the previous one is tried.
 
         Raises:
-            ValueError: the folder holds another run, or no checkpoint that is whole, or is not the same one for all
-                processes.
+            ValueError: the folder holds another run, or no intact checkpoint, or is not the same for all processes.
         """
         self._check_same()
         damaged: list[str] = []
@@ -76,19 +75,17 @@ class Checkpoints:
             self._whole = rounds
             return rounds
         if damaged:
-            raise ValueError(
-                f"folder={self._run!r} holds no checkpoint that is whole ({'; '.join(damaged)}). {_REMEDY}, or put the "
-                "files back"
-            )
+            text = f"folder={self._run!r} holds no checkpoint that is whole ({'; '.join(damaged)})"
+            raise ValueError(f"{text}. {_REMEDY}, or put the files back")
         return 0
 
     def newest(self) -> str:
-        """Where the newest state is, if anywhere, that is not known to be damaged."""
+        """Path of the newest state that is not known to be damaged, if any."""
         steps = self._steps() if self._whole is None else [self._whole]
         return str(self._folder / str(steps[-1])) if steps else "none"
 
     def ends(self, rounds: int) -> bool:
-        """Whether the newest state is the one after `rounds` rounds."""
+        """Whether the newest state is that after `rounds` rounds."""
         return self._steps()[-1:] == [rounds]
 
     def clear(self) -> None:
@@ -107,9 +104,9 @@ class Checkpoints:
         return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
 
     def _check_same(self) -> None:
-        """Require that all processes see one folder, and are of one run."""
+        """Require that all processes see one folder, and belong to one run."""
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
-        digest = int(_of_json(self._fingerprint)[:6], 16)  # of 24 bits: a float32 holds it
+        digest = int(_of_json(self._fingerprint)[:6], 16)  # 24 bits, exact in float32
         most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(f"folder={self._run!r} differs by process: give one that all of them share")
@@ -117,14 +114,12 @@ class Checkpoints:
             raise ValueError("processes were started with arguments or data that differ: start all with the same")
 
     def _read(self, rounds: int, like: Tree) -> Tree:
-        """A state that is what was saved, by this run."""
+        """An intact state of this run."""
         folder, problem = self._folder / str(rounds), None
         try:
             content = _manifest(folder)
-            differing = differences(content["fingerprint"], self._fingerprint)
-            if differing:
-                named = "; ".join(differing)
-                raise ValueError(f"folder={self._run!r} holds another run. What differs: {named}. {_REMEDY}")
+            if differing := "; ".join(differences(content["fingerprint"], self._fingerprint)):
+                raise ValueError(f"folder={self._run!r} holds another run. What differs: {differing}. {_REMEDY}")
             if jax.process_index() == 0:
                 _check_files(folder, content["files"])
         except DamagedError as error:
@@ -134,21 +129,19 @@ class Checkpoints:
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:
             with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-                found = reader.restore(folder / _STATE, args=ocp.args.StandardRestore(target))
-        except Exception as error:  # whatever Orbax, which is not of the fingerprint, cannot read
-            raise DamagedError(
-                f"it cannot be read ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
-            ) from error
-        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in _by_name(like)])
+                state = reader.restore(folder / _STATE, args=ocp.args.StandardRestore(target))
+        except Exception as error:  # whatever Orbax, which the fingerprint does not cover, cannot read
+            cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            raise DamagedError(f"it cannot be read ({cause})") from error
+        return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in _by_name(like)])
 
 
 def _manifest(folder: pathlib.Path) -> Facts:
     path = folder / _MANIFEST
     if not path.exists() and (folder / "fingerprint").is_dir():
-        raise ValueError(
-            f"folder={str(folder.parent.parent)!r} holds a run of an older version of jaxfl, which this one does not "
-            f"read. {_REMEDY}"
-        )
+        run = str(folder.parent.parent)
+        text = f"folder={run!r} holds a run of an older version of jaxfl, which this one does not read"
+        raise ValueError(f"{text}. {_REMEDY}")
     try:
         content = json.loads(path.read_bytes())
         if content.pop("sha256") == _of_json(content):
@@ -160,12 +153,12 @@ def _manifest(folder: pathlib.Path) -> Facts:
 
 def _check_files(folder: pathlib.Path, sums: dict[str, str]) -> None:
     try:
-        found = _sums(folder)
+        present = _sums(folder)
     except OSError as error:
         raise DamagedError(f"its files cannot be read ({error.strerror})") from error
     for name, value in sums.items():
-        if found.get(name) != value:
-            raise DamagedError(f"{name} is {'damaged' if name in found else 'missing'}")
+        if present.get(name) != value:
+            raise DamagedError(f"{name} is {'damaged' if name in present else 'missing'}")
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:

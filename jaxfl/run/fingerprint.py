@@ -1,7 +1,7 @@
-"""What tells one run from another: its programs with all their constants, its clients' arrays, numbers, versions.
+"""What identifies a run: its programs with all their constants, its clients' arrays, numbers, versions.
 
-A run's folder holds the fingerprint of the run that it belongs to. Names, addresses and the order in which a process
-happens to do things are no part of it, and neither is what changes speed and memory alone.
+A run's folder holds the run's fingerprint. Names, addresses, the order of work in a process, and whatever changes only
+speed and memory are not part of it.
 """
 
 import dataclasses
@@ -42,17 +42,17 @@ _ARRAYS = {
     "test_size": "the clients' numbers of test examples",
 }
 _LONG = 16
-"""Arrays of more numbers are told by their hash."""
+"""Longer arrays are represented by their hash."""
 
 _SPOKEN = ("name", "debug_info")
-"""Parameters of operations that no result depends on."""
+"""Parameters of operations that affect no result."""
 
 Facts = dict[str, Any]
-"""JSON values by what a user calls them; a hash is `{"sha256": ...}`."""
+"""JSON values by their names for users; a hash is `{"sha256": ...}`."""
 
 
 def marked(method: Any) -> Any:
-    """The same algorithm or points, whose functions leave their names in what is traced of them."""
+    """The same algorithm or points, whose functions leave their names in traces."""
     if isinstance(method, Points):
         return method._replace(build=lambda **values: marked(method.build(**values)))
     return method._replace(**{name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS})
@@ -70,12 +70,12 @@ def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"
 
 
 def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
-    """Hashes of traced programs, and of the algorithm's functions in them, each by itself.
+    """Hashes of traced programs, and of each of the algorithm's functions in them.
 
-    What a function computes outside of JAX (`jax.pure_callback`) is not seen.
+    Computation outside JAX (`jax.pure_callback`) is not seen.
 
     Args:
-        programs: closed jaxprs of what was `marked`: "init", those of a "round", and "evaluation".
+        programs: closed jaxprs of a `marked` method, by "init", "round" and "evaluation".
     """
     hashes: dict[str, Any] = {}
     for name, parts in programs.items():
@@ -85,19 +85,19 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
 
 
 def of_clients(clients: Clients) -> Facts:
-    """Hashes of the clients' arrays, each by itself."""
+    """Hashes of the clients' arrays."""
     return {"clients": clients.number} | {
         _ARRAYS[name]: {"sha256": _of_array(array)} for name, array in clients._asdict().items()
     }
 
 
 def of_key(key: Key[jax.Array, "*P"]) -> Facts:
-    """A hash: who reads it learns no key that cannot be guessed."""
+    """A hash, which reveals no key that cannot be guessed."""
     return {"key": {"sha256": _of_array(key)}}
 
 
 def of_value(name: str, value: Any) -> Facts:
-    """The numbers of a mechanism, of private steps or of terms by field, none cut short; functions are programs'."""
+    """The numbers of a mechanism, private steps or terms by field, in full; functions are part of the programs."""
     fields = None
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -117,7 +117,7 @@ def of_value(name: str, value: Any) -> Facts:
 
 
 def of_versions(mesh: Mesh) -> Facts:
-    """What else decides the numbers that a program gives."""
+    """What else affects the results of a program."""
     versions = {name: _version(name) for name in ("jaxfl", "jax", "jaxlib")}
     device = mesh.devices.flat[0]
     settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")}
@@ -125,17 +125,13 @@ def of_versions(mesh: Mesh) -> Facts:
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:
-    """What differs, in words, the own value last; programs only where nothing else does, for they follow from it."""
-    names = [
-        name for name in current | stored if name not in stored or name not in current or stored[name] != current[name]
-    ]
-    functions, whole = set(_PARTS.values()), set(_WHOLE.values())
-    groups = [
-        [name for name in names if name not in functions | whole],
-        [name for name in names if name in functions],
-        [name for name in names if name in whole],
-    ]
-    named = next((group for group in groups if group), [])
+    """What differs, in words, the current value last; programs only if nothing else does, since they follow from it."""
+    missing = object()
+    names = [name for name in current | stored if stored.get(name, missing) != current.get(name, missing)]
+    groups: list[list[str]] = [[], [], []]
+    for name in names:
+        groups[2 if name in _WHOLE.values() else int(name in _PARTS.values())].append(name)
+    named = next(filter(None, groups), [])
     return [_difference(name, stored.get(name), current.get(name)) for name in named]
 
 
@@ -158,20 +154,17 @@ def _version(name: str) -> str:
 
 
 def _of_array(value: Any) -> str:
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        kind, value = str(value.dtype), jax.random.key_data(value)
-    else:
-        kind = ""
-    array = np.asarray(value)
+    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    kind, array = (str(value.dtype), np.asarray(jax.random.key_data(value))) if is_key else ("", np.asarray(value))
     digest = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
 def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
-    """A hash; what a part, or a constant of all, says goes into its own in `parts` instead (None: within a part).
+    """A hash; parts and constants are hashed separately, in `parts` (None: within a part).
 
-    Variables are numbered as they come up, by each part anew, so that one part's hash does not follow from others.
+    Variables are numbered as they appear, separately in each part, so that one part's hash is independent of others.
     """
     constants = {}
     for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -206,12 +199,12 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
 
 
 def _part(eqn: Any) -> str | None:
-    """The algorithm's function that an operation is of."""
+    """The algorithm's function that an operation belongs to."""
     return next((scope.name for scope in eqn.source_info.name_stack.stack if scope.name in _PARTS), None)
 
 
 def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
-    """A text that says all of a parameter or constant that decides a result."""
+    """A text of all that affects a result in a parameter or constant."""
     match value:
         case core.ClosedJaxpr():
             return _of_jaxpr(value.jaxpr, value.consts, parts)

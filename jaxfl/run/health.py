@@ -1,4 +1,4 @@
-"""What is told of updates, models and data that are not finite: who, how many, and a remedy that fits the cause."""
+"""Warnings about updates, models and data that are not finite: who, how many, and a remedy that fits the cause."""
 
 import functools
 import logging
@@ -16,16 +16,16 @@ from jaxfl.types import Algorithm, Clients
 _LOG = logging.getLogger("jaxfl")
 
 _SHARE = 0.1
-"""Of the updates between two evaluations: where more are dropped, that is told at once."""
+"""Share of the updates between two evaluations: if more are dropped, a warning follows at once."""
 
 
 class Watch:
-    """Of one run, or of all points of a sweep together: tells each thing once where it first appears.
+    """Watches one run, or all points of a sweep together: warns of each problem once, when it first appears.
 
     Args:
-        name: of the run.
+        name: name of the run.
         clients: host arrays.
-        algorithms: of each point.
+        algorithms: one for each point.
     """
 
     def __init__(self, name: str, clients: Clients, algorithms: Sequence[Algorithm]) -> None:
@@ -36,10 +36,10 @@ class Watch:
         """Warn where more than a tenth of the updates of some rounds were dropped.
 
         Raises:
-            FloatingPointError: all were, in every point, and nothing that follows can change that.
+            FloatingPointError: all were, in every point, and no later round can change that.
         """
-        since = [jax.tree.map(lambda leaf: leaf[start:done], own) for own in records]
-        if all(self._stuck(own, recent, done) for own, recent in zip(records, since, strict=True)):
+        since = [jax.tree.map(lambda leaf: leaf[start:done], record) for record in records]
+        if all(self._stuck(record, recent, done) for record, recent in zip(records, since, strict=True)):
             text = f"{self.name}: {self._dropped(since, start)}; none would count from here on, so the run stops"
             raise FloatingPointError(f"{text}; the last checkpoint is intact")
         dropped, made = _count(since)
@@ -51,23 +51,21 @@ class Watch:
         tested = np.asarray(self.clients.test_size) > 0
         if not tested.any():
             self._warn("tests", "no client has a test example: accuracies are not known")
-        lost = [tested & np.isnan(own.accuracy) for own in scores]
+        lost = [tested & np.isnan(score.accuracy) for score in scores]
         mask = np.logical_or.reduce(lost)
         if not mask.any():
             return
-        train, test = self.broken_data
-        data, others = mask & (train | test), mask & ~(train | test)
+        broken = np.logical_or(*self.broken_data)
+        data, others = mask & broken, mask & ~broken
         causes = [f"NaN or infinite examples ({_names(data)}): clean them"] if data.any() else []
         if others.any():
             whose = "the others'" if causes else "their"
             model = "the shared model has" if others.sum() == tested.sum() else f"{whose} personal models have"
             causes.append(f"{model} diverged: {remedy(self.algorithms)}")
-        points = sum(own.any() for own in lost)
-        where = f"in {points} of {len(lost)} points, " if len(lost) > 1 else ""
-        text = (
-            f"{where}{mask.sum()} of {tested.sum()} tested clients ({_names(mask)}) have no finite scores after round"
-        )
-        self._warn("scores", f"{text} {done}, which count as accuracy 0; {'; '.join(causes)}")
+        where = f"in {sum(nan.any() for nan in lost)} of {len(lost)} points, " if len(lost) > 1 else ""
+        who = f"{where}{mask.sum()} of {tested.sum()} tested clients ({_names(mask)})"
+        text = f"{who} have no finite scores after round {done}, which count as accuracy 0"
+        self._warn("scores", f"{text}; {'; '.join(causes)}")
 
     def end(self, records: Sequence[Records]) -> None:
         """Warn of all updates that were dropped; each point's `metrics.jsonl` has its own."""
@@ -86,11 +84,11 @@ class Watch:
         bad = np.concatenate([~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in parts])
 
         def owners(rows: Int[Array | np.ndarray, "C N"], sizes: Int[Array | np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
-            found, real = nobody.copy(), np.arange(rows.shape[1])
+            owns, positions = nobody.copy(), np.arange(rows.shape[1])
             for i in range(0, len(rows) if bad.any() else 0, 4096):
-                own = slice(i, i + 4096)
-                found[own] = (bad[rows[own]] & (real < np.asarray(sizes[own])[:, None])).any(axis=1)
-            return found
+                part = slice(i, i + 4096)
+                owns[part] = (bad[rows[part]] & (positions < np.asarray(sizes[part])[:, None])).any(axis=1)
+            return owns
 
         return owners(clients.train, clients.train_size), owners(clients.test, clients.test_size)
 
@@ -101,10 +99,10 @@ class Watch:
             return False
         ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
         if ever_dropped < ever and (recent.ledger.server_noise.any() or recent.ledger.client_noise.any()):
-            return False  # noise moves it, and updates have counted: a method may go on like this
+            return False  # noise moves it, and updates have counted: a method may continue like this
         took_part, broken = recent.ledger.participants.any(axis=0), self.broken_data[0]
         nobody_else = (broken | (np.asarray(self.clients.train_size) == 0)).all()
-        return bool((took_part & ~broken).any() or nobody_else)  # else others may count that were not drawn yet
+        return bool((took_part & ~broken).any() or nobody_else)  # otherwise clients not drawn yet may count
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
         """How many updates of these rounds were dropped, and what to do."""
@@ -124,13 +122,13 @@ class Watch:
 
 
 def remedy(algorithms: Sequence[Algorithm]) -> str:
-    """Against models that diverge."""
+    """What helps against models that diverge."""
     noisy = any(method.mechanism.noisy or method.dp_sgd is not None for method in algorithms)
     return "lower the learning rate or the noise" if noisy else "lower the learning rate, or clip updates"
 
 
 def _count(records: Sequence[Records]) -> tuple[int, int]:
-    """Updates that were dropped, of all."""
+    """Numbers of dropped updates, and of all."""
     dropped = sum(int(record.nonfinite.sum()) for record in records)
     return dropped, sum(int(record.info["participants"].sum(dtype=np.float64)) for record in records)
 

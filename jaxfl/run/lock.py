@@ -12,7 +12,7 @@ from jaxfl.engine import processes
 
 try:
     import fcntl
-except ImportError:  # Windows: folders are not locked there
+except ImportError:  # Windows, where folders are not locked
     fcntl = None
 
 _LOG = logging.getLogger("jaxfl")
@@ -20,14 +20,14 @@ _NAME = ".lock"
 
 
 class Lock:
-    """Of a folder, while a run uses it; the system releases it whatever ends the process.
+    """The lock of a folder that a run uses; the system releases it however the process ends.
 
-    Of several processes of one run, the first holds it for all. The file stays, for its name to be safe to reuse; while
-    the folder is in use, it says by which process. A folder that cannot be written, or a file system without locks,
-    is not locked.
+    Of several processes of one run, the first holds the lock for all. The file stays, so that its name is safe to
+    reuse; while the folder is in use, it names the process. A read-only folder, or a file system without locks, is not
+    locked.
 
     Args:
-        folder: None: there is nothing to lock.
+        folder: None: nothing is locked.
     """
 
     def __init__(self, folder: pathlib.Path | None) -> None:
@@ -35,7 +35,7 @@ class Lock:
         self._file: int | None = None
 
     def take(self, *, shared: bool) -> None:
-        """Lock the folder, or change the lock: shared with others that only read it, or not.
+        """Lock the folder, or change the lock: shared with other readers, or exclusive.
 
         Raises:
             ValueError: it is in use; or it cannot be written, which only a shared lock allows.
@@ -80,8 +80,7 @@ class Lock:
             self._release()
             _LOG.warning("%s cannot be locked (%s): let no other run use it meanwhile", self.folder, error.strerror)
             return
-        user = "" if shared else f"process {os.getpid()} on {socket.gethostname()}\n"
-        (self.folder / _NAME).write_text(user)
+        (self.folder / _NAME).write_text("" if shared else f"process {os.getpid()} on {socket.gethostname()}\n")
 
     def _release(self) -> None:
         if self._file is not None:

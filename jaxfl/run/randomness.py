@@ -1,4 +1,4 @@
-"""Where a run's randomness comes from: its key, or fresh bits of the system that only their owner can read."""
+"""Where a run's randomness comes from: its key, or fresh bits of the system that only the owner can read."""
 
 import collections
 import os
@@ -30,7 +30,7 @@ class Streams(NamedTuple):
     """The same noise for points of the same key."""
 
     def keys(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> Keys:
-        """The streams of one run, or of each point; secret ones as the folder has them, or new."""
+        """The streams of one run, or of each point; secret ones from the folder, or new."""
         if not self.secret:
             return Keys(key, key, key if self.paired or not key.ndim else _apart(key))
         count = 1 if self.paired else key.size
@@ -40,18 +40,18 @@ class Streams(NamedTuple):
         return Keys(key, noise, noise)
 
     def told(self, key: Key[Array, "*P"]) -> dict[str, Any]:
-        """What a statement says of it."""
+        """What a statement says about the randomness."""
         equal = key.ndim > 0 and len(np.unique(jax.random.key_data(key), axis=0)) < len(key)
         return {"randomness": "secret" if self.secret else "seed", "paired": self.paired and equal}
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
-        """What tells runs of one key apart; a hash, from which no secret key can be guessed."""
+        """What distinguishes runs of one key; a hash, which reveals no secret key."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
         return {"the secret key of the noise": secret, "paired_noise": self.paired}
 
 
 def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
-    """Keys that all differ: of equal ones the first as it is, as `simulate` has it."""
+    """Distinct keys: of equal ones the first is kept, as in `simulate`."""
     uses, apart = collections.Counter[bytes](), []
     for one_key, data in zip(key, np.asarray(jax.random.key_data(key))):
         number = uses[data.tobytes()]
@@ -61,7 +61,7 @@ def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
 
 
 def _secret_bits(count: int, folder: pathlib.Path | None) -> UInt32[np.ndarray, "P 2 2"]:
-    """128 bits for each point: those that the folder has, or fresh ones, which the owner alone may read there."""
+    """128 bits for each point: those in the folder, or fresh ones, which only the owner may read there."""
     path = None if folder is None else folder / report.NOISE_KEY
     if path is not None and path.exists():
         bits = np.frombuffer(path.read_bytes(), np.uint32)

@@ -1,4 +1,4 @@
-"""One run as its host sees it: what rounds and evaluations gave, what it cost, and the reports in its folder."""
+"""One run as its host sees it: records of rounds and evaluations, the privacy cost, and reports in its folder."""
 
 import math
 import pathlib
@@ -20,7 +20,7 @@ from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
 
 class Result(NamedTuple):
-    """What a run leaves behind.
+    """The outcome of a run.
 
     `metrics` has one row per evaluation; `scores` are per client at the last one, `history` at all of them.
     """
@@ -33,9 +33,9 @@ class Result(NamedTuple):
     ledger: Ledger
     statement: dict[str, Any]
     memory: Tree = ()
-    """Of the mechanism, after the last round."""
+    """The mechanism's memory after the last round."""
     restored: int = 0
-    """Rounds that were read from the folder, and not computed by this call."""
+    """Rounds read from the folder, not computed by this call."""
     audit: Scores | None = None
     """Of the canaries, where there were any."""
 
@@ -48,7 +48,7 @@ class Recorded(NamedTuple):
 
 
 class Journal:
-    """Grows with the run; `finish` accounts for it, and for what the statement is `told` of the run's randomness."""
+    """A run's records so far; `finish` accounts for them, and states what it is `told` about the randomness."""
 
     def __init__(
         self,
@@ -64,9 +64,8 @@ class Journal:
         self.algorithm, self.evaluations, self.folder, self.public = algorithm, evaluations, folder, public
         self.test_size, self.number, self.told = np.asarray(clients.test_size), clients.number, told or {}
         self.epsilon = running_epsilon(algorithm.mechanism, clients.number, terms=algorithm.terms)
-        records = jax.tree.map(np.zeros_like, blank)
         scores = np.zeros((len(evaluations), clients.number), np.float32)
-        self.recorded = Recorded(records, PerClient(scores, scores.copy()))
+        self.recorded = Recorded(jax.tree.map(np.zeros_like, blank), PerClient(scores, scores.copy()))
         self.metrics: list[dict[str, float | int]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,22 +93,24 @@ class Journal:
             files.write_metrics(self.folder / report.METRICS, self.metrics)
 
     def restore(self, recorded: Recorded, done: int) -> None:
-        """Go on from what a checkpoint holds."""
+        """Resume from what a checkpoint holds."""
         self.recorded = jax.tree.map(np.array, recorded)
         self.metrics = [self._row(i) for i, r in enumerate(self.evaluations) if r <= done]
 
     def finish(self, done: int, memory: Tree) -> Result:
-        """Account for the rounds that were done and write the reports; an error may have left no server and states.
+        """Account for the finished rounds and write the reports; the result has no server and states yet.
 
         Args:
             done: rounds.
-            memory: the mechanism's, where it is left; an audited one's has the canaries' scores.
+            memory: the mechanism's; under an audit it holds the canaries' scores.
         """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
         made = sum(r <= done for r in self.evaluations)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
-        statement = self._statement(ledger) if done else {}
+        mechanism, terms, dp_sgd = self.algorithm.mechanism, self.algorithm.terms, self.algorithm.dp_sgd
+        options: dict[str, Any] = {"terms": terms, "dp_sgd": dp_sgd, **self.told}
+        statement = privacy_statement(ledger, mechanism, self.number, **options) if done else {}
         canaries = memory if done and isinstance(memory, Scores) else None
         if canaries is not None:
             statement = with_audit(statement, audit_report(canaries, statement["delta"]))
@@ -118,10 +119,6 @@ class Journal:
             if canaries is not None:
                 files.write_arrays(self.folder / report.AUDIT, told(canaries))
         return Result(None, None, self.metrics, scores, history, ledger, statement, audit=canaries)
-
-    def _statement(self, ledger: Ledger) -> dict[str, Any]:
-        mechanism, terms, dp_sgd = self.algorithm.mechanism, self.algorithm.terms, self.algorithm.dp_sgd
-        return privacy_statement(ledger, mechanism, self.number, terms=terms, dp_sgd=dp_sgd, **self.told)
 
     def _row(self, index: int) -> dict[str, float | int]:
         """One row of metrics: scores of all clients, and what the rounds since the previous row report."""
@@ -136,8 +133,7 @@ class Journal:
     def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
         files.write_metrics(folder / report.METRICS, self.metrics)
         if self.metrics:
-            rounds = np.array([row["round"] for row in self.metrics])
-            arrays = {"round": rounds, "test_size": self.test_size}
+            arrays = {"round": np.array([row["round"] for row in self.metrics]), "test_size": self.test_size}
             if not self.public:
                 arrays["participations"] = ledger.participants.sum(0)
             files.write_arrays(folder / report.PER_CLIENT, history._asdict() | arrays)
@@ -147,7 +143,7 @@ class Journal:
 
 
 def _means(records: Records) -> dict[str, float | int]:
-    """Means over rounds of means over participants; a round in which no update counted has none of its own."""
+    """Means over rounds of means over participants, without rounds in which no update counted."""
     participants = records.info["participants"]
     counted = participants > records.nonfinite
     means = {

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import rich.console
-import rich.progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxfl.files import replacing, write_json
 
@@ -35,10 +35,10 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
         root: folder of all runs.
         method: name of the algorithm; a folder's name.
         config: a frozen dataclass or a mapping, of JSON values, paths, arrays, and dataclasses of such.
-        seed: of this run.
+        seed: seed of this run.
 
     Raises:
-        ValueError: a name that leads elsewhere, a seed that is no whole number, or a value that is neither of these.
+        ValueError: a name that leads elsewhere, a seed that is not a whole number, or a value of another kind.
     """
     if not isinstance(method, str) or method in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", method):
         raise ValueError(f"method={method!r}: give the name of a folder, without a slash")
@@ -55,20 +55,20 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
 
 
 def clear(folder: pathlib.Path, points: bool) -> None:
-    """Remove the client states and reports of a run, or of a sweep's points, which have numbered folders below."""
+    """Remove the client states and reports of a run, or of a sweep's points, which have numbered subfolders."""
     if jax.process_index() != 0:
         return
     shutil.rmtree(folder / STATES, ignore_errors=True)
     (folder / NOISE_KEY).unlink(missing_ok=True)
-    for own in [path for path in folder.glob("[0-9]*") if path.is_dir()] if points else [folder]:
+    for run in [path for path in folder.glob("[0-9]*") if path.is_dir()] if points else [folder]:
         for name in (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT):
-            (own / name).unlink(missing_ok=True)
-        if points and not any(own.iterdir()):
-            own.rmdir()
+            (run / name).unlink(missing_ok=True)
+        if points and not any(run.iterdir()):
+            run.rmdir()
 
 
 def tell(text: str, shown: bool) -> None:
-    """Say something where progress is shown, or else in the log."""
+    """Print a text where progress is shown; otherwise log it."""
     if shown:
         rich.console.Console().print(text, highlight=False, markup=False, soft_wrap=True)
     else:
@@ -99,9 +99,8 @@ def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> N
     loss.plot(rounds, column("loss"), marker=".", label="test, all clients")
     loss.set(xlabel="round", ylabel="loss")
     loss.legend()
-    values = column("epsilon")
-    if np.isfinite(values).any():
-        epsilon.plot(rounds, values, marker=".")
+    if np.isfinite(column("epsilon")).any():
+        epsilon.plot(rounds, column("epsilon"), marker=".")
     else:
         epsilon.text(0.5, 0.5, "no finite epsilon", ha="center", transform=epsilon.transAxes)
     epsilon.set(xlabel="round", ylabel="epsilon so far (RDP, aggregate)")
@@ -112,14 +111,9 @@ def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> N
 @contextlib.contextmanager
 def progress_bar(name: str, rounds: int, show: bool) -> Iterator[Callable[[int, str], None]]:
     """A bar that `update(rounds_done, text)` moves."""
-    columns = (
-        rich.progress.TextColumn(name),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeRemainingColumn(),
-        rich.progress.TextColumn("{task.fields[text]}"),
-    )
-    with rich.progress.Progress(*columns, disable=not show) as progress:
+    bar, done, left = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (TextColumn(name), bar, done, left, TextColumn("{task.fields[text]}"))
+    with Progress(*columns, disable=not show) as progress:
         task = progress.add_task(name, total=rounds, text="compiling")
         yield lambda done, text: progress.update(task, completed=done, text=text)
 
@@ -153,7 +147,7 @@ def tensorboard_writer(folder: pathlib.Path | None, wanted: bool) -> Iterator[Ca
 
 
 def _json(value: Any) -> Any:
-    """What JSON lacks, in full: two configurations that differ must not look alike."""
+    """Values that JSON lacks, in full: configurations that differ must not look alike."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, pathlib.PurePath):

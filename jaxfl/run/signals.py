@@ -11,10 +11,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], int]]:
-    """Turn the first signal into a number that the function gives (0: none yet); each further one interrupts.
+    """Turn the first signal into a number that the function returns (0: none yet); each further one interrupts.
 
-    Handlers are put back at the end; a signal that nobody has acted on by then is sent again. Python handles signals
-    in its main thread: elsewhere nothing is changed.
+    Handlers are restored at the end; a signal that is still pending then is sent again. Python handles signals
+    in its main thread: elsewhere nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0
@@ -23,7 +23,7 @@ def deferred() -> Iterator[Callable[[], int]]:
 
     def restore() -> None:
         for number, old in previous.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: not Python's, which cannot set it
+            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler that Python cannot set
 
     def handler(number: int, frame: FrameType | None) -> None:
         # Another signal may come between any two lines: a plain variable, since a lock would wait for itself.
@@ -44,12 +44,12 @@ def deferred() -> Iterator[Callable[[], int]]:
 
 
 def stopped(number: int, text: str) -> KeyboardInterrupt:
-    """What ends a run; a process that it ends has the exit code of its signal (see `exit_code`)."""
+    """The error that ends a run; the process exits with the code of the signal (see `exit_code`)."""
     error = KeyboardInterrupt(text)
     error.signal = number or signal.SIGINT  # pyrefly: ignore[missing-attribute]
     return error
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """128 more than the signal, as in shells."""
+    """128 plus the signal, as in shells."""
     return 128 + getattr(error, "signal", signal.SIGINT)

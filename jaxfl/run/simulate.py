@@ -21,7 +21,7 @@ from jaxfl.backend import of_devices
 from jaxfl.engine import processes
 from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
-from jaxfl.engine.round import Keys, Records
+from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, audited, unaudited
 from jaxfl.run import fingerprint, report, signals
@@ -35,13 +35,16 @@ from jaxfl.run.report import tensorboard_writer
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
-"""Rounds between two looks at the host: short enough for progress and signals."""
+"""Duration of the rounds of one call: short enough for progress and signals."""
 
 _CHECKPOINT_SECONDS = 30.0
 
+_CHECKS = {"clients": check_clients, "chunk": check_chunk, "devices": check_devices, "folder": check_path}
+"""Checks of the arguments that `simulate` and `sweep` share."""
+
 
 def _in_32_bits(run: Callable) -> Callable:
-    """Whatever JAX_ENABLE_X64 says: a run is what it is without, to the bit, in programs that were made for that."""
+    """Run as without JAX_ENABLE_X64, to the bit: programs are written for 32 bits."""
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -60,13 +63,13 @@ class RunOptions(TypedDict, total=False):
             sizes on a round of this run, once (see `jaxfl.engine.chunk.fastest`). Halved, with a warning, where memory
             does not hold it. Changes speed and memory, not results.
         devices: where to run (default: all devices).
-        secret_noise: draw 128 fresh bits of the system for noise, cohorts and private local steps, in place of `key`,
-            from which a small seed can be found by trying. They lie in the folder's `noise.key` alone, which only its
-            owner can read and a resumed run needs. The run cannot be repeated. In a sweep, for each point anew.
+        secret_noise: draw noise, cohorts and private local steps from 128 fresh bits of the system in place of `key`,
+            whose seed may be small enough to guess. They lie only in the folder's `noise.key`, which its owner alone
+            can read and a resumed run needs. The run cannot be repeated. A sweep draws bits for each point.
         report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
-            `clipped`, `participants`, `nonfinite` and what the method reports by itself in `metrics`, and how often
-            each client took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
-        resume: "auto" goes on from what the folder holds; "never" starts over and replaces it.
+            `clipped`, `participants`, `nonfinite` and the method's own infos in `metrics`, and how often each client
+            took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
+        resume: "auto" resumes from the folder; "never" starts over and replaces its contents.
         progress: show a bar with round, accuracy and epsilon so far.
         audit: canaries that take part beside the clients; what an attacker tells of them bounds epsilon from below, in
             the statement and in audit.npz (see `jaxfl.privacy.audit`; extra `[audit]`). They disturb the model.
@@ -83,7 +86,7 @@ class RunOptions(TypedDict, total=False):
 
 
 @_in_32_bits
-@checked(key=check_one_key, clients=check_clients, chunk=check_chunk, devices=check_devices, folder=check_path)
+@checked(key=check_one_key, **_CHECKS)
 def simulate(
     key: Key[Array, ""],
     algorithm: Algorithm,
@@ -95,14 +98,13 @@ def simulate(
     tensorboard: bool = False,
     **options: Unpack[RunOptions],
 ) -> Result:
-    """Run an algorithm for some rounds and account for it.
+    """Run an algorithm for some rounds and account for its privacy.
 
     With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, curves.png and checkpoints, and a
-    later call with the same arguments goes on where it stopped, whatever stopped it: bit-identically, unless another
-    chunk is measured. Where the run is finished already, it is read, which also works where nothing can be written.
-    The folder is locked meanwhile. A run that differs in anything that decides a result is refused: in what the
-    method's functions compute, in data, partition, mechanism, key, rounds, or in versions (see
-    `jaxfl.run.fingerprint`).
+    later call with the same arguments resumes where it stopped, whatever stopped it: bit-identically, unless another
+    chunk is measured. A finished run is read, even from a read-only folder. The folder is locked meanwhile. A run that
+    differs in anything that affects results is refused: in what the method's functions compute, in data, partition,
+    mechanism, key, rounds, or versions (see `jaxfl.run.fingerprint`).
 
     Args:
         key: the whole run's randomness.
@@ -118,11 +120,11 @@ def simulate(
 
     Raises:
         ValueError: an argument does not fit, or the folder holds another run, is in use, or holds no checkpoint that
-            is whole (a damaged one is told, and the one before is used).
+            is intact (a damaged one is reported, and the previous one is used).
         FloatingPointError: the server's state turned non-finite, or no update counts any more; names the round and the
             remedy.
-        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, and at once on the next
-            one; says after which round.
+        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, or at once on the next
+            signal; names the round.
     """
     folder = None if folder is None else pathlib.Path(folder)
     settings = _Settings(rounds, states=states, **options)
@@ -132,14 +134,7 @@ def simulate(
 
 
 @_in_32_bits
-@checked(
-    key=check_key,
-    values=check_values,
-    clients=check_clients,
-    chunk=check_chunk,
-    devices=check_devices,
-    folder=check_path,
-)
+@checked(key=check_key, values=check_values, **_CHECKS)
 def sweep(
     key: Key[Array, "*P"],
     build: Callable[..., Algorithm],
@@ -165,10 +160,10 @@ def sweep(
         values: columns of P numbers, by argument; may be empty where keys differ.
         clients: the same for all points.
         rounds: T.
-        folder: of the whole sweep; None writes nothing.
+        folder: for the whole sweep; None writes nothing.
         batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
         paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
-            noisy, but from two of them everyone can tell the clean updates: at most one may be published.
+            noisy, but any two of them reveal the clean updates: at most one may be published.
         options: see `RunOptions`.
 
     Raises:
@@ -202,8 +197,7 @@ def sweep(
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
     """Number of points, where keys and columns agree on it."""
-    wrong = [name for name in values if not name.isidentifier()]  # which would name a folder, too
-    if wrong:
+    if wrong := [name for name in values if not name.isidentifier()]:  # a name is part of a folder's, too
         raise ValueError(f"values[{wrong[0]!r}]: give names of arguments of `build`")
     lengths = {name: len(column) for name, column in values.items()}
     if jnp.ndim(key):
@@ -214,7 +208,7 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
 
 
 class _Settings(NamedTuple):
-    """What `simulate` and `sweep` are told besides what to run, and the defaults."""
+    """Settings of `simulate` and `sweep` besides what to run, with their defaults."""
 
     rounds: int
     states: Literal["device", "host"] = "device"
@@ -262,7 +256,7 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = settings.rounds
-        check_algorithm(algorithms[0], clients, rounds)  # others differ in numbers
+        check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})
@@ -279,13 +273,19 @@ class _Run:
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
         keys = settings.streams.keys(key_of_rounds, folder)
         method = fingerprint.marked(points or algorithms[0])
-        self.runner = self._runner(init_key, keys, method, settings, folder)
+        chunk = of_devices(settings.devices).chunk if settings.chunk is None else settings.chunk
+        if settings.states == "host":
+            states = None if folder is None else folder / report.STATES
+            self.runner = Stream(init_key, keys, method, clients, settings.devices, chunk, states)
+        else:
+            segment = int(max(np.diff([0, *self.evaluations])))
+            self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, segment)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, own if writes else None, public=public, told=told)
-            for algorithm, own in zip(plain, folders, strict=True)
+            Journal(algorithm, clients, self.evaluations, blank, path if writes else None, public=public, told=told)
+            for algorithm, path in zip(plain, folders, strict=True)
         ]
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
         facts: fingerprint.Facts = {}
@@ -300,30 +300,13 @@ class _Run:
                 self._restore(lock)
         self.kept = self.done
 
-    def _runner(
-        self,
-        init_key: Key[Array, "*P"],
-        keys: Keys,
-        method: Algorithm | Points,
-        settings: _Settings,
-        folder: pathlib.Path | None,
-    ) -> Resident | Stream:
-        """Programs and state, where the client states are to be kept."""
-        devices = settings.devices
-        chunk = of_devices(devices).chunk if settings.chunk is None else settings.chunk
-        if settings.states == "host":
-            assert isinstance(method, Algorithm)
-            states = None if folder is None else folder / report.STATES
-            return Stream(init_key, keys, method, self.clients, devices, chunk, states)
-        segment = int(max(np.diff([0, *self.evaluations])))
-        return Resident(init_key, keys, method, self.clients, devices, chunk, segment)
-
     def finish_after(self, name: str, log: Callable) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         self.watch = Watch(name, self.clients, [journal.algorithm for journal in self.journals])
         shown = self.progress and jax.process_index() == 0
-        if self.restored:
-            self._tell_restored(name, shown)
+        if self.restored and self.checkpoints is not None:
+            read = f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
+            report.tell(f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}", shown)
         try:
             shown &= self.done < self.rounds
             with report.progress_bar(name, self.rounds, shown) as update, signals.deferred() as asked:
@@ -343,10 +326,9 @@ class _Run:
             results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers, states = self._split(self.runner.center), self._split(self.runner.all_states())
-        parts = zip(results, centers, states, strict=True)
         return [
-            result._replace(server=center.server, memory=unaudited(center.memory), states=own, restored=self.restored)
-            for result, center, own in parts
+            result._replace(server=center.server, memory=unaudited(center.memory), states=rows, restored=self.restored)
+            for result, center, rows in zip(results, centers, states, strict=True)
         ]
 
     def _memory(self) -> Tree:
@@ -375,21 +357,20 @@ class _Run:
             pace, late, stop = processes.largest(pace, late, asked())
             if self.checkpoints and (late or stop or self.done == self.rounds):
                 self._save(self.checkpoints)
-                self.kept = self.done
             if stop:
                 raise KeyboardInterrupt
 
     def _where(self) -> str:
-        """What is said where a signal ends the run."""
+        """The message of a run that a signal ends."""
         again = "nothing is kept without a folder"
         if self.checkpoints is not None:
-            place = "there" if self.kept == self.done else f"round {self.kept}" if self.kept else "the start"
-            again = f"the same command goes on from {place}"
+            earlier = f"round {self.kept}" if self.kept else "the start"
+            again = f"the same command goes on from {'there' if self.kept == self.done else earlier}"
         return f"stopped after round {self.done} of {self.rounds}; {again}"
 
     def _record(self, records: Records, count: int) -> None:
-        for journal, own in zip(self.journals, self._split(records), strict=True):
-            journal.record(own, self.done, count)
+        for journal, part in zip(self.journals, self._split(records), strict=True):
+            journal.record(part, self.done, count)
         self.done += count
 
     def _evaluate(self) -> None:
@@ -399,32 +380,26 @@ class _Run:
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
         scores = self._split(self.runner.evaluate(key))
         self.watch.scores(scores, self.done)
-        for journal, own in zip(self.journals, scores, strict=True):
-            journal.evaluated(index, own)
+        for journal, part in zip(self.journals, scores, strict=True):
+            journal.evaluated(index, part)
 
     def _text(self) -> str:
         """Accuracy and epsilon so far, for the progress bar."""
         scores = [journal.metrics[-1]["accuracy"] for journal in self.journals if journal.metrics]
-        known = [value for value in scores if not math.isnan(value)]
-        ends = sorted({min(known), max(known)}) if known else []
-        accuracy = " to ".join(f"{value:.3f}" for value in ends) or "-"
+        known = sorted({value for value in scores if not math.isnan(value)})
+        accuracy = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:])) or "-"
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         return f"accuracy {accuracy}  epsilon {epsilon:.3g} (RDP)"
-
-    def _tell_restored(self, name: str, shown: bool) -> None:
-        assert self.checkpoints is not None
-        read = f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
-        report.tell(f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}", shown)
 
     def _state(self) -> dict[str, Tree]:
         return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}
 
     def _save(self, checkpoints: Checkpoints) -> None:
         self.runner.save(lambda: checkpoints.save(self.done, self._state()))
-        self.saved_at = time.monotonic()
+        self.saved_at, self.kept = time.monotonic(), self.done
 
     def _restore(self, lock: Lock) -> None:
-        """Go on from what the folder holds, if anything; one that is only read is not written."""
+        """Resume from the folder, if it holds a state; a finished run is only read."""
         assert self.checkpoints is not None
         lock.take(shared=self.checkpoints.ends(self.rounds))
         self.done = self.restored = self.checkpoints.restore(self._state(), self._take)
@@ -432,13 +407,13 @@ class _Run:
             lock.take(shared=False)
 
     def _take(self, done: int, state: dict[str, Tree]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self.runner.restore(state)
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):
             journal.restore(recorded, done)
 
     def _each(self, work: Callable) -> Callable:
-        """Of one run, or of every point."""
+        """`work` for one run, or for every point."""
         return jax.vmap(work) if self.points else work
 
     def _split(self, tree: Tree) -> list[Tree]:
@@ -448,7 +423,7 @@ class _Run:
         return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.journals))]
 
     def _facts(self) -> tuple[str, ...]:
-        """What a good chunk depends on, besides shapes and devices."""
+        """What the best chunk depends on besides shapes and devices."""
         algorithm = self.journals[0].algorithm
         return algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)
 

@@ -40,7 +40,7 @@ def run(key, algorithm, clients, rounds):
             sampled = sampled & (spent + cost <= 0.9999 / least_total**2)
         total, variance = None, 0.0
         for i in np.flatnonzero(sampled):
-            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i], i)
+            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i], i, round=t)
             old, own_key = states[i], jax.random.fold_in(client_key, i)
             if algorithm.dp_sgd is not None:
                 multiplier = np.broadcast_to(algorithm.dp_sgd.noise_multiplier, (count,))[i]

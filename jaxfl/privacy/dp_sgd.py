@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Float64, Int, Key
 
 from jaxfl._validate import check_fraction, check_noise, checked
-from jaxfl.local.train import GradientFn, Loss, Mask, Penalty, cross_entropy, descend, penalty_of
+from jaxfl.local.train import Decay, GradientFn, Loss, Mask, Penalty, cross_entropy, decayed, descend, penalty_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
 from jaxfl.privacy.noise import add_gaussian, derive
@@ -40,6 +40,7 @@ class DPSGD:
         optimizer: any optax transformation, with a fresh state in every round.
         chunk: examples that are taken at once; changes speed and memory, not results. None: 16 where the model knows
             the norms of gradients (`Model.ghost_norms`); else 1, as a CPU likes it.
+        decay: as in `jaxfl.LocalSGD`; noise is scaled with the gradients, and epsilon stays what it is.
 
     The engine hands each client its noise, writes it into the ledger, and refuses a `client_update` that trains
     otherwise.
@@ -55,6 +56,7 @@ class DPSGD:
     steps: int
     optimizer: optax.GradientTransformation = optax.sgd(0.05)  # noqa: RUF009 (never written to)
     chunk: int | None = None
+    decay: Decay | None = None
 
     def __post_init__(self) -> None:
         check_clip("clip", self.clip)
@@ -85,6 +87,7 @@ class DPSGD:
             )
         noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), key)
         total = jnp.where(data.size > 0, self.steps, 0)
+        optimizer = decayed(self.optimizer, self.decay, data)
         noisy = functools.partial(
             noisy_gradient,
             data=data,
@@ -101,9 +104,9 @@ class DPSGD:
                 loss_part = noisy(derive(noise.key, i), params)
                 return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
-            return descend(self.optimizer, of_batch, carry, mask=mask)
+            return descend(optimizer, of_batch, carry, mask=mask)
 
-        start = (params, self.optimizer.init(params), jnp.zeros(()))
+        start = (params, optimizer.init(params), jnp.zeros(()))
         params, _, total_loss = lax.fori_loop(0, total, step, start)
         steps = total.astype(jnp.float32)
         return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}

@@ -126,6 +126,8 @@ CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
 LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
 HEAD = {"head": (LocalSGD(optax.sgd(0.1), 4), "local")}
+PERSONAL = {"personal": (LocalSGD(optax.sgd(0.1), 4), "local")}
+ADAPTIVE = {"learning_rate": (0.1, "positive"), "beta1": (0.9, "share below 1"), "tau": (1e-3, "positive")}
 SERVER = {"server_optimizer": (optax.sgd(1.0), "optimizer")}
 PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
 DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
@@ -183,7 +185,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "LocalSGD": (LocalSGD, {
         "optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"), "epochs": (1, "count from 0"),
-        "steps": (None, "count?"),
+        "steps": (None, "count?"), "decay": (None, "function?"),
     }),
     "local_only": (algorithms.local_only, MODELS | LOCAL | {"sampling": (Full(), "sampling")}),
     "fedavg": (algorithms.fedavg, FEDAVG | PENALTY | NAMED),
@@ -195,6 +197,24 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | WEIGHT | {"density": (0.5, "fraction")}),
     "pmtl": (algorithms.pmtl, FEDAVG | PRIVATE | DELTA | WEIGHT | {"start": ("own", "choice")}),
     "pmtl_ft": (algorithms.pmtl_ft, FEDAVG | PRIVATE | DELTA | WEIGHT | HEAD),
+    "mr_mtl": (algorithms.mr_mtl, FEDAVG | WEIGHT | DELTA | {"sampling": (Full(), "sampling")}),
+    "ditto": (algorithms.ditto, FEDAVG | PRIVATE | DELTA | WEIGHT | PERSONAL),
+    "scaffold": (algorithms.scaffold, MODELS | SERVER | PRIVATE | DELTA | {
+        "learning_rate": (0.1, "positive"), "batch_size": (4, "count"), "epochs": (1, "count"),
+        "steps": (None, "count?"),
+    }),
+    "apfl": (algorithms.apfl, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
+        "alpha": (0.5, "fraction from 0"), "alpha_learning_rate": (0.1, "at least 0"),
+    }),
+    "pfedme": (algorithms.pfedme, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
+        "penalty_weight": (1.0, "positive"), "inner_learning_rate": (0.1, "positive"), "inner_steps": (2, "count"),
+    }),
+    "per_fedavg": (algorithms.per_fedavg, MODELS | LOCAL | SERVER | PRIVATE | DELTA | PERSONAL | {
+        "inner_learning_rate": (0.1, "at least 0"),
+    }),
+    "fedadam": (algorithms.fedadam, ADAPTIVE | {"beta2": (0.99, "share below 1")}),
+    "fedyogi": (algorithms.fedyogi, ADAPTIVE | {"beta2": (0.99, "share below 1")}),
+    "fedadagrad": (algorithms.fedadagrad, ADAPTIVE),
     "dp_lg": (algorithms.dp_lg, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "fedrep": (algorithms.fedrep, MODELS | LOCAL | HEAD | SERVER | NAMED | {
         "evaluation_epochs": (None, "count from 0?"), "parts": (None, "release?"),
@@ -281,7 +301,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "FixedSize": (privacy.FixedSize, {"size": (2, "count")}),
     "DPSGD": (DPSGD, {
         "clip": (1.0, "positive"), "noise_multiplier": (1.0, "noise"), "rate": (0.5, "fraction"), "steps": (1, "count"),
-        "optimizer": (optax.sgd(0.1), "optimizer"), "chunk": (None, "count?"),
+        "optimizer": (optax.sgd(0.1), "optimizer"), "chunk": (None, "count?"), "decay": (None, "function?"),
     }),
     "Mechanism": (Mechanism, NOISED),
     "PrivateMask": (PrivateMask, NOISED),

@@ -116,6 +116,23 @@ def client(size, padded):
     )
 
 
+def whole_gradient(data):
+    """`numpy_gradient` of all of a client's examples, in double precision."""
+    rows = np.asarray(data._rows)[: int(data.size)]
+    inputs, labels = np.asarray(data._inputs)[rows], np.asarray(data._labels)[rows]
+    return lambda params: numpy_gradient(params, inputs, labels)
+
+
+def add(tree, scale, other):
+    """tree + scale * other, in NumPy."""
+    return jax.tree.map(lambda a, b: a + scale * b, tree, other)
+
+
+def double(params):
+    """On the host, in double precision."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+
 def numpy_gradient(params, inputs, labels):
     """Backpropagation by hand through dense, ReLU, dense, mean cross-entropy."""
     x = inputs.transpose(0, 3, 1, 2).reshape(len(inputs), -1).astype(np.float64) * 2 / 255 - 1

@@ -302,10 +302,17 @@ def table(result: Mapping[str, Any]) -> str:
             third = ", ".join(str(first_round(row["rounds"], curve, target) or "–") for curve in row["accuracy"])
         spread = f"{100 * min(last):.1f} to {100 * max(last):.1f}"
         validation = f"{100 * max(row['validation']):.1f}, {100 * min(row['validation']):.1f}"
-        chosen = ", ".join(f"{name} {value:g}" for name, value in row["chosen"].items())
+        chosen = ", ".join(
+            f"{name} {value:g}{'*' * at_an_end(value, row['points'][name])}" for name, value in row["chosen"].items()
+        )
         lines.append([name, percent(last), third, spread, validation, chosen])
     lines.append(["the largest class of a client", percent(result["largest_class"]), *["–"] * (len(head) - 2)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def at_an_end(value: float, tried: Sequence[float]) -> bool:
+    """Whether a wider grid might have had a better value; of two values, each is at an end."""
+    return len(set(tried)) > 2 and value in (min(tried), max(tried))
 
 
 def first_round(rounds: Sequence[int], curve: Sequence[float], target: float) -> int | None:
@@ -392,7 +399,7 @@ TFDS_DATA_DIR=... python -m experiments.methods.compare --task shared
 
 PROTOCOL = """{data}. Every method has {points} points, each tried once, with seed {tuning_seed}, on {validation}
 validation examples of each client that no run trains on; the best trains for seeds {seeds}, which draw clients and
-start. Mean ± standard deviation over seeds."""
+start. Mean ± standard deviation over seeds. A star marks an end of the grid, beyond which there may be better."""
 
 
 if __name__ == "__main__":

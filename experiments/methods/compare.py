@@ -363,8 +363,9 @@ hidden layer of {width}; {rounds} rounds of {epochs} epochs, batches of {batch_s
 
 {clients} clients with {classes} classes and {examples} training examples each, {cohort} in every round; logistic
 regression, as in SCAFFOLD's experiments; {rounds} rounds of {epochs} epochs, batches of {batch_size}, plain SGD.
-Accuracy is on the whole test set. Points are chosen, and orderings told, by the mean accuracy over the curve; the table
-has the last round.""",
+Accuracy is on the whole test set, of which a local model knows {classes} classes. Points are chosen, and orderings
+told, by the mean accuracy over the curve; the table has the last round. SCAFFOLD sends twice as much in a round as the
+others.""",
 }
 
 

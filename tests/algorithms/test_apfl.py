@@ -24,7 +24,7 @@ def run(algorithm, rounds=3):
 
 
 def assert_close(a, b, **tolerance):
-    options = {"rtol": 1e-5, "atol": 1e-6} | tolerance
+    options: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6} | tolerance
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **options), a, b)
 
 
@@ -37,6 +37,7 @@ def test_what_is_sent_and_accounted_is_dp_fedavgs():
     assert rows[0]["train_loss"] == pytest.approx(rows[1]["train_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_all_personal_is_local_training():
     found = run(apfl(MODEL, alpha=1.0, **LOCAL, **PRIVATE))
     expected = run(local_only(MODEL, sampling=PRIVATE["sampling"], **LOCAL))

@@ -36,6 +36,7 @@ def test_what_is_sent_and_accounted_is_dp_fedavgs_to_the_bit():
     assert found.statement["honest"]["aggregate"] == expected.statement["honest"]["aggregate"]
 
 
+@pytest.mark.slow
 def test_without_penalty_it_is_local_training_to_the_bit():
     found = run(ditto(MODEL, penalty_weight=0.0, personal=PERSONAL, **LOCAL, **PRIVATE))
     expected = run(local_only(MODEL, local=PERSONAL, sampling=PRIVATE["sampling"]))

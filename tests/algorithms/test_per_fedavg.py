@@ -62,6 +62,7 @@ def test_a_client_is_evaluated_one_step_further():
     assert_close(algorithm.personalize(KEY, server, (), client_data()), expected)
 
 
+@pytest.mark.slow
 def test_personal_steps_change_the_evaluation_and_not_the_transcript():
     one, other = (run(per_fedavg(MODEL, personal=LocalSGD(optax.sgd(rate), 4), **PRIVATE)) for rate in (0.01, 0.5))
     jax.tree.map(np.testing.assert_array_equal, one.server, other.server)

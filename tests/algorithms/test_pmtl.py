@@ -89,6 +89,19 @@ def test_mr_mtl_without_penalty_is_local_training_by_private_steps():
     assert_same(message.update, optax.tree.sub(kept, server.params))
 
 
+def test_mr_mtls_penalty_draws_towards_the_broadcast_model():
+    # In one step from w + 0.1, with the same noise, by eta lambda 0.1 more than without.
+    kept = []
+    for weight in (0.0, 2.0):
+        algorithm = mr_mtl(MODEL, penalty_weight=weight, local=private_steps(0.25, steps=1))
+        server, _ = algorithm.init(KEY, len(SIZES))
+        own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
+        kept.append(algorithm.client_update(KEY, server, own, client_data())[1])
+    pulled = optax.tree.sub(kept[1], kept[0])
+    jax.tree.map(lambda leaf: np.testing.assert_allclose(leaf, -0.25 * 2.0 * 0.1, rtol=1e-4), pulled)
+
+
+@pytest.mark.slow
 def test_mr_mtl_with_a_large_penalty_is_fedavg_by_private_steps():
     # At eta lambda = 1 a step ends at w - eta g: the mean moves as FedAvg's does with one step, up to eta.
     found, expected = (

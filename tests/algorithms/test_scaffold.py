@@ -25,7 +25,7 @@ def run(algorithm, clients=None, rounds=3):
 
 
 def assert_close(a, b, **tolerance):
-    options = {"rtol": 1e-4, "atol": 2e-6} | tolerance
+    options: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6} | tolerance
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **options), a, b)
 
 

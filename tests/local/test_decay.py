@@ -30,7 +30,7 @@ def run(algorithm, rounds=3, **options):
 
 
 def assert_close(a, b, **tolerance):
-    options = {"rtol": 1e-5, "atol": 1e-7} | tolerance
+    options: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7} | tolerance
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **options), a, b)
 
 
@@ -84,14 +84,15 @@ def test_only_what_has_the_optimizers_rate_decays(build):
     assert_close(found, half.client_update(KEY, server, own, client_data()))
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 4}, {"states": "host"}])
-@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("options", [{}, pytest.param({"chunk": 4}, marks=pytest.mark.slow), {"states": "host"}])
+@pytest.mark.parametrize("private", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_kind_of_run_counts_its_rounds(options, private):
     decay = steps_of("private" if private else "plain", 0.2, once)
     algorithm = dp_fedavg(MODEL, local=decay, **PRIVATE)
     assert_same(run(algorithm, 3, **options).server, run(algorithm, 1, **options).server)
 
 
+@pytest.mark.slow
 def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
     def build(rate):
         return dp_fedavg(MODEL, local=LocalSGD(optax.sgd(0.2), 4, decay=lambda index: rate**index), **PRIVATE)
@@ -99,8 +100,10 @@ def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
     points = sweep(KEY, build, {"rate": [0.25, 1.0]}, small_clients(), rounds=3, progress=False)
     for rate, point in zip((0.25, 1.0), points, strict=True):
         assert_close(point.server, run(build(rate)).server, rtol=1e-4, atol=1e-6)
+    assert not np.array_equal(*(point.server.params["head"]["bias"] for point in points))
 
 
+@pytest.mark.slow
 def test_rounds_share_one_program():
     seen: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: seen.append(name))
@@ -113,6 +116,7 @@ def test_rounds_share_one_program():
     assert counts[1] <= counts[0]
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_not_decayed():
     head = LocalSGD(optax.sgd(0.1), 4, 2)
     plain, shrunk = (
@@ -121,6 +125,7 @@ def test_an_evaluation_is_not_decayed():
     assert_same(plain.scores, shrunk.scores)
 
 
+@pytest.mark.slow
 def test_noise_in_the_ledger_does_not_follow_the_decay():
     found, expected = (
         run(dp_fedavg(MODEL, local=steps_of("private", 0.2, decay), **PRIVATE)).statement["examples"]

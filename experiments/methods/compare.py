@@ -239,7 +239,7 @@ def run(config: Config) -> dict[str, Any]:
     options["progress"] = False
     tuning = clients_of(data, config.task, setting, TUNING_SEED, held_out=True)
     tested = {seed: clients_of(data, config.task, setting, seed, held_out=False) for seed in seeds}
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, method in METHODS[config.task](model, setting).items():
         points = method.points
         if config.scale == "smoke":

@@ -1,5 +1,9 @@
-"""First states of server and clients, and the server's optimizer step, with or without public masks."""
+"""First states of server and clients, and the server's optimizer step, with or without public masks.
 
+Adaptive optimizers of the server are transformations of optax; what sends updates takes any as `server_optimizer`.
+"""
+
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,7 +13,10 @@ import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
-from jaxfl.types import Params, Tree
+from jaxfl._validate import check_fraction, checked
+from jaxfl.types import Number, Params, Tree
+
+_momentum = functools.partial(check_fraction, zero=True, one=False)
 
 
 class Server(NamedTuple):
@@ -52,6 +59,95 @@ def server_step(optimizer: optax.GradientTransformation, server: Server, aggrega
     """
     updates, state = optimizer.update(optax.tree.scale(-1, aggregate), server.optimizer, server.params)
     return Server(optax.apply_updates(server.params, updates), state)
+
+
+@checked(beta1=_momentum, beta2=_momentum)
+def fedadam(
+    learning_rate: Number, beta1: Number = 0.9, beta2: Number = 0.99, tau: Number = 1e-3
+) -> optax.GradientTransformation:
+    r"""FedAdam, a `server_optimizer`: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2` for each coordinate.
+
+    .. math:: m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t, \qquad
+        \theta_t = \theta_{t-1} + \eta \frac{m_t}{\sqrt{v_t} + \tau}, \qquad m_0 = 0, \quad v_0 = \tau^2
+
+    of the aggregate :math:`\Delta_t`. Unlike `optax.adam`, it corrects no bias, and v starts at :math:`\tau^2`.
+
+    Args:
+        learning_rate: :math:`\eta`.
+        beta1: momentum.
+        beta2: memory of the squares.
+        tau: adaptivity: the smaller, the more alike are the steps of all coordinates.
+
+    Guarantee: a step is post-processing of the aggregate and costs no privacy; noise on it enters v, too.
+    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295), Algorithm 2.
+
+    >>> optimizer = fedadam(0.1, tau=1.0)
+    >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
+    Array([0.0099], dtype=float32)
+    """
+    return _adaptive(learning_rate, beta1, tau, lambda v, square: beta2 * v + (1 - beta2) * square)
+
+
+@checked(beta1=_momentum, beta2=_momentum)
+def fedyogi(
+    learning_rate: Number, beta1: Number = 0.9, beta2: Number = 0.99, tau: Number = 1e-3
+) -> optax.GradientTransformation:
+    r"""FedYogi: FedAdam with :math:`v_t = v_{t-1} - (1-\beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)`.
+
+    Args:
+        learning_rate: :math:`\eta`.
+        beta1: momentum.
+        beta2: how little of a square v moves by.
+        tau: as in `fedadam`.
+
+    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295), Algorithm 2.
+
+    >>> optimizer = fedyogi(0.1, tau=1.0)
+    >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
+    Array([0.0099], dtype=float32)
+    """
+    return _adaptive(learning_rate, beta1, tau, lambda v, square: v - (1 - beta2) * square * jnp.sign(v - square))
+
+
+@checked(beta1=_momentum)
+def fedadagrad(learning_rate: Number, beta1: Number = 0.0, tau: Number = 1e-3) -> optax.GradientTransformation:
+    r"""FedAdagrad: FedAdam with :math:`v_t = v_{t-1} + \Delta_t^2`.
+
+    Args:
+        learning_rate: :math:`\eta`.
+        beta1: momentum.
+        tau: as in `fedadam`.
+
+    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295), Algorithm 2.
+
+    >>> optimizer = fedadagrad(0.1, tau=1.0)
+    >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
+    Array([0.0618], dtype=float32)
+    """
+    return _adaptive(learning_rate, beta1, tau, jnp.add)
+
+
+class _Moments(NamedTuple):
+    first: Tree
+    second: Tree
+
+
+def _adaptive(
+    learning_rate: Number, beta1: Number, tau: Number, second_fn: Callable[[Array, Array], Array]
+) -> optax.GradientTransformation:
+    """Algorithm 2, whose three methods differ in what becomes of v and the square of the aggregate."""
+
+    def init(params: Params) -> _Moments:
+        return _Moments(optax.tree.zeros_like(params), jax.tree.map(lambda leaf: jnp.full_like(leaf, tau**2), params))
+
+    def update(updates: Tree, state: Tree, params: Params | None = None) -> tuple[Tree, Tree]:
+        del params
+        first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.first, updates)
+        second = jax.tree.map(lambda v, g: second_fn(v, g**2), state.second, updates)
+        steps = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + tau), first, second)
+        return steps, _Moments(first, second)
+
+    return optax.GradientTransformation(init, update)
 
 
 def init_sparse(

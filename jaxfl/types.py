@@ -71,6 +71,8 @@ class ClientData:
     id: Any = 0
     """The client's number, from 0."""
     noise: StepNoise | None = None
+    round: Any = 0
+    """The round's number, from 0; 0 where a client is evaluated."""
 
     @property
     def padded(self) -> int:

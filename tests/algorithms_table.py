@@ -12,8 +12,10 @@ import optax
 from jaxfl.algorithms import (
     adp_pfl,
     adp_pfl_paper,
+    apfl,
     blur_lus,
     centaur,
+    ditto,
     dp_fedavg,
     dp_fedavg_fb,
     dp_fedsam,
@@ -27,14 +29,18 @@ from jaxfl.algorithms import (
     fedprox,
     fedrep,
     local_only,
+    mr_mtl,
     padpfl,
     padpfl_paper,
     pdp_fl,
     pdp_fl_paper,
+    per_fedavg,
+    pfedme,
     pmtl,
     pmtl_ft,
     ppsgd,
     ppsgd_centaur,
+    scaffold,
 )
 from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.algorithms.padpfl import paper_noise
@@ -113,6 +119,21 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, start="broadcast", **private(z, sgd)),
     "pmtl_own": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, **private(z, sgd)),
     "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl_ft(MODEL, head=passes(0.01, 2), **private(z, sgd)),
+    "mr_mtl": lambda z=1.0, sgd=0.1, **o: mr_mtl(
+        MODEL,
+        penalty_weight=0.5,
+        local=DPSGD(clip=0.5, noise_multiplier=z, rate=0.4, steps=3, optimizer=optax.sgd(sgd), chunk=2),
+    ),
+    "ditto": lambda z=1.0, sgd=0.1, **o: ditto(MODEL, penalty_weight=0.5, personal=passes(sgd, 2), **private(z, sgd)),
+    "scaffold": lambda z=1.0, sgd=0.1, **o: scaffold(
+        MODEL, learning_rate=sgd, batch_size=4, epochs=2, clip=CLIP, noise_multiplier=z, sampling=Poisson(0.6)
+    ),
+    "apfl": lambda z=1.0, sgd=0.1, **o: apfl(MODEL, alpha_learning_rate=0.1, **private(z, sgd)),
+    "pfedme": lambda z=1.0, sgd=0.1, **o: pfedme(MODEL, inner_steps=2, **private(z, sgd)),
+    "per_fedavg": lambda z=1.0, sgd=0.1, **o: per_fedavg(MODEL, inner_learning_rate=0.1, **private(z, sgd)),
+    "dp_fedavg_decay": lambda z=1.0, sgd=0.1, **o: dp_fedavg(
+        MODEL, **private(z, sgd) | {"local": LocalSGD(optax.sgd(sgd, momentum=0.5), 4, decay=lambda t: 0.5**t)}
+    ),
     "dp_fedsam": lambda z=1.0, sgd=0.1, **o: dp_fedsam(MODEL, radius=0.1, **private(z, sgd)),
     "fed_smp": lambda z=1.0, sgd=0.1, **o: fed_smp(MODEL, density=0.2, **private(z, sgd)),
     "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(MODEL, density=0.5, **private(z, sgd) | {"local": decayed(sgd)}),

@@ -16,7 +16,7 @@ from algorithms_table import MODEL, small_clients
 import jaxfl
 from jaxfl import LocalSGD, algorithms, data, models, privacy
 from jaxfl.algorithms.pdp_fl import Budgets
-from jaxfl.privacy import DPSGD, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
+from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
 from jaxfl.types import Terms
 
 NAN, INF = math.nan, math.inf
@@ -59,6 +59,14 @@ BAD: dict[str, list[Any]] = {
     "steps": [*NO_CLASSES, LocalSGD, DPSGD, optax.sgd(0.1)],
     "dp_sgd": [*NO_CLASSES, DPSGD, Mechanism(), LocalSGD(optax.sgd(0.1))],
     "release": NO_CLASSES,
+    "audit": [*NO_CLASSES, Canaries, 100],
+    "canaries": [*NO_CLASSES, Canaries, 100],
+    "coefficients": [0.5, "0.5", {}, object(), [-1.0], [NAN], [INF], ["a"], [1j]],
+    "scales": [None, "0.5", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [1j], [0.5, 0.5]],
+    "decays": [None, "0.5", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [1.0], [0.5, 0.5]],
+    "kinds": [None, 3, "poisson", {}, object(), (), ("none",), [0.5], [None]],
+    "liars": [None, 3.5, "01", {}, object(), [-1], [0.5], ["a"], [NAN]],
+    "quiet": [*NO_NOISE, 1.0],
     "function": [None, 3, "f", object(), [], 0.5],
     "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
     "shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1)],
@@ -126,6 +134,8 @@ CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
 LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
 HEAD = {"head": (LocalSGD(optax.sgd(0.1), 4), "local")}
+PERSONAL = {"personal": (LocalSGD(optax.sgd(0.1), 4), "local")}
+ADAPTIVE = {"learning_rate": (0.1, "positive"), "beta1": (0.9, "share below 1"), "tau": (1e-3, "positive")}
 SERVER = {"server_optimizer": (optax.sgd(1.0), "optimizer")}
 PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
 DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
@@ -153,6 +163,7 @@ RUN = {
 }
 RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (False, "flag")}
 RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_noise": (False, "flag")}
+RUN |= {"audit": (None, "audit?")}
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
     "threshold": (0.4, "at least 0"), "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"),
@@ -171,6 +182,8 @@ NOISED = PRIVATE | {
     "client_noise": (0.0, "client noise"), "weights": (None, "weights?"), "denominator": ("expected", "choice"),
     "communicates": (True, "flag"), "noise": ("float", "choice"),
 }  # fmt: skip
+CLIPPED = {"clip": (1.0, "positive"), "noise_multiplier": (0.0, "noise"), "client_noise": (0.0, "client noise")}
+QUIET = {"noise_multiplier": (0.0, "quiet"), "client_noise": (0.0, "quiet")}
 
 ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "simulate": (jaxfl.simulate, RUN | {
@@ -183,7 +196,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "LocalSGD": (LocalSGD, {
         "optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"), "epochs": (1, "count from 0"),
-        "steps": (None, "count?"),
+        "steps": (None, "count?"), "decay": (None, "function?"),
     }),
     "local_only": (algorithms.local_only, MODELS | LOCAL | {"sampling": (Full(), "sampling")}),
     "fedavg": (algorithms.fedavg, FEDAVG | PENALTY | NAMED),
@@ -195,6 +208,24 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | WEIGHT | {"density": (0.5, "fraction")}),
     "pmtl": (algorithms.pmtl, FEDAVG | PRIVATE | DELTA | WEIGHT | {"start": ("own", "choice")}),
     "pmtl_ft": (algorithms.pmtl_ft, FEDAVG | PRIVATE | DELTA | WEIGHT | HEAD),
+    "mr_mtl": (algorithms.mr_mtl, FEDAVG | WEIGHT | DELTA | {"sampling": (Full(), "sampling")}),
+    "ditto": (algorithms.ditto, FEDAVG | PRIVATE | DELTA | WEIGHT | PERSONAL),
+    "scaffold": (algorithms.scaffold, MODELS | SERVER | PRIVATE | DELTA | {
+        "learning_rate": (0.1, "positive"), "batch_size": (4, "count"), "epochs": (1, "count"),
+        "steps": (None, "count?"),
+    }),
+    "apfl": (algorithms.apfl, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
+        "alpha": (0.5, "fraction from 0"), "alpha_learning_rate": (0.1, "at least 0"),
+    }),
+    "pfedme": (algorithms.pfedme, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
+        "penalty_weight": (1.0, "positive"), "inner_learning_rate": (0.1, "positive"), "inner_steps": (2, "count"),
+    }),
+    "per_fedavg": (algorithms.per_fedavg, MODELS | LOCAL | SERVER | PRIVATE | DELTA | PERSONAL | {
+        "inner_learning_rate": (0.1, "at least 0"),
+    }),
+    "fedadam": (algorithms.fedadam, ADAPTIVE | {"beta2": (0.99, "share below 1")}),
+    "fedyogi": (algorithms.fedyogi, ADAPTIVE | {"beta2": (0.99, "share below 1")}),
+    "fedadagrad": (algorithms.fedadagrad, ADAPTIVE),
     "dp_lg": (algorithms.dp_lg, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "fedrep": (algorithms.fedrep, MODELS | LOCAL | HEAD | SERVER | NAMED | {
         "evaluation_epochs": (None, "count from 0?"), "parts": (None, "release?"),
@@ -226,6 +257,13 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "pdp_fl_paper": (algorithms.pdp_fl_paper, PUBLISHED_STEPS | {
         "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "aggregation": ("normalised", "choice"),
+    }),
+    "fedbuff": (algorithms.fedbuff, {
+        "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "staleness": (1, "count from 0"),
+    }),
+    "byzantine": (algorithms.byzantine, {
+        "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "liars": ([0], "liars"), "attack": ("sign", "choice"),
+        "scale": (1.0, "at least 0"),
     }),
     "load": (data.load, {"name": ("digits", "dataset"), "data_dir": (None, "path?")}),
     "from_arrays": (data.from_arrays, {
@@ -261,6 +299,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "corrupt_clients": (data.corrupt_clients, SEED | {
         "inputs": (INPUTS, "pixels"), "lists": (LISTS, "rows"), "densities": ([0.5, 0.0], "densities"),
     }),
+    "flip_labels": (data.flip_labels, {
+        "labels": (LABELS, "labels"), "rows": ([0], "own rows"), "classes": (2, "count"),
+    }),
     "mlp": (models.mlp, IMAGES | {"hidden": ((4,), "widths")}),
     "lenet": (models.lenet, IMAGES | FORM | {"input_shape": ((28, 28, 1), "shape")}),
     "lenet_groupnorm": (models.lenet_groupnorm, IMAGES | FORM | {
@@ -279,11 +320,41 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "Full": (Full, {}),
     "Poisson": (Poisson, {"rate": (0.5, "fraction")}),
     "FixedSize": (privacy.FixedSize, {"size": (2, "count")}),
+    "CyclicPoisson": (privacy.CyclicPoisson, {"rate": (0.5, "fraction"), "groups": (1, "count")}),
+    "MinSeparation": (privacy.MinSeparation, {"size": (2, "count"), "separation": (2, "count")}),
+    "BallsInBins": (privacy.BallsInBins, {"bins": (2, "count")}),
     "DPSGD": (DPSGD, {
         "clip": (1.0, "positive"), "noise_multiplier": (1.0, "noise"), "rate": (0.5, "fraction"), "steps": (1, "count"),
-        "optimizer": (optax.sgd(0.1), "optimizer"), "chunk": (None, "count?"),
+        "optimizer": (optax.sgd(0.1), "optimizer"), "chunk": (None, "count?"), "decay": (None, "function?"),
     }),
     "Mechanism": (Mechanism, NOISED),
+    "AdaptiveClip": (privacy.AdaptiveClip, NOISED | CLIPPED | {
+        "quantile": (0.5, "fraction"), "rate": (0.2, "at least 0"), "bit_noise": (None, "positive?"),
+    }),
+    "BandedNoise": (privacy.BandedNoise, NOISED | {
+        "bands": (2, "count"), "coefficients": (None, "coefficients?"),
+    }),
+    "BLTNoise": (privacy.BLTNoise, NOISED | {"scales": ((0.5,), "scales"), "decays": ((0.5,), "decays")}),
+    "Extrapolated": (privacy.Extrapolated, NOISED | {
+        "cohort": (1, "count"), "population": (100, "count"), "delta": (None, "probability?"),
+    }),
+    "Median": (privacy.Median, NOISED | QUIET),
+    "TrimmedMean": (privacy.TrimmedMean, NOISED | QUIET | {"share": (0.1, "share below 1")}),
+    "Krum": (privacy.Krum, NOISED | QUIET | {"byzantine": (1, "count from 0"), "keep": (1, "count")}),
+    "Canaries": (Canaries, {"count": (10, "count")}),
+    "blt": (privacy.blt, {"buffers": (1, "count"), "rounds": (4, "count"), "separation": (1, "count")}),
+    "plan": (privacy.plan, {
+        "clients": (2, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),
+        "noise_multiplier": (None, "quiet?"), "delta": (None, "probability?"), "kinds": (("poisson",), "kinds"), "stateful": (False, "flag"),
+    }),
+    "most_rounds": (privacy.most_rounds, {
+        "epsilon": (2.0, "positive"), "noise_multiplier": (2.0, "at least 0"), "clients": (10, "count"),
+        "cohort": (2, "count"), "delta": (None, "probability?"), "most": (4, "count"),
+    }),
+    "largest_cohort": (privacy.largest_cohort, {
+        "epsilon": (2.0, "positive"), "noise_multiplier": (2.0, "at least 0"), "clients": (4, "count"),
+        "rounds": (2, "count"), "delta": (None, "probability?"),
+    }),
     "PrivateMask": (PrivateMask, NOISED),
     "PrivacyFilter": (PrivacyFilter, NOISED | {
         "least_total": (0.0, "at least 0"), "release": (None, "release?"),
@@ -294,7 +365,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "calibrate": (privacy.calibrate, PLAN | {
         "epsilon": (1.0, "positive"), "clients": (2, "count"), "rounds": (2, "count"), "sampling": (Full(), "sampling"),
-        "shape": (None, "number list?"),
+        "shape": (None, "number list?"), "mechanism": (None, "mechanism?"), "stateful": (False, "flag"),
     }),
     "calibrate_upload": (privacy.calibrate_upload, PLAN | {
         "epsilon": (1.0, "positive"), "participations": (2, "count"), "clients": (None, "count?"),

@@ -40,7 +40,7 @@ def run(key, algorithm, clients, rounds):
             sampled = sampled & (spent + cost <= 0.9999 / least_total**2)
         total, variance = None, 0.0
         for i in np.flatnonzero(sampled):
-            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i], i)
+            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i], i, round=t)
             old, own_key = states[i], jax.random.fold_in(client_key, i)
             if algorithm.dp_sgd is not None:
                 multiplier = np.broadcast_to(algorithm.dp_sgd.noise_multiplier, (count,))[i]
@@ -114,6 +114,23 @@ def client(size, padded):
     return ClientData(
         jnp.asarray(DIGITS.train_inputs), jnp.asarray(DIGITS.train_labels), jnp.asarray(rows), jnp.int32(size)
     )
+
+
+def whole_gradient(data):
+    """`numpy_gradient` of all of a client's examples, in double precision."""
+    rows = np.asarray(data._rows)[: int(data.size)]
+    inputs, labels = np.asarray(data._inputs)[rows], np.asarray(data._labels)[rows]
+    return lambda params: numpy_gradient(params, inputs, labels)
+
+
+def add(tree, scale, other):
+    """tree + scale * other, in NumPy."""
+    return jax.tree.map(lambda a, b: a + scale * b, tree, other)
+
+
+def double(params):
+    """On the host, in double precision."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
 
 def numpy_gradient(params, inputs, labels):

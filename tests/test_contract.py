@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.sampling import Full
 from jaxfl.run.simulate import _Run, simulate
+from jaxfl.types import Algorithm
 
 KEY = jax.random.key(7)
 ROUNDS = 3
@@ -129,6 +131,8 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
     mechanism, clients = algorithm.mechanism, small_clients()
     if not mechanism.communicates:
         pytest.skip("nothing is sent")
+    if np.isinf(mechanism.clip):
+        pytest.skip("single examples are protected, and no client's update is bounded")
     if mechanism.denominator == "participants" and not isinstance(mechanism.sampling, Full):
         pytest.skip("what another denominator changes is no sensitivity")
     absent = clients._replace(train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size))
@@ -231,6 +235,7 @@ def test_the_table_covers_every_algorithm():
     from jaxfl import algorithms
 
     covered = {ALGORITHMS[name]().name for name in ALGORITHMS}
-    assert covered == set(algorithms.__all__)
+    builders = {name for name in algorithms.__all__ if get_type_hints(getattr(algorithms, name))["return"] is Algorithm}
+    assert covered == builders
     assert len(SIZES) == small_clients().number
     assert jnp.zeros(1).devices() <= set(jax.devices())

@@ -3,9 +3,13 @@ import signal
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments import common, quickstart
+from experiments.methods import compare
+from jaxfl.data import load
+from jaxfl.models import mlp
 from jaxfl.run import signals
 
 
@@ -43,3 +47,26 @@ def test_a_table_without_tests_has_dashes(tmp_path):
     row = common.row_of("untested", [result, result])
     common.show("nothing to test", [row], tmp_path)
     assert "| untested | – | – | – | 1 / 1 | 1 | – |" in (tmp_path / "table.md").read_text()
+
+
+def test_the_readme_of_the_methods_has_the_numbers_of_its_results():
+    results = sorted(path.stem for path in (compare.HERE / "results").glob("*.json"))
+    assert results == sorted(compare.SETTINGS)
+    assert (compare.HERE / "README.md").read_text() == compare.render()
+
+
+@pytest.mark.parametrize("task", compare.SETTINGS)
+def test_methods_are_tuned_with_equal_budgets(task):
+    setting = compare.SETTINGS[task]
+    methods = compare.METHODS[task](mlp((8, 8, 1), 10, hidden=setting.hidden), setting)
+    assert {len(column) for method in methods.values() for column in method.points.values()} == {6}
+
+
+def test_validation_and_test_examples_are_never_trained_on():
+    setting = compare.SETTINGS["shared"]._replace(clients=10, examples=20, validation=5, test=20)
+    digits = load("digits")
+    held_out, tested = (compare.clients_of(digits, "shared", setting, 0, held_out=held) for held in (True, False))
+    np.testing.assert_array_equal(*(np.asarray(c.inputs)[c.train] for c in (held_out, tested)))
+    train, test = (np.asarray(held_out.inputs)[rows].reshape(-1, 64) for rows in (held_out.train, held_out.test))
+    assert held_out.test_size.tolist() == [5] * 10
+    assert not {row.tobytes() for row in train} & {row.tobytes() for row in test}

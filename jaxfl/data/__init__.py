@@ -1,7 +1,7 @@
 """Examples -> partition -> clients."""
 
 from jaxfl.data.clients import describe, make_clients, shard
-from jaxfl.data.corrupt import corrupt_clients, salt_and_pepper
+from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
 from jaxfl.data.partition import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
 
@@ -13,6 +13,7 @@ __all__ = [
     "corrupt_clients",
     "describe",
     "dirichlet",
+    "flip_labels",
     "from_arrays",
     "iid",
     "label_share",

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from jaxfl._validate import check_array, check_arrays, check_fraction, checked, count_from_0, show
-from jaxfl.data.load import check_inputs, check_rows
+from jaxfl.data.load import check_inputs, check_labels, check_rows
 
 
 def _check_pixels(name: str, value: Any) -> np.ndarray:
@@ -100,3 +100,26 @@ def corrupt_clients(
             noisy[row, level < density / 2] = low
             noisy[row, level >= 1 - density / 2] = high
     return noisy
+
+
+@checked(labels=check_labels, rows=check_array)
+def flip_labels(labels: np.ndarray, rows: np.ndarray, *, classes: int) -> np.ndarray:
+    """Labels whose given rows say K - 1 - k in place of k: clients that lie by their data.
+
+    Args:
+        labels: `[D]`; not changed.
+        rows: to flip, such as those of some clients.
+        classes: K.
+
+    Raises:
+        ValueError: labels or rows outside their range.
+
+    Example:
+        >>> flip_labels(np.array([0, 1, 9]), np.array([0, 1]), classes=10).tolist()
+        [9, 8, 9]
+    """
+    check_labels("labels", labels, classes=classes)
+    (rows,) = check_rows("rows", [rows], len(labels))
+    flipped = np.array(labels)
+    flipped[rows] = classes - 1 - flipped[rows]
+    return flipped

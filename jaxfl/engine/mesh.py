@@ -59,7 +59,12 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
 
 
 def data_of(
-    clients: Clients, slot: Int[Array, ""] | int, number: Int[Array, ""] | int, noise: StepNoise | None = None
+    clients: Clients,
+    slot: Int[Array, ""] | int,
+    number: Int[Array, ""] | int,
+    noise: StepNoise | None = None,
+    index: Int[Array, ""] | int = 0,
 ) -> ClientData:
-    """What the client in a slot sees, by its number among all."""
-    return ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot], number, noise)
+    """What the client in a slot sees, by its number among all, in the round of number `index`."""
+    rows, size = clients.train[slot], clients.train_size[slot]
+    return ClientData(clients.inputs, clients.labels, rows, size, number, noise, index)

@@ -104,7 +104,7 @@ def one_round(
     cohort = draw(algorithm, population.number, keys, index, center)
     keys = keys.at(index)
     ids = jnp.arange(population.clients.number)
-    total, states = add_participants(algorithm, population, chunk, keys, cohort, ids, None, center, states)
+    total, states = add_participants(algorithm, population, chunk, keys, index, cohort, ids, None, center, states)
     center, records = finish_round(algorithm, population.mesh, keys, cohort, total, center)
     return center, states, records
 
@@ -119,6 +119,7 @@ def add_participants(
     population: Population,
     chunk: int,
     keys: Keys,
+    index: Int[Array, ""],
     cohort: Cohort,
     ids: Int[Array, "S"],
     total: Sums | None,
@@ -134,7 +135,7 @@ def add_participants(
     def add(total: Sums | None, slots: _Slots, center: Center, states: Tree, clients: Clients) -> tuple[Sums, Tree]:
         total = jax.tree.map(lambda leaf: leaf[0], total)
         most = algorithm.mechanism.sampling.most(population.number)
-        total, states = _cohort(algorithm, chunk, most, keys, slots, total, center, states, clients)
+        total, states = _cohort(algorithm, chunk, most, keys, index, slots, total, center, states, clients)
         return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
@@ -189,6 +190,7 @@ def _cohort(
     chunk: int,
     most: int,
     keys: Keys,
+    index: Int[Array, ""],
     slots: _Slots,
     total: Sums | None,
     center: Center,
@@ -203,7 +205,7 @@ def _cohort(
 
     @functools.partial(jax.jit, inline=True)
     def client(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree, Tree]:
-        share, state = _participant(algorithm, keys, slots, slot, center, states, clients)
+        share, state = _participant(algorithm, keys, index, slots, slot, center, states, clients)
         return share._replace(given=share.given._replace(rows=())), share.given.rows, state
 
     # One client is plain code: with a batch axis of 1, matrix products would be slow.
@@ -246,6 +248,7 @@ def _cohort(
 def _participant(
     algorithm: Algorithm,
     keys: Keys,
+    index: Int[Array, ""],
     slots: _Slots,
     slot: Int[Array, ""],
     center: Center,
@@ -259,7 +262,7 @@ def _participant(
     old = jax.tree.map(lambda leaf: leaf[slot], states)
     private = algorithm.dp_sgd is not None
     noise = StepNoise(slots.example_noise[slot], derive(keys.noise, CLIENT, number)) if private else None
-    data = data_of(clients, slot, number, noise)
+    data = data_of(clients, slot, number, noise, index)
     message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
     _check(algorithm, info)
 

@@ -249,7 +249,7 @@ class Stream:
             states: Tree,
         ) -> tuple[Sums, Tree]:
             block = population._replace(clients=clients)
-            return add_participants(algorithm, block, chunk, keys.at(index), cohort, ids, total, center, states)
+            return add_participants(algorithm, block, chunk, keys.at(index), index, cohort, ids, total, center, states)
 
         def finish(keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center) -> tuple:
             return finish_round(algorithm, population.mesh, keys.at(index), cohort, total, center)

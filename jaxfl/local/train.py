@@ -23,6 +23,8 @@ Mask: TypeAlias = Tree | Callable[[Params], Tree]
 Penalty: TypeAlias = Callable[[Params], Float[Array, ""]]
 Loss: TypeAlias = Callable[[Array, Array, Array], Float[Array, ""]]
 """From a batch's logits, labels and weights, 0 for padding, to a mean over the other examples."""
+Decay: TypeAlias = Callable[[Any], Any]
+"""From the number of a round to a factor of its updates."""
 GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
 """From parameters to a value and its gradient."""
 
@@ -51,7 +53,11 @@ class LocalSGD:
         batch_size: B; the last batch of an epoch may be smaller.
         epochs: passes over the client's examples, unless `steps` is given; 0 leaves the parameters as they are.
         steps: number of steps, however many passes they take.
+        decay: a schedule as of optax, from a round's number (from 0) to a factor of all updates in that round. It
+            scales the learning rate of SGD, with momentum or without. Where a client is evaluated, it is `decay(0)`.
 
+    >>> LocalSGD(optax.sgd(0.1), decay=optax.exponential_decay(1.0, transition_steps=10, decay_rate=0.5)).batch_size
+    32
     >>> LocalSGD(optax.sgd(0.1), batch_size=0)
     Traceback (most recent call last):
     ValueError: batch_size=0: give a whole number of at least 1
@@ -61,6 +67,7 @@ class LocalSGD:
     batch_size: int = 32
     epochs: int = 1
     steps: int | None = None
+    decay: Decay | None = None
 
     def train(
         self,
@@ -129,7 +136,7 @@ def train(
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
     """
-    padded = data.padded
+    padded, optimizer = data.padded, decayed(local.optimizer, local.decay, data)
     batch = min(local.batch_size, padded)
     blocks, per_block = blocks_of(padded, batch)
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
@@ -171,13 +178,13 @@ def train(
 
             def step(i: Int[Array, ""], carry: tuple) -> tuple:
                 of_batch = functools.partial(value_and_gradient, x=x[i], labels=labels[i], weights=weights[i])
-                return descend(local.optimizer, of_batch, carry, mask=mask, gradient=gradient)
+                return descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
 
             return number + 1, lax.fori_loop(0, jnp.minimum(per_block, here - number * per_block), step, carry)
 
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
-    start = (params, local.optimizer.init(params), jnp.zeros(()))
+    start = (params, optimizer.init(params), jnp.zeros(()))
     params, _, total_loss = lax.fori_loop(0, -(-total // jnp.maximum(batches, 1)), epoch, start)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
@@ -216,10 +223,17 @@ def fit_head(
 
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
     features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(positions), shape.shape[1]), shape.dtype))
-    rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size)
+    rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round)
     head = {name: params[name] for name in model.head}
     head, info = train(key, head, rows, apply=classify, prepare=lambda x: x, local=local, penalty=penalty)
     return {**params, **head}, info
+
+
+def decayed(
+    optimizer: optax.GradientTransformation, decay: Decay | None, data: ClientData
+) -> optax.GradientTransformation:
+    """An optimizer as it is in the client's round."""
+    return optimizer if decay is None else optax.chain(optimizer, optax.scale(decay(data.round)))
 
 
 def descend(

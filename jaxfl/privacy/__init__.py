@@ -24,16 +24,15 @@ from jaxfl.privacy.mechanisms import (
     TrimmedMean,
     blt,
 )
-from jaxfl.privacy.planning import Plan, largest_cohort, most_rounds, plan
+from jaxfl.privacy.planning import largest_cohort, most_rounds, plan
 from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson, Sampling
 from jaxfl.privacy.schedule import client_noise, fixed_budgets, paper_noise, round_budgets, round_noise
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
     "DPSGD", "AdaptiveClip", "BLTNoise", "BallsInBins", "BandedNoise", "Canaries", "CyclicPoisson", "Extrapolated",
-    "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation", "Plan", "Poisson", "PrivacyFilter",
-    "PrivateMask", "Release", "Sampling", "TrimmedMean", "blt", "calibrate", "calibrate_examples",
-    "calibrate_upload", "client_noise", "epsilon", "example_epsilon", "fixed_budgets", "format_statement",
-    "largest_cohort", "most_rounds", "paper_noise", "plan", "planned_ledger", "privacy_statement", "round_budgets",
-    "round_noise",
+    "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation", "Poisson", "PrivacyFilter", "PrivateMask",
+    "Release", "Sampling", "TrimmedMean", "blt", "calibrate", "calibrate_examples", "calibrate_upload",
+    "client_noise", "epsilon", "example_epsilon", "fixed_budgets", "format_statement", "largest_cohort",
+    "most_rounds", "paper_noise", "plan", "planned_ledger", "privacy_statement", "round_budgets", "round_noise",
 ]  # fmt: skip

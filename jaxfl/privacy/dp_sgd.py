@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Float64, Int, Key
 
 from jaxfl._validate import check_fraction, check_noise, checked
-from jaxfl.local.train import GradientFn, Loss, Mask, Penalty, cross_entropy, descend, penalty_of
+from jaxfl.local.train import Decay, GradientFn, Loss, Mask, Penalty, cross_entropy, decayed, descend, penalty_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
 from jaxfl.privacy.noise import add_gaussian, derive
@@ -40,6 +40,7 @@ class DPSGD:
         optimizer: any optax transformation, with a fresh state in every round.
         chunk: examples processed at once; changes speed and memory, not results. None: 16 if the model has the norms of
             gradients (`Model.ghost_norms`); else 1, fastest on a CPU.
+        decay: as in `jaxfl.LocalSGD`; noise is scaled with the gradients, and epsilon stays the same.
 
     The engine hands each client its noise, writes it into the ledger, and refuses a `client_update` that trains
     otherwise.
@@ -55,6 +56,7 @@ class DPSGD:
     steps: int
     optimizer: optax.GradientTransformation = optax.sgd(0.05)  # noqa: RUF009 (never written to)
     chunk: int | None = None
+    decay: Decay | None = None
 
     def __post_init__(self) -> None:
         check_clip("clip", self.clip)
@@ -87,15 +89,16 @@ class DPSGD:
         ghost_norms = model.ghost_norms if apply is None else None
         network = {"apply": apply or model.apply, "prepare": model.prepare, "ghost_norms": ghost_norms}
         noisy = functools.partial(noisy_gradient, loss=loss, noise_multiplier=noise.multiplier, **network)
+        optimizer = decayed(self.optimizer, self.decay, data)
 
         def step(i: Int[Array, ""], carry: tuple) -> tuple:
             def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
                 loss_part = noisy(derive(noise.key, i), params, data, self)
                 return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
-            return descend(self.optimizer, of_batch, carry, mask=mask)
+            return descend(optimizer, of_batch, carry, mask=mask)
 
-        start = (params, self.optimizer.init(params), jnp.zeros(()))
+        start = (params, optimizer.init(params), jnp.zeros(()))
         params, _, total_loss = lax.fori_loop(0, total, step, start)
         steps = total.astype(jnp.float32)
         return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}

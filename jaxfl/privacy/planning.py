@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxfl._validate import at_least_0, check_count, checked, probability, show, up_to_infinity
+from jaxfl._validate import at_least_0, check_count, checked, probability, show
 from jaxfl.privacy.accounting import BOTH, Epsilon, calibrate, epsilon, failure_probability, planned_ledger
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
 from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise, prefix_error
@@ -65,7 +65,7 @@ def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
     return tuple(dict.fromkeys(value))
 
 
-@checked(epsilon=up_to_infinity, noise_multiplier=at_least_0, delta=probability, kinds=_check_kinds)
+@checked(noise_multiplier=at_least_0, delta=probability, kinds=_check_kinds)
 def plan(
     *,
     clients: int,
@@ -135,7 +135,7 @@ def noise_error(mechanism: Mechanism, rounds: int) -> float:
     return math.sqrt((rounds + 1) / 2)
 
 
-@checked(epsilon=up_to_infinity, noise_multiplier=at_least_0, delta=probability)
+@checked(noise_multiplier=at_least_0, delta=probability)
 def most_rounds(
     epsilon: float,
     *,
@@ -159,7 +159,7 @@ def most_rounds(
     return _largest(within, most)
 
 
-@checked(epsilon=up_to_infinity, noise_multiplier=at_least_0, delta=probability)
+@checked(noise_multiplier=at_least_0, delta=probability)
 def largest_cohort(
     epsilon: float, *, noise_multiplier: float, clients: int, rounds: int, delta: float | None = None
 ) -> int:

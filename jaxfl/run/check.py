@@ -107,7 +107,8 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
     of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
     client, (rows, size) = jax.tree.map(of_one, (states, shapes[2:4]))
     noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    data = ClientData(shapes.inputs, shapes.labels, rows, size, jax.ShapeDtypeStruct((), jnp.int32), noise)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    data = ClientData(shapes.inputs, shapes.labels, rows, size, number, noise, number)
 
     given = _trace("client_update", algorithm.client_update, key, server, client, data)
     message, after, info = _parts("client_update", given, ("a Message", "the client's state", "info"))

@@ -7,17 +7,17 @@ import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl import simulate
-from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedprox, pmtl, pmtl_ft
+from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, fedprox, mr_mtl, pmtl, pmtl_ft
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy import Poisson
+from jaxfl.privacy import DPSGD, Full, Mechanism, Poisson
 
 KEY = jax.random.key(19)
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
 LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.2), 4, 2)}
 
 
-def run(algorithm, rounds=3):
-    return simulate(KEY, algorithm, small_clients(), rounds=rounds, progress=False)
+def run(algorithm, rounds=3, clients=None):
+    return simulate(KEY, algorithm, clients or small_clients(), rounds=rounds, progress=False)
 
 
 def assert_same(a, b):
@@ -70,6 +70,59 @@ def test_a_client_trains_on_from_its_own_weights_and_keeps_them():
     assert_same(kept, own)
     assert_same(message.update, optax.tree.sub(own, server.params))
     assert_same(algorithm.personalize(KEY, server, own, client_data()), own)
+
+
+FILLED = small_clients((9, 4, 7, 6))
+"""Silos that all have examples: one without stays where it starts."""
+
+
+def private_steps(rate=0.1, steps=4):
+    return DPSGD(clip=0.5, noise_multiplier=0.8, rate=0.5, steps=steps, optimizer=optax.sgd(rate))
+
+
+def test_mr_mtl_without_penalty_is_local_training_by_private_steps():
+    algorithm = mr_mtl(MODEL, penalty_weight=0.0, local=private_steps())
+    server, _ = algorithm.init(KEY, len(SIZES))
+    own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
+    message, kept, _ = algorithm.client_update(KEY, server, own, client_data())
+    assert_same(kept, private_steps().train(KEY, MODEL, own, client_data())[0])
+    assert_same(message.update, optax.tree.sub(kept, server.params))
+
+
+def test_mr_mtls_penalty_draws_towards_the_broadcast_model():
+    # In one step from w + 0.1, with the same noise, by eta lambda 0.1 more than without.
+    kept = []
+    for weight in (0.0, 2.0):
+        algorithm = mr_mtl(MODEL, penalty_weight=weight, local=private_steps(0.25, steps=1))
+        server, _ = algorithm.init(KEY, len(SIZES))
+        own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
+        kept.append(algorithm.client_update(KEY, server, own, client_data())[1])
+    pulled = optax.tree.sub(kept[1], kept[0])
+    jax.tree.map(lambda leaf: np.testing.assert_allclose(leaf, -0.25 * 2.0 * 0.1, rtol=1e-4), pulled)
+
+
+@pytest.mark.slow
+def test_mr_mtl_with_a_large_penalty_is_fedavg_by_private_steps():
+    # At eta lambda = 1 a step ends at w - eta g: the mean moves as FedAvg's does with one step, up to eta.
+    found, expected = (
+        run(build, clients=FILLED)
+        for build in (
+            mr_mtl(MODEL, penalty_weight=1e4, local=private_steps(1e-4, steps=1)),
+            fedavg(MODEL, local=private_steps(1e-4, steps=1), mechanism=Mechanism(sampling=Full())),
+        )
+    )
+    start, _ = mr_mtl(MODEL, local=private_steps()).init(jax.random.split(KEY, 3)[0], FILLED.number)
+    moved, error = (optax.tree.sub(expected.server.params, other.params) for other in (start, found.server))
+    assert 0 < optax.tree.norm(error) < 0.05 * optax.tree.norm(moved)
+
+
+def test_mr_mtls_shared_model_is_the_mean_and_its_epsilon_that_of_the_steps():
+    found = run(mr_mtl(MODEL, penalty_weight=0.5, local=private_steps()), clients=FILLED)
+    mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), found.states)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.server.params, mean)
+    expected = run(fedavg(MODEL, local=private_steps()), clients=FILLED)
+    assert found.statement["examples"] == expected.statement["examples"]
+    assert found.statement["honest"]["aggregate"]["rdp"]["total"] in (np.inf, "inf")
 
 
 @pytest.mark.parametrize("build", [pmtl, pmtl_ft])

@@ -149,7 +149,8 @@ def change(algorithm, clients, neighbours, *, devices, chunk):
     def total(clients):
         cohort = draw(algorithm, len(ids), all_keys(KEY), jnp.int32(0), center)
         own = population._replace(clients=clients)
-        return add_participants(algorithm, own, chunk, all_keys(KEY), cohort, ids, None, center, states)[0].given.update
+        shared = chunk, all_keys(KEY), jnp.int32(0), cohort
+        return add_participants(algorithm, own, *shared, ids, None, center, states)[0].given.update
 
     found = []
     for each in (clients, neighbours):

@@ -1,0 +1,1 @@
+"""Methods that every user looks for: what their papers found, on a small task."""

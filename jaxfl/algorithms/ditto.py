@@ -1,0 +1,72 @@
+"""Ditto: personal models that are drawn towards a shared one, which is trained as if they were not there."""
+
+import functools
+import math
+from typing import Any
+
+import optax
+from jax import Array
+from jaxtyping import Key
+
+from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
+from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.local.penalties import proximal
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.sampling import Full, Sampling
+from jaxfl.server import Server, init_clients
+from jaxfl.types import Algorithm, ClientData, Model, Number, Params
+
+
+@checked(penalty_weight=at_least_0, clip=up_to_infinity, noise_multiplier=check_noise)
+def ditto(
+    model: Model,
+    *,
+    penalty_weight: Number = 1.0,
+    personal: LocalSGD = LocalSGD(optax.sgd(0.05)),
+    clip: Number = math.inf,
+    noise_multiplier: Number = 0.0,
+    sampling: Sampling = Full(),
+    **options: Any,
+) -> Algorithm:
+    r"""Ditto: (private) FedAvg for w, and for every client a model of its own, which is never sent.
+
+    .. math:: v_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2
+
+    approached from the client's last :math:`v_i` in each round that it takes part in; it is evaluated with that.
+
+    Args:
+        model: the network.
+        penalty_weight: lambda; 0 is local training.
+        personal: how a client trains its own model in a round.
+        clip: as in `dp_fedavg`.
+        noise_multiplier: as in `dp_fedavg`.
+        sampling: as in `dp_fedavg`.
+        options: those of `dp_fedavg`, for w.
+
+    Guarantee: `dp_fedavg`'s, whose messages are the same to the bit; for each client against all others (joint
+        privacy): its own model depends on its own data. Publishing it voids that.
+    Deviations from the paper: uniform weights. w and v take their batches in the same order, where sizes agree.
+    References: Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021
+        (arXiv:2012.04221), Algorithm 1.
+
+    >>> from jaxfl.models import mlp
+    >>> ditto(mlp((8, 8, 1), 10), penalty_weight=0.5).name
+    'ditto'
+    """
+    base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
+
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        server, _ = base.init(key, number)
+        return server, init_clients(server.params, number)
+
+    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+        message, _, info = base.client_update(key, server, (), data)
+        pull = functools.partial(proximal, center=server.params, mu=penalty_weight) if nonzero(penalty_weight) else None
+        return message, personal.train(key, model, client, data, penalty=pull)[0], info
+
+    return base._replace(
+        name="ditto",
+        init=init,
+        client_update=client_update,
+        personalize=lambda key, server, client, data: client,
+    )

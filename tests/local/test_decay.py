@@ -1,0 +1,140 @@
+"""Updates that shrink by the round, in local training and in runs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
+
+from jaxfl import simulate, sweep
+from jaxfl.algorithms import apfl, dp_fedavg, dp_fedavg_fb, fedrep, pfedme
+from jaxfl.local.train import LocalSGD, decayed
+from jaxfl.privacy import DPSGD, Full, Poisson
+
+KEY = jax.random.key(53)
+HALVES = optax.exponential_decay(1.0, transition_steps=1, decay_rate=0.5)
+PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 0.0, "sampling": Poisson(0.6)}
+
+
+def once(index):
+    """Training in the first round alone."""
+    return jnp.where(index < 1, 1.0, 0.0)
+
+
+def run(algorithm, rounds=3, **options):
+    return simulate(KEY, algorithm, small_clients(), rounds=rounds, progress=False, **options)
+
+
+def assert_close(a, b, **tolerance):
+    options: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-7} | tolerance
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **options), a, b)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def steps_of(kind, rate, decay):
+    if kind == "private":
+        return DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.5, steps=5, optimizer=optax.sgd(rate), decay=decay)
+    momentum = 0.9 if kind == "momentum" else None
+    return LocalSGD(optax.sgd(rate, momentum=momentum), 4, 2, decay=decay)
+
+
+@pytest.mark.parametrize("kind", ["plain", "momentum", "private"])
+def test_a_round_has_the_decayed_rate(kind):
+    params = MODEL.init(KEY)
+    for index in (0, 3):
+        data = dataclasses.replace(client_data(), round=index)
+        found, _ = steps_of(kind, 0.4, HALVES).train(KEY, MODEL, params, data)
+        expected, _ = steps_of(kind, 0.4 * 0.5**index, None).train(KEY, MODEL, params, data)
+        assert_close(found, expected)
+        assert not np.array_equal(found["head"]["bias"], params["head"]["bias"])
+
+
+def test_without_decay_the_optimizer_is_the_same_object():
+    optimizer = optax.sgd(0.1)
+    assert decayed(optimizer, None, client_data()) is optimizer
+
+
+def test_a_head_is_fitted_at_the_decayed_rate():
+    head = LocalSGD(optax.sgd(0.1), 4, 2, decay=once)
+    algorithm = fedrep(MODEL, local=LocalSGD(optax.sgd(0.1), 4), head=head)
+    server, states = algorithm.init(KEY, len(SIZES))
+    own = jax.tree.map(lambda leaf: leaf[0], states)
+    for index in (0, 1):
+        _, kept, _ = algorithm.client_update(KEY, server, own, dataclasses.replace(client_data(), round=index))
+        assert np.array_equal(kept["head"]["bias"], own["head"]["bias"]) == (index == 1)
+
+
+@pytest.mark.parametrize("build", [apfl, pfedme])
+def test_only_what_has_the_optimizers_rate_decays(build):
+    local = LocalSGD(optax.sgd(0.2), 4, 2)
+    halved, half = (
+        build(MODEL, local=part)
+        for part in (dataclasses.replace(local, decay=HALVES), dataclasses.replace(local, optimizer=optax.sgd(0.1)))
+    )
+    server, states = half.init(KEY, len(SIZES))
+    own = jax.tree.map(lambda leaf: leaf[0], states)
+    found = halved.client_update(KEY, server, own, dataclasses.replace(client_data(), round=1))
+    assert_close(found, half.client_update(KEY, server, own, client_data()))
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"chunk": 4}, marks=pytest.mark.slow), {"states": "host"}])
+@pytest.mark.parametrize("private", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_every_kind_of_run_counts_its_rounds(options, private):
+    decay = steps_of("private" if private else "plain", 0.2, once)
+    algorithm = dp_fedavg(MODEL, local=decay, **PRIVATE)
+    assert_same(run(algorithm, 3, **options).server, run(algorithm, 1, **options).server)
+
+
+@pytest.mark.slow
+def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
+    def build(rate):
+        return dp_fedavg(MODEL, local=LocalSGD(optax.sgd(0.2), 4, decay=lambda index: rate**index), **PRIVATE)
+
+    points = sweep(KEY, build, {"rate": [0.25, 1.0]}, small_clients(), rounds=3, progress=False)
+    for rate, point in zip((0.25, 1.0), points, strict=True):
+        assert_close(point.server, run(build(rate)).server, rtol=1e-4, atol=1e-6)
+    assert not np.array_equal(*(point.server.params["head"]["bias"] for point in points))
+
+
+@pytest.mark.slow
+def test_rounds_share_one_program():
+    seen: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: seen.append(name))
+    algorithm = dp_fedavg(MODEL, local=steps_of("plain", 0.2, HALVES), **PRIVATE | {"sampling": Full()})
+    counts = []
+    for rounds in (1, 5):
+        seen.clear()
+        run(algorithm, rounds, eval_every=rounds)
+        counts.append(sum(name.endswith("backend_compile_duration") for name in seen))
+    assert counts[1] <= counts[0]
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_not_decayed():
+    head = LocalSGD(optax.sgd(0.1), 4, 2)
+    plain, shrunk = (
+        run(dp_fedavg_fb(MODEL, head=each, **PRIVATE)) for each in (head, dataclasses.replace(head, decay=HALVES))
+    )
+    assert_same(plain.scores, shrunk.scores)
+
+
+@pytest.mark.slow
+def test_noise_in_the_ledger_does_not_follow_the_decay():
+    found, expected = (
+        run(dp_fedavg(MODEL, local=steps_of("private", 0.2, decay), **PRIVATE)).statement["examples"]
+        for decay in (HALVES, None)
+    )
+    assert found == expected
+
+
+def test_a_decay_that_is_no_function_is_refused():
+    local: Any = 0.9
+    with pytest.raises(TypeError, match=r"decay=0\.9: give a function"):
+        LocalSGD(optax.sgd(0.1), decay=local)

@@ -160,7 +160,7 @@ def mr_mtl(
         was sent. No epsilon of a whole silo.
     Deviations from the paper: uniform weights; a fixed denominator qN.
     References: Liu, Hu, Wu, Smith, On Privacy and Personalization in Cross-Silo Federated Learning, NeurIPS 2022
-        (arXiv:2206.07902), Algorithm A1.
+        (arXiv:2206.07902).
 
     >>> from jaxfl.models import mlp
     >>> mr_mtl(mlp((8, 8, 1), 10), local=DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=5)).name

@@ -17,6 +17,7 @@ if jax.config.values["jax_num_cpu_devices"] < 1:
 from jaxfl import algorithms, data, models, privacy
 from jaxfl.engine import compilation_cache
 from jaxfl.local import LocalSGD
+from jaxfl.run.attack import membership
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
 from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model, Terms
@@ -25,5 +26,5 @@ compilation_cache.keep()
 
 __all__ = [
     "Algorithm", "ClientData", "Clients", "Ledger", "LocalSGD", "Message", "Model", "Result", "Terms",
-    "algorithms", "data", "models", "privacy", "simulate", "sweep",
+    "algorithms", "data", "membership", "models", "privacy", "simulate", "sweep",
 ]  # fmt: skip

@@ -60,6 +60,7 @@ BAD: dict[str, list[Any]] = {
     "dp_sgd": [*NO_CLASSES, DPSGD, Mechanism(), LocalSGD(optax.sgd(0.1))],
     "release": NO_CLASSES,
     "audit": [*NO_CLASSES, Canaries, 100],
+    "result": [*NO_CLASSES, MODEL],
     "canaries": [*NO_CLASSES, Canaries, 100],
     "coefficients": [0.5, "0.5", {}, object(), [-1.0], [NAN], [INF], ["a"], [1j]],
     "scales": [None, "0.5", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [1j], [0.5, 0.5]],
@@ -164,6 +165,7 @@ RUN = {
 RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (False, "flag")}
 RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_noise": (False, "flag")}
 RUN |= {"audit": (None, "audit?")}
+RESULT: Any = jaxfl.Result(algorithms.fedavg(MODEL).init(KEY, 2)[0], (), [], *[None] * 3, {})  # pyrefly: ignore
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
     "threshold": (0.4, "at least 0"), "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"),
@@ -193,6 +195,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"),
+    }),
+    "membership": (jaxfl.membership, {
+        "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
+        "clients": (CLIENTS, "clients"), "of": ("upload", "choice"),
     }),
     "LocalSGD": (LocalSGD, {
         "optimizer": (optax.sgd(0.1), "optimizer"), "batch_size": (4, "count"), "epochs": (1, "count from 0"),
@@ -345,7 +351,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "blt": (privacy.blt, {"buffers": (1, "count"), "rounds": (4, "count"), "separation": (1, "count")}),
     "plan": (privacy.plan, {
         "clients": (2, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),
-        "noise_multiplier": (None, "quiet?"), "delta": (None, "probability?"), "kinds": (("poisson",), "kinds"), "stateful": (False, "flag"),
+        "noise_multiplier": (None, "quiet?"), "delta": (None, "probability?"), "kinds": (("poisson",), "kinds"),
+        "stateful": (False, "flag"),
     }),
     "most_rounds": (privacy.most_rounds, {
         "epsilon": (2.0, "positive"), "noise_multiplier": (2.0, "at least 0"), "clients": (10, "count"),

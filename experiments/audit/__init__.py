@@ -1,0 +1,1 @@
+"""Claims of privacy, audited from below."""

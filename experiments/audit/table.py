@@ -1,0 +1,239 @@
+"""Honest statements and published claims under audit: an epsilon from above, from below, and as claimed.
+
+python -m experiments.audit.table --part honest
+python -m experiments.audit.table --part published
+python -m experiments.audit.table --render
+
+A network with one hidden layer on digits; 1,000 canaries. An honest statement may be refuted in at most one run of
+twenty, by the confidence of the bound; a claim that is refuted is false.
+"""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import optax
+
+from experiments.common import cli, compile_quickly, stoppable
+from jaxfl import LocalSGD, sweep
+from jaxfl._validate import checked
+from jaxfl.algorithms import (
+    adp_pfl_paper,
+    centaur,
+    dp_fedavg,
+    dp_pfeddsu_paper,
+    feddpa,
+    feddpa_paper,
+    padpfl_paper,
+    pdp_fl_paper,
+)
+from jaxfl.algorithms.feddpa import paper_noise_multiplier
+from jaxfl.algorithms.pdp_fl import Budgets
+from jaxfl.data import iid, load, make_clients, matching
+from jaxfl.models import mlp
+from jaxfl.privacy import (
+    AdaptiveClip,
+    BallsInBins,
+    BandedNoise,
+    Canaries,
+    CyclicPoisson,
+    Full,
+    Mechanism,
+    Poisson,
+    calibrate,
+    paper_noise,
+    round_budgets,
+)
+from jaxfl.types import Algorithm, Clients
+
+HERE = pathlib.Path(__file__).parent
+CLIENTS, ROUNDS, CLIP, DELTA = 40, 20, 0.5, 1e-5
+CANARIES = {"honest": 1000, "published": 8000}
+MODEL = mlp((8, 8, 1), 10, hidden=(1024,))
+LOCAL = LocalSGD(optax.sgd(0.1), batch_size=8)
+
+
+def honest() -> dict[str, tuple[Algorithm, int]]:
+    """Methods whose statement is a theorem's, by name, and how often each runs."""
+    run: dict[str, Any] = {"clients": CLIENTS, "rounds": ROUNDS}
+
+    def noisy(target: float, mechanism: Mechanism) -> Mechanism:
+        z = calibrate(target, mechanism=mechanism, **run)
+        return dataclasses.replace(mechanism, noise_multiplier=z)
+
+    plain: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0}
+    base = dp_fedavg(MODEL, local=LOCAL, sampling=Full(), **plain)
+
+    def by(target: float, mechanism: Mechanism, method: Algorithm = base) -> Algorithm:
+        return method._replace(mechanism=noisy(target, mechanism))
+
+    private: dict[str, Any] = {"local": LOCAL, "sampling": Full()} | plain
+    poisson = Mechanism(sampling=Poisson(0.25), **plain)
+    cyclic = BandedNoise(bands=4, sampling=CyclicPoisson(0.1, 4), **plain)
+    return {
+        "DP-FedAvg, every client in all rounds": (by(1.0, Mechanism(**plain)), 100),
+        "DP-FedAvg, Poisson sampling": (by(4.0, poisson), 100),
+        "DP-FedAvg, noise on a grid": (by(4.0, dataclasses.replace(poisson, noise="grid")), 20),
+        "DP-FedAvg, adaptive clipping": (by(4.0, AdaptiveClip(bit_noise=8.0, sampling=Poisson(0.25), **plain)), 20),
+        "DP-FedAvg, four bands, cyclic Poisson": (by(4.0, cyclic), 20),
+        "DP-FedAvg, balls in bins": (by(4.0, Mechanism(sampling=BallsInBins(4), **plain)), 20),
+        "FedDPA": (by(4.0, poisson, feddpa(MODEL, **private)), 20),
+        "CENTAUR": (by(4.0, poisson, centaur(MODEL, **private | {"head": LOCAL})), 20),
+    }
+
+
+def published(clients: Clients) -> dict[str, tuple[Algorithm, int]]:
+    """Methods as printed, with a claim of 1 where the paper's rule has a total, by name."""
+    smallest, number = int(np.min(clients.train_size)), int(np.sum(clients.train_size))
+    shared: dict[str, Any] = {"local": LOCAL, "sampling": Full(), "clip": CLIP, "delta": DELTA}
+    rule: dict[str, Any] = {"examples": number, "batch_size": 8, "epochs": 2, "rounds": ROUNDS, "rate": 1.0}
+    sigma = paper_noise_multiplier(1.0, delta=0.1, **rule)
+    z = calibrate(1.0, clients=CLIENTS, rounds=ROUNDS, delta=DELTA)
+    budgets = round_budgets(1.0, ROUNDS)
+    asked = Budgets(np.full(CLIENTS, 1.0), np.ones(CLIENTS))
+    return {
+        "FedDPA, noise by example and step": (
+            feddpa_paper(MODEL, noise_multiplier=sigma, clients=CLIENTS, claim=1.0, **shared), 3),
+        "DP-pFedDSU, noise on the private mask": (
+            dp_pfeddsu_paper(MODEL, noise_multiplier=z, clients=CLIENTS, claim=1.0, **shared), 3),
+        "ADP-PFL, sensitivity C/m": (
+            adp_pfl_paper(MODEL, noise=paper_noise(budgets, delta=DELTA) / CLIENTS, claim=1.0, **shared), 3),
+        "PADPFL, sensitivity 2C/m": (padpfl_paper(MODEL, epsilon=1.0, smallest=smallest, rounds=ROUNDS, **shared), 3),
+        "PDP-FL, sensitivity 2C/m": (
+            pdp_fl_paper(MODEL, budgets=asked, epsilon_max=1.0, smallest=smallest, **shared), 3),
+    }  # fmt: skip
+
+
+def clients() -> Clients:
+    """All of digits, evenly."""
+    data = load("digits")
+    lists = iid(data.train_labels, CLIENTS, seed=0)
+    return make_clients(data, lists, matching(lists, data.train_labels, data.test_labels, seed=0))
+
+
+@checked()
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Command line."""
+
+    part: Literal["honest", "published"] = "published"
+    render: bool = False
+    """Only write the README, from the results that are there."""
+    runs: int | None = None
+    """Of each method, fewer than usual: a trial that writes nothing."""
+
+
+@stoppable()
+def main(config: Config) -> None:
+    """Audit, write the result file, and render the README."""
+    if not config.render:
+        compile_quickly()
+        result = run(config.part, config.runs)
+        print(table(result))
+        if config.runs is not None:
+            return
+        (HERE / "results" / f"{config.part}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / "README.md").write_text(render())
+
+
+def run(part: str, most: int | None = None) -> dict[str, Any]:
+    """Audit every method of a part, for each of its seeds."""
+    start, everybody = time.monotonic(), clients()
+    methods = honest() if part == "honest" else published(everybody)
+    rows = {}
+    for name, (method, count) in methods.items():
+        rows[name] = audit(method, everybody, min(count, most or count), CANARIES[part])
+        print(f"{name}: {rows[name]}", flush=True)
+    packages = ("jax", "jaxfl", "jax-privacy", "dp-accounting")
+    return {
+        "part": part,
+        "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": CANARIES[part], "data": "digits"},
+        "methods": rows,
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.monotonic() - start),
+    }
+
+
+def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> dict[str, Any]:
+    """One method, once for each seed, in one program."""
+    keys = jax.vmap(jax.random.key)(np.arange(count))
+    build: Callable[..., Algorithm] = lambda: method  # noqa: E731
+    options: dict[str, Any] = {"eval_every": ROUNDS, "progress": False, "audit": Canaries(canaries)}
+    results = sweep(keys, build, {}, everybody, rounds=ROUNDS, **options)
+    alone = sweep(keys[: min(count, 3)], build, {}, everybody, rounds=ROUNDS, **options | {"audit": None})
+    statement = results[0].statement
+    claim = statement["claim"]
+    return {
+        "delta": statement["delta"],
+        "stated": statement["honest"]["aggregate"]["epsilon"],
+        "reason": statement["honest"]["aggregate"]["reason"],
+        "claimed": None if claim is None else claim["epsilon"],
+        "at_least": [round(result.statement["audit"]["at_least"], 4) for result in results],
+        "estimate": [round(result.statement["audit"]["estimate"], 4) for result in results],
+        "accuracy": [round(float(result.metrics[-1]["accuracy"]), 4) for result in results[:3]],
+        "accuracy_without": [round(float(result.metrics[-1]["accuracy"]), 4) for result in alone],
+    }
+
+
+HEADER = ("method", "claimed", "from above", "from below: median, largest", "runs above claim, statement", "estimate",
+          "accuracy % (without canaries)")  # fmt: skip
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The rows of one part, as Markdown."""
+    lines = [HEADER, ("---",) * len(HEADER)]
+    for name, row in result["methods"].items():
+        bounds, limits = np.array(row["at_least"]), (row["claimed"], row["stated"])
+        beyond = [f"{np.sum(bounds > limit)} of {len(bounds)}" if isinstance(limit, float) else "–" for limit in limits]
+        accuracy, without = (f"{100 * float(np.mean(row[key])):.1f}" for key in ("accuracy", "accuracy_without"))
+        claimed, stated = ("–" if limit is None else "none" if limit == "inf" else f"{limit:.3g}" for limit in limits)
+        below, estimate = f"{np.median(bounds):.2f}, {bounds.max():.2f}", f"{np.median(row['estimate']):.2f}"
+        lines.append((name, claimed, stated, below, ", ".join(beyond), estimate, f"{accuracy} ({without})"))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def render() -> str:
+    """The README, all of whose numbers are those of the result files."""
+    parts = ["# Statements and claims under audit", INTRODUCTION]
+    for part, title in (("honest", "## Honest statements"), ("published", "## Claims as published")):
+        path = HERE / "results" / f"{part}.json"
+        if not path.exists():
+            continue
+        result = json.loads(path.read_text())
+        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+        facts = f"{result['date']}; {versions}; {result['seconds']} seconds."
+        parts += [title, TEXT[part].format(**result["setting"]), table(result), facts]
+    return "\n\n".join(parts) + "\n"
+
+
+INTRODUCTION = """Canaries take part beside the clients (`simulate(..., audit=Canaries(1000))`); from what is released
+an attacker guesses which of them are in. That gives an epsilon from below at 95% confidence, beside that of the theorem
+from above and that of the paper's claim. "Estimate" fits two Gaussians to the scores and has no confidence.
+
+```
+python -m experiments.audit.table --part honest
+python -m experiments.audit.table --part published
+python -m experiments.audit.table --render
+```"""
+
+TEXT = {
+    "honest": """{clients} clients with all of {data}, evenly; {rounds} rounds, clip {clip}, a network with one hidden
+layer; {canaries} canaries. The bound may exceed a true statement in one run of twenty. One far below the statement says
+nothing: there is a limit to what so many canaries can prove, however weak the noise.""",
+    "published": """The same clients; {canaries} canaries. Each method as printed, its noise by the paper's rule for a
+claim of 1 (of all rounds; PADPFL's and PDP-FL's rules count one round). "None": no theorem gives a finite epsilon.
+Canaries lie in the sum alone: who sees single uploads, or the zeros of a private mask, does better. A claim that is not
+refuted here is not thereby true.""",
+}
+
+
+if __name__ == "__main__":
+    main(cli(Config, __doc__))

@@ -1,0 +1,117 @@
+"""Attacks on single clients after a run: whose examples did they train on?"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int, Key
+
+from jaxfl._validate import checked
+from jaxfl.engine.mesh import data_of
+from jaxfl.engine.round import CLIENT
+from jaxfl.privacy.mechanisms.gaussian import Participant
+from jaxfl.privacy.noise import derive
+from jaxfl.run.check import check_clients, check_one_key
+from jaxfl.run.recorder import Result
+from jaxfl.types import Algorithm, Clients, Params, StepNoise
+
+
+class Membership(NamedTuple):
+    """How well a threshold on the loss tells a client's training examples from its test examples.
+
+    Args:
+        auc: area under the ROC curve, of all clients' examples together; 0.5 is guessing.
+        tpr: share of the training examples told at a threshold that takes 1% of the test examples for such.
+        auc_by_client: NaN where a client lacks either.
+    """
+
+    auc: float
+    tpr: float
+    auc_by_client: Float[np.ndarray, "C"]
+
+
+@checked(key=check_one_key, clients=check_clients)
+def membership(
+    key: Key[Array, ""],
+    algorithm: Algorithm,
+    result: Result,
+    clients: Clients,
+    *,
+    of: Literal["personal", "upload"] = "upload",
+) -> Membership:
+    r"""Attack every client by the loss of its model on its own training and test examples.
+
+    The model is what the client is evaluated with ("personal"), or what the server can make of one more upload
+    ("upload"): the broadcast parameters plus the client's update, bounded and with the client's own noise. Both splits
+    should come from one distribution; a gap between them is then what the model tells of its training examples.
+
+    Args:
+        key: of the local training.
+        algorithm: as it was run.
+        result: of the run.
+        clients: as in the run.
+        of: what is attacked. "upload" is for methods that send updates of the parameters that they broadcast.
+
+    Raises:
+        ValueError: "upload" with a method that sends something else.
+
+    References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership Inference Attacks
+        From First Principles, S&P 2022 (the rate at 1%).
+    """
+    server, states, memory, mechanism = result.server, result.states, result.memory, algorithm.mechanism
+    clients, states = jax.tree.map(jnp.asarray, (clients, states))
+    broadcast = getattr(server, "params", None)
+
+    def uploaded(index: Int[Array, ""], own: Key[Array, ""]) -> Params:
+        noise = None if algorithm.dp_sgd is None else StepNoise(jnp.float32(algorithm.dp_sgd.noise_table[0]), own)
+        data = data_of(clients, index, index, noise)
+        state = jax.tree.map(lambda leaf: leaf[index], states)
+        message = algorithm.client_update(derive(own, CLIENT, index), server, state, data)[0]
+        if jax.tree.structure(message.update) != jax.tree.structure(broadcast):
+            raise ValueError(
+                f"of={of!r} with {algorithm.name!r}: it sends no update of all parameters; give 'personal'"
+            )
+        bounded = mechanism.bound(memory, message.update)[0]
+        noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
+        sender = Participant(index, noise_std[index if noise_std.shape[0] > 1 else 0])
+        return optax.tree.add(broadcast, mechanism.add_client_noise(own, memory, sender, bounded))
+
+    def personal(index: Int[Array, ""], own: Key[Array, ""]) -> Params:
+        state = jax.tree.map(lambda leaf: leaf[index], states)
+        return algorithm.personalize(own, server, state, data_of(clients, index, index))
+
+    def losses(index: Int[Array, ""]) -> tuple[Float[Array, "N"], Float[Array, "M"]]:
+        params = (uploaded if of == "upload" else personal)(index, jax.random.fold_in(key, index))
+
+        def at(rows: Int[Array, "n"]) -> Float[Array, "n"]:
+            logits = algorithm.model.apply(params, algorithm.model.prepare(clients.inputs[rows]))
+            return optax.softmax_cross_entropy_with_integer_labels(logits, clients.labels[rows])
+
+        return at(clients.train[index]), at(clients.test[index])
+
+    inside, outside = jax.device_get(jax.jit(lambda ids: jax.lax.map(losses, ids))(jnp.arange(clients.number)))
+    member = np.arange(inside.shape[1]) < np.asarray(clients.train_size)[:, None]
+    other = np.arange(outside.shape[1]) < np.asarray(clients.test_size)[:, None]
+    by_client = [_auc(a[m], b[o]) for a, m, b, o in zip(inside, member, outside, other)]
+    everywhere = inside[member], outside[other]
+    return Membership(_auc(*everywhere), _tpr(*everywhere), np.array(by_client))
+
+
+def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> float:
+    """How likely a member's loss is the smaller one; ties count a half."""
+    if not len(inside) or not len(outside):
+        return float("nan")
+    ordered = np.sort(outside)
+    above = len(ordered) - (np.searchsorted(ordered, inside, "left") + np.searchsorted(ordered, inside, "right")) / 2
+    return float(above.mean() / len(ordered))
+
+
+def _tpr(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"], rate: float = 0.01) -> float:
+    """Share of members below the threshold that `rate` of the others are below."""
+    if not len(inside) or not len(outside):
+        return float("nan")
+    told: Bool[np.ndarray, "n"] = inside < np.sort(outside)[int(rate * len(outside))]
+    return float(told.mean())

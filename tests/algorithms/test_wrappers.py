@@ -1,0 +1,107 @@
+"""FedBuff and lying clients, around other methods."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from algorithms_table import ALGORITHMS, CLIP, MODEL, client_data, small_clients
+
+from jaxfl import LocalSGD, simulate
+from jaxfl.algorithms import byzantine, dp_fedavg, fedavg, fedbuff
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.privacy import Full, Krum, Mechanism, Median, TrimmedMean
+from jaxfl.types import Message
+
+KEY = jax.random.key(12)
+RUN = {"rounds": 3, "progress": False}
+
+
+def rounds_of(algorithm, rounds):
+    population = place(small_clients(), jax.devices()[:1])
+    step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
+    return jax.device_get(step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population))[0].server)
+
+
+@pytest.mark.parametrize("name", ["dp_fedavg", "pmtl_own"])
+def test_without_staleness_it_is_the_method_itself(name):
+    method = ALGORITHMS[name]()
+    plain, buffered = (simulate(KEY, a, small_clients(), **RUN) for a in (method, fedbuff(method, staleness=0)))
+    jax.tree.map(np.testing.assert_array_equal, plain.server, buffered.server.current)
+    jax.tree.map(np.testing.assert_array_equal, plain.scores, buffered.scores)
+    assert plain.statement["honest"] == buffered.statement["honest"]
+
+
+def test_clients_start_from_old_broadcasts_and_count_less():
+    """The server counts rounds; a client sends what it got: the mean over staleness is known."""
+    counting = fedavg(MODEL, mechanism=Mechanism(clip=1e6))._replace(
+        init=lambda key, number: (jnp.zeros(2), ()),
+        client_update=lambda key, server, client, data: (Message(server), client, {}),
+        server_update=lambda server, aggregate: jnp.stack([server[0] + 1, aggregate[0]]),
+    )
+    staleness, rounds = 2, 200
+    server = rounds_of(fedbuff(counting, staleness=staleness), rounds)
+    assert server.known[:, 0].tolist() == [rounds, rounds - 1, rounds - 2]
+    seen = server.current[1]
+    # In the last round a client sends (t - 1 - age) / sqrt(1 + age).
+    possible = [(rounds - 1 - age) / np.sqrt(1 + age) for age in range(staleness + 1)]
+    assert min(possible) < seen < max(possible)
+    assert seen == pytest.approx(np.mean(possible), rel=5 * np.std(possible) / np.mean(possible) / np.sqrt(11))
+
+
+def test_an_update_from_an_old_model_is_the_methods_own():
+    method = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4))
+    buffered = fedbuff(method, staleness=1)
+    server, clients = buffered.init(KEY, 2)
+    old = jax.tree.map(lambda leaf: leaf + 0.1, server.current)
+    server = server._replace(known=jax.tree.map(lambda a, b: jnp.stack([a, b]), server.current, old))
+    found = [buffered.client_update(jax.random.key(i), server, clients, client_data())[0].update for i in range(8)]
+    starts = (server.current, old)
+    expected = [
+        [method.client_update(jax.random.key(i), s, (), client_data())[0].update for s in starts] for i in range(8)
+    ]
+    ages = []
+    for update, options in zip(found, expected, strict=True):
+        near = []
+        for age, option in enumerate(options):
+            apart = jax.tree.map(lambda a, b, age=age: float(jnp.abs(a - b / np.sqrt(1 + age)).max()), update, option)
+            near.append(max(jax.tree.leaves(apart)))
+        assert min(near) < 1e-6 < max(near)
+        ages.append(int(np.argmin(near)))
+    assert set(ages) == {0, 1}
+
+
+def test_liars_send_the_opposite_or_noise_and_others_are_as_ever():
+    method = fedavg(MODEL, mechanism=Mechanism(clip=100.0), local=LocalSGD(optax.sgd(0.1), 4))
+    server, client = method.init(KEY, 2)
+    honest = method.client_update(KEY, server, client, client_data(3))[0].update
+    for attack in ("sign", "noise"):
+        lying = byzantine(method, [3, 5], attack=attack, scale=2.0)
+        told = lying.client_update(KEY, server, client, dataclasses.replace(client_data(3), id=3))[0].update
+        truthful = lying.client_update(KEY, server, client, dataclasses.replace(client_data(3), id=4))[0].update
+        jax.tree.map(np.testing.assert_array_equal, truthful, honest)
+        if attack == "sign":
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -2 * b), told, honest)
+        else:
+            flat = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(told)])
+            assert flat.std() == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.slow
+def test_robust_aggregates_survive_liars_that_break_a_mean():
+    """Three of eleven clients send 20 times the opposite."""
+    reached = {}
+    for name, mechanism in {
+        "mean": Mechanism(clip=1e3, sampling=Full()),
+        "median": Median(clip=1e3),
+        "trimmed": TrimmedMean(clip=1e3, share=0.3),
+        "krum": Krum(clip=1e3, byzantine=3, keep=5),
+    }.items():
+        method = fedavg(MODEL, mechanism=mechanism, local=LocalSGD(optax.sgd(0.2), 4, 2))
+        liars = byzantine(method, [0, 3, 8], attack="sign", scale=20.0)
+        result = simulate(KEY, liars, small_clients(), rounds=10, progress=False)
+        reached[name] = float(np.nanmean(result.scores.loss))
+    assert reached["mean"] > 3 * max(reached["median"], reached["trimmed"], reached["krum"])

@@ -29,10 +29,20 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     assert len((tmp_path / "runs/example/metrics.jsonl").read_text().splitlines()) == 2
 
 
+def test_the_plan_keeps_its_budget(capsys):
+    smaller = {"clients=10_000": "clients=400", "cohort=500": "cohort=20", "rounds=100": "rounds=20", "100]": "20]"}
+    block = BLOCKS[1]
+    for number, small in smaller.items():
+        block = block.replace(number, small)
+    best = run(block)["best"]
+    assert 1.99 < best.epsilon <= 2.0
+    assert best.kind in capsys.readouterr().out
+
+
 def test_the_method_of_ones_own_runs():
-    result = simulate(jax.random.key(0), run(BLOCKS[1])["mine"], small_clients(), rounds=1, progress=False)
+    result = simulate(jax.random.key(0), run(BLOCKS[2])["mine"], small_clients(), rounds=1, progress=False)
     assert np.isfinite(result.metrics[-1]["train_loss"])
-    assert len(BLOCKS) == 2  # each is run here
+    assert len(BLOCKS) == 3  # each is run here
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README.read_text()))

@@ -1,3 +1,4 @@
+import json
 import math
 import signal
 import types
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import common, quickstart
+from experiments.audit import table as audits
 from experiments.methods import compare
 from jaxfl.data import load
 from jaxfl.models import mlp
@@ -53,6 +55,14 @@ def test_the_readme_of_the_methods_has_the_numbers_of_its_results():
     results = sorted(path.stem for path in (compare.HERE / "results").glob("*.json"))
     assert results == sorted(compare.SETTINGS)
     assert (compare.HERE / "README.md").read_text() == compare.render()
+
+
+def test_the_readme_of_the_audits_has_the_numbers_of_its_results():
+    assert (audits.HERE / "README.md").read_text() == audits.render()
+    honest = json.loads((audits.HERE / "results" / "honest.json").read_text())["methods"]
+    for row in honest.values():
+        beyond = sum(bound > row["stated"] for bound in row["at_least"])
+        assert beyond <= 1 + 0.05 * len(row["at_least"])
 
 
 @pytest.mark.parametrize("task", compare.SETTINGS)

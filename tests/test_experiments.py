@@ -60,6 +60,9 @@ def test_the_readme_of_the_methods_has_the_numbers_of_its_results():
 def test_the_readme_of_the_audits_has_the_numbers_of_its_results():
     assert (audits.HERE / "README.md").read_text() == audits.render()
     honest = json.loads((audits.HERE / "results" / "honest.json").read_text())["methods"]
+    published = json.loads((audits.HERE / "results" / "published.json").read_text())
+    assert audits.table(published) in (audits.HERE.parent.parent / "README.md").read_text()
+    assert sum(len(row["at_least"]) for row in honest.values()) == 320
     for row in honest.values():
         beyond = sum(bound > row["stated"] for bound in row["at_least"])
         assert beyond <= 1 + 0.05 * len(row["at_least"])

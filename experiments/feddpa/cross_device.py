@@ -1,4 +1,4 @@
-"""FedDPA and its baselines with 1,000 clients and Poisson cohorts, where client-level privacy can work.
+"""FedDPA and its baselines with 1,000 clients and Poisson cohorts: more clients to hide among.
 
 python -m experiments.feddpa.cross_device --dataset cifar10 --scale cpu
 """

@@ -50,6 +50,7 @@ def test_an_overfitted_upload_tells_its_examples_and_noise_hides_them(clients):
     assert aucs[1] == pytest.approx(0.5, abs=0.12)
 
 
+@pytest.mark.slow
 def test_personal_models_are_attacked_as_they_are_evaluated(clients):
     method = local_only(MODEL, local=LocalSGD(optax.sgd(0.5), 5, 60))
     result = simulate(KEY, method, clients, rounds=1, progress=False)

@@ -180,7 +180,7 @@ def test_a_client_sees_its_own_examples_and_zeros_beyond_them():
     np.testing.assert_array_equal(labels, [[3, 5], [0, 0]])
     part = data.part(1, 2)
     np.testing.assert_array_equal(part.take(jnp.arange(2))[1], [3, 0])
-    assert {name for name in vars(data) if not name.startswith("_")} == {"size", "id", "noise"}
+    assert {name for name in vars(data) if not name.startswith("_")} == {"size", "id", "noise", "round"}
 
 
 PRIVATE = DPSGD(clip=0.5, noise_multiplier=np.array([4.0]), rate=0.5, steps=1, optimizer=optax.sgd(1.0))

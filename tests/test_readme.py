@@ -19,6 +19,7 @@ def run(block):
     return names
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path, monkeypatch, capsys):
     assert len([line for line in BLOCKS[0].splitlines() if line]) <= 15
     monkeypatch.chdir(tmp_path)
@@ -29,6 +30,7 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     assert len((tmp_path / "runs/example/metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_the_plan_keeps_its_budget(capsys):
     smaller = {"clients=10_000": "clients=400", "cohort=500": "cohort=20", "rounds=100": "rounds=20", "100]": "20]"}
     block = BLOCKS[1]

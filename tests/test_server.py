@@ -85,6 +85,7 @@ def test_who_sends_weights_or_has_a_step_of_its_own_refuses_a_servers_optimizer(
             malformed.call(name, server_optimizer=fedadam(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", USERS)
 def test_who_takes_one_uses_it(name):
     frozen = malformed.call(name, server_optimizer=optax.sgd(0.0))

@@ -28,6 +28,7 @@ def assert_close(a, b, **tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **options), a, b)
 
 
+@pytest.mark.slow
 def test_what_is_sent_and_accounted_is_dp_fedavgs():
     found = run(apfl(MODEL, alpha_learning_rate=0.5, **LOCAL, **PRIVATE))
     expected = run(dp_fedavg(MODEL, **LOCAL, **PRIVATE))

@@ -26,6 +26,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_what_is_sent_and_accounted_is_dp_fedavgs_to_the_bit():
     found, expected = (
         run(ditto(MODEL, personal=PERSONAL, **LOCAL, **PRIVATE)),

@@ -102,6 +102,7 @@ def test_a_client_without_examples_keeps_its_variate():
     jax.tree.map(np.testing.assert_array_equal, after, own)
 
 
+@pytest.mark.slow
 def test_one_clip_bounds_both_halves_of_what_a_client_sends():
     clients = small_clients()
     algorithm = scaffold(MODEL, **WHOLE, **PRIVATE | {"noise_multiplier": 0.0, "sampling": Full()})
@@ -116,6 +117,7 @@ def test_one_clip_bounds_both_halves_of_what_a_client_sends():
 HALVES = ("params", "control")
 
 
+@pytest.mark.slow
 def test_both_halves_get_the_noise_and_epsilon_is_dp_fedavgs():
     clients = small_clients()
     clients = clients._replace(train_size=np.zeros_like(clients.train_size))

@@ -52,6 +52,7 @@ def test_clients_start_from_old_broadcasts_and_count_less():
     assert seen == pytest.approx(np.mean(possible), rel=5 * np.std(possible) / np.mean(possible) / np.sqrt(11))
 
 
+@pytest.mark.slow
 def test_an_update_from_an_old_model_is_the_methods_own():
     method = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4))
     buffered = fedbuff(method, staleness=1)

@@ -61,6 +61,7 @@ def test_without_decay_the_optimizer_is_the_same_object():
     assert decayed(optimizer, None, client_data()) is optimizer
 
 
+@pytest.mark.slow
 def test_a_head_is_fitted_at_the_decayed_rate():
     head = LocalSGD(optax.sgd(0.1), 4, 2, decay=once)
     algorithm = fedrep(MODEL, local=LocalSGD(optax.sgd(0.1), 4), head=head)
@@ -84,8 +85,9 @@ def test_only_what_has_the_optimizers_rate_decays(build):
     assert_close(found, half.client_update(KEY, server, own, client_data()))
 
 
-@pytest.mark.parametrize("options", [{}, pytest.param({"chunk": 4}, marks=pytest.mark.slow), {"states": "host"}])
-@pytest.mark.parametrize("private", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"chunk": 4}, {"states": "host"}])
+@pytest.mark.parametrize("private", [False, True])
 def test_every_kind_of_run_counts_its_rounds(options, private):
     decay = steps_of("private" if private else "plain", 0.2, once)
     algorithm = dp_fedavg(MODEL, local=decay, **PRIVATE)

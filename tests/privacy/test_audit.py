@@ -116,7 +116,14 @@ def test_half_the_noise_is_caught():
 
 @pytest.mark.parametrize(
     "sampling",
-    [Full(), Poisson(0.3), FixedSize(4), CyclicPoisson(0.2, 3), MinSeparation(2, 3), BallsInBins(4)],
+    [
+        Poisson(0.3),
+        BallsInBins(4),
+        *(
+            pytest.param(s, marks=pytest.mark.slow)
+            for s in (Full(), FixedSize(4), CyclicPoisson(0.2, 3), MinSeparation(2, 3))
+        ),
+    ],
     ids=lambda sampling: type(sampling).__name__,
 )
 def test_canaries_take_part_as_often_as_clients(sampling):

@@ -34,6 +34,7 @@ def test_noise_on_the_model_is_that_of_prefix_sums():
     assert noise_error(Mechanism(), 60) == pytest.approx(np.linalg.norm(np.tril(np.ones((60, 60)))) / math.sqrt(60))
 
 
+@pytest.mark.slow
 def test_curves_go_through_the_plan(plans):
     for each in plans[:2]:
         assert each.over_delta([each.delta])[0] == pytest.approx(each.epsilon)
@@ -50,6 +51,7 @@ def test_epsilon_of_a_multiplier_is_dp_accountings():
     assert of_poisson.noise_multiplier == 2.0
 
 
+@pytest.mark.slow
 def test_rounds_and_cohort_for_a_budget_are_the_largest():
     rounds = most_rounds(1.0, noise_multiplier=2.0, clients=1000, cohort=50)
 

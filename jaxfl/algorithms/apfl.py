@@ -19,7 +19,7 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 
 class Own(NamedTuple):
-    """What a client keeps."""
+    """A client's state."""
 
     params: Params
     alpha: Any
@@ -50,7 +50,7 @@ def apfl(
 ) -> Algorithm:
     r"""APFL: a client is evaluated with :math:`\bar v = \alpha_i v_i + (1 - \alpha_i) w`, and sends w's update alone.
 
-    A local step, from :math:`w = w^t` on, takes three gradients at once, on one batch:
+    A local step, from :math:`w = w^t` on, takes three gradients on one batch:
 
     .. math::
         w \leftarrow w - \eta \nabla F_i(w), \qquad
@@ -58,12 +58,12 @@ def apfl(
         \alpha_i \leftarrow
             \mathrm{clip}_{[0, 1]} \big( \alpha_i - \eta_\alpha \langle \nabla F_i(\bar v), v_i - w \rangle \big)
 
-    where :math:`\alpha_i \nabla F_i(\bar v)` is the gradient of :math:`F_i(\bar v)` by :math:`v_i`.
+    where :math:`\alpha_i \nabla F_i(\bar v)` is the gradient of :math:`F_i(\bar v)` in :math:`v_i`.
 
     Args:
         model: the network.
-        alpha: the share of the personal model at first; with 0 w alone is used.
-        alpha_learning_rate: :math:`\eta_\alpha`; 0: alpha stays as it is.
+        alpha: the initial share of the personal model; 0 uses w alone.
+        alpha_learning_rate: :math:`\eta_\alpha`; 0: alpha is fixed.
         local: how a client trains w and v in a round, each with the optimizer's own state.
         clip: C, L2 bound on the update of w.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
@@ -72,7 +72,7 @@ def apfl(
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: `dp_fedavg`'s, whose messages it sends; for each client against all others (joint privacy): v and alpha
-        depend on its own data. Publishing them voids it.
+        depend on its own data. Publishing them voids this.
     Deviations from the paper: uniform weights; alpha has a learning rate of its own. The published code adds 0.02 alpha
         to alpha's gradient.
     References: Deng, Kamani, Mahdavi, Adaptive Personalized Federated Learning, 2020 (arXiv:2003.13461), Algorithm 1.
@@ -89,15 +89,15 @@ def apfl(
         return server, init_clients(Own(server.params, jnp.asarray(alpha, jnp.float32)), number)
 
     def apply(weights: tuple[Params, Own], x: Array) -> Any:
-        shared, own = weights
-        return model.apply(shared, x), model.apply(_mix(own, lax.stop_gradient(shared)), x)
+        shared, client = weights
+        return model.apply(shared, x), model.apply(_mix(client, lax.stop_gradient(shared)), x)
 
     def client_update(key: Key[Array, ""], server: Server, client: Own, data: ClientData) -> tuple:
         weights, mixture = decayed(local.optimizer, local.decay, data), _projected_sgd(alpha_learning_rate)
         optimizer = optax.partition({"weights": weights, "alpha": mixture}, ("weights", Own("weights", "alpha")))
-        three = dataclasses.replace(local, optimizer=optimizer, decay=None)
-        (shared, own), info = three.train(key, model, (server.params, client), data, apply=apply, loss=_both)
-        return Message(optax.tree.sub(shared, server.params)), own, info | {"alpha": own.alpha}
+        training = dataclasses.replace(local, optimizer=optimizer, decay=None)
+        (shared, client), info = training.train(key, model, (server.params, client), data, apply=apply, loss=_both)
+        return Message(optax.tree.sub(shared, server.params)), client, info | {"alpha": client.alpha}
 
     return base._replace(
         name="apfl",
@@ -107,8 +107,8 @@ def apfl(
     )
 
 
-def _mix(own: Own, shared: Params) -> Params:
-    return jax.tree.map(lambda v, w: own.alpha * v + (1 - own.alpha) * w, own.params, shared)
+def _mix(client: Own, shared: Params) -> Params:
+    return jax.tree.map(lambda v, w: client.alpha * v + (1 - client.alpha) * w, client.params, shared)
 
 
 def _both(logits: Any, labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:

@@ -26,8 +26,8 @@ def byzantine(
 ) -> Algorithm:
     r"""Some clients send :math:`-s \Delta_i` ("sign") or :math:`s \, N(0, I)` ("noise") in place of their update.
 
-    They train and are evaluated as before; the mechanism bounds what they send like every update. Clients that lie by
-    their data are made by `jaxfl.data.flip_labels`.
+    They train and are evaluated as before; the mechanism bounds their updates as usual. For data poisoning, see
+    `jaxfl.data.flip_labels`.
 
     Args:
         algorithm: any method.
@@ -35,7 +35,7 @@ def byzantine(
         attack: what they send.
         scale: s.
 
-    Guarantee: the method's, of honest clients.
+    Guarantee: the method's, for honest clients.
     References: Blanchard et al. 2017 (noise); Li et al., RSA, AAAI 2019 (sign flipping).
 
     >>> from jaxfl.algorithms import fedavg
@@ -47,13 +47,13 @@ def byzantine(
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server, client, data)
-        lies = jnp.any(jnp.asarray(numbers) == data.id)
+        lying = jnp.any(jnp.asarray(numbers) == data.id)
         leaves, structure = jax.tree.flatten(message.update)
         lie = [-scale * leaf for leaf in leaves]
         if attack == "noise":
             keys = jax.random.split(jax.random.fold_in(key, _LIE), max(len(leaves), 1))
-            lie = [scale * jax.random.normal(own, leaf.shape, leaf.dtype) for own, leaf in zip(keys, leaves)]
-        sent = [jnp.where(lies, wrong, leaf) for wrong, leaf in zip(lie, leaves)]
+            lie = [scale * jax.random.normal(leaf_key, leaf.shape, leaf.dtype) for leaf_key, leaf in zip(keys, leaves)]
+        sent = [jnp.where(lying, false, leaf) for false, leaf in zip(lie, leaves)]
         return message._replace(update=jax.tree.unflatten(structure, sent)), client, info
 
     return algorithm._replace(client_update=client_update)

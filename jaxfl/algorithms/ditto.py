@@ -1,4 +1,4 @@
-"""Ditto: personal models that are drawn towards a shared one, which is trained as if they were not there."""
+"""Ditto: personal models pulled towards a shared one, whose training ignores them."""
 
 import functools
 import math
@@ -28,24 +28,24 @@ def ditto(
     sampling: Sampling = Full(),
     **options: Any,
 ) -> Algorithm:
-    r"""Ditto: (private) FedAvg for w, and for every client a model of its own, which is never sent.
+    r"""Ditto: (private) FedAvg for w, and a personal model per client, which is never sent.
 
     .. math:: v_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2
 
-    approached from the client's last :math:`v_i` in each round that it takes part in; it is evaluated with that.
+    from the client's last :math:`v_i`, in each of its rounds; the client is evaluated with :math:`v_i`.
 
     Args:
         model: the network.
         penalty_weight: lambda; 0 is local training.
-        personal: how a client trains its own model in a round.
+        personal: how a client trains v in a round.
         clip: as in `dp_fedavg`.
         noise_multiplier: as in `dp_fedavg`.
         sampling: as in `dp_fedavg`.
         options: those of `dp_fedavg`, for w.
 
-    Guarantee: `dp_fedavg`'s, whose messages are the same to the bit; for each client against all others (joint
-        privacy): its own model depends on its own data. Publishing it voids that.
-    Deviations from the paper: uniform weights. w and v take their batches in the same order, where sizes agree.
+    Guarantee: `dp_fedavg`'s, whose messages are bitwise the same; for each client against all others (joint privacy): v
+        depends on its own data. Publishing v voids this.
+    Deviations from the paper: uniform weights. w and v take their batches in the same order if sizes agree.
     References: Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021
         (arXiv:2012.04221), Algorithm 1.
 

@@ -14,7 +14,7 @@ _STALENESS = 2**31 + 3
 
 
 class Versions(NamedTuple):
-    """The server's state, and those that clients may still train from, the newest first [S + 1, ...]."""
+    """The server's state, and the states clients may train from, newest first [S + 1, ...]."""
 
     current: Tree
     known: Tree
@@ -29,16 +29,16 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
         \Delta_i = \frac{1}{\sqrt{1 + \tau_i}} \, \mathrm{update}(\theta^{t - \tau_i}), \qquad
         \theta^{t+1} = \mathrm{server}(\theta^t, \mathrm{aggregate}(\Delta))
 
-    The simulation draws staleness where a deployment has it from clients of different speeds. The server keeps S + 1
+    The simulation draws staleness; in a deployment it comes from clients' different speeds. The server keeps S + 1
     states.
 
     Args:
-        algorithm: a method whose clients send updates, not weights: an old start moves those.
+        algorithm: a method whose clients send updates, not weights: stale starts bias these.
         staleness: S; 0 is the method itself.
 
-    Guarantee: the method's, for the observer of sums and broadcasts: an update is clipped after it was scaled, and
-        staleness does not depend on data. The sampler says who fills a buffer: Poisson sampling and fixed sizes amplify
-        only where a deployment really draws its cohorts so.
+    Guarantee: the method's, for the observer of sums and broadcasts: updates are clipped after scaling, and staleness
+        does not depend on data. The sampler says who fills a buffer: Poisson sampling and fixed sizes amplify only if a
+        deployment draws its cohorts so.
     Deviations from the paper: the buffer's size is the sampler's cohort. Staleness is uniform.
     References: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022
         (arXiv:2106.06639).

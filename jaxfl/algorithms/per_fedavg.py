@@ -1,4 +1,4 @@
-"""Per-FedAvg: a shared model from which one step leads to a personal one."""
+"""Per-FedAvg: a shared model one step from every personal one."""
 
 import math
 from typing import Any
@@ -34,12 +34,12 @@ def per_fedavg(
 
     .. math:: w \leftarrow w - \eta \nabla F_i(w - \alpha \nabla F_i(w; D); D')
 
-    where D is one half of a step's batch and D' the other. A client is evaluated after it has trained on from
-    :math:`w^t` on its own training examples.
+    where D is one half of a step's batch and D' the other. A client is evaluated after it has trained :math:`w^t` on
+    its own training examples.
 
     Args:
         model: the network.
-        inner_learning_rate: alpha; 0 is FedAvg by half batches.
+        inner_learning_rate: alpha; 0 is FedAvg on half batches.
         local: how a client trains in a round; a batch of one example is both D and D'.
         personal: how a client trains before evaluation; the paper's is one step of `optax.sgd(alpha)`.
         clip: as in `dp_fedavg`.
@@ -66,16 +66,16 @@ def per_fedavg(
     def loss(batch: Any, labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
         params, x = batch
 
-        def on(params: Params, part: Float[Array, "B"]) -> Float[Array, ""]:
+        def half_loss(params: Params, part: Float[Array, "B"]) -> Float[Array, ""]:
             return cross_entropy(model.apply(params, x), labels, part)
 
         first = jnp.where(jnp.arange(len(weights)) % 2 == 0, weights, 0)
         second = jnp.where(jnp.sum(weights) > 1, weights - first, first)
-        step = lax.stop_gradient(jax.grad(on)(params, first))
-        return on(optax.tree.add_scale(params, -inner_learning_rate, step), second)
+        step = lax.stop_gradient(jax.grad(half_loss)(params, first))
+        return half_loss(optax.tree.add_scale(params, -inner_learning_rate, step), second)
 
     def client_update(key: Key[Array, ""], server: Server, client: tuple, data: ClientData) -> tuple:
-        whole = model._replace(microbatch=None)  # a part of a batch would take its own step to w'
+        whole = model._replace(microbatch=None)  # a microbatch would take its own inner step
         params, info = local.train(key, whole, server.params, data, apply=unapplied, loss=loss)
         return Message(optax.tree.sub(params, server.params)), client, info
 

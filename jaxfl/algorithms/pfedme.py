@@ -38,9 +38,8 @@ def pfedme(
         w_i \leftarrow w_i - \eta \lambda (w_i - \theta_i), \qquad
         w^{t+1} = w^t + \beta \, \mathrm{aggregate}(w_i - w^t)
 
-    Each local step takes a batch, and K steps of gradient descent on it for :math:`\theta_i`, which go on from where
-    the last ones ended, in a round's first step from :math:`w^t`. A client keeps the last :math:`\theta_i`, and is
-    evaluated with it.
+    Each local step takes a batch, and K gradient steps on it for :math:`\theta_i`, from the previous :math:`\theta_i`,
+    in a round's first step from :math:`w^t`. A client keeps the last :math:`\theta_i`, and is evaluated with it.
 
     Args:
         model: the network.
@@ -55,10 +54,10 @@ def pfedme(
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
-        mechanism on the clipped sum; for each client against all others (joint privacy): its own model depends on its
-        own data. Publishing it voids it.
-    Deviations from the paper: participants alone train, not all clients. :math:`\theta_i` takes K steps, not as many as
-        an accuracy needs.
+        mechanism on the clipped sum; for each client against all others (joint privacy): its personal model depends on
+        its own data. Publishing it voids this.
+    Deviations from the paper: only participants train. :math:`\theta_i` takes K steps, not as many as an accuracy
+        needs.
     References: Dinh, Tran, Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020
         (arXiv:2006.08848), Algorithm 1.
 
@@ -73,35 +72,35 @@ def pfedme(
         server, _ = base.init(key, number)
         return server, init_clients(server.params, number)
 
-    def apply(both: tuple[Params, Params], x: Array) -> Array:
-        return model.apply(both[1], x)
+    def apply(pair: tuple[Params, Params], x: Array) -> Array:
+        return model.apply(pair[1], x)
 
-    def pull(both: tuple[Params, Params]) -> Float[Array, ""]:
-        return proximal(both[1], lax.stop_gradient(both[0]), penalty_weight)
+    def pull(pair: tuple[Params, Params]) -> Float[Array, ""]:
+        return proximal(pair[1], lax.stop_gradient(pair[0]), penalty_weight)
 
     def envelope(gradient_fn: GradientFn) -> GradientFn:
-        """From a pair of w and theta to the envelope's gradient, and the step that leads to the new theta."""
+        """Map (w, theta) to the envelope's gradient, and the step to the new theta."""
 
-        def of_step(both: tuple[Params, Params]) -> tuple[Float[Array, ""], Tree]:
-            own, start = both
+        def of_step(pair: tuple[Params, Params]) -> tuple[Float[Array, ""], Tree]:
+            weights, start = pair
 
             def descend(i: Int[Array, ""], carry: tuple) -> tuple:
-                value, (_, slope) = gradient_fn((own, carry[1]))
+                value, (_, slope) = gradient_fn((weights, carry[1]))
                 return value, optax.tree.add_scale(carry[1], -inner_learning_rate, slope)
 
             value, personal = lax.fori_loop(0, inner_steps, descend, (jnp.zeros(()), start))
-            outer = optax.tree.scale(penalty_weight, optax.tree.sub(own, personal))
+            outer = optax.tree.scale(penalty_weight, optax.tree.sub(weights, personal))
             return value, (outer, optax.tree.sub(start, personal))
 
         return of_step
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
-        own = decayed(local.optimizer, local.decay, data)
-        optimizer = optax.partition({"own": own, "personal": optax.scale(-1.0)}, ("own", "personal"))
+        shared = decayed(local.optimizer, local.decay, data)
+        optimizer = optax.partition({"weights": shared, "personal": optax.scale(-1.0)}, ("weights", "personal"))
         outer = dataclasses.replace(local, optimizer=optimizer, decay=None)
         start = (server.params, server.params)
-        (own, personal), info = outer.train(key, model, start, data, apply=apply, penalty=pull, gradient=envelope)
-        return Message(optax.tree.sub(own, server.params)), personal, info
+        (weights, personal), info = outer.train(key, model, start, data, apply=apply, penalty=pull, gradient=envelope)
+        return Message(optax.tree.sub(weights, server.params)), personal, info
 
     return base._replace(
         name="pfedme",

@@ -1,4 +1,4 @@
-"""SCAFFOLD: local steps that are corrected by control variates."""
+"""SCAFFOLD: local steps corrected by control variates."""
 
 import math
 from typing import NamedTuple
@@ -42,7 +42,7 @@ def scaffold(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""SCAFFOLD, option II: the K local steps of a client from x follow an estimate of the gradient of all clients.
+    r"""SCAFFOLD, option II: a client's K local steps from x follow an estimate of the global gradient.
 
     .. math::
         y \leftarrow y - \eta \, (\nabla F_i(y) - c_i + c), \qquad
@@ -67,9 +67,9 @@ def scaffold(
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by one Gaussian
         mechanism for both halves of the message; for each client against all others (joint privacy): its own variate
         depends on its own data.
-    Deviations from the paper: uniform weights; under Poisson sampling the expected share of participants takes the
-        place of the realised one. A client keeps its variate unclipped: with a finite clip or noise, c is not the mean
-        of all. Variates start at zero.
+    Deviations from the paper: uniform weights; under Poisson sampling the expected share of participants replaces the
+        realised one. A client keeps its variate unclipped: with a finite clip or noise, c is not the mean of all.
+        Variates start at zero.
     References: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
         (arXiv:1910.06378), Algorithm 1.
 

@@ -1,4 +1,4 @@
-"""Clip, noise, who adds it, and what it guarantees."""
+"""Clipping, noise, sampling and accounting."""
 
 from jaxfl.privacy.accounting import (
     calibrate,

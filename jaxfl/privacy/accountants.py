@@ -1,26 +1,25 @@
 r"""Epsilon of what an observer sees, by dp-accounting: Rényi divergences (RDP) or privacy loss distributions (PLD).
 
-Where there are many kinds of rounds or clients, multipliers are rounded down, so that no epsilon is too small.
+Where rounds or clients have too many distinct multipliers, these are rounded down, which never lowers epsilon.
 
-**Replace-one under Poisson sampling.** A client takes part with probability q whatever its data. A round then shows
-:math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` of its update u, and :math:`P_v` of the one that takes its
-place, where r is what the others send, :math:`\|u\|, \|v\| \le C`. For every :math:`\alpha \ge 0`,
+**Replace-one under Poisson sampling.** A client participates with probability q, whatever its data. A round then
+follows :math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` for its update u, and :math:`P_v` for a replacement v,
+where r is the other clients' sum, :math:`\|u\|, \|v\| \le C`. For every :math:`\alpha \ge 0`,
 
 .. math:: H_\alpha(P_u \| P_v) \le H_\alpha(P_{+C} \| P_{-C}) \qquad \text{(in one dimension, } r = 0).
 
-Proof: below 1, :math:`H_\alpha(P \| Q) = 1 - \alpha + \alpha H_{1/\alpha}(Q \| P)`. From 1 on, take the event A of the
-left, and c such that :math:`N_u(A) = \Phi(-c)`, with r at 0 and :math:`\sigma = 1`. Of all events that N_u gives this
-probability, a half-space has the least under another mean, :math:`\Phi(-c - \text{distance})` (Neyman and Pearson), and
-the means 0 and v are at most C and 2C away:
+Proof: for :math:`\alpha < 1`, :math:`H_\alpha(P \| Q) = 1 - \alpha + \alpha H_{1/\alpha}(Q \| P)`. Otherwise let
+:math:`r = 0` and :math:`\sigma = 1`, let the event A attain the left side, and :math:`N_u(A) = \Phi(-c)`. Among events
+of this probability under N_u, a half-space has the least under another mean, :math:`\Phi(-c - \text{distance})`
+(Neyman-Pearson), and the means 0 and v are at most C and 2C away:
 
 .. math:: P_u(A) - \alpha P_v(A) = q N_u(A) - (\alpha - 1)(1 - q) N_0(A) - \alpha q N_v(A)
     \le q \Phi(-c) - (\alpha - 1)(1 - q) \Phi(-c - C) - \alpha q \Phi(-c - 2C),
 
-which is that difference for the half-line :math:`x \ge c + C` under :math:`P_{\pm C}`. So this pair dominates every
-round, given all that was seen before and the other clients' coins and noise, and so does its adaptive composition (Zhu,
-Dong, Wang, Optimal Accounting of Differential Privacy via Characteristic Function, AISTATS 2022). Clients may keep
-states: mixtures over what they hold obey the same bound. PLD has this pair as `REPLACE_ONE`; its Rényi divergence is
-integrated here.
+which equals that difference for the half-line :math:`x \ge c + C` under :math:`P_{\pm C}`. So this pair dominates every
+round, given the past and the other clients' coins and noise, and so does its adaptive composition (Zhu, Dong, Wang,
+Optimal Accounting of Differential Privacy via Characteristic Function, AISTATS 2022). Clients may be stateful: mixtures
+over states obey the same bound. PLD accounting has this pair as `REPLACE_ONE`; its Rényi divergence is integrated here.
 """
 
 import functools
@@ -43,55 +42,52 @@ Levels = tuple[tuple[float, int], ...]
 """Distinct finite multipliers and how often each occurs."""
 
 ORDERS = [*range(2, 65), 76, 91, 108, 128, 152, 181, 215, 256, 512, 1024]
-"""Rényi orders under sampling: whole, because at fractional ones the sums may not converge; few, because an order
-costs as many terms. The last digits of an epsilon depend on them."""
+"""Rényi orders under sampling: integers, as the series may diverge at fractional orders; few, as an order costs as many
+terms. The last digits of an epsilon depend on them."""
 
 _PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()  # without sampling: a closed form at every order
 
-_MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = (
-    256,
-    64,
-    8,
-    64,
-)  # a total costs 1 ms, a level 15 to 300
+_MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = 256, 64, 8, 64  # a total costs 1 ms, a level 15 to 300
 
-_remember = functools.lru_cache(maxsize=4096)  # runs that differ by seed alone are accounted alike
+_remember = functools.lru_cache(maxsize=4096)  # runs that differ only by seed share their accounting
 
 
 def trivial(view: View) -> bool:
-    """Whether every client is fully seen or not at all, so that there is nothing to compute."""
+    """Whether every client is fully exposed or not at all, which needs no accountant."""
     return bool(np.all((view.multiplier == 0) | (view.multiplier == math.inf)))
 
 
 class Bound(NamedTuple):
-    """Epsilon of each client, and what it rests on."""
+    """Epsilon of each client, and its theorem."""
 
     values: Float[np.ndarray, "#C"]
     theorem: str
 
 
 def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> Bound:
-    """The smallest that the accountant has a theorem for, when the view happens `repeats` times."""
+    """The smallest epsilon that the accountant proves for `repeats` such views."""
     kinds, kind_of_client = _group_clients(view)
     evaluate = rdp_epsilon if accountant == "rdp" else pld_epsilon
     values = [evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T]
-    own = Bound(np.array(values)[kind_of_client], f"{view.theorem}; {accountant.upper()}")
+    direct = Bound(np.array(values)[kind_of_client], f"{view.theorem}; {accountant.upper()}")
     if view.amplified is None or accountant == "pld":
-        return own
+        return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
     spent = np.sum([count * view.amplified.divergences(level) for level, count in levels], axis=0)
     value = float(compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
-    return own if own.values.max() <= value else Bound(np.minimum(own.values, value), f"{view.amplified.theorem}; RDP")
+    if direct.values.max() <= value:
+        return direct
+    return Bound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
 
 
 def least_epsilon(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> float:
     """The smallest valid epsilon of the worst client ("pld": also where only RDP has the theorem)."""
-    asked: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
-    return min(float(bound(view, own, delta, repeats).values.max()) for own in asked)
+    names: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
+    return min(float(bound(view, name, delta, repeats).values.max()) for name in names)
 
 
 def worst_rounds(view: View) -> Iterator[View]:
-    """The worst round of the worst client alone, of those that sampling amplifies and of those that it does not."""
+    """The worst client's worst round among amplified rounds, and among the others."""
     for hidden in np.unique(view.hidden):
         least = view.multiplier[view.hidden == hidden].min(keepdims=True)
         amplified = view.amplified
@@ -101,7 +97,7 @@ def worst_rounds(view: View) -> Iterator[View]:
 
 
 def worst_client(view: View) -> View:
-    """The client that is the most exposed in every round, alone; the view itself, if nobody is."""
+    """The view of the client most exposed in every round; unchanged if there is none."""
     least = view.multiplier.min(axis=1, keepdims=True)
     column = np.argmax(np.all(view.multiplier == least, axis=0))
     worst = view.multiplier[:, [column]]
@@ -150,7 +146,7 @@ def pld_epsilon(
 @_remember
 def _pld_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool) -> float:
     if plain == 0 or not sampled:
-        with np.errstate(divide="ignore"):  # it takes the logarithm of 0 where delta is far from reached
+        with np.errstate(divide="ignore"):  # it takes log(0) where delta is far from reached
             single = plain / (2 if replaced else 1) / math.sqrt(repeats)
             return float(dp_accounting.get_epsilon_gaussian(single, delta))
     # REPLACE_ONE doubles the sensitivity of plain Gaussians itself.
@@ -168,10 +164,10 @@ def rdp_accountant(sampled: bool) -> RdpAccountant:
 def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "orders"]:
     r"""Rényi divergences :math:`D_a(P_{+1} \| P_{-1})`, :math:`P_{\pm 1} = (1-q) N(0, z^2) + q N(\pm 1, z^2)`.
 
-    By the trapezoidal rule with steps h, whose error falls like :math:`e^{-2 \pi y / h}` for an integrand that is
-    analytic within y of the real line: :math:`P_{-1}` has no zero within :math:`\pi z^2`, and steps of :math:`z^2 / 25`
-    and :math:`z / 6` leave less than rounding, which is added. Orders that would take too many steps get the divergence
-    without sampling, :math:`2 a / z^2`, which is no smaller (quasi-convexity).
+    By the trapezoidal rule with step h, whose error decays like :math:`e^{-2 \pi y / h}` for an integrand analytic
+    within y of the real line: :math:`P_{-1}` has no zero within :math:`\pi z^2`, and steps of :math:`z^2 / 25` and
+    :math:`z / 6` leave less than rounding error, which is added. Orders that need too many steps get the unsampled
+    divergence, :math:`2 a / z^2`, which is no smaller (quasi-convexity).
     """
     z, q = multiplier, rate
     divergences = 2 * np.array(ORDERS) / z**2
@@ -199,7 +195,7 @@ def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x
 
 
 def gaussians(plain: float, sampled: Float[np.ndarray, "R"], rate: float) -> DpEvent:
-    """One Gaussian, and a Poisson-sampled one per entry of `sampled`; multipliers of infinity are nothing."""
+    """One Gaussian, and a Poisson-sampled one per entry of `sampled`; infinite multipliers are skipped."""
     return _events(plain, _levels(sampled), rate)
 
 
@@ -213,13 +209,13 @@ def _events(plain: float, sampled: Levels, rate: float) -> DpEvent:
 
 
 def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray, "*C"]:
-    r"""All plain rounds are one Gaussian: :math:`z^{-2} = \sum_t z_t^{-2}`."""
+    r"""Unsampled rounds compose to one Gaussian: :math:`z^{-2} = \sum_t z_t^{-2}`."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.asarray(np.sum(multiplier**-2.0, axis=0) ** -0.5)
 
 
 def round_down(values: Float[np.ndarray, "..."], most: int = _MOST_LEVELS) -> Float[np.ndarray, "..."]:
-    """Round down to at most `most` levels, besides 0 and infinity; the least stays exact."""
+    """Round down to at most `most` levels, besides 0 and infinity; the minimum stays exact."""
     finite = (values > 0) & (values < math.inf)
     if np.unique(values[finite]).size <= most:
         return values
@@ -232,7 +228,7 @@ def round_down(values: Float[np.ndarray, "..."], most: int = _MOST_LEVELS) -> Fl
 def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray, "#C"]]:
     """Distinct clients as columns (plain rounds in total, then each sampled round), and the column of each client.
 
-    Where sampled rounds make them too many, one column that is at least as exposed as every client.
+    If there are too many, one column at least as exposed as every client.
     """
     plain = round_down(total_multiplier(view.multiplier[~view.hidden]), _MOST_TOTALS)
     sampled = view.multiplier[view.hidden]
@@ -249,7 +245,7 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 
 
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
-    """Grid of the privacy loss: fine beside one round's loss, at most about a million points for the longest."""
+    """Grid spacing of the privacy loss: small against one round's loss, at most about a million points."""
     levels, counts = np.array(sampled).T
     plain, levels = plain / change, levels / change
     spread = counts @ (rate / levels) ** 2
@@ -261,7 +257,7 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
 
 @_remember
 def without_replacement(multiplier: float, clients: int, size: int) -> Float[np.ndarray, "orders"]:
-    """Rényi divergences under replace-one of a Gaussian on `size` of the clients; they bound those of zero-out."""
+    """Replace-one Rényi divergences of a Gaussian on `size` of the clients; they bound the zero-out ones."""
     accountant = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_ONE)
     event = dp_accounting.SampledWithoutReplacementDpEvent(clients, size, GaussianDpEvent(multiplier))
     return np.array(accountant.compose(event).rdp)
@@ -269,7 +265,7 @@ def without_replacement(multiplier: float, clients: int, size: int) -> Float[np.
 
 @_remember
 def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
-    r"""Rényi divergences of a Gaussian in one of b rounds, drawn uniformly, against none of them; the larger direction.
+    r"""Rényi divergences of a Gaussian in one uniformly drawn round of b, against none; the larger direction.
 
     The pair :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions dominates (Chua et
     al., Balls-and-Bins Sampling for DP-SGD, AISTATS 2025). With :math:`L_j = dN(e_j) / dQ`, independent under Q,
@@ -281,7 +277,7 @@ def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
             E[e^{-t L_1}]^b \, dt,
 
     the integrals by the trapezoidal rule over log t and the normal variable of L. Orders above 256, and those whose
-    integral does not end on the grid, get the divergence without sampling, :math:`a / 2 z^2`, which is no smaller.
+    integrand does not decay on the grid, get the unsampled divergence, :math:`a / 2 z^2`, which is no smaller.
     """
     z, plain = multiplier, np.array(ORDERS) / (2 * multiplier**2)
     most = max(order for order in ORDERS if order <= 256)
@@ -302,13 +298,13 @@ def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
         if max(exponent[0], exponent[-1]) > exponent.max() - 40:
             continue
         down = s * math.log(bins) - gammaln(s) + np.logaddexp.reduce(exponent) + math.log(u[1] - u[0])
-        both = max(up, down, 0.0)
-        divergences[i] = min((both + 1e-10 * (1 + both)) / s, plain[i])
+        larger = max(up, down, 0.0)
+        divergences[i] = min((larger + 1e-10 * (1 + larger)) / s, plain[i])
     return divergences
 
 
 def _log_power(term: Float[np.ndarray, "n"], power: int) -> Float[np.ndarray, "n"]:
-    """Logarithms of the first coefficients of a power of a series, from those of the series."""
+    """Log-coefficients of a power of a series, from those of the series."""
 
     def product(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
         return np.array([np.logaddexp.reduce(a[: n + 1] + b[n::-1]) for n in range(len(a))])

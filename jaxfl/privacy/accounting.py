@@ -1,4 +1,4 @@
-"""Ledger to epsilon, for two observers; planning, progress, and calibration to a target."""
+"""From ledger to epsilon by observer; planned ledgers, progress, and calibration."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ _FULL = Full()
 
 
 def check_ledger(name: str, value: Any) -> Ledger:
-    """Require a ledger of rounds and clients whose tables fit."""
+    """Require a ledger whose tables fit one another."""
     if not isinstance(value, Ledger):
         raise TypeError(f"{name}={show(value)}: give a Ledger, of a run or from jaxfl.privacy.planned_ledger")
     shape = np.shape(value.participants)
@@ -44,7 +44,7 @@ def check_ledger(name: str, value: Any) -> Ledger:
 
 
 class Epsilon(NamedTuple):
-    """The largest epsilon over clients, each client's own, the bound it rests on, and why it is infinite."""
+    """The largest epsilon over clients, every client's, its theorem, and the reason if it is infinite."""
 
     value: float
     per_client: Float[np.ndarray, "C"]
@@ -64,41 +64,40 @@ def epsilon(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> Epsilon:
-    """Compose what the engine did.
+    """Account for a ledger.
 
     Args:
         ledger: the rounds as they happened, or as planned (`planned_ledger`).
         mechanism: clip bound, sampling and denominator; its noise is read from the ledger.
         observer: "aggregate" (noisy sums only), "upload" (every upload), or "client" (another client: the sums, and the
             noise that it added itself), see `jaxfl.privacy.observers`.
-        accountant: "pld": the smallest valid bound, RDP's where only RDP has a theorem that makes it so (sampling
-            without replacement); or "rdp" alone.
-        delta: failure probability; None: min(1e-5, 1 / (10 C)) of C clients.
-        one_round: the worst round of the worst client alone, for all clients, in place of all rounds.
-        unit: "example": one of the client's examples is replaced by another. Without clipping of examples that may
-            change the whole update, from one end of the clip's ball to the other: replace-one for all observers.
-            Whether the client takes part does not depend on it, so that sampling amplifies as it does for clients. All
-            clients get the epsilon of the worst. Examples that are clipped one by one have `example_epsilon`.
-        stateful: clients keep a state. Sampling without replacement then amplifies nothing that is proven, since later
-            updates of those who took a client's place may tell of its absence; Poisson sampling still does.
+        accountant: "pld": the smallest valid bound, by RDP where only RDP has a theorem (sampling without replacement);
+            or "rdp" alone.
+        delta: failure probability; None: min(1e-5, 1 / (10 C)) for C clients.
+        one_round: the worst client's worst round, for all clients, instead of all rounds.
+        unit: "example": one of the client's examples is replaced by another. Without per-example clipping this may move
+            the update across the whole clip ball: replace-one for all observers. Participation does not depend on the
+            example, so sampling amplifies as it does for clients. All clients get the worst epsilon. For per-example
+            clipping, see `example_epsilon`.
+        stateful: clients keep a state. Sampling without replacement then has no proven amplification, since later
+            updates of the clients drawn in its place may reveal a client's absence; Poisson sampling still has.
 
-    Guarantee: of a client, or of one of its examples (`unit`); zero-out of a client for the aggregate, replace-one for
-        the uploads; by the mechanism's own `view`. Assumes that noise, weights and sampling do not depend on private
-        data, or only through what was released under the mechanism's filter, and that the clip covers a client's whole
-        update.
+    Guarantee: for a client, or one of its examples (`unit`); zero-out of a client for the aggregate, replace-one for
+        uploads; by the mechanism's `view`. Assumes that noise, weights and sampling depend on private data at most
+        through releases under the mechanism's filter, and that clipping covers a client's whole update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
     >>> [round(epsilon(run, mechanism, accountant=accountant).value, 2) for accountant in ("pld", "rdp")]
     [4.38, 4.73]
     """
-    asked = BOTH if accountant == "pld" else (accountant,)
+    by = BOTH if accountant == "pld" else (accountant,)
     options = {"observer": observer, "delta": delta, "one_round": one_round, "unit": unit, "stateful": stateful}
-    return tightest(epsilons(ledger, mechanism, by=asked, **options))
+    return tightest(epsilons(ledger, mechanism, by=by, **options))
 
 
 def tightest(bounds: Mapping[Any, Epsilon]) -> Epsilon:
-    """The one of the least value; the first of equal ones."""
+    """The smallest bound; the first on ties."""
     return min(bounds.values(), key=lambda bound: bound.value)
 
 
@@ -129,12 +128,12 @@ def epsilons(
 
 
 def _of_states(view: View) -> View:
-    """Without what holds only where clients keep no state."""
+    """Drop amplification that requires stateless clients."""
     return view._replace(amplified=None) if view.amplified is not None and view.amplified.stateless else view
 
 
 def _trivial(view: View, clients: int) -> Epsilon:
-    """Of a view in which every client is fully seen or not at all."""
+    """Epsilon of a view that needs no accountant."""
     per_client = np.where((view.multiplier == 0).any(axis=0), math.inf, 0.0)
     per_client = np.array(np.broadcast_to(per_client, clients))
     value = float(per_client.max())
@@ -142,32 +141,32 @@ def _trivial(view: View, clients: int) -> Epsilon:
 
 
 def _worst(parts: Sequence[View], accountant: Accountant, delta: float, clients: int) -> Epsilon:
-    """The largest of an accountant's epsilons of several views, for each client."""
+    """Each client's largest epsilon over several views, by one accountant."""
     bounds = [accountants.bound(part, accountant, delta) for part in parts]
-    per_client = np.array(np.broadcast_to(np.maximum.reduce([part.values for part in bounds]), clients))
+    per_client = np.array(np.broadcast_to(np.maximum.reduce([bound.values for bound in bounds]), clients))
     value = float(per_client.max())
     if math.isinf(value):
         return Epsilon(value, per_client, "none", parts[0].silent)
-    return Epsilon(value, per_client, max(bounds, key=lambda part: part.values.max()).theorem, None)
+    return Epsilon(value, per_client, max(bounds, key=lambda bound: bound.values.max()).theorem, None)
 
 
 @checked(ledger=check_ledger, delta=probability)
 def example_epsilon(
     ledger: Ledger, dp_sgd: DPSGD | None, *, accountant: Accountant = "pld", delta: float | None = None
 ) -> Epsilon:
-    """Compose the local steps of the rounds in which each client took part, for the examples of that client.
+    """Example-level epsilon of each client, composed over the local steps of its rounds.
 
-    What is sent follows from these steps, so the epsilon holds for both observers; noise that is added later, and
-    cohorts that are hidden, are given no credit.
+    Messages are post-processing of these steps, so the epsilon holds for both observers; later noise and hidden cohorts
+    get no credit.
 
     Args:
-        ledger: the rounds as they happened, or as planned; of a client's rounds the one of least noise counts for all.
+        ledger: the rounds as they happened, or as planned; a client's least noise counts for all its rounds.
         dp_sgd: the steps, whose noise is read from the ledger; None: there are none.
         accountant: "pld", or "rdp".
-        delta: failure probability; None: min(1e-5, 1 / (10 C)) of C clients.
+        delta: failure probability; None: min(1e-5, 1 / (10 C)) for C clients.
 
-    Guarantee: example-level, zero-out; an example has one owner. Where there are more than 64 kinds of clients, every
-        client counts as having taken part as often as the most frequent one.
+    Guarantee: example-level, zero-out; an example belongs to one client. With more than 64 kinds of clients, every
+        client counts as participating as often as the most frequent one.
 
     >>> steps = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10)
     >>> run = planned_ledger(Mechanism(), clients=4, rounds=10, dp_sgd=steps)
@@ -184,9 +183,8 @@ def example_epsilon(
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
     kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
-        kinds, kind_of_client = np.unique(
-            np.stack([noise, np.full(clients, rounds.max())]), axis=1, return_inverse=True
-        )
+        pooled = np.stack([noise, np.full(clients, rounds.max())])
+        kinds, kind_of_client = np.unique(pooled, axis=1, return_inverse=True)
     evaluate = accountants.rdp_epsilon if accountant == "rdp" else accountants.pld_epsilon
 
     def of_kind(z: float, count: float) -> float:
@@ -204,9 +202,9 @@ def example_epsilon(
 
 @checked()
 def planned_ledger(mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSGD | None = None) -> Ledger:
-    """The ledger of a run not yet made, at its worst: every client takes part in every round that it can.
+    """Worst-case ledger of a planned run: every client participates in every round it can.
 
-    Where noise follows from released numbers: with the full share of the budget for everyone.
+    Noise set by released numbers is planned with everyone's full budget share.
     """
     plan = mechanism.planned(clients, rounds)
     if dp_sgd is None:
@@ -220,8 +218,8 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSG
 def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms()) -> Callable[[int], float]:
     """Build a function from rounds done to the aggregate RDP epsilon so far, cheap enough for a progress bar.
 
-    An upper bound of what `epsilon` will say: it skips the second bound that fixed-size sampling has. To the last bit a
-    function of the rounds alone, whatever it was asked before.
+    An upper bound on `epsilon`: it skips the second bound of fixed-size sampling. Bitwise a function of the number of
+    rounds alone, whatever the earlier calls.
 
     >>> spent = running_epsilon(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4)
     >>> spent(0), round(spent(100), 2)
@@ -257,7 +255,7 @@ def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms(
         rows = np.arange(done) % known
         plain, sampled = multiplier[rows[~hidden[rows]]], multiplier[rows[hidden[rows]]]
         total = curve(float(accountants.total_multiplier(plain)), np.empty(0))
-        # In an order that follows from the rounds alone, so that the last digit does too.
+        # The order, and so the last digit, depends on the rounds alone.
         for level, count in zip(*np.unique(sampled[sampled < math.inf], return_counts=True), strict=True):
             total += count * of_level(float(level))
         return float(compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
@@ -275,12 +273,12 @@ def default_delta(clients: int | None) -> float:
 
 
 def failure_probability(delta: float | None, clients: int | None) -> float:
-    """Delta: the one given, or the default for so many clients."""
+    """The given delta, or the default for so many clients."""
     return default_delta(clients) if delta is None else delta
 
 
 def no_epsilon(clients: int, reason: str) -> Epsilon:
-    """What can be said of clients that nothing protects."""
+    """Infinite epsilon of unprotected clients."""
     return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
 
 
@@ -300,16 +298,16 @@ def calibrate(
     """Find the smallest noise multiplier z whose aggregate epsilon after `rounds` is at most `epsilon`.
 
     Args:
-        epsilon: target for the whole run; the result stays below it, by at most 0.1% where it can.
+        epsilon: target for the whole run; the result stays below it, by at most 0.1% where possible.
         clients: number of clients.
         rounds: T.
         sampling: who takes part.
-        mechanism: whose noise it is, with its sampler in place of `sampling`; None: the Gaussian mechanism. Its own
+        mechanism: the mechanism to calibrate, whose sampler replaces `sampling`; None: the Gaussian mechanism. Its
             multiplier is not read.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld": the smallest valid bound, see `epsilon`; or "rdp", which asks for more noise.
-        shape: relative noise by round `[T]`; the result is then the factor that multiplies it.
-        stateful: clients keep a state, see `epsilon`; without, sampling of a fixed size may need less noise.
+        accountant: "pld": the smallest valid bound, see `epsilon`; or "rdp", which needs more noise.
+        shape: relative noise by round `[T]`; the result is then a factor on it.
+        stateful: clients keep a state, see `epsilon`; without, fixed-size sampling may need less noise.
 
     >>> round(calibrate(1.0, clients=20, rounds=100), 1)
     37.3
@@ -350,10 +348,10 @@ def calibrate_upload(
 
     Args:
         epsilon: target for the whole run, replace-one.
-        participations: in how many rounds a client uploads, at most.
-        clients: their number, which the default delta follows from; None: up to 10,000.
+        participations: most rounds in which a client uploads.
+        clients: their number, for the default delta; None: up to 10,000.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld" (exact here), or "rdp", which asks for more noise.
+        accountant: "pld" (exact here), or "rdp", which needs more noise.
 
     >>> round(calibrate_upload(1.0, participations=100), 1)
     74.6
@@ -376,13 +374,13 @@ def calibrate_examples(
     """Find the smallest noise multiplier of `DPSGD` whose epsilon is at most `epsilon`.
 
     Args:
-        epsilon: target for the whole run, of an example, zero-out.
-        rate: probability of an example to be in a batch.
+        epsilon: example-level target for the whole run, zero-out.
+        rate: probability that an example is in a batch.
         steps: local steps per round.
-        participations: in how many rounds a client takes part, at most.
-        clients: their number, which the default delta follows from; None: up to 10,000.
+        participations: most rounds in which a client participates.
+        clients: their number, for the default delta; None: up to 10,000.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld", or "rdp", which asks for more noise.
+        accountant: "pld", or "rdp", which needs more noise.
 
     >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
     1.0
@@ -393,13 +391,13 @@ def calibrate_examples(
 
 
 def _calibrate(view: View, target: float, delta: float, accountant: Accountant, repeats: int) -> float:
-    """Find the factor on the view's noise whose epsilon is at most the target, and by at most 0.1% less."""
-    if accountant == "rdp":  # what a Gaussian would need, as if sampling scaled it
+    """Find the noise factor whose epsilon is at most the target, and at most 0.1% below it."""
+    if accountant == "rdp":  # start from a Gaussian's noise times the rate
         total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
         noise = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
-    else:  # PLDs are slow far below the noise that is needed
+    else:  # start from RDP's: PLDs are slow far below the noise needed
         noise = _calibrate(view, target, delta, "rdp", repeats)
-    low, above, high, below = 0.0, math.inf, math.inf, 0.0  # too little noise and its epsilon; enough, and its
+    low, above, high, below = 0.0, math.inf, math.inf, 0.0  # noise too small, its epsilon; enough, its epsilon
     aim, attempt = target * (1 - 2e-4), 0
     while below < target * (1 - 5e-4) and high > low * (1 + 1e-6):
         value = least_epsilon(view.scaled(noise), accountant, delta, repeats)
@@ -408,10 +406,10 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
         else:
             high, below = noise, value
         attempt += 1
-        if low == 0 or math.isinf(high):  # epsilon falls like a power of the noise
+        if low == 0 or math.isinf(high):  # epsilon decays like a power of the noise
             noise *= min(max((value / aim) ** 0.8, 0.25), 4.0)
-        else:  # a straight line in logarithms
-            straight = attempt % 4 and below > 0 and math.isfinite(above)
-            part = math.log(aim / below) / math.log(above / below) if straight else 0.5
+        else:  # log-linear interpolation, or bisection
+            interpolate = attempt % 4 and below > 0 and math.isfinite(above)
+            part = math.log(aim / below) / math.log(above / below) if interpolate else 0.5
             noise = high * (low / high) ** min(max(part, 0.02), 0.98)
     return high

@@ -1,19 +1,19 @@
-r"""An epsilon measured from below, inside the run: canaries whose presence an attacker guesses from what is released.
+r"""Empirical lower bounds on epsilon: in the run, an attacker guesses from the releases which canaries are in.
 
-k canaries are clients beside the others. A coin decides which of them are in; those take part by the run's own sampler,
-each with the longest update that the mechanism admits, :math:`C u_j`, along nearly orthogonal directions
+k canaries are extra clients. A coin decides which of them are in; those participate by the run's sampler, each with the
+longest update the mechanism admits, :math:`C u_j`, along nearly orthogonal directions
 
 .. math:: u_j = D \, (h_j, h_j, \dots) / \sqrt{d}
 
 for the columns h of a Hadamard matrix of :math:`K \ge k` rows, repeated over the d coordinates, and random signs D that
-only the auditor knows. :math:`|\langle u_i, u_j \rangle| \le K / 2d`. Nothing of size k d exists: all canaries' sum,
-and all scores :math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
+only the auditor knows. :math:`|\langle u_i, u_j \rangle| \le K / 2d`. No array has size k d: the canaries' sum, and all
+scores :math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
 
-The attacker sees every released sum. Its scores of a canary over all rounds are the sum of x, its largest, and the sum
-of the log-likelihood ratios :math:`\log(1 - q + q e^{(x - 1/2) / z^2})` of the stated noise. From the scores of those
-in and of those out follow a lower bound on epsilon at 95% confidence (Steinke, Nasr, Jagielski, Privacy Auditing with
-One Training Run, NeurIPS 2023; Mahloujifar, Melis, Chaudhuri, Auditing f-Differential Privacy in One Run, 2024), and
-an estimate by two Gaussians (Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024).
+The attacker sees every released sum. It scores a canary over all rounds by the sum of x, the maximum of x, and the sum
+of the log-likelihood ratios :math:`\log(1 - q + q e^{(x - 1/2) / z^2})` under the stated noise. The scores of canaries
+in and out yield a lower bound on epsilon at 95% confidence (Steinke, Nasr, Jagielski, Privacy Auditing with One
+Training Run, NeurIPS 2023; Mahloujifar, Melis, Chaudhuri, Auditing f-Differential Privacy in One Run, 2024), and a
+Gaussian estimate (Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024).
 
 A bound above the stated epsilon refutes the statement; one below it proves nothing.
 """
@@ -46,11 +46,11 @@ _SCORES = ("likelihood", "sum", "most")
 @checked(count=check_count)
 @dataclasses.dataclass(frozen=True)
 class Canaries:
-    """What `simulate(..., audit=)` takes.
+    """Argument `audit` of `simulate`.
 
     Args:
-        count: k. The bound that they can prove grows with their number, by about log k; so does what they disturb: the
-            sum of a round has k q / 2 of them, of norm C each.
+        count: k. The provable bound grows like log k; the disturbance grows too: a round's sum has about k q / 2
+            canaries of norm C each.
     """
 
     count: int = 1000
@@ -61,9 +61,9 @@ class Scores(NamedTuple):
 
     mechanism: Tree
     secret: UInt32[Array, "2"]
-    """Of the signs; the canaries' alone."""
+    """Seed of the signs."""
     taken: Bool[Array, "k"]
-    """Who is in."""
+    """Which are in."""
     likelihood: Float[Array, "k"]
     sum: Float[Array, "k"]
     most: Float[Array, "k"]
@@ -71,19 +71,19 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Audited(Mechanism):
-    """A mechanism with canaries in its sums: what it does to clients, and what that is worth, stays as it is."""
+    """A mechanism with canaries in its sums; clients and their guarantee are unaffected."""
 
     mechanism: Mechanism = dataclasses.field(default_factory=Mechanism)
     canaries: Canaries = Canaries()
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Scores:
-        """Draw who is in, and the signs."""
-        own = single(derive(key, CANARY))
+        """Draw membership and signs."""
+        canary_key = single(derive(key, CANARY))
         zeros = jnp.zeros(self.canaries.count)
         return Scores(
             mechanism=self.mechanism.init(key, update, clients),
-            secret=jax.random.bits(jax.random.fold_in(own, 0), (2,), jnp.uint32),
-            taken=jax.random.bernoulli(jax.random.fold_in(own, 1), 0.5, (self.canaries.count,)),
+            secret=jax.random.bits(jax.random.fold_in(canary_key, 0), (2,), jnp.uint32),
+            taken=jax.random.bernoulli(jax.random.fold_in(canary_key, 1), 0.5, (self.canaries.count,)),
             likelihood=zeros,
             sum=zeros,
             most=zeros - math.inf,
@@ -92,36 +92,36 @@ class Audited(Mechanism):
     def draw(self, key: Key[Array, "*S"], memory: Scores, index: Int[Array, ""], clients: int) -> Cohort:
         """The mechanism's cohort, and the canaries'."""
         cohort = self.mechanism.draw(key, memory.mechanism, index, clients)
-        own = single(derive(key, index // self.sampling.period, CANARY))
-        beside = self.sampling.beside(own, clients, self.canaries.count, index)
+        canary_key = single(derive(key, index // self.sampling.period, CANARY))
+        beside = self.sampling.beside(canary_key, clients, self.canaries.count, index)
         return cohort._replace(carried=(cohort.carried, beside))
 
     def contribution_bound(self, memory: Scores) -> Number:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.contribution_bound(memory.mechanism)
 
     def bound(self, memory: Scores, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.bound(memory.mechanism, update)
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Scores, own: Participant, sent: Message, norm: Float[Array, ""]
+        self, key: Key[Array, "*S"], memory: Scores, client: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:
-        """The mechanism's."""
-        return self.mechanism.contribute(key, memory.mechanism, own, sent, norm)
+        """Delegate."""
+        return self.mechanism.contribute(key, memory.mechanism, client, sent, norm)
 
     def unit(self, memory: Scores, numbers: Any) -> Float[Array, ""]:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.unit(memory.mechanism, numbers)
 
     def in_units(self, memory: Scores, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.in_units(memory.mechanism, contribution, norm, scale)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Scores, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Tree]:
-        """The canaries join the sum; what the mechanism makes of it gives their scores."""
+        """Add the canaries to the sum, and score them by its aggregate."""
         carried, (drawn, rate) = cohort.carried
         cohort, inner, numbers = cohort._replace(carried=carried), self.mechanism, cohort.numbers
         shapes = jax.eval_shape(lambda: inner.aggregate(key, memory.mechanism, cohort, total, mesh)[0])
@@ -131,18 +131,18 @@ class Audited(Mechanism):
         length = inner.bound(memory.mechanism, unravel(blank))[2]
         present = memory.taken & drawn
         directions = jnp.zeros(_rows(self.canaries.count)).at[: len(present)].set(present.astype(jnp.float32))
-        together = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
+        canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
         scale = weight / inner.unit(memory.mechanism, numbers)
-        if self.noise == "grid":  # rounding may lengthen each by so much
+        if self.noise == "grid":  # rounding may lengthen an update by so much
             scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
-        joined = inner.insert(memory.mechanism, unravel(together), jnp.sum(present.astype(jnp.float32)))
+        joined = inner.insert(memory.mechanism, unravel(canary_sum), jnp.sum(present.astype(jnp.float32)))
         joined = jax.tree.map(lambda leaf: leaf * scale, joined)
         if self.exact:
             joined = widen(joined)
         elif self.noise == "grid":
             joined = jax.tree.map(lambda leaf: jnp.round(leaf).astype(jnp.int32), joined)
         joined = total._replace(update=add(total.update, joined))
-        released, std, kept = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
+        released, std, inner_memory = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
 
         realised = jnp.where(total.weight > 0, total.weight, 1.0)
         denominator = numbers.denominator if self.denominator == "expected" else realised
@@ -154,7 +154,7 @@ class Audited(Mechanism):
             released,
             std,
             memory._replace(
-                mechanism=kept,
+                mechanism=inner_memory,
                 likelihood=memory.likelihood + jnp.where(rate > 0, likelihood, 0.0),
                 sum=memory.sum + x,
                 most=jnp.maximum(memory.most, x),
@@ -162,15 +162,15 @@ class Audited(Mechanism):
         )
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.planned(clients, rounds)
 
     def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """The mechanism's."""
+        """Delegate."""
         return self.mechanism.describe(ledger)
 
 
@@ -189,31 +189,31 @@ def audited(mechanism: Mechanism, canaries: Canaries) -> Audited:
 
 
 def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
-    """Bounds on epsilon from below at 95% confidence, an estimate, and how well single canaries are told.
+    """Lower bounds on epsilon at 95% confidence, an estimate, and the attacks' accuracy.
 
-    The bound is the largest over three scores and two theorems, each at a sixth of the error.
+    The bound is the largest over three scores and two theorems, each at a sixth of the significance level.
 
     Args:
         scores: the memory after the last round, on the host.
-        delta: of the epsilon that is bounded.
+        delta: of the bounded epsilon.
     """
     auditor, taken = _auditor(), np.asarray(scores.taken)
     significance = (1 - _CONFIDENCE) / 6
     bounds: dict[str, dict[str, float]] = {}
     for name in _SCORES:
         values = np.asarray(getattr(scores, name), np.float64)
-        told = auditor.CanaryScoreAuditor(values[taken], values[~taken])
+        attack = auditor.CanaryScoreAuditor(values[taken], values[~taken])
         bounds[name] = {
-            "one_run": float(told.epsilon_one_run(significance, delta)),
-            "one_run_fdp": float(told.epsilon_one_run_fdp(significance, delta)),
-            "auc": float(told.attack_auroc()),
+            "one_run": float(attack.epsilon_one_run(significance, delta)),
+            "one_run_fdp": float(attack.epsilon_one_run_fdp(significance, delta)),
+            "auc": float(attack.attack_auroc()),
         }
     theorems = ("one_run", "one_run_fdp")
     value, by = max((bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems)
-    inside, outside = (np.asarray(scores.sum, np.float64)[which] for which in (taken, ~taken))
+    inside, outside = (np.asarray(scores.sum, np.float64)[members] for members in (taken, ~taken))
     spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
-    apart = (inside.mean() - outside.mean()) / spread if spread else math.inf
-    estimate = float(dp_accounting.get_epsilon_gaussian(1 / apart, delta)) if apart > 0 else 0.0
+    distance = (inside.mean() - outside.mean()) / spread if spread else math.inf
+    estimate = float(dp_accounting.get_epsilon_gaussian(1 / distance, delta)) if distance > 0 else 0.0
     return {
         "canaries": len(taken),
         "inside": int(taken.sum()),
@@ -227,12 +227,12 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
 
 
 def unaudited(memory: Tree) -> Tree:
-    """The mechanism's own memory."""
+    """The inner mechanism's memory."""
     return memory.mechanism if isinstance(memory, Scores) else memory
 
 
 def told(scores: Scores) -> dict[str, np.ndarray]:
-    """Arrays for a file: who is in, and each score."""
+    """Arrays for a file: membership and scores."""
     return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_SCORES)}
 
 
@@ -265,7 +265,7 @@ def _fold(flat: Float[Array, "d"], rows: int) -> Float[Array, "K"]:
 
 
 def _hadamard(values: Float[Array, "K"]) -> Float[Array, "K"]:
-    """The Walsh-Hadamard transform, without its factor."""
+    """The unnormalised Walsh-Hadamard transform."""
     half = 1
     while half < len(values):
         pairs = values.reshape(-1, 2, half)

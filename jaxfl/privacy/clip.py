@@ -1,4 +1,4 @@
-"""Clipping: one norm over the whole update, also where it is rounded to whole numbers."""
+"""Clipping by the norm of the whole update, also with rounding to integers."""
 
 import math
 
@@ -17,7 +17,7 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
 
     Args:
         update: any pytree; the norm is joint over all of it.
-        bound: C; infinity leaves the update as it is.
+        bound: C; infinity leaves the update unchanged.
 
     Returns:
         The clipped update and its norm before clipping, in single precision whatever the update's dtypes.
@@ -34,16 +34,16 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
 
 
 def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], radius: Float[Array, ""]) -> Tree:
-    r"""Round `scale` times an update to whole numbers whose L2 norm is at most `radius`, whatever the update.
+    r"""Round `scale` times an update to integers whose L2 norm is at most `radius`, whatever the update.
 
-    Rounding adds :math:`d / 12` to the squared norm of d coordinates, give or take a radius. An update that would come
-    out longer is scaled to what leaves room for that. Where this is not enough (all coordinates end in .6, say), it is
-    scaled down by what rounding can do at most: :math:`\sqrt{d} / 2`. The length that decides is counted in whole
-    numbers, which are cut to 15 bits, rounded up, and whose squares so fit 32: nothing rests on how a sum is rounded.
+    Rounding adds :math:`d / 12` to the squared norm of d coordinates, give or take a radius. An update that would
+    exceed the radius is scaled to leave room for that. If this does not suffice (all coordinates end in .6, say), it is
+    scaled down by the worst case of rounding, :math:`\sqrt{d} / 2`. The deciding norm is summed in integers, cut to 15
+    bits and rounded up, whose squares fit 32: no float summation matters.
 
     Args:
         update: finite float32 arrays.
-        norm: of the update, about; the bound holds all the same if it is a third too short.
+        norm: approximate norm of the update; the bound holds even if it is a third too small.
         scale: steps per unit of the update.
         radius: in steps, up to 2^30.
 

@@ -1,4 +1,4 @@
-"""DP-SGD in local steps: a Poisson batch whose examples are clipped one by one, and noise on their sum."""
+"""DP-SGD in local steps: Poisson batches, per-example clipping, and noise on the sum."""
 
 import dataclasses
 import functools
@@ -25,28 +25,28 @@ _CHUNK = 16
 @checked(noise_multiplier=check_noise, rate=check_fraction)
 @dataclasses.dataclass(frozen=True, eq=False)
 class DPSGD:
-    r"""How a client trains with protection of single examples (DP-SGD), in place of `jaxfl.LocalSGD`.
+    r"""Local training with example-level privacy (DP-SGD), in place of `jaxfl.LocalSGD`.
 
     .. math:: g = \frac{1}{q n} \Big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) + N(0, z^2 C^2 I) \Big)
 
-    where each of a client's n examples is in B with probability q, independently, anew in every step.
+    where each of a client's n examples is in B with probability q, independently in every step.
 
     Args:
         clip: C, L2 bound on the gradient of one example.
-        noise_multiplier: z, std of the noise on the sum over C; a number or `[1]`, the same for all, or one per client
-            `[C]` (see `jaxfl.privacy.calibrate_examples`).
+        noise_multiplier: z, std of the noise on the sum over C; a number or `[1]` for all, or one per client `[C]` (see
+            `jaxfl.privacy.calibrate_examples`).
         rate: q.
         steps: local steps per round.
         optimizer: any optax transformation, with a fresh state in every round.
-        chunk: examples processed at once; changes speed and memory, not results. None: 16 if the model has the norms of
-            gradients (`Model.ghost_norms`); else 1, fastest on a CPU.
-        decay: as in `jaxfl.LocalSGD`; noise is scaled with the gradients, and epsilon stays the same.
+        chunk: examples processed at once; changes speed and memory, not results. None: 16 if the model has gradient
+            norms (`Model.ghost_norms`); else 1, fastest on a CPU.
+        decay: as in `jaxfl.LocalSGD`; noise scales with the gradients, and epsilon is unchanged.
 
-    The engine hands each client its noise, writes it into the ledger, and refuses a `client_update` that trains
+    The engine gives each client its noise, records it in the ledger, and rejects a `client_update` that trains
     otherwise.
 
     Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
-        the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of what the client sends.
+        the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of the client's messages.
     References: Abadi et al., Deep Learning with Differential Privacy, CCS 2016.
     """
 
@@ -77,9 +77,9 @@ class DPSGD:
     ) -> tuple[Params, dict[str, Array]]:
         """As `jaxfl.LocalSGD.train`, by private steps; their number is `private_steps` of `info`.
 
-        A mask or a penalty may read only what is public, or follows from the parameters. The multiplier and the key of
-        the noise come from the engine (`data.noise`), which records the multiplier in the ledger; without it they are
-        the single multiplier given here, and `key`. `model.ghost_norms` serve only the model's own `apply`.
+        A mask or a penalty may depend only on public values and the parameters. The noise multiplier and key come from
+        the engine (`data.noise`), which records the multiplier in the ledger; without `data.noise` they are the single
+        multiplier given here, and `key`. `model.ghost_norms` serve only the model's own `apply`.
         """
         if gradient is not None:
             remedy = "it reads every batch twice, leave it out, or train by LocalSGD"
@@ -110,11 +110,11 @@ class DPSGD:
 
     @property
     def noise_table(self) -> Float64[np.ndarray, "#C"]:
-        """Noise multiplier by client, one entry where it is the same for all."""
+        """Noise multiplier by client; one entry if it is shared."""
         return np.atleast_1d(np.asarray(self.noise_multiplier, np.float64))
 
     def check_fits(self, clients: int) -> None:
-        """Require a noise multiplier for each of so many clients, or one for all."""
+        """Require one noise multiplier per client, or one for all."""
         if len(self.noise_table) not in (1, clients):
             shape = self.noise_table.shape
             raise ValueError(f"dp_sgd.noise_multiplier has shape {shape}: it must fit {clients} clients")
@@ -136,11 +136,11 @@ def noisy_gradient(
     N(0, z^2 C^2 I) \big)`.
 
     Every example is in B with probability q, independently; B may be empty. Its examples are processed `dp_sgd.chunk`
-    at a time, so that the time follows the drawn batch, and nothing is truncated. An example whose gradient is not
-    finite contributes nothing: else the engine would drop the client's whole update.
+    at a time: run time follows the drawn batch, which is never truncated. An example with a non-finite gradient
+    contributes nothing, lest the engine drop the client's whole update.
 
     Args:
-        key: the batch and the noise.
+        key: of batch and noise.
         params: where the gradient is taken.
         data: the client's rows; padding is never drawn.
         dp_sgd: C, q and the chunk.
@@ -179,17 +179,17 @@ def noisy_gradient(
         return optax.tree.add(total, clipped_sum(losses_fn, prepare, params, batch, dp_sgd.clip))
 
     # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
-    dtypes, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    original, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
     value, total = lax.fori_loop(0, -(-count // chunk), add, zero)
     total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
     expected = dp_sgd.rate * jnp.maximum(data.size, 1)
-    mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, dtypes)
+    mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, original)
     return value / jnp.maximum(count, 1), mean
 
 
 def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float) -> tuple:
-    """Sums of losses and of clipped gradients: each gradient is made, clipped and added."""
+    """Sums of losses and clipped gradients, by per-example gradients."""
 
     def of_example(inputs: Array, label: Array, real: Array) -> tuple[Float[Array, ""], Tree]:
         x = prepare(inputs[None])
@@ -205,7 +205,7 @@ def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: t
 def _by_norms(
     squares_fn: Callable, losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
 ) -> tuple:
-    """The same sums as the gradient of the losses, each weighted by its clipping factor."""
+    """The same sums, as one gradient of the losses weighted by clipping factors."""
     inputs, labels, real = batch
     squares = squares_fn(params, prepare(inputs), labels)
     counts = real & jnp.isfinite(squares)

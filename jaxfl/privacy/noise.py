@@ -1,6 +1,6 @@
-"""Keys of the noise, and Gaussian noise shaped like an update: in single precision, or in whole steps of a grid, exact.
+"""Noise keys, and Gaussian noise shaped like an update: in single precision, or exact on a grid.
 
-A key is one of JAX's, or a pair of them, whose streams are taken together: 128 secret bits.
+A key is a JAX key, or a pair whose streams are XORed: 128 secret bits.
 """
 
 import functools
@@ -20,47 +20,47 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 from jaxfl.types import Tree
 
 SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE, CANARY = range(6)
-"""Purposes of randomness: keys are derived by round, then purpose, then client, so that nothing else decides them."""
+"""Purposes of randomness: keys are derived by round, then purpose, then client, and nothing else."""
 
 STEPS = 2**15
 """Std of the noise on a grid, in steps."""
 _TAIL = 10.6
-"""Multiples of the std up to which a step has a probability of 2^-95."""
+"""In stds: steps beyond have a probability below 2^-95."""
 
 
 def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, "*S"]:
-    """A key of its own for some numbers, such as round, purpose and client; of a secret pair, a pair."""
+    """Fold numbers such as round, purpose and client into a key; a pair yields a pair."""
     for number in numbers:
         key = jax.vmap(jax.random.fold_in, (0, None))(key, number) if key.ndim else jax.random.fold_in(key, number)
     return key
 
 
 def random_bits(key: Key[Array, "*S"], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """32 random bits for each place; those of a pair of keys can be told only by who knows both."""
+    """32 random bits per entry; a key pair's are predictable only from both keys."""
     if not key.ndim:
         return jax.random.bits(key, shape, jnp.uint32)
     return jax.random.bits(key[0], shape, jnp.uint32) ^ jax.random.bits(key[1], shape, jnp.uint32)
 
 
 def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
-    """64 random bits for each of `count` places, in the time of 32: Threefry's blocks have two words."""
+    """64 random bits for each of `count` entries, in the time of 32: Threefry's blocks have two words."""
     if key.ndim:
         return random_pairs(key[0], count) ^ random_pairs(key[1], count)
     words = jax.random.bits(key, (2,), jnp.uint32)
-    places = jnp.arange(count, dtype=jnp.uint32)
-    return jnp.stack(threefry2x32_p.bind(*jnp.broadcast_to(words[:, None], (2, count)), jnp.zeros_like(places), places))
+    index = jnp.arange(count, dtype=jnp.uint32)
+    return jnp.stack(threefry2x32_p.bind(*jnp.broadcast_to(words[:, None], (2, count)), jnp.zeros_like(index), index))
 
 
 def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Standard normal draws; of a pair of keys from the bits of both, by inversion as in `jax.random.normal`."""
+    """Standard normal draws; a key pair's by inversion as in `jax.random.normal`."""
     if not key.ndim:
         return jax.random.normal(key, shape, jnp.float32)
-    places = (random_bits(key, shape) >> 9).astype(jnp.float32)
-    return np.float32(2**0.5) * lax.erf_inv((places + 0.5) * np.float32(2**-22) - 1)
+    uniform = (random_bits(key, shape) >> 9).astype(jnp.float32)
+    return np.float32(2**0.5) * lax.erf_inv((uniform + 0.5) * np.float32(2**-22) - 1)
 
 
 def single(key: Key[Array, "*S"]) -> Key[Array, ""]:
-    """One key that depends on both of a pair."""
+    """Merge a key pair into one key."""
     if not key.ndim:
         return key
     return jax.random.wrap_key_data(random_bits(key, (2,)), impl="threefry2x32")
@@ -77,22 +77,22 @@ def add_gaussian(key: Key[Array, "*S"], tree: Tree, std: Float[Array, ""]) -> Tr
 
 
 def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
-    r"""Add an independent :math:`X = \mathrm{round}(N(0, \sigma^2))` with :math:`\sigma = 2^{15}` to all whole numbers.
+    r"""Add an independent :math:`X = \mathrm{round}(N(0, \sigma^2))` with :math:`\sigma = 2^{15}` to every integer.
 
     Modulo 2^32. X is drawn by inversion: 95 random bits U and a sign, and the k with
-    :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess names the nearest threshold; the first 63 bits at it and at
-    the one beyond it prove the result, or all find it by bisection, so that X depends on the bits alone, on every
-    platform. The last 32 are drawn where they are needed.
+    :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess gives the nearest threshold; the first 63 bits, compared
+    with it and its neighbour, prove the result, else all bits find it by bisection, so X depends on the bits alone, on
+    every platform. The last 32 are drawn only if needed.
 
-    Each probability is right to a relative 2^-50 and an absolute 2^-94 (see `_thresholds`). Over n coordinates of all
-    rounds, the first adds at most :math:`2 n 2^{-50}` to epsilon; the second is a total variation distance of at most
-    :math:`n \cdot 350{,}000 \cdot 2^{-94}`, which adds :math:`(1 + e^\varepsilon)` times itself to delta. For 100,000
-    coordinates and 1,000 rounds that is 2e-7 of epsilon, and 2e-15 times :math:`1 + e^\varepsilon` of delta.
+    Each probability is accurate to a relative 2^-50 and an absolute 2^-94 (see `_thresholds`). Over n coordinates in
+    all rounds, the first adds at most :math:`2 n 2^{-50}` to epsilon; the second is a total variation distance of at
+    most :math:`n \cdot 350{,}000 \cdot 2^{-94}`, which adds :math:`(1 + e^\varepsilon)` times itself to delta. For
+    100,000 coordinates and 1,000 rounds that is 2e-7 of epsilon, and 2e-15 times :math:`1 + e^\varepsilon` of delta.
 
     Args:
         key: of the noise.
         tree: int32 arrays.
-        mesh: its devices draw a part each, all the same noise whatever their number.
+        mesh: each device draws a part; the noise does not depend on their number.
     """
     flat, unravel = ravel_pytree(tree)
     padded = -(-flat.size // mesh.size) * mesh.size
@@ -106,24 +106,24 @@ def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
 
 
 def _rounded_gaussian(bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Array, "D"]]) -> Int[Array, "D"]:
-    """X for each column of 63 bits and a sign; `rest` draws 32 bits more."""
+    """X for each column of 63 bits and a sign; `rest` draws the last 32."""
     words = _thresholds()
     last = words.shape[1] - 1
     pairs, third = jnp.asarray(np.ravel(words[:2], order="F")), jnp.asarray(words[2])
     first, second = bits[0], bits[1] & np.uint32(0xFFFFFFFE)
 
     def compare(k: Int[Array, "D"]) -> tuple[Bool[Array, "D"], Bool[Array, "D"]]:
-        """Whether U is below the k-th threshold, and whether it is above, by 63 bits."""
+        """Whether U is below, or above, the k-th threshold, by 63 bits."""
         high, low = (pairs.at[2 * k + word].get(mode="promise_in_bounds") for word in range(2))
         tied = first == high
         return (first < high) | (tied & (second < low)), (first > high) | (tied & (second > low))
 
-    near = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
-    near, first, second = lax.optimization_barrier((near, first, second))  # else computed anew for each look-up
-    below, above = compare(near)
-    beyond_below, beyond_above = compare(jnp.where(below, near + 1, near - 1))
+    nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
+    nearest, first, second = lax.optimization_barrier((nearest, first, second))  # else recomputed per look-up
+    below, above = compare(nearest)
+    beyond_below, beyond_above = compare(jnp.where(below, nearest + 1, nearest - 1))
     sure = (below & beyond_above) | (above & beyond_below)
-    size = jnp.where(sure, near - ~below, 0)
+    magnitude = jnp.where(sure, nearest - ~below, 0)
 
     def search() -> Int[Array, "D"]:
         final = rest()
@@ -134,18 +134,17 @@ def _rounded_gaussian(bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Arra
             below |= ~above & (final < third[middle])
             return jnp.where(below, middle, bracket[0]), jnp.where(below, bracket[1], middle)
 
-        start = size, jnp.where(sure, size + 1, last)
+        start = magnitude, jnp.where(sure, magnitude + 1, last)
         return lax.while_loop(lambda bracket: jnp.any(bracket[1] - bracket[0] > 1), halve, start)[0]
 
-    size = lax.cond(jnp.all(sure), lambda: size, search)
-    return jnp.where(bits[1] % 2 == 1, -size, size)
+    magnitude = lax.cond(jnp.all(sure), lambda: magnitude, search)
+    return jnp.where(bits[1] % 2 == 1, -magnitude, magnitude)
 
 
 def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
-    """About the magnitude of N(0, STEPS^2) that a share U of all exceeds.
+    """Approximate magnitude of N(0, STEPS^2) exceeded with probability U.
 
-    The polynomials of Giles, Approximating the erfinv function, 2010, for an argument that is given by its distance
-    from 1.
+    By the polynomials of Giles, Approximating the erfinv function, 2010, in the argument's distance from 1.
     """
     share = bits[0].astype(jnp.float32) * 2.0**-32 + bits[1].astype(jnp.float32) * 2.0**-64
     w = -jnp.log(jnp.maximum(share, 2.0**-64) * (2 - share))
@@ -167,9 +166,9 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     r""":math:`2^{95} P(|X| \ge k)` by k, in words of 32, 31 and 32 bits from the highest; the second is doubled.
 
     P(|X| = k) is the midpoint rule's :math:`2 \varphi(x) / \sigma` at :math:`x = k / \sigma` with its next term,
-    :math:`1 + (x^2 - 1) / (24 \sigma^2)`; the one after it is below 1e-17. In double precision that is right to some
-    2^-51, each, and the probabilities then add up in whole numbers. What their errors leave of 2^96 is spread over
-    all, lest k = 0 bear it alone.
+    :math:`1 + (x^2 - 1) / (24 \sigma^2)`; the one after it is below 1e-17. In double precision each is accurate to
+    about 2^-51; sums are then exact, in integers. What the errors leave of 2^96 is spread over all k, lest k = 0 bear
+    it alone.
     """
     k = np.arange(1.0, _TAIL * STEPS)
     square = (k / STEPS) ** 2
@@ -191,7 +190,7 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
 
 
 def _words(share: Float[np.ndarray, "n"]) -> Int[np.ndarray, "3 n"]:
-    """2^96 times numbers in [0, 1), cut off to even ones: words of 32 bits from the lowest."""
+    """2^96 times numbers in [0, 1), truncated to even integers: 32-bit words, lowest first."""
     high = np.floor(share * 2.0**32)
     rest = (share - high * 2.0**-32) * 2.0**32
     middle = np.floor(rest * 2.0**32)

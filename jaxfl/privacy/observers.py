@@ -1,14 +1,13 @@
 r"""What an observer of a ledger sees: Gaussian mechanisms round by round.
 
-- "upload": the server sees every upload and who took part. A client that hides its data still uploads, so the
-  statement is replace-one, sensitivity 2C: multiplier :math:`s_{t,i} / 2` in the rounds the client took part in.
-  Cohorts do not depend on data, so the statement may be made for the cohorts that were drawn.
-- "aggregate": only the noisy sums are seen; who took part is hidden. Zero-out: the client's clipped update is
-  replaced by 0, its coin and its noise stay. Replace-one: by any other update. Nothing here depends on the coins that
-  were drawn.
-- "client": another client, which sees the sums, and knows its own coins and the noise that it added itself.
+- "upload": the server sees every upload and every cohort. A client that hides its data still uploads, so adjacency is
+  replace-one, sensitivity 2C: multiplier :math:`s_{t,i} / 2` in the client's rounds. Cohorts do not depend on data, so
+  the guarantee may condition on those drawn.
+- "aggregate": only the noisy sums are seen; cohorts are hidden. Zero-out: the client's clipped update is replaced by 0,
+  its coin and its noise stay. Replace-one: by any other update. Nothing depends on the coins drawn.
+- "client": another client, which sees the sums, and knows its own coins and noise.
 
-What hiding the cohort amplifies is the sampler's to say (`jaxfl.privacy.sampling`).
+Samplers account for amplification by hidden cohorts (`jaxfl.privacy.sampling`).
 """
 
 import math
@@ -26,33 +25,33 @@ OPEN_UPLOADS = "the server sees uploads without noise"
 ROUNDING = 1e-4
 """Relative: the engine draws, adds up and records in single precision."""
 _ENOUGH = 1e100
-"""Larger multipliers are taken for this one, which is the more cautious: accountants square them."""
+"""Larger multipliers count as this one, which is conservative: accountants square them."""
 
 
 class Amplified(NamedTuple):
-    """Rounds that sampling amplifies in a way which only Rényi divergences account for."""
+    """Rounds whose amplification only Rényi divergences account for."""
 
     multiplier: Float[np.ndarray, "T"]
     divergences: Callable[[float], Float[np.ndarray, "orders"]]
-    """Of one round with a multiplier, at `accountants.ORDERS`."""
+    """Of one round, by multiplier, at `accountants.ORDERS`."""
     theorem: str
     stateless: bool = False
     """Holds only where clients keep no state."""
 
 
 class View(NamedTuple):
-    """Gaussian mechanisms by round and client; multipliers are std over the change that one client's absence makes.
+    """Gaussian mechanisms by round and client; multipliers are std over the sensitivity to one client.
 
     Args:
-        multiplier: by round and client; infinity where the client risks nothing.
+        multiplier: by round and client; infinity where nothing is exposed.
         hidden: rounds whose cohort is hidden: amplified by Poisson sampling at `rate`.
-        rate: probability of taking part.
-        theorem: what the epsilon rests on.
-        silent: why it is infinite where it is.
-        replaced: the absent update turns into its opposite, not into nothing: replace-one, twice the change.
-        amplified: a second valid bound, by Rényi divergences alone; None: there is none.
-        whole: the one entry stands for all rounds of the ledger together.
-        grows: entries are not one for each round: more rounds need another view.
+        rate: participation probability.
+        theorem: what proves the epsilon.
+        silent: why epsilon may be infinite.
+        replaced: replace-one: the update turns into its opposite, not zero, at twice the sensitivity.
+        amplified: a second valid bound, by Rényi divergences alone, or None.
+        whole: the single entry covers all rounds of the ledger.
+        grows: entries are not one per round: more rounds need another view.
     """
 
     multiplier: Float[np.ndarray, "T #C"]
@@ -78,21 +77,21 @@ class SumNoise(NamedTuple):
 
     clients: int
     clients_add: Float[np.ndarray, "T #C"]
-    """What each client adds where it takes part."""
+    """Each client's noise if it participates."""
     weights: Float[np.ndarray, "T #C"]
     floor: Float[np.ndarray, "T"]
-    """What the server tops the clients' noise up to."""
+    """The total the server tops up to."""
     above: Float[np.ndarray, "T #C"]
-    """What is left of the floor against a client, who subtracts its own noise."""
+    """The floor left against a client, which subtracts its own noise."""
     hides_cohort: bool
-    """Whether the denominator does not tell who took part."""
+    """Whether the denominator hides the cohort."""
     replaced: bool
     insider: bool
     """Whether the observer is a client."""
 
     @property
     def adjacency(self) -> str:
-        """In words."""
+        """Its name."""
         return "replace-one" if self.replaced else "zero-out"
 
 
@@ -111,9 +110,9 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
 
     Args:
         ledger: the rounds.
-        hides_cohort: the denominator does not tell who took part.
+        hides_cohort: the denominator hides the cohort.
         replaced: replace-one, in place of zero-out.
-        insider: the observer is a client, and subtracts the noise that it added: at most the largest of the others'.
+        insider: the observer is a client that subtracts its own noise: at most the largest of the others'.
     """
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
@@ -132,19 +131,19 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     clients, above = ledger.participants.shape[1], floor[:, None]
     insider = insider and clients > 1
     if insider:
-        above = above - _largest_other(noise) * (1 + 1e-9)  # nothing is left where one client adds all
+        above = above - _largest_other(noise) * (1 + 1e-9)  # 0 if one client adds all noise
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 
 
 def upload_view(ledger: Ledger) -> View:
-    """What each upload shows: multiplier s/2 in the rounds that a client took part in."""
+    """Every upload of each client: multiplier s/2 in its rounds."""
     return shown_by(ledger, 0.0, "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in")
 
 
 def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
-    """The uploads and something beside them, as one Gaussian each round; `beside`: its inverse square multiplier."""
+    """Uploads and a release beside them, as one Gaussian per round; `beside`: inverse square multiplier."""
     present = np.asarray(ledger.participants, bool)
-    if not np.any(ledger.client_noise):  # by client, without an array of rounds and a million clients
+    if not np.any(ledger.client_noise):  # one row, not rounds by a million clients
         return plain_view(np.where(present.any(axis=0), 0.0, math.inf)[None], theorem, OPEN_UPLOADS)
     with np.errstate(divide="ignore"):
         multiplier = np.where(present, upload_costs(ledger, beside) ** -0.5, math.inf)
@@ -152,20 +151,20 @@ def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: s
 
 
 def upload_costs(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float = 0.0) -> Float[np.ndarray, "T #C"]:
-    """Inverse squares of the multipliers of an upload under replace-one and of what is released beside it, together."""
+    """Inverse square multipliers of an upload under replace-one and of a release beside it, summed."""
     with np.errstate(divide="ignore"):
         uploads = (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0
     return uploads + np.reshape(np.asarray(beside, np.float64), (-1, 1))
 
 
 def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
-    """Std over the change that a client's absence makes."""
+    """Std over the sensitivity to each client."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.where(weights > 0, np.minimum(np.sqrt(variance) / weights, _ENOUGH), math.inf)
 
 
 def _largest_other(noise: np.ndarray) -> np.ndarray:
-    """For each client, the most that one of the others adds."""
+    """For each client, the largest noise of another."""
     if noise.shape[1] == 1:
         return noise
     ordered = np.sort(noise, axis=1)

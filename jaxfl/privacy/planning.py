@@ -1,9 +1,9 @@
-"""Before a run: the noise that a budget needs, what noise is worth, and which mechanism leaves the least of it."""
+"""Before a run: noise and limits for a budget, and which mechanism leaves the least noise."""
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
@@ -17,17 +17,17 @@ from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, MinSep
 Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
 """Independent noise under three samplers; banded noise under cyclic Poisson sampling; banded and buffered noise at
 minimum separation."""
-KINDS: tuple[Kind, ...] = ("poisson", "fixed size", "balls in bins", "banded", "separated", "blt")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _CYCLES = (2, 4, 8, 16, 32, 64)
 _BUFFERS = 3
 
 
 class Plan(NamedTuple):
-    """A mechanism for a deployment, and what it is worth."""
+    """A mechanism for a deployment, its epsilon and error."""
 
     kind: Kind
     mechanism: Mechanism
-    """With a clip bound of 1: give it your own by `dataclasses.replace`."""
+    """With a clip bound of 1: set yours by `dataclasses.replace`."""
     clients: int
     rounds: int
     delta: float
@@ -36,11 +36,11 @@ class Plan(NamedTuple):
     """By the smallest valid bound."""
     rdp: Epsilon
     error: float
-    """Root mean square over rounds of the noise on the model's coordinates, over C: of the noisy means' prefix sums."""
+    """Root mean square over rounds of the noise per model coordinate, over C (prefix sums of the noisy means)."""
 
     @property
     def epsilon(self) -> float:
-        """The headline."""
+        """The smaller."""
         return min(self.pld.value, self.rdp.value)
 
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
@@ -55,12 +55,7 @@ class Plan(NamedTuple):
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not value
-        or not all(kind in KINDS for kind in value)
-    ):
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value or any(k not in KINDS for k in value):
         raise ValueError(f"{name}={show(value)}: give some of {KINDS}")
     return tuple(dict.fromkeys(value))
 
@@ -77,21 +72,21 @@ def plan(
     kinds: Sequence[Kind] = KINDS,
     stateful: bool = False,
 ) -> list[Plan]:
-    r"""Compare mechanisms for a deployment, the one that leaves the least noise on the model first.
+    r"""Compare mechanisms for a deployment, least noise on the model first.
 
-    The model has the prefix sums of the rounds' noisy means: with independent noise a root mean square of
-    :math:`\frac{z}{m} \sqrt{(T + 1) / 2}` clip bounds in each coordinate, with a strategy S of correlated noise
-    :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity and the server's optimizer are not in it.
+    The model has the prefix sums of the rounds' noisy means: with independent noise their root mean square is
+    :math:`\frac{z}{m} \sqrt{(T + 1) / 2}` clip bounds per coordinate, with a strategy S of correlated noise
+    :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity and the server's optimizer are ignored.
 
     Args:
         clients: N.
         cohort: m, mean number of participants of a round.
         rounds: T.
-        epsilon: the budget, which the noise follows from; or
-        noise_multiplier: z, which epsilon follows from.
+        epsilon: the budget, which determines the noise; or
+        noise_multiplier: z, which determines epsilon.
         delta: failure probability; None: min(1e-5, 1 / (10 N)).
-        kinds: what to compare; of "banded" and "separated" the best cycle of 2 to 64 rounds is taken, as far as the
-            groups hold a cohort.
+        kinds: what to compare; "banded" and "separated" take the best cycle of 2 to 64 rounds whose groups hold a
+            cohort.
         stateful: clients keep a state from round to round, see `epsilon`.
 
     >>> best, *others = plan(clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated"))
@@ -114,18 +109,20 @@ def plan(
         error = z / cohort * noise_error(mechanism, rounds)
         return Plan(kind, mechanism, clients, rounds, delta, z, pld, rdp, error)
 
-    best = [min((priced(kind, each) for each in _candidates(kind, clients, cohort, rounds)), key=_error, default=None)
-            for kind in kinds]  # fmt: skip
-    found = sorted((each for each in best if each is not None), key=_error)
-    if not found:
+    def best(kind: Kind) -> list[Plan]:
+        plans = (priced(kind, mechanism) for mechanism in _candidates(kind, clients, cohort, rounds))
+        return sorted(plans, key=_error)[:1]
+
+    plans = sorted((candidate for kind in kinds for candidate in best(kind)), key=_error)
+    if not plans:
         raise ValueError(f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}; give others")
-    return found
+    return plans
 
 
 def noise_error(mechanism: Mechanism, rounds: int) -> float:
     """Root mean square of the noise in the prefix sums of a run, over z C.
 
-    The square root of (T + 1) / 2, where noise is independent.
+    The square root of (T + 1) / 2 for independent noise.
 
     >>> round(noise_error(Mechanism(), 7), 6)
     2.0
@@ -145,7 +142,7 @@ def most_rounds(
     delta: float | None = None,
     most: int = 100_000,
 ) -> int:
-    """The largest number of rounds within a budget, under Poisson sampling; 0 where one is too many.
+    """The largest number of rounds within a budget, under Poisson sampling; 0 if one is too many.
 
     >>> most_rounds(2.0, noise_multiplier=1.0, clients=10_000, cohort=100)
     1202
@@ -163,7 +160,7 @@ def most_rounds(
 def largest_cohort(
     epsilon: float, *, noise_multiplier: float, clients: int, rounds: int, delta: float | None = None
 ) -> int:
-    """The largest expected cohort within a budget, under Poisson sampling; 0 where one client is too many.
+    """The largest expected cohort within a budget, under Poisson sampling; 0 if one client is too many.
 
     >>> largest_cohort(2.0, noise_multiplier=1.0, clients=10_000, rounds=1000)
     108
@@ -183,7 +180,7 @@ def _bound(mechanism: Mechanism, clients: int, rounds: int, delta: float, accoun
 
 
 def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mechanism]:
-    """Of one kind, those that fit, of a clip and a multiplier of 1."""
+    """Mechanisms of a kind that fit, with clip and multiplier 1."""
     base: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
     cycles = [b for b in _CYCLES if b <= rounds and b * cohort <= clients]
     if kind == "poisson":
@@ -206,7 +203,7 @@ def _error(candidate: Plan) -> float:
 
 
 def _largest(within: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` for which a condition holds that holds for all smaller ones; 0: for none."""
+    """The largest number up to `most` that meets a monotone condition; 0: none does."""
     high = 1
     while high < most and within(high):
         high = min(2 * high, most)

@@ -1,4 +1,4 @@
-"""Who takes part in a round, and how much hiding it amplifies: the sampler and its amplification in one place."""
+"""Who takes part in a round, and the privacy amplification of hiding it."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jaxfl.types import Number
 
 
 def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{count}"]:
-    """Independent coins of 64 bits that show True with probability `rate`, rounded down to a multiple of 2^-64."""
+    """Independent 64-bit coins, True with probability `rate`, rounded down to a multiple of 2^-64."""
     if not traced(rate) and rate == 1:
         return jnp.ones(count, bool)
     bits = random_bits(key, (count, 2))
@@ -28,7 +28,7 @@ def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{coun
 
 
 def _threshold(rate: Number) -> tuple[Any, Any]:
-    """A rate under 1 times 2^64, rounded down, in two words; of a sweep's rate, the next float below it."""
+    """A rate below 1, times 2^64, rounded down, as two words; of a traced rate, the next float below."""
     if traced(rate):
         scaled = jnp.nextafter(jnp.asarray(rate, jnp.float32), jnp.float32(0)) * 2.0**32
         high = jnp.floor(scaled)
@@ -38,14 +38,14 @@ def _threshold(rate: Number) -> tuple[Any, Any]:
 
 
 class Sampling:
-    """Who takes part in a round. A sampler is drawn, and accounted for, by its own methods alone."""
+    """Who takes part in a round: a sampler's methods alone draw it and account for it."""
 
     def expected(self, clients: int) -> float:
         """Mean number of participants."""
         raise NotImplementedError
 
     def usual(self, clients: int) -> float:
-        """A number of participants that is hardly ever exceeded."""
+        """A number of participants that is rarely exceeded."""
         return self.expected(clients)
 
     def most(self, clients: int) -> int:
@@ -59,26 +59,26 @@ class Sampling:
 
     @property
     def period(self) -> int:
-        """Rounds in a row that share a key."""
+        """Successive rounds sharing a key."""
         return 1
 
     def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
-        """Draw who takes part in the round of number `index`; the key is of its `period`."""
+        """Draw who takes part in round `index`; the key is that of its `period`."""
         raise NotImplementedError
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
-        """Who can take part at most, by round; never written to."""
+        """Who can take part, by round; read-only."""
         return np.broadcast_to(True, (rounds, clients))
 
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """Who takes part of `number` more clients, as often as the others, and how likely that was in this round."""
+        """Participants among `number` extra clients, as frequent as the others, and their probability."""
         drawn = self.sample(key, number, index)
         return drawn, jnp.full(1, self.expected(clients) / clients)
 
     def view(self, noise: SumNoise) -> View:
-        """What sums with this noise show to who does not know the cohorts."""
+        """What sums with this noise reveal if cohorts are unknown."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Sampling:
         raise NotImplementedError
 
     def assumed(self, stateful: bool) -> list[str]:
-        """What the amplification rests on besides the theorem."""
+        """Assumptions of the amplification theorem."""
         del stateful
         return []
 
@@ -124,8 +124,8 @@ class Poisson(Sampling):
     def view(self, noise: SumNoise) -> View:
         """Sampled Gaussians where the sum hides the cohort; elsewhere a client counts on the floor and its own noise.
 
-        Amplification needs noise that is the same whatever the cohort: where the clients' noise can exceed the floor,
-        the variance of the sum tells who took part, and the round counts in full.
+        Amplification needs the same noise whatever the cohort: where the clients' noise can exceed the floor, the
+        variance of the sum reveals who took part, and the round counts in full.
         """
         if self.rate == 1:
             return _cohort_view(noise, noise.clients)
@@ -157,7 +157,7 @@ class FixedSize(Sampling):
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """By coins of the same rate, so that the others' cohort stays as it is."""
+        """By coins of the same rate; the others' cohort is unaffected."""
         return Poisson(self.size / clients).beside(key, clients, number, index)
 
     def view(self, noise: SumNoise) -> View:
@@ -202,11 +202,11 @@ class Full(Sampling):
 class CyclicPoisson(Sampling):
     """Round t belongs to group t mod b: each of its clients takes part independently with probability `rate` times b.
 
-    A client belongs to one of b groups of about equal size, by a public permutation of the clients' numbers. Its rounds
-    are at least b apart, which correlated noise of up to b bands needs in order to be amplified.
+    A public permutation splits the clients into b groups of about equal size. A client's rounds are at least b apart,
+    as amplification of correlated noise with up to b bands requires.
 
     Args:
-        rate: of the clients of all groups, on average over the rounds; at most 1 / b.
+        rate: participation probability, averaged over rounds; at most 1 / b.
         groups: b.
     """
 
@@ -236,11 +236,11 @@ class CyclicPoisson(Sampling):
 
     @property
     def fixed(self) -> bool:
-        """The numbers differ."""
+        """Numbers vary."""
         return False
 
     def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
-        """Draw who of the round's group takes part."""
+        """Draw from the round's group."""
         return coins(key, clients, self.turn_rate) & (jnp.asarray(_groups(clients, self.groups)) == index % self.groups)
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
@@ -250,12 +250,12 @@ class CyclicPoisson(Sampling):
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """In groups of their own."""
+        """Grouped likewise."""
         turn = jnp.asarray(_groups(number, self.groups)) == index % self.groups
         return coins(key, number, self.turn_rate) & turn, jnp.where(turn, self.turn_rate, 0.0)
 
     def view(self, noise: SumNoise) -> View:
-        """As Poisson sampling at `turn_rate` in every b-th round, of the least noise of b rounds."""
+        """As Poisson sampling at `turn_rate` in every b-th round, with the least noise of b rounds."""
         whole = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
         return _by_turn(_sampled_view(noise, self.turn_rate) if self.turn_rate < 1 else whole, self.groups)
 
@@ -267,14 +267,14 @@ class CyclicPoisson(Sampling):
 @checked(size=check_count, separation=check_count)
 @dataclasses.dataclass(frozen=True)
 class MinSeparation(Sampling):
-    """`size` clients of group t mod b, uniformly without replacement: rounds of one client are at least b apart.
+    """`size` clients of group t mod b, uniformly without replacement: a client's rounds are at least b apart.
 
-    Nothing is random that a guarantee rests on: no amplification, and no assumption on who knows the cohorts. For
-    deployments that cannot sample by Poisson, with correlated noise.
+    No guarantee relies on random cohorts: no amplification, and cohorts may be known. For correlated noise in
+    deployments that cannot do Poisson sampling.
 
     Args:
-        size: of a cohort; at most the clients of a group.
-        separation: b; a client belongs to one of b groups, by a public permutation of the clients' numbers.
+        size: of a cohort; at most a group's.
+        separation: b, the number of groups, formed by a public permutation of the clients.
     """
 
     size: int
@@ -286,7 +286,7 @@ class MinSeparation(Sampling):
         return float(self.size)
 
     def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
-        """Draw who of the round's group takes part."""
+        """Draw from the round's group."""
         outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
         order = jnp.argsort(jnp.where(outside, 2.0, jax.random.uniform(key, (clients,))))
         return jnp.zeros(clients, bool).at[order[: self.size]].set(True)
@@ -298,11 +298,11 @@ class MinSeparation(Sampling):
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
-        """In groups of their own, by coins of the same rate."""
+        """Grouped likewise, by coins of the same rate."""
         return CyclicPoisson(self.size / clients, self.separation).beside(key, clients, number, index)
 
     def view(self, noise: SumNoise) -> View:
-        """Gaussians, in every b-th round, of the least noise of b rounds."""
+        """Gaussians, in every b-th round, with the least noise of b rounds."""
         return _by_turn(_cohort_view(noise, self.size)._replace(amplified=None), self.separation)
 
     def describe(self) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class MinSeparation(Sampling):
 @checked(bins=functools.partial(check_count, most=2**16))
 @dataclasses.dataclass(frozen=True)
 class BallsInBins(Sampling):
-    """In each epoch of b rounds every client takes part once, in a round that it draws uniformly.
+    """In each epoch of b rounds every client takes part once, in a uniformly drawn round.
 
     Args:
         bins: b, the rounds of an epoch.
@@ -344,7 +344,7 @@ class BallsInBins(Sampling):
         return self.bins
 
     def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
-        """Whose bin the round is; bins are uniform to 2^-64."""
+        """Clients whose bin is the round; uniform to 2^-64."""
         bits = random_bits(key, (clients, 2))
         high = jnp.asarray(2**32 % self.bins, jnp.uint32)
         # (2^32 a + b) mod bins, in 32 bits: bins are at most 2^16, so that the product fits.
@@ -352,7 +352,7 @@ class BallsInBins(Sampling):
         return mixed % self.bins == jnp.asarray(index % self.bins, jnp.uint32)
 
     def view(self, noise: SumNoise) -> View:
-        """One Gaussian each epoch, and its amplification where sums hide the cohorts."""
+        """One Gaussian per epoch, amplified where sums hide the cohorts."""
         view = _by_turn(_cohort_view(noise, 1)._replace(amplified=None), self.bins)
         sampled = _sampled_view(noise, 1 / self.bins)
         if noise.replaced or not sampled.hidden.all():
@@ -371,17 +371,17 @@ class BallsInBins(Sampling):
 
 @functools.cache
 def _groups(clients: int, groups: int) -> Int[np.ndarray, "C"]:
-    """The group of each client: a public permutation, so that neighbours in number do not share one."""
+    """Each client's group, by a public permutation of the clients."""
     return np.random.default_rng(0).permutation(clients).astype(np.int32) % groups
 
 
 def _turns(clients: int, rounds: int, groups: int) -> Bool[np.ndarray, "T C"]:
-    """Who can take part where round t belongs to group t mod b."""
+    """Who can take part if round t belongs to group t mod b."""
     return _groups(clients, groups) == np.arange(rounds)[:, None] % groups
 
 
 def _by_turn(view: View, length: int) -> View:
-    """The view of a client that takes part in at most one of `length` rounds in a row: the least noise of those."""
+    """View of a client with at most one round in every `length`: the least noise of those rounds."""
     padded = -len(view.multiplier) % length
     multiplier = np.pad(view.multiplier, ((0, padded), (0, 0)), constant_values=math.inf)
     multiplier = multiplier.reshape(-1, length, multiplier.shape[1]).min(axis=1)
@@ -405,7 +405,7 @@ def _sampled_view(noise: SumNoise, rate: float) -> View:
 
 
 def _cohort_view(noise: SumNoise, size: int) -> View:
-    """Gaussians where cohorts have a fixed size: a client counts on the least noise that such a cohort adds."""
+    """Gaussians under a fixed cohort size: a client counts on the least noise of a cohort."""
     clients, adds, others = noise.clients, noise.clients_add, noise.clients - noise.insider
     least = np.maximum(noise.above, _least(adds, max(size - noise.insider, 1), clients))
     view = plain_view(multiplier(least, noise.weights), f"Gaussian, {noise.adjacency}")

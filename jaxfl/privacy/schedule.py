@@ -23,7 +23,7 @@ from jaxfl.privacy.sampling import Sampling
 
 @checked()
 def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
-    r"""The same for every round: :math:`\epsilon^t = \epsilon / T`.
+    r"""Equal budgets: :math:`\epsilon^t = \epsilon / T`.
 
     >>> fixed_budgets(1.0, 4).tolist()
     [0.25, 0.25, 0.25, 0.25]
@@ -35,7 +35,7 @@ def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
 def round_budgets(
     epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "printed"] = "exact"
 ) -> Float[np.ndarray, "T"]:
-    r"""Budgets that grow with the rounds, each a share of what earlier rounds left.
+    r"""Budgets that grow with the rounds, each a share of the remainder.
 
     .. math::
         \epsilon_r = \epsilon - \sum_{s < t} \epsilon^s, \quad
@@ -68,7 +68,7 @@ def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
     r"""Share of the round's budget that each client gets: :math:`\epsilon_i^t / \epsilon^t = \min_j R_j / R_i` (12).
 
     Args:
-        risks: above 0; 0 if a client's risk is unknown, with share 1.
+        risks: positive; 0 if unknown, with share 1.
 
     >>> client_shares(jnp.array([1.0, 2.0, 4.0, 0.0]))
     Array([1.  , 0.5 , 0.25, 1.  ], dtype=float32)
@@ -88,7 +88,7 @@ def round_noise(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> tuple[float, ...]:
-    r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that cost epsilon in all (aggregate observer).
+    r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that spend epsilon (aggregate observer).
 
     Args:
         budgets: one per round; only their ratios count.
@@ -96,7 +96,7 @@ def round_noise(
         clients: number of clients.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld", or "rdp", which asks for more noise.
+        accountant: "pld", or "rdp", which needs more noise.
 
     >>> from jaxfl.privacy import Full
     >>> noise = round_noise(fixed_budgets(1.0, 100), 1.0, clients=9, sampling=Full())
@@ -136,15 +136,15 @@ def client_noise(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> ClientNoise:
-    r"""Noise :math:`s_t = \kappa / \epsilon^t` of clients that add it themselves, and a filter for the upload observer.
+    r"""Noise :math:`s_t = \kappa / \epsilon^t` that clients add, and a filter for the upload observer.
 
-    It is planned for clients that take part in a share of the rounds with their whole budget: with m the multiplier of
-    one Gaussian that costs epsilon, and a the share for releases,
+    It is planned for clients that participate in a share of the rounds with their whole budget: with m the multiplier
+    of one Gaussian that costs epsilon, and a the share for releases,
 
     .. math:: \pi \sum_t (2 / s_t)^2 = (1 - a) / m^2, \qquad \pi T / r^2 = a / m^2.
 
-    The filter stops clients that take part more often once they have spent epsilon, and not before. A small epsilon
-    leaves little of a released number: at 1, with a tenth of the cost over ten releases, r is 40.
+    The filter stops more frequent participants once they have spent epsilon, not before. A small epsilon drowns
+    released numbers: at 1, with a tenth of the cost over ten releases, r is 40.
 
     Args:
         budgets: one per round; only their ratios count.
@@ -153,7 +153,7 @@ def client_noise(
         release_share: a, the share of the cost that goes to released numbers; 0: none are released.
         clients: their number, for the default delta; None: up to 10,000.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld", or "rdp", which asks for more noise.
+        accountant: "pld", or "rdp", which needs more noise.
 
     >>> plan = client_noise(fixed_budgets(1.0, 100), 1.0, participation=1.0)
     >>> round(plan.noise[0], 1), round(plan.least_total, 2)
@@ -171,12 +171,12 @@ def client_noise(
 def paper_noise(
     budgets: Float[np.ndarray, "T"], *, delta: float = 1e-5, rule: Literal["classic", "analytic"] = "classic"
 ) -> Float[np.ndarray, "T"]:
-    r"""Noise (std over the clip bound) that a published rule gives one round alone with sensitivity C.
+    r"""Noise (std over the clip bound) that a published rule gives a single round of sensitivity C.
 
     Args:
         budgets: epsilon of each round, above 0.
         delta: failure probability of each round.
-        rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1 and false from about 8.4 on (at
+        rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1, invalid from about 8.4 (at
             delta 1e-5); "analytic": the exact Gaussian mechanism's.
 
     Guarantee: none for more than one round; published claims rest on it.

@@ -1,4 +1,4 @@
-"""The privacy statement of a run: what is guaranteed to whom, what a paper claims, and what nothing covers."""
+"""The privacy statement of a run: guarantees by observer, a paper's claim, and what no epsilon covers."""
 
 import logging
 import math
@@ -90,16 +90,16 @@ def privacy_statement(
 ) -> dict[str, Any]:
     """Account a ledger for both observers and by both accountants; ready for JSON (infinity is `"inf"`).
 
-    Each observer's `epsilon` is the smallest valid one, `by` its accountant and theorem; `rdp` and `pld` have what each
-    says by its own theorem.
+    Each observer's `epsilon` is the smallest valid one, `by` its accountant and theorem; `rdp` and `pld` hold each
+    accountant's own.
 
     Args:
         ledger: the rounds as they happened, or as planned.
         mechanism: what the engine ran.
         clients: number of clients.
-        terms: delta, the paper's claim, and why no epsilon exists where none does.
+        terms: delta, the paper's claim, and the reason if no epsilon exists.
         dp_sgd: the private local steps; None: there are none.
-        randomness: where the noise comes from: a seed that may be known, or fresh secret bits of the system.
+        randomness: source of the noise: a seed that may be known, or fresh secret bits of the system.
         paired: the run is a point of a sweep whose points share their noise.
         stateful: clients keep a state from one round to the next, see `epsilon`.
 
@@ -145,15 +145,15 @@ def privacy_statement(
 
 
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
-    """The statement with an audit from below (`jaxfl.privacy.audit`), and what that refutes."""
-    found, warnings = audit["at_least"], list(statement["warnings"])
+    """The statement with an audit (`jaxfl.privacy.audit`), and what it refutes."""
+    lower_bound, warnings = audit["at_least"], list(statement["warnings"])
     stated = statement["honest"]["aggregate"]["epsilon"]
-    if stated != "inf" and found > stated:
-        warnings.insert(0, _REFUTED.format(found, stated))
+    if stated != "inf" and lower_bound > stated:
+        warnings.insert(0, _REFUTED.format(lower_bound, stated))
         logging.getLogger("jaxfl").error(warnings[0])
     claim = statement["claim"]
-    if claim is not None and claim["epsilon"] != "inf":
-        claim = claim | {"status": "claimed, and refuted by the audit"} if found > claim["epsilon"] else claim
+    if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
+        claim = claim | {"status": "claimed, and refuted by the audit"}
     return statement | {"audit": audit, "warnings": warnings, "claim": claim}
 
 
@@ -165,7 +165,7 @@ def _check_statement(name: str, value: Any) -> dict[str, Any]:
 
 @checked(statement=_check_statement)
 def format_statement(statement: dict[str, Any]) -> str:
-    """Say the statement in lines of at most 100 characters.
+    """Format a statement in lines of up to 100 characters.
 
     >>> from jaxfl.privacy.accounting import planned_ledger
     >>> mechanism, terms = Mechanism(clip=1.0, noise_multiplier=10.0), Terms(claim=(1.0, "one round's epsilon"))
@@ -224,7 +224,7 @@ def _wrap(line: str) -> str:
 def _honest(
     ledger: Ledger, mechanism: Mechanism, broken: str | None, delta: float, stateful: bool
 ) -> dict[Observer, dict[str, Any]]:
-    """What each observer can be promised, of a client and of one example, over all rounds and in the worst alone."""
+    """Guarantees by observer, for a client and for one example, over all rounds and in the worst round."""
 
     def account(**options: Any) -> Mapping[Accountant, Epsilon]:
         if broken is None:
@@ -234,7 +234,7 @@ def _honest(
     bounds: dict[Observer, dict[str, Mapping[Accountant, Epsilon]]] = {}
     for observer in _OBSERVERS:
         total = account(observer=observer)
-        # Of an upload, a client and an example are one.
+        # For uploads, client and example coincide.
         example = account(observer=observer, unit="example") if observer == "aggregate" else total
         bounds[observer] = {"total": total, "one_round": account(observer=observer, one_round=True), "example": example}
     result = {observer: _observer(observer, bounds) for observer in bounds}
@@ -247,7 +247,7 @@ def _honest(
 def _observer(observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping[Accountant, Epsilon]]]) -> dict:
     """One observer's entry: the smallest valid bounds, then each accountant's own.
 
-    Whatever is promised of uploads holds for the sums that follow from them, and replace-one bounds zero-out.
+    Sums are post-processing of uploads and inherit their guarantees; replace-one bounds zero-out.
     """
     sees, adjacency = _OBSERVERS[observer]
     least = {key: tightest(both) for key, both in bounds[observer].items()}
@@ -332,7 +332,7 @@ def _warnings(delta: float, clients: int, communicates: bool, seeded: bool, pair
 
 
 def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> list[str]:
-    """What the numbers rest on, besides the theorems."""
+    """Assumptions besides the theorems."""
     assumed = []
     if mechanism.clients_noisy:
         assumed.append("clients are honest, add the noise that they should, and pool nothing")

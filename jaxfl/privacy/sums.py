@@ -1,13 +1,13 @@
-r"""Sums that are exact, whatever their number of terms and their order: whole numbers of 64 bits, in two words of 32.
+r"""Exact sums, whatever the number and order of terms: 64-bit integers in two 32-bit words.
 
-A sum of floats has no bounded sensitivity: two that one client separates may round apart ever after. The engine adds up
-blocks of b = 8 clients in single precision, in units of :math:`2^{-30} C \max w`, rounds those to whole numbers and
+A sum of floats has no bounded sensitivity: two sums that differ in one client may drift apart by rounding. The engine
+adds up blocks of b = 8 clients in single precision, in units of :math:`2^{-30} C \max w`, rounds those to integers and
 adds them here. Client i is in one block. The rounding errors of its partial sums, u = 2^-24 times their norms and so
 :math:`u (2 + \dots + b) C \max w` at most, differ between neighbours by up to twice that, and those of the rounding to
-whole numbers by :math:`\sqrt d`. So, for any number of clients, its absence changes the sum by at most
-:math:`w_i C (1 + 2^{-20}) + (70 u + 2^{-30} \sqrt d) C \max w`, where the second factor is 5.1e-6 for a million
-coordinates. The server's noise is added here too: what is released is a rounding of the exact sum with its noise. Where
-clients add noise, blocks add up what is noised already.
+integers by :math:`\sqrt d`. So, for any number of clients, its absence changes the sum by at most :math:`w_i C (1 +
+2^{-20}) + (70 u + 2^{-30} \sqrt d) C \max w`, where the second factor is 5.1e-6 for a million coordinates. The server's
+noise is added here too: the release is a rounding of the exact noisy sum. Where clients add noise, blocks sum noised
+updates.
 """
 
 from typing import NamedTuple
@@ -21,14 +21,14 @@ from jaxfl.types import Tree
 
 
 class Wide(NamedTuple):
-    """Whole numbers modulo 2^64, as JAX has none without `jax_enable_x64`; stands where a tree has a leaf."""
+    """Integers modulo 2^64, which JAX lacks without `jax_enable_x64`; stands for a leaf in a tree."""
 
     high: Int32[Array, "*S"]
     low: UInt32[Array, "*S"]
 
 
 def widen(tree: Tree) -> Tree:
-    """The nearest whole numbers, exactly; for magnitudes below 2^63."""
+    """Round to integers, exactly; for magnitudes below 2^63."""
 
     def leaf(x: Float[Array, "*S"]) -> Wide:
         size = jnp.round(jnp.abs(x))
@@ -40,7 +40,7 @@ def widen(tree: Tree) -> Tree:
 
 
 def narrow(tree: Tree) -> Tree:
-    """Whole numbers in single precision, which other numbers are in already."""
+    """Convert to single precision, in which other leaves are already."""
 
     def leaf(x: Array | Wide) -> Float[Array, "*S"]:
         if not isinstance(x, Wide):
@@ -54,12 +54,12 @@ def narrow(tree: Tree) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """Sum of two trees; exact where leaves are whole numbers."""
+    """Sum of two trees; exact for integers."""
     return jax.tree.map(lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide)
 
 
 def add_up(tree: Tree) -> Tree:
-    """Sum over the leading axis of each leaf; exact where leaves are whole numbers."""
+    """Sum over the leading axis of each leaf; exact for integers."""
 
     def leaf(stack: Array | Wide) -> Array | Wide:
         if isinstance(stack, Wide):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
 from jaxfl._validate import checked
 from jaxfl.engine.mesh import data_of
@@ -23,8 +23,8 @@ class Membership(NamedTuple):
     """How well a threshold on the loss tells a client's training examples from its test examples.
 
     Args:
-        auc: area under the ROC curve, of all clients' examples together; 0.5 is guessing.
-        tpr: share of the training examples told at a threshold that takes 1% of the test examples for such.
+        auc: area under the ROC curve, pooled over clients; 0.5 is guessing.
+        tpr: share of training examples identified at a false-positive rate of 1% on the test examples.
         auc_by_client: NaN where a client lacks either.
     """
 
@@ -46,7 +46,7 @@ def membership(
 
     The model is what the client is evaluated with ("personal"), or what the server can make of one more upload
     ("upload"): the broadcast parameters plus the client's update, bounded and with the client's own noise. Both splits
-    should come from one distribution; a gap between them is then what the model tells of its training examples.
+    should come from one distribution; the gap between them is then what the model reveals.
 
     Args:
         key: of the local training.
@@ -65,11 +65,11 @@ def membership(
     clients, states = jax.tree.map(jnp.asarray, (clients, states))
     broadcast = getattr(server, "params", None)
 
-    def uploaded(index: Int[Array, ""], own: Key[Array, ""]) -> Params:
-        noise = None if algorithm.dp_sgd is None else StepNoise(jnp.float32(algorithm.dp_sgd.noise_table[0]), own)
+    def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
+        noise = None if algorithm.dp_sgd is None else StepNoise(jnp.float32(algorithm.dp_sgd.noise_table[0]), key)
         data = data_of(clients, index, index, noise)
         state = jax.tree.map(lambda leaf: leaf[index], states)
-        message = algorithm.client_update(derive(own, CLIENT, index), server, state, data)[0]
+        message = algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]
         if jax.tree.structure(message.update) != jax.tree.structure(broadcast):
             raise ValueError(
                 f"of={of!r} with {algorithm.name!r}: it sends no update of all parameters; give 'personal'"
@@ -77,31 +77,31 @@ def membership(
         bounded = mechanism.bound(memory, message.update)[0]
         noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
         sender = Participant(index, noise_std[index if noise_std.shape[0] > 1 else 0])
-        return optax.tree.add(broadcast, mechanism.add_client_noise(own, memory, sender, bounded))
+        return optax.tree.add(broadcast, mechanism.add_client_noise(key, memory, sender, bounded))
 
-    def personal(index: Int[Array, ""], own: Key[Array, ""]) -> Params:
+    def personal(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
         state = jax.tree.map(lambda leaf: leaf[index], states)
-        return algorithm.personalize(own, server, state, data_of(clients, index, index))
+        return algorithm.personalize(key, server, state, data_of(clients, index, index))
 
     def losses(index: Int[Array, ""]) -> tuple[Float[Array, "N"], Float[Array, "M"]]:
         params = (uploaded if of == "upload" else personal)(index, jax.random.fold_in(key, index))
 
-        def at(rows: Int[Array, "n"]) -> Float[Array, "n"]:
+        def of_rows(rows: Int[Array, "n"]) -> Float[Array, "n"]:
             logits = algorithm.model.apply(params, algorithm.model.prepare(clients.inputs[rows]))
             return optax.softmax_cross_entropy_with_integer_labels(logits, clients.labels[rows])
 
-        return at(clients.train[index]), at(clients.test[index])
+        return of_rows(clients.train[index]), of_rows(clients.test[index])
 
     inside, outside = jax.device_get(jax.jit(lambda ids: jax.lax.map(losses, ids))(jnp.arange(clients.number)))
     member = np.arange(inside.shape[1]) < np.asarray(clients.train_size)[:, None]
     other = np.arange(outside.shape[1]) < np.asarray(clients.test_size)[:, None]
     by_client = [_auc(a[m], b[o]) for a, m, b, o in zip(inside, member, outside, other)]
-    everywhere = inside[member], outside[other]
-    return Membership(_auc(*everywhere), _tpr(*everywhere), np.array(by_client))
+    pooled = inside[member], outside[other]
+    return Membership(_auc(*pooled), _tpr(*pooled), np.array(by_client))
 
 
 def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> float:
-    """How likely a member's loss is the smaller one; ties count a half."""
+    """P(member's loss < nonmember's); ties count a half."""
     if not len(inside) or not len(outside):
         return float("nan")
     ordered = np.sort(outside)
@@ -113,5 +113,4 @@ def _tpr(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"], rate: 
     """Share of members below the threshold that `rate` of the others are below."""
     if not len(inside) or not len(outside):
         return float("nan")
-    told: Bool[np.ndarray, "n"] = inside < np.sort(outside)[int(rate * len(outside))]
-    return float(told.mean())
+    return float(np.mean(inside < np.sort(outside)[int(rate * len(outside))]))

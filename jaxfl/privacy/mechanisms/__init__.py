@@ -1,4 +1,4 @@
-"""What leaves the clients and what it is worth: one mechanism per file, each with its noise and its accounting."""
+"""Privacy mechanisms, one per file, each with its noise and its accounting."""
 
 from jaxfl.privacy.mechanisms.adaptive_clip import AdaptiveClip
 from jaxfl.privacy.mechanisms.correlated import BandedNoise, BLTNoise, blt

@@ -16,7 +16,7 @@ from jaxfl.types import Message, Number, Tree
 
 
 class Bound(NamedTuple):
-    """The clip bound of the coming round, and the bit's scale over it."""
+    """The next round's clip bound, and the bit's scale over it."""
 
     clip: Float[Array, ""]
     scale: Float[Array, ""]
@@ -33,9 +33,9 @@ class AdaptiveClip(Mechanism):
         C_{t+1} = C_t e^{-\eta (\bar b - \gamma)}
 
     A client contributes its clipped update and :math:`\kappa (b_i - 1/2)` as one vector, whose joint bound is
-    :math:`C_t \sqrt{1 + \kappa^2 / 4 C_t^2}`. One Gaussian of multiplier z on it is noise of
-    :math:`z_\Delta C_t` on the update and :math:`\sigma_b` on the bits, with
-    :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and :math:`\kappa = z_\Delta C_t / \sigma_b`.
+    :math:`C_t \sqrt{1 + \kappa^2 / 4 C_t^2}`. One Gaussian of multiplier z on it adds noise of :math:`z_\Delta C_t` on
+    the update and :math:`\sigma_b` on the bits, with :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and
+    :math:`\kappa = z_\Delta C_t / \sigma_b`.
 
     Args:
         clip: :math:`C_1`.
@@ -44,7 +44,7 @@ class AdaptiveClip(Mechanism):
         rate: :math:`\eta`.
         bit_noise: :math:`\sigma_b`, std on the sum of bits, above z / 2; None: a 20th of the expected cohort.
 
-    Guarantee: as `Mechanism`, by the Gaussian mechanism on update and bit together; bounds follow from noisy sums.
+    Guarantee: as `Mechanism`, by the Gaussian mechanism on update and bit together; bounds are post-processing.
     Source: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021 (arXiv:1905.03871).
     """
 
@@ -74,11 +74,11 @@ class AdaptiveClip(Mechanism):
         return Bound(jnp.float32(self.clip), jnp.float32(on_update / bits))
 
     def draw(self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int) -> Cohort:
-        """As ever; the bound is noted."""
+        """Also note the bound."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
     def contribution_bound(self, memory: Bound) -> Float[Array, ""]:
-        """Of update and bit together."""
+        """Joint, of update and bit."""
         return memory.clip * jnp.sqrt(1 + memory.scale**2 / 4)
 
     def bound(self, memory: Bound, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
@@ -87,14 +87,14 @@ class AdaptiveClip(Mechanism):
         return bounded, norm, memory.clip
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Bound, own: Participant, sent: Message, norm: Float[Array, ""]
+        self, key: Key[Array, "*S"], memory: Bound, client: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:
-        """Update and bit."""
+        """Add the bit."""
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
-        return super().contribute(key, memory, own, sent._replace(update={"update": sent.update, "bit": bit}), norm)
+        return super().contribute(key, memory, client, sent._replace(update={"update": sent.update, "bit": bit}), norm)
 
     def insert(self, memory: Bound, update: Tree, count: Float[Array, ""]) -> Tree:
-        """Their norms are not above the bound."""
+        """Inserted norms meet the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
 
     def in_units(self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
@@ -106,7 +106,7 @@ class AdaptiveClip(Mechanism):
         self, key: Key[Array, "*S"], memory: Bound, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Bound]:
         """The noisy mean update, and the next bound."""
-        both, std, _ = super().aggregate(key, memory, cohort, total, mesh)
-        below = both["bit"] / (memory.scale * memory.clip) + 0.5
+        noisy, std, _ = super().aggregate(key, memory, cohort, total, mesh)
+        below = noisy["bit"] / (memory.scale * memory.clip) + 0.5
         moved = memory.clip * jnp.exp(-self.rate * (below - self.quantile))
-        return both["update"], std, memory._replace(clip=moved)
+        return noisy["update"], std, memory._replace(clip=moved)

@@ -2,12 +2,12 @@ r"""Noise that is correlated over rounds, so that more of it cancels in the mode
 
 The noise of all rounds is :math:`n = S^{-1} \xi` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`, for a strategy S: a
 lower-triangular Toeplitz matrix of coefficients :math:`1 = c_0, c_1, \dots \ge 0`. The server's model after t rounds
-has the prefix sums of n, whose root mean square is that of :math:`A S^{-1}`, A the ones on and below the diagonal.
+has the prefix sums of n, whose root mean square is that of :math:`A S^{-1}`, A lower-triangular ones.
 
-A client that takes part in the rounds P moves :math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2` clip bounds: of
-updates of at most that norm equal ones are the worst, since :math:`S^\top S` has no negative entry. The run is one
-Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, whoever knows P, for every sampler that does not read
-data. Under `CyclicPoisson` with at least as many groups as S has bands it is amplified: the turns of a client are
+A client that takes part in the rounds P moves :math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2` clip bounds: among
+updates within the bound, equal ones are the worst, since :math:`S^\top S` has no negative entry. The run is one
+Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, even if P is known, for every data-independent
+sampler. Under `CyclicPoisson` with at least as many groups as S has bands it is amplified: the turns of a client are
 Poisson-sampled Gaussians of multiplier :math:`z / \|c\|_2`.
 """
 
@@ -37,7 +37,7 @@ from jaxfl.types import Ledger, Tree
 
 
 class CorrelatedNoise(Mechanism):
-    """What correlated noise is worth, whatever its strategy."""
+    """Accounting of correlated noise, by its strategy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +53,7 @@ class CorrelatedNoise(Mechanism):
 
     @property
     def bands_at_most(self) -> int | float:
-        """Number of coefficients that are not 0."""
+        """Number of nonzero coefficients."""
         return math.inf
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
@@ -63,7 +63,7 @@ class CorrelatedNoise(Mechanism):
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> tuple[Tree, Tree]:
-        """The round's noise, which is remembered over its std."""
+        """Add the round's noise, remembered over its std."""
         del mesh
         fresh = add_gaussian(key, jax.tree.map(jnp.zeros_like, narrow(update)), jnp.ones(()))
         noise, memory = self.correlate(memory, fresh)
@@ -87,7 +87,7 @@ class CorrelatedNoise(Mechanism):
         return run._replace(multiplier=multiplier, replaced=replaced, grows=True)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """How much noise the model keeps of it."""
+        """Noise in the model."""
         rounds = max(1, len(ledger.participants))
         error = prefix_error(self.strategy(rounds))
         plain = prefix_error(np.ones(1), rounds)
@@ -115,18 +115,17 @@ def _check_decays(name: str, value: Any) -> tuple[float, ...]:
 class BandedNoise(CorrelatedNoise):
     r"""Noise :math:`n_t = \xi_t - \sum_{k=1}^{b-1} c_k n_{t-k}` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`.
 
-    That is the strategy of b coefficients: by default
-    :math:`c_k = \binom{2k}{k} / 4^k`, the first ones of the square root of the matrix of ones. The memory is the last
-    b - 1 noises: b - 1 times the size of an update.
+    The strategy has b coefficients: by default :math:`c_k = \binom{2k}{k} / 4^k`, the first ones of the square root of
+    the matrix of ones. The memory is the last b - 1 noises: b - 1 times the size of an update.
 
     Args:
         noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
         bands: b; 1 is independent noise.
-        coefficients: c_1, ..., c_{b-1}, at least 0, such as an optimiser finds them; None: the square root's.
+        coefficients: c_1, ..., c_{b-1}, at least 0, such as an optimiser's; None: the square root's.
 
-    Guarantee: see `jaxfl.privacy.mechanisms.correlated`: of a client that takes part in the rounds P one Gaussian of
-        multiplier :math:`z / \|S \mathbf{1}_P\|_2`, which is :math:`z / (\sqrt{k} \|c\|_2)` where its k rounds are b
-        apart (`MinSeparation`); under `CyclicPoisson` with b groups or more, amplified.
+    Guarantee: see `jaxfl.privacy.mechanisms.correlated`: for a client with rounds P one Gaussian of multiplier :math:`z
+        / \|S \mathbf{1}_P\|_2`, which is :math:`z / (\sqrt{k} \|c\|_2)` where its k rounds are b apart
+        (`MinSeparation`); under `CyclicPoisson` with b groups or more, amplified.
     Source: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023; Fichtenberger et al., Constant
         Matters, ICML 2023 (coefficients).
     """
@@ -170,14 +169,14 @@ class BLTNoise(CorrelatedNoise):
 
     .. math:: n_t = \xi_t - \sum_i \omega_i s_{i,t}, \qquad s_{i,t+1} = \theta_i s_{i,t} + n_t
 
-    The memory is one buffer s for each i, whatever the number of rounds; `blt` finds good numbers.
+    The memory is one buffer s for each i, whatever the number of rounds; `blt` optimises scales and decays.
 
     Args:
         noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
         scales: omega, at least 0.
         decays: theta, in [0, 1).
 
-    Guarantee: as `BandedNoise`, without amplification: S has no end of bands.
+    Guarantee: as `BandedNoise`, without amplification: S has unbounded bands.
     Source: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming Differential Privacy, FOCS 2024;
         McMahan et al., A Hassle-free Algorithm for Private Learning in Practice, 2024 (arXiv:2408.08868).
     """
@@ -200,7 +199,7 @@ class BLTNoise(CorrelatedNoise):
         return jax.tree.map(lambda leaf: jnp.zeros((len(self.scales), *leaf.shape)), update())
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
-        """The buffers."""
+        """By buffers."""
         scales, decays = (jnp.asarray(values, jnp.float32) for values in (self.scales, self.decays))
         noise = jax.tree.map(lambda leaf, buffers: leaf - jnp.tensordot(scales, buffers, 1), fresh, memory)
 
@@ -211,7 +210,7 @@ class BLTNoise(CorrelatedNoise):
 
 
 class BLT(NamedTuple):
-    """Numbers of a `BLTNoise`."""
+    """Fields of `BLTNoise`."""
 
     scales: tuple[float, ...]
     decays: tuple[float, ...]
@@ -247,7 +246,7 @@ def blt(buffers: int, rounds: int, separation: int = 1) -> BLT:
 
 
 def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "C"]:
-    r"""How many clip bounds each client moves :math:`S x` by, at most: :math:`\|S \mathbf{1}_P\|_2` of its rounds P.
+    r"""Most clip bounds by which each client moves :math:`S x`: :math:`\|S \mathbf{1}_P\|_2` of its rounds P.
 
     >>> exposures(np.array([1.0, 0.5, 0.0]), np.array([[True, True], [False, True], [True, True]])).round(3).tolist()
     [1.5, 2.345]
@@ -264,7 +263,7 @@ def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[np.ndarray, "
         rows = np.unpackbits(patterns[start : start + 4096], axis=1, count=rounds).astype(np.float64)
         moved = scipy.signal.fftconvolve(rows, strategy[None, :rounds], axes=1)[:, :rounds]
         norms[start : start + 4096] = np.linalg.norm(moved, axis=1)
-    norms[norms < 0.5] = 0.0  # who never takes part; everyone else moves it by 1 at least
+    norms[norms < 0.5] = 0.0  # clients without a round; all others have at least 1
     return norms[kind_of_client.reshape(-1)]
 
 

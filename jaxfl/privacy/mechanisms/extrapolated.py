@@ -20,7 +20,7 @@ class Extrapolated(Mechanism):
 
     .. math:: \text{std of the mean} = \frac{z C}{m'}, \qquad \text{so the sum of } m \text{ has } z \frac{m}{m'}
 
-    It shows what accuracy to expect of a deployment of the same kind of clients, with noise as faint as there.
+    It predicts the accuracy of a deployment with similar clients and equally faint noise.
 
     Args:
         noise_multiplier: z, of the deployment.
@@ -28,8 +28,8 @@ class Extrapolated(Mechanism):
         population: clients of the deployment.
         delta: of the deployment; None: min(1e-5, 1 / (10 population)).
 
-    Guarantee: of this run the one of its own multiplier :math:`z m / m'`, which is weak; the deployment's epsilon, by
-        Poisson sampling at rate m' over the population, stands in the statement as what it is: of another run.
+    Guarantee: that of this run's multiplier :math:`z m / m'`, which is weak; the statement lists the deployment's
+        epsilon, by Poisson sampling at rate m' over the population, as that of another run.
     Source: the practice of pfl-research (Granqvist et al. 2024, arXiv:2404.06430) and of McMahan et al. 2018.
     """
 
@@ -46,7 +46,7 @@ class Extrapolated(Mechanism):
             )
 
     def draw(self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int) -> Cohort:
-        """The round's numbers have the scaled multiplier."""
+        """Scale the round's multiplier."""
         drawn = super().draw(key, memory, index, clients)
         scaled = drawn.numbers.noise_multiplier * self._share(clients)
         return drawn._replace(numbers=drawn.numbers._replace(noise_multiplier=scaled))
@@ -57,18 +57,16 @@ class Extrapolated(Mechanism):
         return plan._replace(noise_multiplier=plan.noise_multiplier * share, server_noise=plan.server_noise * share)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """What the deployment would have."""
+        """The deployment's epsilon."""
         rounds, clients = np.shape(ledger.participants)
         if not rounds:
             return []
         levels = np.asarray(ledger.noise_multiplier, np.float64) / self._share(clients)
         delta = min(1e-5, 1 / (10 * self.population)) if self.delta is None else self.delta
         rate = self.cohort / self.population
-        value = (
-            accountants.pld_epsilon(math.inf, accountants.round_down(levels), rate, delta)
-            if np.all(levels)
-            else math.inf
-        )
+        value = math.inf
+        if np.all(levels):
+            value = accountants.pld_epsilon(math.inf, accountants.round_down(levels), rate, delta)
         return [
             f"extrapolated, not of this run: epsilon {value:.4g} (delta {delta:.2g}, PLD) in a population of "
             f"{self.population} with cohorts of {self.cohort} and noise multiplier {levels.min():.4g}"

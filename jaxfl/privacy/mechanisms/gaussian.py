@@ -1,13 +1,13 @@
-"""The mechanism: what leaves the clients, how it is bounded, noised and divided, and what that is worth.
+"""The mechanism: how updates are bounded, noised and averaged, and what that guarantees.
 
 `Mechanism` is the Gaussian mechanism, and its methods are the hooks that the engine calls: another mechanism is a
 subclass in a file of its own that replaces some of them. In a round,
 
     memory -> draw -> for each participant: bound, contribute -> sum -> aggregate -> aggregate, memory
 
-where the memory is whatever the mechanism remembers from round to round. The engine carries it beside the server's
-state, wherever that goes: both stores, sweeps, checkpoints and several processes. `view` says what an observer of the
-ledger learns, next to the noise that it accounts for.
+where the memory is the mechanism's state. The engine carries it beside the server's state through both stores, sweeps,
+checkpoints and several processes. `view` says what an observer of the ledger learns, next to the code of the noise it
+accounts for.
 """
 
 import dataclasses
@@ -23,27 +23,9 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import (
-    Check,
-    check_count,
-    check_noise,
-    check_numbers,
-    checked,
-    show,
-    traced,
-    up_to_infinity,
-)
+from jaxfl._validate import Check, check_count, check_noise, check_numbers, checked, show, traced, up_to_infinity
 from jaxfl.privacy.clip import clip, round_within
-from jaxfl.privacy.noise import (
-    CLIENT_NOISE,
-    SAMPLE,
-    SERVER_NOISE,
-    STEPS,
-    add_gaussian,
-    add_grid_noise,
-    derive,
-    single,
-)
+from jaxfl.privacy.noise import CLIENT_NOISE, SAMPLE, SERVER_NOISE, STEPS, add_gaussian, add_grid_noise, derive, single
 from jaxfl.privacy.observers import Observer, View, one_gaussian, sum_noise, upload_view
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.privacy.sums import add, narrow, widen
@@ -53,9 +35,9 @@ _LEAST_ON_GRID = 0.01
 _MOST_NOISE = 1e8
 
 _SMALL, _LARGE = 2.0**-63, 2.0**50
-"""Numbers between have squares, and products of two have values, that single precision holds, sums of 10^7 too."""
+"""Single precision holds squares of numbers between, products of any two, and sums of 10^7 of these."""
 _LEAST_CLIP = 1e-10
-"""Smaller bounds clip nothing: squares of the coordinates of an update that exceeds them vanish."""
+"""Smaller bounds clip nothing: the squared coordinates of longer updates vanish."""
 
 
 class RoundNumbers(NamedTuple):
@@ -78,24 +60,24 @@ class Cohort(NamedTuple):
 
 
 class Participant(NamedTuple):
-    """One of the cohort, as the mechanism knows it."""
+    """A participant, as the mechanism sees it."""
 
     number: Int[Array, ""]
-    """Of the client, in the order of all."""
+    """The client's number."""
     noise: Float[Array, ""]
-    """Std of what it adds over C."""
+    """Std of its noise over C."""
 
 
 class Total(NamedTuple):
-    """What the mechanism gets of a round's participants."""
+    """What the participants of a round send."""
 
     update: Tree
-    """Sum of weighted contributions, in units of `Mechanism.unit`; under noise whole numbers."""
+    """Sum of weighted contributions, in units of `Mechanism.unit`; integers under noise."""
     variance: Float[Array, ""]
     """Of the clients' noise on the sum, over C^2."""
     weight: Float[Array, ""]
     rows: Tree
-    """Each participant's own, [most, ...] in the order of their numbers; zeros beyond."""
+    """A row per participant, [most, ...] ordered by number; zeros beyond."""
 
 
 FIELDS: dict[str, Check] = {
@@ -104,13 +86,13 @@ FIELDS: dict[str, Check] = {
     "client_noise": functools.partial(check_noise, axes=(0, 1, 2)),
     "weights": functools.partial(check_numbers, axes=(1, 2), zero=True),
 }
-"""Checks of the fields that all mechanisms have."""
+"""Checks of the fields of all mechanisms."""
 
 
 @checked(**FIELDS)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mechanism:
-    r"""What leaves the clients, and how it is bounded and noised.
+    r"""How updates are bounded, noised and summed.
 
     In round t, with clip bound C, weights :math:`w_i \ge 0` and participants :math:`\Omega_t`:
 
@@ -129,26 +111,26 @@ class Mechanism:
         sampling: who takes part.
         weights: public weights `[C]`; None: all 1.
         denominator: "expected" divides by the fixed `E|cohort| * mean(w)`; "participants" by the realised
-            sum of weights. A zeroed-out client keeps its coin, so that epsilon stays finite, but the divisor
-            shows the cohort: under Poisson sampling nothing is amplified.
+            sum of weights. A zeroed-out client keeps its coin, so epsilon stays finite, but the divisor reveals the
+            cohort: Poisson sampling amplifies nothing.
         communicates: False where nothing ever leaves a client (then epsilon is 0).
         noise: "float" draws in single precision; "grid" (the server's noise only) draws whole steps of a grid, exactly.
 
     Guarantee: client-level privacy under zero-out adjacency; sensitivity of the sum `C max w`. With noise, sums are
-        exact whatever the number of clients and their order (`jaxfl.privacy.sums`), so that this is what one client
-        changes them by, to a relative 1e-5.
+        exact whatever the number of clients and their order (`jaxfl.privacy.sums`), so one client changes them by no
+        more, to a relative 1e-5.
 
         "float" is a Gaussian on paper only. Its draws end at 5.42 standard deviations, are multiples of 2^-33 or so,
-        and the released numbers can show which of two data sets they come from, at any epsilon; nothing that is stated
-        covers this (Mironov, On significance of the least significant bits for differential privacy, CCS 2012).
+        and the released numbers can reveal which of two data sets they come from, at any epsilon; no statement covers
+        this (Mironov, On significance of the least significant bits for differential privacy, CCS 2012).
 
         "grid" covers it. A step is :math:`z C \max w / 2^{15}`. Each client's weighted update is rounded to whole steps
-        such that its norm is still at most w C (`round_within`), sums are whole numbers modulo 2^32, as under secure
-        aggregation, and so is the noise :math:`\mathrm{round}(N(0, 2^{30}))` (`add_grid_noise`). For whole x,
-        x + round(N) = round(x + N), and the modulus, the division by the denominator and single precision come after:
-        all is post-processing of the Gaussian mechanism, whose epsilon holds. Sums wrap beyond 65,536 standard
-        deviations, which is no matter for privacy and does not happen. Noise in local steps (`DPSGD`) stays as it
-        is. For a method whose builder makes the mechanism:
+        such that its norm is still at most w C (`round_within`), sums are integers modulo 2^32, as under secure
+        aggregation, and so is the noise :math:`\mathrm{round}(N(0, 2^{30}))` (`add_grid_noise`). For whole x, x +
+        round(N) = round(x + N), and the modulus, the division by the denominator and single precision come after: all
+        is post-processing of the Gaussian mechanism, whose epsilon holds. Sums wrap beyond 65,536 standard deviations,
+        which does not affect privacy and does not happen. Noise in local steps (`DPSGD`) is unaffected. For a method
+        whose builder makes the mechanism:
         `method._replace(mechanism=dataclasses.replace(method.mechanism, noise="grid"))`.
     Source: Geyer et al. 2017; McMahan et al. 2018 (arXiv:1710.06963).
     """
@@ -170,15 +152,15 @@ class Mechanism:
             self._check_grid()
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
-        """The memory before the first round, of the shapes that `update` makes, and the number of clients."""
+        """The memory before the first round, from an update's shapes and the number of clients."""
         del key, update, clients
         return ()
 
     def draw(self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int) -> Cohort:
-        """Who takes part in the round of number `index`, and its numbers; the key is of the cohorts of the run."""
+        """Who takes part in round `index`, and its numbers; the key is that of the run's cohorts."""
         del memory
-        own = single(derive(key, index // self.sampling.period, SAMPLE))
-        sampled = self.sampling.sample(own, clients, index)
+        cohort_key = single(derive(key, index // self.sampling.period, SAMPLE))
+        sampled = self.sampling.sample(cohort_key, clients, index)
         return Cohort(sampled, round_numbers(self, clients, index))
 
     def contribution_bound(self, memory: Tree) -> Number:
@@ -187,21 +169,21 @@ class Mechanism:
         return self.clip
 
     def bound(self, memory: Tree, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """A client's update within the bound, its norm before, and the bound."""
+        """A client's bounded update, its norm before, and the bound."""
         bounded, norm = clip(update, self.contribution_bound(memory))
         return bounded, norm, self.contribution_bound(memory)
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Tree, own: Participant, sent: Message, norm: Float[Array, ""]
+        self, key: Key[Array, "*S"], memory: Tree, client: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:
-        """What of a client's bounded message enters the sum, at most C long, and a row of its own.
+        """A client's contribution to the sum, of norm at most C, and its row.
 
         Args:
-            key: of the round's noise; a client's own is derived by purpose and number.
+            key: of the round's noise; a client's is derived by purpose and number.
             memory: the mechanism's.
-            own: the client.
-            sent: its message, bounded; zeros where it was not finite.
-            norm: of its update before it was bounded.
+            client: the sender.
+            sent: its bounded message; zeros if not finite.
+            norm: of its update before bounding.
         """
         del norm
         if sent.extra is not None:
@@ -209,23 +191,24 @@ class Mechanism:
                 f"message.extra={type(sent.extra).__name__}: {type(self).__name__} takes an update alone; give the "
                 "algorithm a mechanism that reads it, or leave it out"
             )
-        return self.add_client_noise(key, memory, own, sent.update), ()
+        return self.add_client_noise(key, memory, client, sent.update), ()
 
     def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
-        """What enters the sum of `count` more clients, whose updates are as long as may be and add up to `update`."""
+        """Contribution of `count` extra clients, whose updates are longest and add up to `update`."""
         del memory, count
         return update
 
-    def add_client_noise(self, key: Key[Array, "*S"], memory: Tree, own: Participant, update: Tree) -> Tree:
-        """A client's own noise; also on a dropped update, because the accountant counts it."""
+    def add_client_noise(self, key: Key[Array, "*S"], memory: Tree, client: Participant, update: Tree) -> Tree:
+        """Add a client's noise, also to a dropped update: the accountant counts it."""
         if not self.clients_noisy:
             return update
-        return add_gaussian(derive(key, CLIENT_NOISE, own.number), update, own.noise * self.contribution_bound(memory))
+        std = client.noise * self.contribution_bound(memory)
+        return add_gaussian(derive(key, CLIENT_NOISE, client.number), update, std)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Tree]:
-        """What the server gets of a round, the std of the server's noise over C, and the memory of the next round."""
+        """The round's aggregate, the std of the server's noise over C, and the next memory."""
         numbers, update, std = cohort.numbers, total.update, jnp.zeros(())
         unit = self.unit(memory, numbers)
         if self.server_noisy:
@@ -239,19 +222,19 @@ class Mechanism:
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> tuple[Tree, Tree]:
-        """The server's noise on a sum; `std` in the sum's unit. Exact up to what single precision draws."""
+        """Add the server's noise; `std` in the sum's unit. Exact up to single-precision draws."""
         if self.noise == "grid":
             return add_grid_noise(key, update, mesh), memory
         zero = jax.tree.map(jnp.zeros_like, narrow(update))
         return add(update, widen(add_gaussian(key, zero, std))), memory
 
     def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
-        """What an observer of the ledger learns of a client.
+        """What an observer learns about a client.
 
         Args:
             ledger: the rounds.
             observer: of sums, of uploads, or another client.
-            replaced: replace-one, in place of zero-out; uploads have no other.
+            replaced: replace-one, not zero-out; uploads always are.
             one_round: the view is for statements about single rounds.
         """
         del one_round
@@ -266,7 +249,7 @@ class Mechanism:
         return self.sampling.view(sum_noise(ledger, hides_cohort=fair, replaced=replaced, insider=insider))
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """The ledger of a run not yet made, at its worst: every client takes part in every round that it can."""
+        """Worst-case ledger of a planned run: every client participates in every round it can."""
         self.check_fits(clients, rounds)
         noise, weights = (_rows(table, rounds) for table in (self.client_noise_table, self.weight_table))
         multiplier = _rows(self.noise_multiplier_table, rounds)
@@ -281,14 +264,14 @@ class Mechanism:
         return []
 
     def unit(self, memory: Tree, numbers: RoundNumbers) -> Float[Array, ""]:
-        """What sums count in: a step of the grid; else, with noise, a 2^30th of the bound."""
+        """Unit of the sums: a grid step; else, with noise, 2^-30 of the bound."""
         if not self.noisy:
             return jnp.ones(())
         bound = self.contribution_bound(memory) * jnp.max(numbers.weights)
         return bound * (numbers.noise_multiplier / STEPS if self.noise == "grid" else 2.0**-30)
 
     def in_units(self, memory: Tree, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
-        """A contribution times `scale`; on the grid, in whole steps that keep the bound."""
+        """A contribution times `scale`; on the grid, in whole steps within the bound."""
         if self.noise == "float":
             return jax.tree.map(lambda leaf: leaf * scale, contribution)
         self._check_resolution(sum(leaf.size for leaf in jax.tree.leaves(contribution)))
@@ -297,17 +280,17 @@ class Mechanism:
 
     @property
     def exact(self) -> bool:
-        """Whether sums are exact whole numbers of 64 bits; those of the grid are whole already."""
+        """Whether sums are 64-bit integers; those on the grid are integers already."""
         return self.noisy and self.noise == "float"
 
     def _check_single_precision(self) -> None:
-        """Refuse what vanishes or overflows where the engine squares and multiplies it."""
+        """Reject values that vanish or overflow in squares and products."""
         check_clip("clip", self.clip)
-        weights = extremes("weights", self.weight_table.max(axis=1))  # smaller ones are given by the largest's noise
+        weights = extremes("weights", self.weight_table.max(axis=1))  # smaller weights share the largest's noise
         for name in ("noise_multiplier", "client_noise"):
             if not traced(getattr(self, name)):
                 on_sum = np.outer(extremes(name, np.asarray(getattr(self, name), np.float64)), weights)
-                if np.max(getattr(self, name)) > _MOST_NOISE:  # else it would stop at the ends of a sum's 64 bits
+                if np.max(getattr(self, name)) > _MOST_NOISE:  # else noise exceeds a sum's 64 bits
                     raise ValueError(f"{name}={show(getattr(self, name))}: give at most {_MOST_NOISE:g}")
                 extremes(f"{name} times weights", on_sum)
 
@@ -325,8 +308,8 @@ class Mechanism:
             )
 
     def _check_resolution(self, coordinates: int) -> None:
-        """Require a grid on which updates of so many coordinates are more than zeros and ones."""
-        if traced(self.noise_multiplier):  # the norm is bounded all the same
+        """Require a grid finer than most updates of so many coordinates."""
+        if traced(self.noise_multiplier):  # the norm is bounded anyway
             return
         most = STEPS * math.sqrt(3 / coordinates)
         if np.max(self.noise_multiplier_table) > most:
@@ -352,18 +335,18 @@ class Mechanism:
 
     @property
     def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:
-        """Noise multiplier z by round, one entry where it does not change."""
+        """Noise multiplier z by round, one entry if constant."""
         return _numbers(self.noise_multiplier).reshape(-1)
 
     @property
     def client_noise_table(self) -> Float[np.ndarray | Array, "T C"]:
-        """Client noise s by round and client, axes of length 1 where it does not change."""
+        """Client noise s by round and client, axes of length 1 where constant."""
         value = _numbers(self.client_noise)
         return value.reshape(-1, 1) if value.ndim < 2 else value
 
     @property
     def weight_table(self) -> Float[np.ndarray, "T C"]:
-        """Weights w by round and client, axes of length 1 where it does not change."""
+        """Weights w by round and client, axes of length 1 where constant."""
         return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
 
     def check_fits(self, clients: int, rounds: int) -> None:
@@ -417,7 +400,7 @@ def check_clip(name: str, value: Number) -> None:
 
 
 def extremes(name: str, values: np.ndarray) -> np.ndarray:
-    """Least and greatest of the values above 0, which single precision must be able to square."""
+    """Smallest and largest positive value, which single precision must be able to square."""
     positive = values[values > 0]
     if not positive.size:
         return np.zeros(0)

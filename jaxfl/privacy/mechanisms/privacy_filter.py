@@ -1,4 +1,4 @@
-"""Clients' noise that follows from numbers they release, and a filter that stops who has spent the budget (ADP-PFL)."""
+"""Client noise set by released numbers, and a filter that stops clients with a spent budget (ADP-PFL)."""
 
 import dataclasses
 import math
@@ -26,11 +26,11 @@ _THEOREM = (
 @checked(low=at_least_0, high=up_to_infinity, noise=at_least_0)
 @dataclasses.dataclass(frozen=True)
 class Release:
-    r"""A number that each participant tells the server, and the clients' noise that follows from all of them.
+    r"""A number that each participant releases, and the client noise set by all numbers.
 
-    Client i's number, clipped to [low, high], with noise of std r times high - low, clipped again, is known to all
-    from then on; before its first it is 0. From the next round on the client adds noise :math:`s_{t,i} = s_t / f_i`, f
-    being the `shares` of all numbers.
+    Client i's number, clipped to [low, high], with noise of std r times high - low, clipped again, is public from then
+    on; before the first it is 0. From the next round on the client adds noise :math:`s_{t,i} = s_t / f_i`, with f the
+    `shares` of all numbers.
 
     Args:
         shares: from the numbers `[C]` to the share of the round's budget that each client gets `[C]`.
@@ -53,27 +53,27 @@ class Release:
 
 
 class Accounts(NamedTuple):
-    """What everyone knows of each client."""
+    """Each client's public account."""
 
     released: Float[Array, "C"]
-    """The number that it released last; 0: none yet."""
+    """The last released number; 0: none yet."""
     spent: Float[Array, "C"]
-    """Sum of the inverse squares of the multipliers of all that it sent."""
+    """Sum of the inverse square multipliers of all messages."""
 
 
 @checked(**FIELDS, least_total=at_least_0)
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrivacyFilter(Mechanism):
-    r"""Uploads with the clients' own noise, until a client has spent its budget.
+    r"""Noised uploads, until a client has spent its budget.
 
-    A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the multipliers of all that it ever sends:
-    s / 2 of an update, under replace-one, and r of a released number. Each cost is known before it is incurred, from
-    what was released in earlier rounds, so that the sum is bounded whatever is released.
+    A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the multipliers of all that it sends: s / 2
+    for an update, under replace-one, and r for a released number. Each cost is known in advance, from earlier releases,
+    so the sum is bounded whatever is released.
 
     Args:
         least_total: m; 0 stops nobody, and gives no guarantee.
-        release: a number that each participant releases besides its update (`Message.extra`), of which the clients'
-            noise follows; None: none.
+        release: a number that each participant releases besides its update (`Message.extra`), which sets the client
+            noise; None: none.
 
     Guarantee: replace-one for the observer of uploads, and so zero-out for that of sums: the epsilon of one Gaussian
         with multiplier m, by fully adaptive composition.
@@ -101,38 +101,37 @@ class PrivacyFilter(Mechanism):
         return Accounts(jnp.zeros(clients), jnp.zeros(clients))
 
     def draw(self, key: Key[Array, "*S"], memory: Accounts, index: Int[Array, ""], clients: int) -> Cohort:
-        """Those who are drawn and can afford it; their noise follows from what was released."""
+        """The drawn clients that can afford the round, with noise set by past releases."""
         drawn = super().draw(key, memory, index, clients)
         sampled, numbers, notes = drawn.sampled, drawn.numbers, drawn.notes
         if self.release is not None:
             noise = numbers.client_noise / self.release.shares(memory.released)
             numbers, notes = numbers._replace(client_noise=noise), {"release_noise": jnp.float32(self.release.noise)}
         if self.least_total:
-            affords = memory.spent + self._costs(numbers.client_noise) <= self.least_total**-2 * (1 - ROUNDING)
-            sampled &= affords
+            sampled &= memory.spent + self._costs(numbers.client_noise) <= self.least_total**-2 * (1 - ROUNDING)
         return Cohort(sampled, numbers, notes)
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Accounts, own: Participant, sent: Message, norm: Float[Array, ""]
+        self, key: Key[Array, "*S"], memory: Accounts, client: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:
         """The noised update, and the released number."""
         number, release = sent.extra, self.release
         if (number is None) != (release is None):
             raise ValueError(f"message.extra={number!r} with release={release!r}: send a number where it is released")
-        update, _ = super().contribute(key, memory, own, sent._replace(extra=None), norm)
+        update, _ = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         if release is None:
             return update, ()
-        # Of a dropped update it is the least: that it was dropped is not for everyone to know.
+        # A dropped update releases the least number, which hides that it was dropped.
         number = jnp.clip(jnp.where(jnp.isfinite(number), number, release.low), release.low, release.high)
         if release.noise:
             std = jnp.float32(release.noise * (release.high - release.low))
-            number = jnp.clip(add_gaussian(derive(key, RELEASE, own.number), number, std), release.low, release.high)
+            number = jnp.clip(add_gaussian(derive(key, RELEASE, client.number), number, std), release.low, release.high)
         return update, number
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Accounts, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Accounts]:
-        """The Gaussian mechanism's; what the participants released and spent is remembered."""
+        """Also remember what the participants released and spent."""
         aggregate, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         released, spent = memory
         if self.release is not None:
@@ -143,20 +142,20 @@ class PrivacyFilter(Mechanism):
         return aggregate, std, Accounts(released, spent)
 
     def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
-        """The filter's own, for every observer: sums count as the uploads that they are made of."""
+        """The filter's bound, for every observer: sums count as their uploads."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         if view.whole:  # nothing is sent, or nothing is bounded
             return view
         if not self.least_total:
-            stops_nobody = "the clients' noise follows from private numbers, and no filter bounds what it spends"
-            return view if self.release is None else one_gaussian(0.0, "none", stops_nobody)
+            reason = "the clients' noise follows from private numbers, and no filter bounds what it spends"
+            return view if self.release is None else one_gaussian(0.0, "none", reason)
         self._check(ledger)
         if one_round:
             return shown_by(ledger, _beside(ledger), "Gaussian, replace-one (multiplier s/2)")
         return one_gaussian(self.least_total, _THEOREM, "a filter that stops nobody")
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """At most what each client can afford, with the full share of the budget for everyone."""
+        """At most what each client can afford, with everyone's full budget share."""
         plan = super().planned(clients, rounds)
         if self.release is not None:
             plan = plan._replace(notes={"release_noise": np.full(rounds, self.release.noise)})
@@ -171,11 +170,11 @@ class PrivacyFilter(Mechanism):
         return [text] if self.least_total else []
 
     def _costs(self, noise: Float[Array, "#C"]) -> Float[Array, "#C"]:
-        """Inverse squares of the multipliers of an upload and of a released number, together."""
+        """Inverse square multipliers of an upload and a released number, summed."""
         return (2 / noise) ** 2 + (0.0 if self.release is None else self.release.noise**-2)
 
     def _affordable(self, ledger: Ledger) -> Bool[np.ndarray, "T C"]:
-        """Who of a ledger's participants takes part under the filter."""
+        """A ledger's participants that the filter admits."""
         present = np.asarray(ledger.participants, bool).copy()
         with np.errstate(divide="ignore", invalid="ignore"):
             costs = np.broadcast_to(upload_costs(ledger, _beside(ledger)), present.shape)
@@ -187,7 +186,7 @@ class PrivacyFilter(Mechanism):
         return present
 
     def _check(self, ledger: Ledger) -> None:
-        """Require that all which each client sent adds up to a multiplier of at least `least_total`."""
+        """Require that each client's messages compose to a multiplier of at least `least_total`."""
         with np.errstate(divide="ignore", invalid="ignore"):
             spent = np.where(ledger.participants, upload_costs(ledger, _beside(ledger)), 0.0).sum(axis=0)
             over = spent > np.float64(self.least_total) ** -2.0
@@ -200,5 +199,5 @@ class PrivacyFilter(Mechanism):
 
 
 def _beside(ledger: Ledger) -> Float[np.ndarray, "#T"]:
-    """Inverse squares of the multipliers of released numbers; 0 where none are."""
+    """Inverse square multipliers of released numbers; 0 if there are none."""
     return np.asarray(ledger.notes.get("release_noise", [math.inf]), np.float64) ** -2.0

@@ -20,22 +20,22 @@ _BROKEN = (
 @checked(**FIELDS)
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrivateMask(Mechanism):
-    r"""Update and noise cut to a private mask: :math:`M_i \odot (\mathrm{clip}_C(\Delta_i) + N(0, s^2 C^2))`.
+    r"""Update and noise on a private mask: :math:`M_i \odot (\mathrm{clip}_C(\Delta_i) + N(0, s^2 C^2))`.
 
     The mask comes as `Message.extra`, shaped like the update.
 
-    Guarantee: none, whatever the noise, since the support tells of the data.
+    Guarantee: none, whatever the noise, since the support leaks data.
     Source: DP-pFedDSU, as published.
     """
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Tree, own: Participant, sent: Message, norm: Float[Array, ""]
+        self, key: Key[Array, "*S"], memory: Tree, client: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:
         """The noised update on the mask."""
         del norm
         if sent.extra is None:
             raise ValueError("message.extra=None: a private mask is missing, give one, or another mechanism")
-        return keep(sent.extra, self.add_client_noise(key, memory, own, sent.update)), ()
+        return keep(sent.extra, self.add_client_noise(key, memory, client, sent.update)), ()
 
     def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
         """No protection at all."""

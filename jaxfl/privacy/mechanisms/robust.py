@@ -18,7 +18,7 @@ from jaxfl.types import Ledger, Message, Tree
 class Robust(Mechanism):
     """An aggregate of the rows of all participants: each clipped update is kept until the end of the round.
 
-    That is memory for as many updates as the sampler may draw. A round without participants moves nothing.
+    It holds as many updates as the sampler may draw. A round without participants changes nothing.
     """
 
     def __post_init__(self) -> None:
@@ -30,7 +30,7 @@ class Robust(Mechanism):
             )
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """One update of those of the `count` participants, which come first; at least one."""
+        """Combine the updates of `count` participants, which come first; at least one."""
         raise NotImplementedError
 
     def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
@@ -38,10 +38,10 @@ class Robust(Mechanism):
         raise ValueError(f"audit with {type(self).__name__}: it adds nothing up, and has no epsilon; leave audit out")
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Tree, own: Participant, sent: Message, norm: Float[Array, ""]
+        self, key: Key[Array, "*S"], memory: Tree, client: Participant, sent: Message, norm: Float[Array, ""]
     ) -> tuple[Tree, Tree]:
         """A row, and nothing in the sum."""
-        update, _ = super().contribute(key, memory, own, sent, norm)
+        update, _ = super().contribute(key, memory, client, sent, norm)
         return (), update
 
     def aggregate(
@@ -71,7 +71,7 @@ class Median(Robust):
     """
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """The middle, or the mean of both."""
+        """The mean of middle values."""
         middle = _ordered(rows, present, lambda ordered: ordered[(count - 1) // 2] + ordered[count // 2])
         return jax.tree.map(lambda leaf: 0.5 * leaf, middle)
 
@@ -79,7 +79,7 @@ class Median(Robust):
 @checked(**FIELDS, share=at_least_0)
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrimmedMean(Robust):
-    r"""The mean without the :math:`\lfloor \beta n \rfloor` least and as many largest, coordinate by coordinate.
+    r"""The mean without the :math:`\lfloor \beta n \rfloor` smallest and largest, coordinate by coordinate.
 
     Args:
         share: :math:`\beta`, below a half.
@@ -96,10 +96,10 @@ class TrimmedMean(Robust):
             raise ValueError(f"share={self.share!r}: give less than a half, else nothing is left")
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """The mean of what is between."""
+        """The trimmed mean."""
         cut = jnp.floor(self.share * count + 1e-6).astype(count.dtype)
-        place = jnp.arange(len(present))
-        kept = (place >= cut) & (place < count - cut)
+        rank = jnp.arange(len(present))
+        kept = (rank >= cut) & (rank < count - cut)
 
         def mean(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
             return jnp.sum(jnp.where(_column(kept, ordered), ordered, 0.0), axis=0) / (count - 2 * cut)
@@ -112,8 +112,8 @@ class TrimmedMean(Robust):
 class Krum(Robust):
     r"""The mean of the `keep` updates with the least score: the squared distances to their n - f - 2 nearest others.
 
-    With `keep` of 1 it is Krum, with more Multi-Krum. The paper's bound asks for :math:`n > 2 f + 2`; of fewer
-    participants the score is the distance to the nearest.
+    `keep` of 1 is Krum, more is Multi-Krum. The paper's bound asks for :math:`n > 2 f + 2`; with fewer participants the
+    score is the distance to the nearest.
 
     Args:
         byzantine: f, how many of a round's participants may lie.
@@ -127,12 +127,12 @@ class Krum(Robust):
     keep: int = 1
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """The mean of those of least score."""
+        """Average the best updates."""
         flat = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)], axis=1)
         # By differences: |a|^2 + |b|^2 - 2 a b loses the digits of close updates.
-        apart = jax.lax.map(lambda row: jnp.sum((flat - row[None]) ** 2, axis=1), flat)
+        distances = jax.lax.map(lambda row: jnp.sum((flat - row[None]) ** 2, axis=1), flat)
         other = present[None] & ~jnp.eye(len(flat), dtype=bool)
-        nearest = jnp.sort(jnp.where(other, apart, jnp.inf), axis=1)
+        nearest = jnp.sort(jnp.where(other, distances, jnp.inf), axis=1)
         counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
@@ -143,7 +143,7 @@ class Krum(Robust):
 
 
 def _ordered(rows: Tree, present: Bool[Array, "R"], use: Callable[[Array], Array]) -> Tree:
-    """What `use` makes of each coordinate's values in ascending order, infinity beyond the participants."""
+    """Apply `use` to each coordinate's values, ascending, with infinity beyond the participants."""
     return jax.tree.map(lambda leaf: use(jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.inf), axis=0)), rows)
 
 

@@ -235,13 +235,16 @@ def _cohort(
     else:
         rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
 
+    # Whole steps of a grid add up exactly in one block.
+    length = max(len(order), 1) if algorithm.mechanism.noise == "grid" else _BLOCK
+
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
         sums, *others = carry
-        end = jnp.minimum((b + 1) * _BLOCK, chunks)
-        part, rows, states = lax.fori_loop(b * _BLOCK, end, body, (zero, *others))
+        end = jnp.minimum((b + 1) * length, chunks)
+        part, rows, states = lax.fori_loop(b * length, end, body, (zero, *others))
         return add(sums, settle(part)), rows, states
 
-    sums, rows, states = lax.fori_loop(0, -(-chunks // _BLOCK), block, (sums, rows, states))
+    sums, rows, states = lax.fori_loop(0, -(-chunks // length), block, (sums, rows, states))
     return sums._replace(given=sums.given._replace(rows=rows)), states
 
 

@@ -10,7 +10,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import at_least_0, check_fraction, check_noise, checked, probability, up_to_infinity
+from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.train import LocalSGD, cross_entropy, decayed
 from jaxfl.privacy.sampling import Full, Sampling
@@ -32,9 +32,7 @@ def _fraction(name: str, value: Any) -> Any:
 @checked(
     alpha=_fraction,
     alpha_learning_rate=at_least_0,
-    clip=up_to_infinity,
-    noise_multiplier=check_noise,
-    delta=probability,
+    **GAUSSIAN,
 )
 def apfl(
     model: Model,

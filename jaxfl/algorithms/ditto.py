@@ -9,11 +9,11 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.fedavg import dp_fedavg, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_clients
+from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params
 
 
@@ -55,18 +55,9 @@ def ditto(
     """
     base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        server, _ = base.init(key, number)
-        return server, init_clients(server.params, number)
-
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         message, _, info = base.client_update(key, server, (), data)
         pull = functools.partial(proximal, center=server.params, mu=penalty_weight) if nonzero(penalty_weight) else None
         return message, personal.train(key, model, client, data, penalty=pull)[0], info
 
-    return base._replace(
-        name="ditto",
-        init=init,
-        client_update=client_update,
-        personalize=lambda key, server, client, data: client,
-    )
+    return keeps_models(base, "ditto", client_update)

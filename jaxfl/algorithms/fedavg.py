@@ -200,6 +200,18 @@ def dp_fedavg_fb(
     return base._replace(name="dp_fedavg_fb", personalize=personalize)
 
 
+def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]) -> Algorithm:
+    """The method with clients that keep a model, from the server's first on, and are evaluated with it."""
+
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
+        server, _ = base.init(key, number)
+        return server, init_clients(server.params, number)
+
+    return base._replace(
+        name=name, init=init, client_update=client_update, personalize=lambda key, server, client, data: client
+    )
+
+
 def sends_weights(method: Algorithm) -> Algorithm:
     """The method with clients that send their weights, and a server that takes the mean of those for its own."""
 

@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl._validate import checked, count_from_0
+from jaxfl.server import init_clients
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 
 _STALENESS = 2**31 + 3
@@ -51,7 +52,7 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
 
     def init(key: Key[Array, ""], number: int) -> tuple[Versions, Tree]:
         server, clients = algorithm.init(key, number)
-        return Versions(server, jax.tree.map(lambda leaf: jnp.stack([leaf] * (staleness + 1)), server)), clients
+        return Versions(server, init_clients(server, staleness + 1)), clients
 
     def client_update(key: Key[Array, ""], server: Versions, client: Tree, data: ClientData) -> tuple:
         age = jax.random.randint(jax.random.fold_in(key, _STALENESS), (), 0, staleness + 1)

@@ -15,8 +15,8 @@ from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, 
 from jaxfl.algorithms.fedavg import fedprox, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import calibrate, calibrate_upload, failure_probability
+from jaxfl.privacy.accountants import Accountant, failure_probability
+from jaxfl.privacy.accounting import calibrate, calibrate_upload
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling

@@ -13,8 +13,8 @@ from jaxfl._validate import check_fraction, check_numbers, checked, probability,
 from jaxfl.algorithms.fedavg import fedavg, sends_weights
 from jaxfl.algorithms.padpfl import paper_noise, sound_noise, sound_upload_noise
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy.accountants import Accountant, round_down
-from jaxfl.privacy.accounting import calibrate_examples, failure_probability
+from jaxfl.privacy.accountants import Accountant, failure_probability, round_down
+from jaxfl.privacy.accounting import calibrate_examples
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling

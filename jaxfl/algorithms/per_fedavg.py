@@ -9,7 +9,7 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, probability, up_to_infinity
+from jaxfl._validate import GAUSSIAN, at_least_0, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.train import LocalSGD, cross_entropy
 from jaxfl.privacy.sampling import Full, Sampling
@@ -17,7 +17,7 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
-@checked(inner_learning_rate=at_least_0, clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(inner_learning_rate=at_least_0, **GAUSSIAN)
 def per_fedavg(
     model: Model,
     *,

@@ -8,16 +8,16 @@ import optax
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from jaxfl._validate import check_noise, checked, probability, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl._validate import GAUSSIAN, checked
+from jaxfl.algorithms.fedavg import dp_fedavg, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import GradientFn, LocalSGD, decayed
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_clients
+from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def pfedme(
     model: Model,
     *,
@@ -68,10 +68,6 @@ def pfedme(
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        server, _ = base.init(key, number)
-        return server, init_clients(server.params, number)
-
     def apply(pair: tuple[Params, Params], x: Array) -> Array:
         return model.apply(pair[1], x)
 
@@ -102,9 +98,4 @@ def pfedme(
         (weights, personal), info = outer.train(key, model, start, data, apply=apply, penalty=pull, gradient=envelope)
         return Message(optax.tree.sub(weights, server.params)), personal, info
 
-    return base._replace(
-        name="pfedme",
-        init=init,
-        client_update=client_update,
-        personalize=lambda key, server, client, data: client,
-    )
+    return keeps_models(base, "pfedme", client_update)

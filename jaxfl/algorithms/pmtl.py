@@ -9,17 +9,17 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb
+from jaxfl._validate import GAUSSIAN, at_least_0, check_noise, checked, nonzero, up_to_infinity
+from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full, Sampling
-from jaxfl.server import Server, init_clients
+from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0, delta=probability)
+@checked(**GAUSSIAN, penalty_weight=at_least_0)
 def pmtl(
     model: Model,
     *,
@@ -76,21 +76,12 @@ def pmtl(
         delta=delta,
     )
 
-    def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
-        server, _ = base.init(key, number)
-        return server, init_clients(server.params, number)
-
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         pull = (lambda params: penalty(params, server.params)) if penalty else None
         params, info = local.train(key, model, client if start == "own" else server.params, data, penalty=pull)
         return Message(optax.tree.sub(params, server.params)), params, info
 
-    return base._replace(
-        name="pmtl",
-        init=init,
-        client_update=client_update,
-        personalize=lambda key, server, client, data: client,
-    )
+    return keeps_models(base, "pmtl", client_update)
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0)

@@ -9,7 +9,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import check_noise, checked, probability, up_to_infinity
+from jaxfl._validate import GAUSSIAN, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.train import GradientFn, LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
@@ -28,7 +28,7 @@ class ScaffoldServer(NamedTuple):
     """q, the expected share of clients in a cohort."""
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
+@checked(**GAUSSIAN)
 def scaffold(
     model: Model,
     *,

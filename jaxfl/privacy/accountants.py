@@ -52,6 +52,20 @@ _MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = 256, 64, 8, 64  # a to
 _remember = functools.lru_cache(maxsize=4096)  # runs that differ only by seed share their accounting
 
 
+def default_delta(clients: int | None) -> float:
+    """Smaller of 1e-5 and 1 / (10 C), since 1 / C allows publishing one client outright; None: up to 10,000 clients.
+
+    >>> default_delta(100), default_delta(1_000_000)
+    (1e-05, 1e-07)
+    """
+    return 1e-5 if clients is None else min(1e-5, 1 / (10 * clients))
+
+
+def failure_probability(delta: float | None, clients: int | None) -> float:
+    """The given delta, or the default for so many clients."""
+    return default_delta(clients) if delta is None else delta
+
+
 def trivial(view: View) -> bool:
     """Whether every client is fully exposed or not at all, which needs no accountant."""
     return bool(np.all((view.multiplier == 0) | (view.multiplier == math.inf)))

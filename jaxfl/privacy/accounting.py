@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show
 from jaxfl.privacy import accountants
-from jaxfl.privacy.accountants import Accountant, least_epsilon
+from jaxfl.privacy.accountants import Accountant, failure_probability, least_epsilon
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.observers import Observer, View, plain_view
@@ -261,20 +261,6 @@ def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms(
         return float(compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
 
     return spent
-
-
-def default_delta(clients: int | None) -> float:
-    """Smaller of 1e-5 and 1 / (10 C), since 1 / C allows publishing one client outright; None: up to 10,000 clients.
-
-    >>> default_delta(100), default_delta(1_000_000)
-    (1e-05, 1e-07)
-    """
-    return 1e-5 if clients is None else min(1e-5, 1 / (10 * clients))
-
-
-def failure_probability(delta: float | None, clients: int | None) -> float:
-    """The given delta, or the default for so many clients."""
-    return default_delta(clients) if delta is None else delta
 
 
 def no_epsilon(clients: int, reason: str) -> Epsilon:

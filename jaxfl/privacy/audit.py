@@ -144,10 +144,8 @@ class Audited(Mechanism):
         joined = total._replace(update=add(total.update, joined))
         released, std, inner_memory = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
 
-        realised = jnp.where(total.weight > 0, total.weight, 1.0)
-        denominator = numbers.denominator if self.denominator == "expected" else realised
         seen = _fold(signs * ravel_pytree(released)[0], _rows(self.canaries.count))
-        x = _hadamard(seen)[: len(present)] * (denominator / (length * weight * size**0.5))
+        x = _hadamard(seen)[: len(present)] * (inner.divisor(numbers, total.weight) / (length * weight * size**0.5))
         z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
         likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
         return (

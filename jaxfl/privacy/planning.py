@@ -1,7 +1,6 @@
 """Before a run: noise and limits for a budget, and which mechanism leaves the least noise."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -9,7 +8,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxfl._validate import at_least_0, check_count, checked, probability, show
-from jaxfl.privacy.accounting import BOTH, Epsilon, calibrate, epsilon, failure_probability, planned_ledger
+from jaxfl.privacy.accountants import failure_probability
+from jaxfl.privacy.accounting import Epsilon, calibrate, epsilons, planned_ledger, tightest
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
 from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise, prefix_error
 from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, MinSeparation, Poisson
@@ -46,12 +46,11 @@ class Plan(NamedTuple):
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
         """Epsilon at other deltas."""
         ledger = planned_ledger(self.mechanism, self.clients, self.rounds)
-        return np.array([epsilon(ledger, self.mechanism, delta=delta).value for delta in deltas])
+        return np.array([tightest(epsilons(ledger, self.mechanism, delta=delta)).value for delta in deltas])
 
     def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
         """Epsilon after other numbers of rounds."""
-        ledgers = [planned_ledger(self.mechanism, self.clients, count) for count in rounds]
-        return np.array([epsilon(ledger, self.mechanism, delta=self.delta).value for ledger in ledgers])
+        return np.array([_epsilon(self.mechanism, self.clients, count, self.delta) for count in rounds])
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
@@ -105,9 +104,10 @@ def plan(
             budget: Any = {"clients": clients, "rounds": rounds, "delta": delta, "stateful": stateful}
             z = calibrate(epsilon, mechanism=mechanism, **budget)
         mechanism = dataclasses.replace(mechanism, noise_multiplier=z)
-        pld, rdp = (_bound(mechanism, clients, rounds, delta, accountant, stateful) for accountant in BOTH)
+        ledger = planned_ledger(mechanism, clients, rounds)
+        bounds = epsilons(ledger, mechanism, delta=delta, stateful=stateful)
         error = z / cohort * noise_error(mechanism, rounds)
-        return Plan(kind, mechanism, clients, rounds, delta, z, pld, rdp, error)
+        return Plan(kind, mechanism, clients, rounds, delta, z, tightest(bounds), bounds["rdp"], error)
 
     def best(kind: Kind) -> list[Plan]:
         plans = (priced(kind, mechanism) for mechanism in _candidates(kind, clients, cohort, rounds))
@@ -127,9 +127,8 @@ def noise_error(mechanism: Mechanism, rounds: int) -> float:
     >>> round(noise_error(Mechanism(), 7), 6)
     2.0
     """
-    if isinstance(mechanism, CorrelatedNoise):
-        return prefix_error(mechanism.strategy(rounds))
-    return math.sqrt((rounds + 1) / 2)
+    correlated = isinstance(mechanism, CorrelatedNoise)
+    return prefix_error(mechanism.strategy(rounds) if correlated else np.ones(1), rounds)
 
 
 @checked(noise_multiplier=at_least_0, delta=probability)
@@ -149,11 +148,8 @@ def most_rounds(
     """
     rate = check_count("cohort", cohort, most=clients) / clients
 
-    def within(rounds: int) -> bool:
-        mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))
-        return _bound(mechanism, clients, rounds, failure_probability(delta, clients), "pld", False).value <= epsilon
-
-    return _largest(within, most)
+    mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))
+    return _largest(lambda rounds: _epsilon(mechanism, clients, rounds, delta) <= epsilon, most)
 
 
 @checked(noise_multiplier=at_least_0, delta=probability)
@@ -169,14 +165,14 @@ def largest_cohort(
 
     def within(cohort: int) -> bool:
         mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(cohort / clients))
-        return _bound(mechanism, clients, rounds, failure_probability(delta, clients), "pld", False).value <= epsilon
+        return _epsilon(mechanism, clients, rounds, delta) <= epsilon
 
     return _largest(within, check_count("clients", clients))
 
 
-def _bound(mechanism: Mechanism, clients: int, rounds: int, delta: float, accountant: Any, stateful: bool) -> Epsilon:
+def _epsilon(mechanism: Mechanism, clients: int, rounds: int, delta: float | None) -> float:
     ledger = planned_ledger(mechanism, clients, rounds)
-    return epsilon(ledger, mechanism, accountant=accountant, delta=delta, stateful=stateful)
+    return tightest(epsilons(ledger, mechanism, delta=delta)).value
 
 
 def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mechanism]:

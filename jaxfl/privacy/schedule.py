@@ -15,8 +15,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
-from jaxfl.privacy.accountants import Accountant
-from jaxfl.privacy.accounting import calibrate, failure_probability
+from jaxfl.privacy.accountants import Accountant, failure_probability
+from jaxfl.privacy.accounting import calibrate
 from jaxfl.privacy.observers import ROUNDING
 from jaxfl.privacy.sampling import Sampling
 

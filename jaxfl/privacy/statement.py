@@ -9,15 +9,13 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxfl._validate import checked, show
-from jaxfl.privacy.accountants import Accountant
+from jaxfl.privacy.accountants import Accountant, default_delta, failure_probability
 from jaxfl.privacy.accounting import (
     BOTH,
     Epsilon,
     check_ledger,
-    default_delta,
     epsilons,
     example_epsilon,
-    failure_probability,
     no_epsilon,
     tightest,
 )

@@ -23,7 +23,7 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
-from jaxfl.privacy.audit import Canaries, audited, unaudited
+from jaxfl.privacy.audit import Canaries, Scores, audited, unaudited
 from jaxfl.run import fingerprint, report, signals
 from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.run.checkpoint import Checkpoints
@@ -332,9 +332,9 @@ class _Run:
         ]
 
     def _memory(self) -> Tree:
-        """The mechanism's, on the host; nothing where an error has left none."""
+        """The canaries' scores, on the host; nothing without an audit, or where an error has left none."""
         memory = self.runner.center.memory
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(memory)):
+        if not isinstance(memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(memory)):
             return ()
         return jax.device_get(memory)
 

@@ -62,7 +62,7 @@ class Extrapolated(Mechanism):
         if not rounds:
             return []
         levels = np.asarray(ledger.noise_multiplier, np.float64) / self._share(clients)
-        delta = min(1e-5, 1 / (10 * self.population)) if self.delta is None else self.delta
+        delta = accountants.failure_probability(self.delta, self.population)
         rate = self.cohort / self.population
         value = math.inf
         if np.all(levels):

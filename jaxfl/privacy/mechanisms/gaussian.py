@@ -215,9 +215,12 @@ class Mechanism:
             std = server_noise(numbers, total.variance)
             absolute = std * self.contribution_bound(memory) / unit
             update, memory = self.add_server_noise(derive(key, SERVER_NOISE), memory, update, absolute, mesh)
-        realised = jnp.where(total.weight > 0, total.weight, 1.0)
-        denominator = numbers.denominator if self.denominator == "expected" else realised
-        return jax.tree.map(lambda leaf: leaf * (unit / denominator), narrow(update)), std, memory
+        share = unit / self.divisor(numbers, total.weight)
+        return jax.tree.map(lambda leaf: leaf * share, narrow(update)), std, memory
+
+    def divisor(self, numbers: RoundNumbers, weight: Float[Array, ""]) -> Float[Array, ""]:
+        """The denominator of the aggregate, given the realised sum of weights."""
+        return numbers.denominator if self.denominator == "expected" else jnp.where(weight > 0, weight, 1.0)
 
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh

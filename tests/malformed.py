@@ -14,7 +14,7 @@ import optax
 from algorithms_table import MODEL, small_clients
 
 import jaxfl
-from jaxfl import LocalSGD, algorithms, data, models, privacy
+from jaxfl import LocalSGD, algorithms, data, models, privacy, tasks
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
 from jaxfl.types import Terms
@@ -66,6 +66,7 @@ BAD: dict[str, list[Any]] = {
     "text": [None, 1, b"x", ["x"], object()],
     "model": [*NO_CLASSES, models.lenet, nn.Dense(10), "lenet"],
     "module": [*NO_CLASSES, nn.Dense, MODEL],
+    "task": [*NO_CLASSES, tasks.classification, "classification"],
     "optimizer": [*NO_CLASSES, optax.sgd, 0.1, "sgd"],
     "sampling": [*NO_CLASSES, Poisson, 0.1, "poisson", 5],
     "mechanism": [*NO_CLASSES, Mechanism, Poisson(0.5)],
@@ -336,7 +337,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_flax": (models.from_flax, {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
-        "prepare": (lambda x: x, "function"),
+        "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"),
     }),
     "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
     "Full": (Full, {}),

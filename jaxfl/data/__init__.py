@@ -1,6 +1,6 @@
 """Examples -> partition -> clients."""
 
-from jaxfl.data.clients import describe, make_clients, shard
+from jaxfl.data.clients import describe, hold_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
 from jaxfl.data.partition import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
@@ -15,6 +15,7 @@ __all__ = [
     "dirichlet",
     "flip_labels",
     "from_arrays",
+    "hold_out",
     "iid",
     "label_share",
     "load",

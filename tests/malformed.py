@@ -99,6 +99,11 @@ BAD: dict[str, list[Any]] = {
     "pixels": [*NO_INPUTS, np.zeros((4, 2), np.int64)],
     "data": [*NO_CLASSES, (), (np.zeros((4, 2)),), MODEL],
     "clients": [*NO_CLASSES, MODEL],
+    "population": [None, "x", 0.5, object(), {}, [], np.zeros(3), MODEL],
+    "methods": [*NO_CLASSES, {"a": 1}, {"a": algorithms.fedavg}, {1: 2}, {"a/b": 1}],
+    "epsilons": [None, 8.0, "1", {}, object(), [], [0.0], [-1.0], [NAN], ["a"], [1.0, 1.0], [None]],
+    "seeds": [None, 3, "01", {}, object(), [], [-1], [0.5], [None], [100]],
+    "columns": [None, 3, "01", [], ["a"], [[1.0]], [NAN], [None], object(), [1j]],
     "shards": [3, "01", {}, object(), [-1], [0.5], ["a"]],
     "dataset": [*NO_CLASSES, "imagenet", "../digits", "Digits"],
     "path": [3, 0.5, [], {}, object(), b"", ""],
@@ -213,6 +218,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"),
     }),
+    "compare": (jaxfl.compare, RUN | {
+        "methods": ({"one": jaxfl.Candidate(lambda: algorithms.fedavg(MODEL))}, "methods"),
+        "clients": (CLIENTS, "population"), "epsilons": ((1.0,), "epsilons"), "seeds": ((0,), "seeds"),
+        "validation": (0.2, "probability"), "tuning_seed": (100, "count from 0"),
+    }),
+    "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "columns"), "clip": ([1.0], "columns")}),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
         "clients": (CLIENTS, "clients"), "of": ("upload", "choice"),
@@ -298,6 +309,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "test_lists": (LISTS, "rows"),
     }),
     "shard": (data.shard, {"clients": (FEW, "clients"), "shards": (1, "count"), "own": (None, "shards?")}),
+    "hold_out": (data.hold_out, {
+        "clients": (FEW, "clients"), "share": (0.5, "probability"), "seed": (None, "count from 0?"),
+    }),
     "describe": (data.describe, {"clients": (FEW, "clients")}),
     "iid": (data.iid, SEED | {"labels": (LABELS, "targets"), "clients": (2, "count"), "size": (None, "count?")}),
     "by_sizes": (data.by_sizes, SEED | {"labels": (LABELS, "targets"), "sizes": ([1, 2], "sizes")}),
@@ -439,8 +453,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
 }  # fmt: skip
 
 RECORDS = {
-    "Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Metric", "Model", "NAMES", "Result",
-    "Sampling", "Task", "Terms",
+    "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Ledger", "Message", "Metric", "Model",
+    "NAMES", "Result", "Sampling", "Task", "Terms",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 

@@ -56,6 +56,11 @@ def test_hold_out_parts_the_training_examples():
         own, size = clients.train[i][: clients.train_size[i]], int(clients.train_size[i])
         assert sorted([*train, *test]) == sorted(own)
         assert len(test) == (min(max(round(0.25 * size), 1), size - 1) if size > 1 else 0)
+    last = hold_out(clients, 0.25)
+    assert (
+        last.test[0][: last.test_size[0]].tolist()
+        == clients.train[0][: clients.train_size[0]][-last.test_size[0] :].tolist()
+    )
     again, other = (hold_out(clients, 0.25, seed=seed) for seed in (3, 4))
     assert all(map(np.array_equal, tuning, again))
     assert not np.array_equal(tuning.test, other.test)

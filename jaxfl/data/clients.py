@@ -68,17 +68,17 @@ def make_clients(
     return Clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
 
 
-@checked(share=check_fraction, seed=count_from_0)
-def hold_out(clients: Clients, share: float = 0.2, *, seed: int) -> Clients:
-    """Clients whose test examples are a random share of their training examples, which they then do not train on.
+@checked(share=functools.partial(check_fraction, one=False), seed=count_from_0)
+def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
+    """Clients whose test examples are a share of their training examples, which they then do not train on.
 
-    For tuning: their own test examples are out of reach. A client keeps at least one example to train on, and has at
-    least one to be tested on, unless it has a single one.
+    For tuning, where their own test examples are to stay out of reach, and for clients that have none. A client keeps
+    at least one example to train on, and has at least one to be tested on, unless it has a single one.
 
     Args:
         clients: C of them.
         share: of each client's training examples, rounded.
-        seed: of the choice.
+        seed: of the choice; None: the last ones of each client, in the order of its rows.
 
     >>> data = np.zeros((6, 2), np.float32), np.arange(6), np.zeros((0, 2), np.float32), np.zeros(0, int)
     >>> tuning = hold_out(make_clients(data, [[0, 1, 2, 3, 4], [5]], [[], []]), 0.4, seed=0)
@@ -87,8 +87,10 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int) -> Clients:
     """
     train, size = np.asarray(clients.train), np.asarray(clients.train_size)
     real = _real(train, size)
-    order = np.argsort(np.where(real, np.random.default_rng(seed).random(train.shape), 2.0), axis=1)
-    shuffled = np.where(real, np.take_along_axis(train, order, axis=1), 0)  # real rows come first
+    shuffled = train
+    if seed is not None:
+        order = np.argsort(np.where(real, np.random.default_rng(seed).random(train.shape), 2.0), axis=1)
+        shuffled = np.take_along_axis(train, order, axis=1)  # real rows come first
     tested = np.minimum(np.maximum(np.rint(share * size).astype(np.int32), 1), np.maximum(size - 1, 0)).astype(np.int32)
     left = (size - tested).astype(np.int32)
 

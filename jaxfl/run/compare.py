@@ -1,5 +1,6 @@
 """Methods beside each other at the same epsilons, each with the settings that suit it, over several seeds."""
 
+import functools
 import inspect
 import itertools
 import json
@@ -15,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-from jaxfl._validate import at_least_0, check_counts, check_fraction, check_instance, checked, show
+from jaxfl._validate import at_least_0, check_counts, check_fraction, check_instance, checked, count_from_0, show
 from jaxfl.data.clients import hold_out
 from jaxfl.files import write_json
 from jaxfl.privacy.accounting import calibrate
-from jaxfl.run.check import check_clients
+from jaxfl.run.check import check_clients, check_values
 from jaxfl.run.recorder import Result
 from jaxfl.run.report import draw_comparison, progress_bar
 from jaxfl.run.simulate import CHECKS, RunOptions, sweep
@@ -52,12 +53,14 @@ class Candidate(NamedTuple):
         return len(next(iter(self.points.values()), (0,)))
 
 
-def grid(**axes: Sequence[float]) -> dict[str, list[float]]:
+def grid(**axes: Any) -> dict[str, list[float]]:
     """All combinations of some numbers, as columns.
 
     >>> grid(rate=[0.1, 0.3], clip=[1.0, 2.0])
     {'rate': [0.1, 0.1, 0.3, 0.3], 'clip': [1.0, 2.0, 1.0, 2.0]}
     """
+    if empty := [name for name, axis in check_values("axes", axes).items() if not axis]:
+        raise ValueError(f"{empty[0]}={axes[empty[0]]!r}: give one number at least")
     columns = np.meshgrid(*axes.values(), indexing="ij")
     return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
 
@@ -176,7 +179,7 @@ def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
         )
     for method, candidate in value.items():
         if not isinstance(method, str) or not re.fullmatch(r"[^/\\\x00-\x1f]+", method) or method in (".", ".."):
-            raise ValueError(f"{name}[{method!r}]: give names that a folder can have")
+            raise ValueError(f"{name}={show(value)}: give names that a folder can have, not {method!r}")
         check_instance(f"{name}[{method!r}]", candidate, (Candidate,))
         lengths = {len(column) for column in candidate.points.values()}
         if len(lengths) > 1 or 0 in lengths or "noise_multiplier" in candidate.points:
@@ -208,7 +211,8 @@ def _check_population(name: str, value: Any) -> Callable[[int], Clients]:
     methods=_check_methods,
     epsilons=_check_epsilons,
     seeds=lambda name, value: check_counts(name, value, least=0, empty=False),
-    validation=check_fraction,
+    validation=functools.partial(check_fraction, one=False),
+    tuning_seed=count_from_0,
 )
 def compare(
     methods: Mapping[str, Candidate],
@@ -250,8 +254,8 @@ def compare(
         raise ValueError(f"tuning_seed={tuning_seed} is among seeds={show(seeds)}: give another one")
     root = None if folder is None else pathlib.Path(folder)
     assert callable(clients)
-    held_out = hold_out(clients(tuning_seed), validation, seed=tuning_seed)
-    tested = {seed: clients(seed) for seed in seeds}
+    held_out = hold_out(check_clients(f"clients({tuning_seed})", clients(tuning_seed)), validation, seed=tuning_seed)
+    tested = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
     shared: dict[str, Any] = {"eval_every": rounds, **options, "rounds": rounds, "progress": False}
     rows: list[Row] = []
     tuning: list[Row] = []

@@ -11,6 +11,8 @@ from jax import Array
 from jaxtyping import Shaped
 
 from jaxfl._validate import check_counts, checked, show
+from jaxfl.backend import Form
+from jaxfl.models._rewrite import in_form
 from jaxfl.models.zoo import depth_order, normalize
 from jaxfl.types import Model
 
@@ -34,6 +36,7 @@ def from_flax(
     head: Sequence[str] | None = None,
     name: str | None = None,
     prepare: Callable[[Array], Array] = scale_bytes,
+    form: Form | None = None,
 ) -> Model:
     """Wrap a Flax linen module that maps a batch [B, *input_shape] to logits [B, K].
 
@@ -48,6 +51,9 @@ def from_flax(
         name: for reports (default: the module's class).
         prepare: from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
+        form: "lax" runs the module as it is; with "winograd" and "im2col" its convolutions and pooling are computed
+            in the project's own way (see `jaxfl.models.layers`), whatever their options; None: "winograd" on a CPU,
+            where it is many times as fast, "lax" elsewhere.
 
     Raises:
         ValueError: the module does not take a batch of that shape, keeps more than parameters, does not give [B, K], or
@@ -66,7 +72,7 @@ def from_flax(
         return made(key, dtype)["params"]
 
     def call(method: str | None = None) -> Any:
-        return lambda params, x: module.apply({"params": params}, x, method=method)
+        return in_form(lambda params, x: module.apply({"params": params}, x, method=method), form)
 
     kind = type(module).__name__
     dtype, variables = _first_taken(made, f"module={kind} does not take a batch of input_shape={input_shape!r}")

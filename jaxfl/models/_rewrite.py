@@ -73,7 +73,7 @@ _Value: TypeAlias = Any
 """An array, or one of the two above."""
 
 
-def _evaluate(closed: ClosedJaxpr, filtered: bool) -> Callable[..., list[Array]]:
+def _evaluate(closed: ClosedJaxpr, filtered: bool) -> Callable[..., list[Any]]:
     return lambda *inputs: [_array(value) for value in _run(closed, inputs, filtered)]
 
 
@@ -122,7 +122,7 @@ def _apply(equation: Any, inputs: list[_Value], filtered: bool) -> Sequence[_Val
     return _bind(equation, arrays, params)
 
 
-def _bind(equation: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+def _bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
     primitive = equation.primitive
     outputs = primitive.bind(*arrays, **primitive.get_bind_params(params))
     return outputs if primitive.multiple_results else [outputs]
@@ -136,13 +136,13 @@ def _forced(value: _Value) -> _Value:
     return _Moved(_convolve(value), value.order) if isinstance(value, _Convolution) else value
 
 
-def _array(value: _Value) -> Array:
+def _array(value: _Value) -> Any:
     """With its axes in order."""
     value = _forced(value)
     return value.array.transpose(np.argsort(value.order)) if isinstance(value, _Moved) else value
 
 
-def _in_order(value: _Value, order: Sequence[int]) -> Array:
+def _in_order(value: _Value, order: Sequence[int]) -> Any:
     """With its axes in some order; a number has none."""
     value = _forced(value)
     if isinstance(value, _Moved) and value.order == tuple(order):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from algorithms_table import MODEL, small_clients
+from flax import nnx
 
 import jaxfl
 from jaxfl import LocalSGD, algorithms, data, models, privacy, tasks
@@ -66,6 +67,7 @@ BAD: dict[str, list[Any]] = {
     "text": [None, 1, b"x", ["x"], object()],
     "model": [*NO_CLASSES, models.lenet, nn.Dense(10), "lenet"],
     "module": [*NO_CLASSES, nn.Dense, MODEL],
+    "nnx module": [*NO_CLASSES, nn.Dense, MODEL],
     "task": [*NO_CLASSES, tasks.classification, "classification"],
     "optimizer": [*NO_CLASSES, optax.sgd, 0.1, "sgd"],
     "sampling": [*NO_CLASSES, Poisson, 0.1, "poisson", 5],
@@ -351,7 +353,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_flax": (models.from_flax, {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
-        "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"),
+        "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"), "form": (None, "choice?"),
+    }),
+    "from_nnx": (models.from_nnx, {
+        "module": (lambda rngs: nnx.Linear(4, 10, rngs=rngs), "nnx module"), "input_shape": ((4,), "any shape"),
+        "head": (None, "head?"), "name": (None, "text?"), "prepare": (lambda x: x, "function"),
+        "task": (tasks.classification(), "task"), "form": (None, "choice?"),
     }),
     "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
     "Full": (Full, {}),

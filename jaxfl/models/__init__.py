@@ -1,7 +1,7 @@
 """Networks as pure functions."""
 
 from jaxfl.models.precision import with_precision
-from jaxfl.models.wrap import from_flax
+from jaxfl.models.wrap import from_flax, from_nnx
 from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "digits_cnn",
     "feddpa_cnn",
     "from_flax",
+    "from_nnx",
     "lenet",
     "lenet_groupnorm",
     "mlp",

@@ -23,7 +23,7 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
-from jaxfl.privacy.audit import Canaries, Scores, audited, unaudited
+from jaxfl.privacy.audit import Canaries, Scores, audited, unaudited, with_final
 from jaxfl.run import fingerprint, report, signals
 from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.run.checkpoint import Checkpoints
@@ -256,7 +256,7 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = settings.rounds
-        check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
+        self.update = check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})
@@ -281,6 +281,7 @@ class _Run:
             segment = int(max(np.diff([0, *self.evaluations])))
             self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, segment)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
+        self.first = jax.tree.map(np.array, self.runner.center.server) if settings.audit is not None else ()
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
@@ -322,7 +323,7 @@ class _Run:
                 )
             raise
         finally:
-            memories = self._split(self._memory())
+            memories = self._memories()
             results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers, states = self._split(self.runner.center), self._split(self.runner.all_states())
@@ -331,12 +332,14 @@ class _Run:
             for result, center, rows in zip(results, centers, states, strict=True)
         ]
 
-    def _memory(self) -> Tree:
-        """The canaries' scores, on the host; nothing without an audit, or where an error has left none."""
-        memory = self.runner.center.memory
-        if not isinstance(memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(memory)):
-            return ()
-        return jax.device_get(memory)
+    def _memories(self) -> list[Tree]:
+        """Each run's canary scores, on the host; nothing without an audit, or where an error has left none."""
+        center = self.runner.center
+        if not isinstance(center.memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
+            return self._split(())
+        servers = zip(self._split(self.first), self._split(jax.device_get(center.server)), strict=True)
+        scores = self._split(jax.device_get(center.memory))
+        return [with_final(own, *server, self.update) for own, server in zip(scores, servers, strict=True)]
 
     def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""

@@ -241,29 +241,24 @@ def told(scores: Scores) -> dict[str, np.ndarray]:
     return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_names(scores))}
 
 
-def with_final(scores: Scores, first: Tree, last: Tree, update: Tree) -> Scores:
-    """The scores with those of the final model.
-
-    It is the first part of the server's state with the structure and the shapes of an update, such as the parameters;
-    without one there is no such score.
-
-    Args:
-        scores: after the last round, on the host.
-        first: the server's state before the first round, on the host.
-        last: after the last.
-        update: an update, or its shapes.
-    """
+def model_in(server: Tree, update: Tree) -> Float[np.ndarray, "d"] | None:
+    """The model in a server's state, flat: its first part with the structure and the shapes of an update, if any."""
     kind = jax.tree.map(np.shape, update)
 
     def fits(part: Tree) -> bool:
         return jax.tree.map(np.shape, part) == kind
 
-    models = [[part for part in jax.tree.leaves(server, is_leaf=fits) if fits(part)] for server in (first, last)]
-    if not models[0]:
+    model = next((part for part in jax.tree.leaves(server, is_leaf=fits) if fits(part)), ())
+    leaves = [np.ravel(leaf) for leaf in jax.tree.leaves(model)]
+    return np.concatenate(leaves) if leaves else None
+
+
+def with_final(scores: Scores, first: Float[np.ndarray, "d"] | None, last: Float[np.ndarray, "d"] | None) -> Scores:
+    """The scores with those of the final model, from the first and the last; without models there are none."""
+    if first is None or last is None:
         return scores
-    before, after = (jnp.asarray(ravel_pytree(found[0])[0]) for found in models)
-    count, size = len(scores.taken), before.size
-    seen = _fold(_signs(jnp.asarray(scores.secret), size) * (after - before), _rows(count))
+    count, size = len(scores.taken), len(first)
+    seen = _fold(_signs(jnp.asarray(scores.secret), size) * jnp.asarray(last - first), _rows(count))
     return scores._replace(final=np.asarray(_hadamard(seen)[:count] * size**-0.5))
 
 

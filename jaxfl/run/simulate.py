@@ -23,7 +23,7 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
-from jaxfl.privacy.audit import Canaries, Scores, audited, unaudited, with_final
+from jaxfl.privacy.audit import Canaries, Scores, audited, model_in, unaudited, with_final
 from jaxfl.run import fingerprint, report, signals
 from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.run.checkpoint import Checkpoints
@@ -281,13 +281,13 @@ class _Run:
             segment = int(max(np.diff([0, *self.evaluations])))
             self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, segment)
         blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
-        self.first = jax.tree.map(np.array, self.runner.center.server) if settings.audit is not None else ()
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
             Journal(algorithm, clients, self.evaluations, blank, path if writes else None, public=public, told=told)
             for algorithm, path in zip(plain, folders, strict=True)
         ]
+        self.first = self._models() if settings.audit is not None else []
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
         facts: fingerprint.Facts = {}
         if folder is not None or jax.process_count() > 1:
@@ -337,9 +337,12 @@ class _Run:
         center = self.runner.center
         if not isinstance(center.memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
             return self._split(())
-        servers = zip(self._split(self.first), self._split(jax.device_get(center.server)), strict=True)
         scores = self._split(jax.device_get(center.memory))
-        return [with_final(own, *server, self.update) for own, server in zip(scores, servers, strict=True)]
+        return [with_final(*own) for own in zip(scores, self.first, self._models(), strict=True)]
+
+    def _models(self) -> list[np.ndarray | None]:
+        """Each run's model, on the host, where the server's state holds one."""
+        return [model_in(server, self.update) for server in self._split(self.runner.center.server)]
 
     def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""

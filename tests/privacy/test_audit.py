@@ -42,6 +42,7 @@ from jaxfl.privacy.audit import (
     _signs,
     audit_report,
     audited,
+    model_in,
     with_final,
 )
 from jaxfl.privacy.statement import with_audit
@@ -210,15 +211,12 @@ def test_the_final_model_is_scored_by_how_far_it_moved(optimizer, linear, tmp_pa
 
 
 def test_the_model_is_the_first_part_with_the_shapes_of_an_update():
-    zeros = jnp.zeros(5)
-    scores = Scores((), jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, zeros, zeros, zeros)
-    update = {"a": np.zeros(3), "b": np.ones(2)}
-    first = (np.float32(1.0), [update, {"a": np.full(3, 7.0), "b": np.zeros(2)}])
-    last = (np.float32(2.0), [{"a": np.array([1.0, 0.0, 2.0]), "b": np.zeros(2)}, update])
-    found = with_final(scores, first, last, update).final
-    assert found is not None
-    np.testing.assert_allclose(found, directions(scores, 5, 5) @ [1.0, 0.0, 2.0, -1.0, -1.0], rtol=1e-5, atol=1e-6)
-    assert with_final(scores, {"c": np.zeros(3)}, {"c": np.zeros(3)}, update).final is None
+    update = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    first, last = ({"a": start + jnp.arange(3.0), "b": jnp.ones(2)} for start in (0, 5))
+    np.testing.assert_array_equal(model_in((jnp.ones(()), [first, last]), update), [0, 1, 2, 1, 1])
+    assert model_in({"c": jnp.zeros(3), "b": jnp.zeros(2)}, update) is None
+    scores = Scores((), jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, jnp.zeros(5), jnp.zeros(5), jnp.zeros(5))
+    assert with_final(scores, None, None).final is None
 
 
 def test_correlated_noise_is_audited_by_its_sum():

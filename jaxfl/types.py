@@ -106,7 +106,8 @@ class Model(NamedTuple):
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
     `ghost_norms(params, x, probe)` also has the values of `apply`, and its gradient by `probe` [B] is the squared norm
     of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it, so another `apply` needs other
-    norms, or None. `input_shape` is that of an example (None: any that `prepare` takes).
+    norms, or None. `input_shape` is that of an example (None: any that `prepare` takes). `frozen` are weights that are
+    no parameters, and that its functions read by `jaxfl.models.frozen.current`.
     """
 
     name: str
@@ -121,6 +122,7 @@ class Model(NamedTuple):
     microbatch: int | None = None
     ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None
     input_shape: tuple[int, ...] | None = None
+    frozen: Params = ()
 
 
 class Message(NamedTuple):

@@ -74,6 +74,8 @@ BAD: dict[str, list[Any]] = {
     "any shape": [*NO_SHAPE, ()],
     "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
     "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
+    "layers": [3, "head", ("none",), (3,), {}, object()],
+    "network weights": [None, 3, "x", object(), {}, [], np.zeros(3), {"head": np.zeros(3)}, MODEL],
     "labels": NO_LABELS,
     "inputs": NO_INPUTS,
     "rows": [*NO_LIST, [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]], [[[0]], [1]], [None, [1]]],
@@ -148,6 +150,7 @@ PUBLISHED = {"clients": (2, "count"), "claim": (None, "bound?")}
 SEED = {"seed": (0, "count from 0")}
 IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
+WEIGHTS = {"model": (MODEL, "model"), "params": (MODEL.init(jax.random.key(0)), "network weights")}
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
 PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
@@ -321,6 +324,11 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
         "prepare": (lambda x: x, "function"),
+    }),
+    "frozen": (models.frozen, WEIGHTS | {"train": (("head",), "layers?")}),
+    "lora": (models.lora, WEIGHTS | {
+        "rank": (2, "count"), "where": (("dense_0",), "layers?"), "alpha": (None, "positive?"),
+        "train": (("head",), "layers?"), "train_a": (False, "flag"), "seed": (0, "count from 0"),
     }),
     "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
     "Full": (Full, {}),

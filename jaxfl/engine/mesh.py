@@ -10,16 +10,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from jaxfl.data.clients import shard
-from jaxfl.types import ClientData, Clients, StepNoise
+from jaxfl.types import ClientData, Clients, StepNoise, Tree
 
 
 class Population(NamedTuple):
-    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples."""
+    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples.
+
+    `frozen` are a model's frozen weights, the whole of them on every device.
+    """
 
     clients: Clients
     number: int
     mesh: Mesh
     layout: P | Clients = P("clients")
+    frozen: Tree = ()
 
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:

@@ -14,7 +14,7 @@ from jaxtyping import Key
 from jaxfl.engine.chunk import Program, choose
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import place
-from jaxfl.engine.program import Points, compile_rounds, initialize
+from jaxfl.engine.program import Points, compile_rounds, frozen_of, initialize
 from jaxfl.engine.round import Keys, Records
 from jaxfl.types import Algorithm, Clients, Tree
 
@@ -45,6 +45,7 @@ class Resident:
         segment: int,
     ) -> None:
         self.algorithm, self.population, self.chunk = algorithm, place(clients, devices), chunk
+        self.population = self.population._replace(frozen=self._everywhere(frozen_of(algorithm)))
         self.keys = self._everywhere(keys)
         self.center, self.states = initialize(init_key, self.keys.cohort, algorithm, self.population)
         self.program: Program | None = None
@@ -61,7 +62,7 @@ class Resident:
     def record(self) -> Records:
         """Shapes of the records of one round of one run."""
         step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
-        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1))[2]  # pyrefly: ignore[missing-attribute]
+        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1), **step.keywords)[2]  # pyrefly: ignore[missing-attribute]
         axes = 1 if isinstance(self.algorithm, Algorithm) else 2
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes)
 
@@ -82,8 +83,8 @@ class Resident:
             step = compile_rounds(algorithm, self.population, chunk=1, segment=self._segment)
             score = compile_evaluation(algorithm, self.population, chunk=1)
         return {
-            "round": [step.func.trace(*step.args, *self._arguments(0, 1)).jaxpr],
-            "evaluation": [score.func.trace(*score.args, key, self.center.server, self.states).jaxpr],
+            "round": [step.func.trace(*step.args, *self._arguments(0, 1), **step.keywords).jaxpr],
+            "evaluation": [score.func.trace(*score.args, key, self.center.server, self.states, **score.keywords).jaxpr],
         }
 
     def rounds(self, start: int, count: int) -> Records:

@@ -10,15 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_counts, checked, show
+from jaxfl._validate import check_counts, check_layers, checked
 from jaxfl.models.zoo import depth_order, normalize
 from jaxfl.types import Model
-
-
-def _check_head(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(layer, str) for layer in value):
-        raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
-    return tuple(value)
 
 
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
@@ -26,7 +20,7 @@ def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
     return normalize(inputs) if inputs.dtype == jnp.uint8 else inputs
 
 
-@checked(input_shape=functools.partial(check_counts, empty=False), head=_check_head)
+@checked(input_shape=functools.partial(check_counts, empty=False), head=check_layers)
 def from_flax(
     module: nn.Module,
     input_shape: Sequence[int],

@@ -14,7 +14,6 @@ from benchmarks.common import busy_clock, in_turn, medians
 from jaxfl.backend import compiler_options
 from jaxfl.engine.mesh import Population
 from jaxfl.local.fisher import fisher_diagonal
-from jaxfl.local.train import cross_entropy
 from jaxfl.types import Model, Params, Tree
 
 
@@ -51,7 +50,7 @@ def bare_round(
     def local(params: Params, x: Array, y: Array) -> Params:
         def step(i: Array, p: Params) -> Params:
             def gradient(j: Array | int) -> Params:
-                return jax.grad(lambda p: cross_entropy(model.apply(p, x[i, j]), y[i, j], weights))(p)
+                return jax.grad(lambda p: model.task.mean_loss(model.apply(p, x[i, j]), y[i, j], weights))(p)
 
             parts = x.shape[1]
             zero = jax.tree.map(jnp.zeros_like, p)
@@ -119,7 +118,7 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
 
     programs = {
         "fisher": total(lambda p, x, y: fisher_diagonal(model, p, x, y, weights)),
-        "gradient": total(lambda p, x, y: jax.grad(lambda p: cross_entropy(model.apply(p, x), y, weights))(p)),
+        "gradient": total(lambda p, x, y: jax.grad(lambda p: model.task.mean_loss(model.apply(p, x), y, weights))(p)),
     }
     calls = {name: functools.partial(program, params, x, y) for name, program in programs.items()}
     seconds = medians(in_turn(calls, 3 * repeats, busy_clock()))

@@ -136,7 +136,7 @@ def _parts(
         return algorithm.client_update(client_key, server, state_of(slot, states), data_of(slot, clients))[0].update
 
     def gather(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
-        def apply(params: Array, x: Array) -> Array:
+        def apply(params: Array, x: Array, _key: Array) -> Array:
             return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.microbatch or work.batch_size, params.size))
 
         local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)

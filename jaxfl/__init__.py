@@ -14,17 +14,18 @@ if jax.config.values["jax_num_cpu_devices"] < 1:
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 
-from jaxfl import algorithms, data, models, privacy
+from jaxfl import algorithms, data, models, privacy, tasks
 from jaxfl.engine import compilation_cache
 from jaxfl.local import LocalSGD
 from jaxfl.run.attack import membership
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
+from jaxfl.tasks import Metric, Task
 from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model, Terms
 
 compilation_cache.keep()
 
 __all__ = [
-    "Algorithm", "ClientData", "Clients", "Ledger", "LocalSGD", "Message", "Model", "Result", "Terms",
-    "algorithms", "data", "membership", "models", "privacy", "simulate", "sweep",
+    "Algorithm", "ClientData", "Clients", "Ledger", "LocalSGD", "Message", "Metric", "Model", "Result",
+    "Task", "Terms", "algorithms", "data", "membership", "models", "privacy", "simulate", "sweep", "tasks",
 ]  # fmt: skip

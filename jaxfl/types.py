@@ -14,6 +14,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
 
+from jaxfl.tasks import Task, classification
+
 Params: TypeAlias = Any
 """Nested dict of arrays; the top level names the layers of the model."""
 
@@ -34,7 +36,7 @@ class Clients(NamedTuple):
     """
 
     inputs: Inputs | HostInputs
-    labels: Int[Array | np.ndarray, "D"]
+    labels: Shaped[Array | np.ndarray, "D ..."]
     train: Int[Array | np.ndarray, "C N"]
     train_size: Int[Array | np.ndarray, "C"]
     test: Int[Array | np.ndarray, "C M"]
@@ -79,7 +81,7 @@ class ClientData:
         """Number of positions N, including padding."""
         return len(self._rows)
 
-    def take(self, positions: Int[Array, "..."]) -> tuple[Shaped[Array, "..."], Int[Array, "..."]]:
+    def take(self, positions: Int[Array, "..."]) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."]]:
         """Inputs and labels at some positions; zeros at padding."""
         rows, real = jnp.asarray(self._rows)[positions], positions < self.size
 
@@ -96,10 +98,12 @@ class ClientData:
 
 
 class Model(NamedTuple):
-    """A classifier as pure functions, with its parameters named in depth order.
+    """A network as pure functions, with its parameters named in depth order, and its task.
 
-    `apply(params, prepare(inputs))` are logits. `prepare` normalises and lays out a batch; the local
-    loop calls it once per block of batches, outside the loop over steps. `sum_grad_squared` has the values of
+    `apply(params, prepare(inputs))` are outputs, logits for a classification; what they mean is the `task`'s. Training
+    gives `apply` and `classify` a key as a third argument, for layers that draw, such as dropout; without one they draw
+    nothing. `prepare` normalises and lays out a batch; the local loop calls it once per block of batches, outside
+    the loop over steps. `sum_grad_squared` has the values of
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
     per-example gradient (see `jaxfl.local.fisher`); None if a model has no such rule. `extract` and
     `classify` split `apply` at the head; None if a model cannot be split. `microbatch` examples go through
@@ -114,14 +118,15 @@ class Model(NamedTuple):
     init: Callable[[Key[Array, ""]], Params]
     prepare: Callable[[Shaped[Array, "B ..."]], Array]
     extract: Callable[[Params, Array], Float[Array, "B F"]] | None
-    classify: Callable[[Params, Float[Array, "B F"]], Float[Array, "B K"]] | None
-    apply: Callable[[Params, Array], Float[Array, "B K"]]
-    sum_grad_squared: Callable[[Params, Array], Float[Array, "B K"]] | None
+    classify: Callable[..., Array] | None
+    apply: Callable[..., Array]
+    sum_grad_squared: Callable[[Params, Array], Array] | None
     layers: tuple[str, ...]
     head: tuple[str, ...]
     microbatch: int | None = None
-    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None
+    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Array] | None = None
     input_shape: tuple[int, ...] | None = None
+    task: Task = classification()
     frozen: Params = ()
 
 

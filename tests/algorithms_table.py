@@ -46,11 +46,12 @@ from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.algorithms.padpfl import paper_noise
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.data import load, make_clients
-from jaxfl.local.train import LocalSGD, squared_error
+from jaxfl.local.train import LocalSGD
 from jaxfl.models import mlp
 from jaxfl.privacy import DPSGD, FixedSize, Mechanism, Poisson
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.schedule import ClientNoise
+from jaxfl.tasks import one_hot_error
 from jaxfl.types import Algorithm, ClientData, Clients
 
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
@@ -111,7 +112,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         sampling=Poisson(0.6),
         batch_size=4,
         server_learning_rate=1.0,
-        loss=lambda *batch: 10 * sgd * squared_error(*batch),  # it sends gradients, which no local rate scales
+        loss=lambda *batch: 10 * sgd * one_hot_error(*batch),  # it sends gradients, which no local rate scales
     ),
     "ppsgd_centaur": lambda z=1.0, sgd=0.1, **o: ppsgd_centaur(
         MODEL, head=LocalSGD(optax.sgd(0.1, momentum=0.9), 4), evaluation_epochs=2, **private(z, sgd)

@@ -14,7 +14,7 @@ import optax
 from algorithms_table import MODEL, small_clients
 
 import jaxfl
-from jaxfl import LocalSGD, algorithms, data, models, privacy
+from jaxfl import LocalSGD, algorithms, data, models, privacy, tasks
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
 from jaxfl.types import Terms
@@ -26,6 +26,20 @@ NO_NOISE = ["1", None, True, {}, 1j, object(), NAN, INF, -1.0, [-1.0], [NAN], []
 NO_LIST = [None, 3, "01", {}, object(), 0.5, {0}]
 NO_SHAPE = [None, 8, "8x8", (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), {}, [[8]], object(), (NAN, 8, 1), (True,)]
 NO_LABELS = [None, 3, "012", [0.5, 1.0], [-1, 0], [[0], [1]], ["a", "b"], {}, object(), [NAN, 1.0], [1j], [True, False]]
+NO_TARGETS = [
+    None,
+    3,
+    "012",
+    [-1, 0],
+    ["a", "b"],
+    {},
+    object(),
+    [NAN, 1.0],
+    [[INF], [1.0]],
+    [1j],
+    [True, False],
+    [[], []],
+]
 NO_INPUTS = [
     None, 3, "x", {}, object(), [["a"]], np.zeros(4), np.full((4, 2), NAN), np.full((4, 2), INF), np.zeros((4, 0, 2)),
     np.full((4, 2), 2**40), np.zeros((4, 2), complex), np.zeros((4, 2), bool), np.full((4, 2), 1e300), [[1, 2], [3]],
@@ -52,6 +66,7 @@ BAD: dict[str, list[Any]] = {
     "text": [None, 1, b"x", ["x"], object()],
     "model": [*NO_CLASSES, models.lenet, nn.Dense(10), "lenet"],
     "module": [*NO_CLASSES, nn.Dense, MODEL],
+    "task": [*NO_CLASSES, tasks.classification, "classification"],
     "optimizer": [*NO_CLASSES, optax.sgd, 0.1, "sgd"],
     "sampling": [*NO_CLASSES, Poisson, 0.1, "poisson", 5],
     "mechanism": [*NO_CLASSES, Mechanism, Poisson(0.5)],
@@ -77,6 +92,7 @@ BAD: dict[str, list[Any]] = {
     "layers": [3, "head", ("none",), (3,), {}, object()],
     "network weights": [None, 3, "x", object(), {}, [], np.zeros(3), {"head": np.zeros(3)}, MODEL],
     "labels": NO_LABELS,
+    "targets": NO_TARGETS,
     "inputs": NO_INPUTS,
     "rows": [*NO_LIST, [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]], [[[0]], [1]], [None, [1]]],
     "own rows": [*NO_LIST, [-1], [99], [0.5], ["a"], [[0]]],
@@ -122,6 +138,7 @@ GOOD: dict[str, list[Any]] = {
     "shape": [[32, 32, 3], np.array([32, 32, 3]), (np.int64(32), 32, 3)],
     "widths": [[np.int64(4)], np.array([4, 4]), ()],
     "labels": [[0, 1, 0, 1], np.array([0, 1, 0, 1], np.uint8), jnp.array([0, 1, 0, 1])],
+    "targets": [[0, 1, 0, 1], [0.5, 1.0, -1.0, 0.0], jnp.array([[0.0], [1.0], [2.0], [-3.0]])],
     "inputs": [
         np.zeros((4, 2), dtype) for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64", "uint32", "float16")
     ],
@@ -244,7 +261,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
         "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
-        "personal_learning_rate": (0.1, "at least 0"), "loss": (lambda *batch: 0.0, "function"),
+        "personal_learning_rate": (0.1, "at least 0"), "loss": (lambda *batch: 0.0, "function?"),
     }),
     "ppsgd_centaur": (algorithms.ppsgd_centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
         "head_decay": (1e-4, "at least 0"), "evaluation_epochs": (1, "count from 0"),
@@ -285,8 +302,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "shard": (data.shard, {"clients": (FEW, "clients"), "shards": (1, "count"), "own": (None, "shards?")}),
     "describe": (data.describe, {"clients": (FEW, "clients")}),
-    "iid": (data.iid, SEED | {"labels": (LABELS, "labels"), "clients": (2, "count"), "size": (None, "count?")}),
-    "by_sizes": (data.by_sizes, SEED | {"labels": (LABELS, "labels"), "sizes": ([1, 2], "sizes")}),
+    "iid": (data.iid, SEED | {"labels": (LABELS, "targets"), "clients": (2, "count"), "size": (None, "count?")}),
+    "by_sizes": (data.by_sizes, SEED | {"labels": (LABELS, "targets"), "sizes": ([1, 2], "sizes")}),
     "dirichlet": (data.dirichlet, SEED | {
         "labels": (LABELS, "labels"), "clients": (2, "count"), "alpha": (0.5, "positive"),
         "minimum": (0, "count from 0"),
@@ -323,7 +340,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_flax": (models.from_flax, {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
-        "prepare": (lambda x: x, "function"),
+        "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"),
     }),
     "frozen": (models.frozen, WEIGHTS | {"train": (("head",), "layers?")}),
     "lora": (models.lora, WEIGHTS | {
@@ -430,8 +447,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
 }  # fmt: skip
 
 RECORDS = {
-    "Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Model", "NAMES", "Result", "Sampling",
-    "Terms",
+    "Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Metric", "Model", "NAMES", "Result",
+    "Sampling", "Task", "Terms",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 

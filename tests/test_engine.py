@@ -6,12 +6,13 @@ import pytest
 from algorithms_table import CLIP, MODEL, small_clients
 
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
+from jaxfl.tasks import classification
 from jaxfl.types import Message
 
 KEY = jax.random.key(5)
@@ -170,17 +171,17 @@ def test_evaluation_equals_a_plain_loop(tests):
     for i in range(clients.number):
         rows = clients.test[i, : clients.test_size[i]]
         if len(rows) == 0:
-            assert np.isnan(scores.accuracy[i])
+            assert np.isnan(scores["accuracy"][i])
             continue
-        assert scores.accuracy[i] == pytest.approx(hits[rows].mean())
-        assert chunked.accuracy[i] == pytest.approx(hits[rows].mean())
-        assert scores.loss[i] == pytest.approx(losses[rows].mean(), rel=1e-4)
+        assert scores["accuracy"][i] == pytest.approx(hits[rows].mean())
+        assert chunked["accuracy"][i] == pytest.approx(hits[rows].mean())
+        assert scores["loss"][i] == pytest.approx(losses[rows].mean(), rel=1e-4)
 
 
 def test_summary():
     accuracy = np.array([0.1, 0.9, np.nan, *[0.5] * 18], np.float32)
     sizes = np.array([10, 30, 0, *[10] * 18])
-    row = summarize(PerClient(accuracy, accuracy), sizes)
+    row = summarize({"accuracy": accuracy, "loss": accuracy}, sizes, classification().metrics)
     assert row["accuracy"] == pytest.approx(0.5)
     assert row["accuracy_worst10"] == pytest.approx((0.1 + 0.5) / 2)
     assert row["accuracy_examples"] == pytest.approx((1 + 27 + 90) / 220)

@@ -6,7 +6,6 @@ import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 
 from jaxfl.algorithms import dp_fedavg, fedavg
-from jaxfl.engine.evaluate import PerClient
 from jaxfl.engine.round import Records
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full
@@ -48,7 +47,7 @@ def watch(clients=None, *algorithms):
 def scores(*lost):
     accuracy = np.full(C, 0.5, np.float32)
     accuracy[list(lost)] = np.nan
-    return PerClient(accuracy, accuracy)
+    return {"accuracy": accuracy, "loss": accuracy}
 
 
 def test_clients_with_broken_data_are_found():
@@ -114,7 +113,7 @@ def test_models_without_finite_scores_are_told_with_their_clients(caplog):
     for _ in range(2):
         found.scores([scores(1, 4, 7)], 20)
     assert [r.getMessage() for r in caplog.records] == [
-        "run: 3 of 11 tested clients (clients 1, 4, 7) have no finite scores after round 20, which count as accuracy "
+        "run: 3 of 11 tested clients (clients 1, 4, 7) have no finite scores after round 20, which count as "
         "0; NaN or infinite examples (clients 1, 4): clean them; the others' personal models have "
         "diverged: lower the learning rate, or clip updates"
     ]
@@ -129,7 +128,7 @@ def test_no_test_example_is_told_once(caplog):
     found = watch(clients._replace(test_size=np.zeros_like(clients.test_size)))
     for _ in range(2):
         found.scores([scores(*NAMES)], 1)
-    assert [r.getMessage() for r in caplog.records] == ["run: no client has a test example: accuracies are not known"]
+    assert [r.getMessage() for r in caplog.records] == ["run: no client has a test example: scores are not known"]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def results(**options):
         KEY, ALGORITHMS["adp_pfl_public"](), small_clients(), rounds=3, eval_every=1, progress=False, **options
     )
     gathered = multihost_utils.process_allgather(run.states, tiled=True)
-    states = [np.asarray(leaf)[: len(run.scores.loss)] for leaf in jax.tree.leaves(gathered)]
+    states = [np.asarray(leaf)[: len(run.scores["loss"])] for leaf in jax.tree.leaves(gathered)]
     losses = [row["train_loss"] for row in run.metrics]
     return [*jax.tree.leaves(run.server), *states, *run.history, run.ledger.participants, losses]
 
@@ -43,7 +43,7 @@ def results(**options):
 def sweep_results(**options):
     method = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
     runs = sweep(KEY, method, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, progress=False, **options)
-    return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores.loss)]
+    return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores["loss"])]
 
 
 def program(folder, *options):

@@ -78,7 +78,7 @@ def tells(text, value):
 
 
 def test_the_table_has_every_public_argument():
-    public = {*jaxfl.__all__} - {"algorithms", "data", "models", "privacy"}
+    public = {*jaxfl.__all__} - {"algorithms", "data", "models", "privacy", "tasks"}
     for module in (jaxfl.algorithms, jaxfl.data, jaxfl.models, jaxfl.privacy):
         public |= {*module.__all__}
     assert public == {*malformed.ROWS, *malformed.RECORDS}
@@ -170,7 +170,7 @@ def test_clients_with_something_replaced_are_checked(change, named, never_runs):
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (mlp((8, 8, 1), 9, hidden=(4,)), "model='mlp' has 9 outputs, and clients.labels go up to 9"),
+        (mlp((8, 8, 1), 9, hidden=(4,)), "has 9 outputs, and clients.labels go up to 9"),
         (
             lenet((28, 28, 1)),
             "model='lenet' takes inputs of shape (28, 28, 1), and clients.inputs are of shape (8, 8, 1)",

@@ -34,13 +34,13 @@ def committed():
 def numbers(result):
     """What a run leaves behind, in few numbers; of all processes' clients."""
     states = multihost_utils.process_allgather(result.states, tiled=True), jax.device_get(result.memory)
-    clients = len(result.scores.loss)
+    clients = len(result.scores["loss"])
     server = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.server)])
     square = sum(np.sum(np.reshape(leaf[:clients], (clients, -1)) ** 2.0, axis=1) for leaf in jax.tree.leaves(states))
     honest = result.statement["honest"]
     return {
-        "loss": result.history.loss,
-        "accuracy": result.history.accuracy,
+        "loss": result.history["loss"],
+        "accuracy": result.history["accuracy"],
         "server": [*server[:: max(1, server.size // 24)], np.linalg.norm(server)],
         "states": np.sqrt(square),
         "participants": result.ledger.participants.sum(axis=1),
@@ -69,7 +69,7 @@ def test_sweep(name):
     keys = jax.numpy.stack([KEY, jax.random.key(12)])
     first, second = sweep(keys, ALGORITHMS[name], {}, small_clients(), **RUN)
     check(name, numbers(first))
-    assert not np.allclose(first.history.loss, second.history.loss)
+    assert not np.allclose(first.history["loss"], second.history["loss"])
 
 
 @pytest.mark.slow

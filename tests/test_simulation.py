@@ -47,7 +47,7 @@ def test_run_folder_has_everything(tmp_path):
     assert rows[-1]["accuracy"] == pytest.approx(result.metrics[-1]["accuracy"])
     saved = np.load(folder / "per_client.npz")
     assert saved["accuracy"].shape == (2, 11)
-    np.testing.assert_array_equal(saved["accuracy"][-1], result.scores.accuracy)
+    np.testing.assert_array_equal(saved["accuracy"][-1], result.scores["accuracy"])
     privacy = json.loads((folder / "privacy.json").read_text())
     assert privacy["honest"]["aggregate"]["rdp"]["total"] == pytest.approx(rows[-1]["epsilon"], rel=1e-3)
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -86,7 +86,7 @@ def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxfl.run.simulate._Run._evaluate", None)
     again = quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
     assert first.metrics == again.metrics
-    np.testing.assert_array_equal(first.scores.accuracy, again.scores.accuracy)
+    np.testing.assert_array_equal(first.scores["accuracy"], again.scores["accuracy"])
 
 
 def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path, monkeypatch):
@@ -131,9 +131,7 @@ def test_clients_without_tests_are_fine(tmp_path, caplog):
     clients = small_clients()
     untested = clients._replace(test=clients.test[:, :0], test_size=np.zeros_like(clients.test_size))
     result = quiet(ALGORITHMS["fedprox"](), untested, folder=tmp_path, progress=True)
-    assert [r.getMessage() for r in caplog.records] == [
-        "fedprox: no client has a test example: accuracies are not known"
-    ]
+    assert [r.getMessage() for r in caplog.records] == ["fedprox: no client has a test example: scores are not known"]
     assert np.isnan(result.metrics[-1]["accuracy"])
     assert result.metrics[-1]["train_loss"] > 0
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

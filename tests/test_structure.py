@@ -7,6 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "jaxfl"
 ROOMS = (
+    ("tasks",),
     ("types",),
     ("_validate", "backend", "files"),
     ("server",),

@@ -46,11 +46,12 @@ from experiments.common import (
 from jaxfl import Result
 from jaxfl.data import Dataset
 from jaxfl.engine import processes
-from jaxfl.engine.evaluate import PerClient, compile_evaluation, summarize
+from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import Points
 from jaxfl.files import write_json
 from jaxfl.run.report import run_folder
+from jaxfl.tasks import classification
 from jaxfl.types import Algorithm, Clients, Model
 
 
@@ -135,8 +136,10 @@ def local_accuracy(
         left = [(key, result.server, result.states) for result in results]
         arguments = left[0] if isinstance(tested, Algorithm) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *left)
         scores = compile_evaluation(tested, place(clients))(*arguments)
-        of_each = map(PerClient, *map(np.atleast_2d, scores))
-        known = [summarize(score, np.asarray(clients.test_size))["accuracy"] for score in of_each]
+        metrics, sizes = classification().metrics, np.asarray(clients.test_size)
+        rows = {name: np.atleast_2d(values) for name, values in scores.items()}
+        of_each = ({name: values[p] for name, values in rows.items()} for p in range(len(results)))
+        known = [summarize(score, sizes, metrics)["accuracy"] for score in of_each]
         if jax.process_index() == 0:
             write_json(path, known)
     return known

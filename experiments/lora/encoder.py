@@ -27,30 +27,26 @@ _NORM = functools.partial(nn.LayerNorm, epsilon=1e-12)
 class Embeddings(nn.Module):
     """Words and positions, normalised."""
 
-    def setup(self) -> None:
-        self.word = nn.Embed(VOCABULARY, WIDTH)
-        self.position = nn.Embed(POSITIONS, WIDTH)
-        self.norm = _NORM()
-
+    @nn.compact
     def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L d"]:
-        return self.norm(self.word(tokens) + self.position(jnp.arange(tokens.shape[1]))[None])
+        """Embedded tokens."""
+        position = nn.Embed(POSITIONS, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
+        return _NORM(name="norm")(nn.Embed(VOCABULARY, WIDTH, name="word")(tokens) + position[None])
 
 
 class Layer(nn.Module):
     """Attention and two dense layers, each followed by its shortcut and normalisation."""
 
-    def setup(self) -> None:
-        self.query, self.key, self.value, self.out = (nn.Dense(WIDTH) for _ in range(4))
-        self.attention_norm, self.norm = _NORM(), _NORM()
-        self.up, self.down = nn.Dense(HIDDEN), nn.Dense(WIDTH)
-
+    @nn.compact
     def __call__(self, x: Float[Array, "B L d"]) -> Float[Array, "B L d"]:
-        def by_head(y: Array) -> Float[Array, "B L heads e"]:
-            return y.reshape(*y.shape[:2], HEADS, -1)
-
-        mixed = nn.dot_product_attention(*(by_head(project(x)) for project in (self.query, self.key, self.value)))
-        x = self.attention_norm(x + self.out(mixed.reshape(x.shape)))
-        return self.norm(x + self.down(nn.gelu(self.up(x), approximate=False)))
+        """Outputs of the tokens."""
+        query, key, value = (
+            nn.Dense(WIDTH, name=name)(x).reshape(*x.shape[:2], HEADS, -1) for name in ("query", "key", "value")
+        )
+        mixed = nn.dot_product_attention(query, key, value).reshape(x.shape)
+        x = _NORM(name="attention_norm")(x + nn.Dense(WIDTH, name="out")(mixed))
+        hidden = nn.gelu(nn.Dense(HIDDEN, name="up")(x), approximate=False)
+        return _NORM(name="norm")(x + nn.Dense(WIDTH, name="down")(hidden))
 
 
 class Classifier(nn.Module):
@@ -67,21 +63,25 @@ class Classifier(nn.Module):
     first: int = 0
 
     def setup(self) -> None:
+        """Layers."""
         if not self.first:
             self.embeddings = Embeddings()
         self.layer = [Layer(name=f"layer_{i}") for i in range(self.first, LAYERS)]
         self.head = nn.Dense(self.classes)
 
     def extract(self, x: Array) -> Float[Array, "B d"]:
+        """What the head sees."""
         x = x if self.first else self.embeddings(x)
         for layer in self.layer:
             x = layer(x)
         return x.mean(1)
 
     def classify(self, features: Float[Array, "B d"]) -> Float[Array, "B K"]:
+        """Logits of features."""
         return self.head(features)
 
     def __call__(self, x: Array) -> Float[Array, "B K"]:
+        """Logits."""
         return self.classify(self.extract(x))
 
 
@@ -105,7 +105,10 @@ def weights() -> Params:
             own: {"kernel": named[f"{prefix}.{name}.weight"].T, "bias": named[f"{prefix}.{name}.bias"]}
             for own, name in names.items()
         }
-        norms = {"attention_norm": norm(f"{prefix}.attention.output.LayerNorm"), "norm": norm(f"{prefix}.output.LayerNorm")}
+        norms = {
+            "attention_norm": norm(f"{prefix}.attention.output.LayerNorm"),
+            "norm": norm(f"{prefix}.output.LayerNorm"),
+        }
         return dense | norms
 
     position = named["embeddings.position_embeddings.weight"]
@@ -139,7 +142,9 @@ def pieces(text: str, known: Mapping[str, int]) -> list[int]:
 def _of_word(word: str, known: Mapping[str, int]) -> list[int]:
     found, rest = [], word
     while rest:
-        piece = next((rest[:end] for end in range(len(rest), 0, -1) if ("##" * bool(found) + rest[:end]) in known), None)
+        piece = next(
+            (rest[:end] for end in range(len(rest), 0, -1) if ("##" * bool(found) + rest[:end]) in known), None
+        )
         if piece is None:
             return [known[UNKNOWN]]
         found.append(known["##" * bool(found) + piece])
@@ -167,6 +172,8 @@ def _tensors(content: bytes) -> dict[str, Any]:
 
     def array(entry: Mapping[str, Any]) -> np.ndarray:
         start, end = entry["data_offsets"]
-        return np.frombuffer(numbers[start:end], {"F32": np.float32, "I64": np.int64}[entry["dtype"]]).reshape(entry["shape"])
+        return np.frombuffer(numbers[start:end], {"F32": np.float32, "I64": np.int64}[entry["dtype"]]).reshape(
+            entry["shape"]
+        )
 
     return {name: array(entry) for name, entry in header.items() if name != "__metadata__"}

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
-from jaxfl.local.train import LocalSGD, cross_entropy, decayed
+from jaxfl.local.train import LocalSGD, decayed
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server, init_clients
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
@@ -86,15 +86,20 @@ def apfl(
         server, _ = base.init(key, number)
         return server, init_clients(Own(server.params, jnp.asarray(alpha, jnp.float32)), number)
 
-    def apply(weights: tuple[Params, Own], x: Array) -> Any:
+    def apply(weights: tuple[Params, Own], x: Array, *key: Array) -> Any:
         shared, client = weights
-        return model.apply(shared, x), model.apply(_mix(client, lax.stop_gradient(shared)), x)
+        return model.apply(shared, x, *key), model.apply(_mix(client, lax.stop_gradient(shared)), x, *key)
+
+    def both(outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
+        """The loss of w, with the gradients of both losses."""
+        mixed = model.task.mean_loss(outputs[1], labels, weights)
+        return model.task.mean_loss(outputs[0], labels, weights) + mixed - lax.stop_gradient(mixed)
 
     def client_update(key: Key[Array, ""], server: Server, client: Own, data: ClientData) -> tuple:
         weights, mixture = decayed(local.optimizer, local.decay, data), _projected_sgd(alpha_learning_rate)
         optimizer = optax.partition({"weights": weights, "alpha": mixture}, ("weights", Own("weights", "alpha")))
         training = dataclasses.replace(local, optimizer=optimizer, decay=None)
-        (shared, client), info = training.train(key, model, (server.params, client), data, apply=apply, loss=_both)
+        (shared, client), info = training.train(key, model, (server.params, client), data, apply=apply, loss=both)
         return Message(optax.tree.sub(shared, server.params)), client, info | {"alpha": client.alpha}
 
     return base._replace(
@@ -107,12 +112,6 @@ def apfl(
 
 def _mix(client: Own, shared: Params) -> Params:
     return jax.tree.map(lambda v, w: client.alpha * v + (1 - client.alpha) * w, client.params, shared)
-
-
-def _both(logits: Any, labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-    """The loss of w, with the gradients of both losses."""
-    mixed = cross_entropy(logits[1], labels, weights)
-    return cross_entropy(logits[0], labels, weights) + mixed - lax.stop_gradient(mixed)
 
 
 def _projected_sgd(learning_rate: Number) -> optax.GradientTransformation:

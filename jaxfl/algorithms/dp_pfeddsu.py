@@ -190,11 +190,11 @@ def _sparsified(
         def now(params: Params) -> tuple[Tree, Tree]:
             return masks(params, server.public) if private else (server.mask, server.support)
 
-        def apply(params: Params, x: Array) -> Array:
+        def apply(params: Params, x: Array, *key: Array) -> Array:
             # The value of theta * M, with gradients of all weights; the loop keeps those of the support.
             kept = keep(now(params)[0], params)
             through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
-            return model.apply({**through, **fitted}, x)
+            return model.apply({**through, **fitted}, x, *key)
 
         def adaptive_norm(params: Params) -> Array:
             return distance_to_bound(params, server.params, now(params)[0], clip, penalty_weight)

@@ -101,8 +101,8 @@ def fedrep(
         first, second = jax.random.split(key)
         personal = parts.personal(server.params, fit(first, server, client, data, head))
 
-        def apply(shared: Params, x: Array) -> Array:
-            return model.apply(parts.join(shared, personal), x)
+        def apply(shared: Params, x: Array, *key: Array) -> Array:
+            return model.apply(parts.join(shared, personal), x, *key)
 
         shared, info = local.train(second, model, server.params, data, apply=apply)
         return Message(optax.tree.sub(shared, server.params)), personal, info

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, at_least_0, checked
 from jaxfl.algorithms.fedavg import dp_fedavg
-from jaxfl.local.train import LocalSGD, cross_entropy
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
@@ -60,14 +60,14 @@ def per_fedavg(
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
-    def unapplied(params: Params, x: Array) -> Any:
-        return params, x
+    def unapplied(*arguments: Any) -> Any:
+        return arguments
 
-    def loss(batch: Any, labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-        params, x = batch
+    def loss(batch: tuple, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
+        params, *rest = batch
 
         def half_loss(params: Params, part: Float[Array, "B"]) -> Float[Array, ""]:
-            return cross_entropy(model.apply(params, x), labels, part)
+            return model.task.mean_loss(model.apply(params, *rest), labels, part)
 
         first = jnp.where(jnp.arange(len(weights)) % 2 == 0, weights, 0)
         second = jnp.where(jnp.sum(weights) > 1, weights - first, first)

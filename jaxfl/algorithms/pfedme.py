@@ -68,8 +68,8 @@ def pfedme(
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
-    def apply(pair: tuple[Params, Params], x: Array) -> Array:
-        return model.apply(pair[1], x)
+    def apply(pair: tuple[Params, Params], x: Array, *key: Array) -> Array:
+        return model.apply(pair[1], x, *key)
 
     def pull(pair: tuple[Params, Params]) -> Float[Array, ""]:
         return proximal(pair[1], lax.stop_gradient(pair[0]), penalty_weight)

@@ -1,7 +1,6 @@
 """PPSGD: a shared model plus a personal head that is added to the shared one."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -10,10 +9,11 @@ from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, at_least_0, checked, count_from_0
 from jaxfl.algorithms.fedrep import Parts, centaur, split_head, start_parts
-from jaxfl.local.train import LocalSGD, squared_error
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, server_step
+from jaxfl.tasks import Loss, mean, one_hot_error
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 
@@ -27,7 +27,7 @@ def ppsgd(
     batch_size: int = 10,
     server_learning_rate: Number = 0.1,
     personal_learning_rate: Number = 0.1,
-    loss: Callable[[Array, Array, Array], Float[Array, ""]] = squared_error,
+    loss: Loss | None = one_hot_error,
     delta: float | None = None,
 ) -> Algorithm:
     r"""PPSGD: logits :math:`\phi(x) (w + \theta_i)`, with :math:`\theta_i = 0` at first, private to its client.
@@ -47,7 +47,7 @@ def ppsgd(
         server_learning_rate: :math:`\eta_w`.
         personal_learning_rate: :math:`\eta_\theta`; the published code multiplies its rate by the number of
             participants.
-        loss: of logits, labels and weights.
+        loss: of each example, from a batch's outputs and labels; None: the task's.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
@@ -65,12 +65,15 @@ def ppsgd(
     parts = added_head(model)
     local, server_optimizer = LocalSGD(optax.sgd(1.0), batch_size, steps=1), optax.sgd(server_learning_rate)
 
-    def apply(both: tuple[Params, Params], x: Array) -> Array:
-        return model.apply(parts.join(*both), x)
+    def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Array:
+        return model.apply(parts.join(*both), x, *key)
+
+    def batch_loss(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
+        return mean((loss or model.task.loss)(outputs, labels), weights)
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         before = (server.params, client)
-        after, info = local.train(key, model, before, data, apply=apply, loss=loss)
+        after, info = local.train(key, model, before, data, apply=apply, loss=batch_loss)
         shared, personal = optax.tree.sub(after, before)  # the negative gradient
         return Message(shared), optax.tree.add_scale(client, personal_learning_rate, personal), info
 

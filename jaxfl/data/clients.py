@@ -15,7 +15,7 @@ from jaxfl.types import Clients
 def _check_data(name: str, value: Any) -> Dataset:
     """Require a dataset whose arrays fit, also where some were replaced; or those arrays."""
     if isinstance(value, Dataset):
-        return from_arrays(*value[:4], classes=value.classes, name=value.name)
+        return from_arrays(*value[:4], classes=value.classes or None, name=value.name)
     if isinstance(value, tuple | list) and len(value) == 4:
         return from_arrays(*value)
     raise TypeError(f"{name}={show(value)}: give a Dataset, or train inputs and labels, test inputs and labels")
@@ -103,7 +103,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     length = max(1, *map(len, kept))
     own = range(shards) if own is None else own
     store = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
-    names = np.zeros((len(own), length), labels.dtype)
+    names = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
     for i, b in enumerate(own):
         store[i, : len(kept[b])], names[i, : len(kept[b])] = inputs[kept[b]], labels[kept[b]]
 
@@ -112,7 +112,7 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
 
     parts = [local(b, *blocks[b][:2]) + local(b, *blocks[b][2:]) for b in own]
     rows_and_sizes = (np.concatenate(arrays) for arrays in zip(*parts))
-    return Clients(store.reshape(-1, *inputs.shape[1:]), names.reshape(-1), *rows_and_sizes)
+    return Clients(store.reshape(-1, *inputs.shape[1:]), names.reshape(-1, *labels.shape[1:]), *rows_and_sizes)
 
 
 @checked()

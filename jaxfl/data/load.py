@@ -30,12 +30,16 @@ _BLOCK = 4096
 
 
 class Dataset(NamedTuple):
-    """Training and test examples of one task; labels are 0 to classes - 1."""
+    """Training and test examples of one task.
+
+    Labels `[n]` of whole numbers are classes, 0 to classes - 1; other labels, `[n]` of floating numbers or `[n, ...]`,
+    have `classes` 0 and a model with another task (see `jaxfl.tasks`).
+    """
 
     train_inputs: Integer[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
-    train_labels: Int32[np.ndarray, "n"]
+    train_labels: Int32[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
     test_inputs: Integer[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
-    test_labels: Int32[np.ndarray, "m"]
+    test_labels: Int32[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
     classes: int
     name: str
 
@@ -53,9 +57,22 @@ def check_labels(
     most = np.iinfo(np.int32).max if classes is None else classes - 1
     wrong = labels[(labels < 0) | (labels > most)]
     if len(wrong):
-        limits = "from 0" if classes is None else f"from 0 to classes - 1 = {most}"
+        limits = (
+            "from 0, or floating numbers for a regression" if classes is None else f"from 0 to classes - 1 = {most}"
+        )
         raise ValueError(f"{name} holds {wrong[0]}: give labels {limits}")
     return labels.astype(np.int32)
+
+
+def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarray:
+    """Require labels `[n]` of classes, or other finite numbers `[n, ...]`; return them in 32 bits."""
+    labels = check_array(name, labels)
+    if labels.ndim == 1 and labels.dtype.kind != "f":
+        return check_labels(name, labels, length)
+    if labels.ndim < 1 or 0 in labels.shape[1:] or (length is not None and len(labels) != length):
+        raise ValueError(f"{name}.shape={labels.shape}: give one row for each of the {length} inputs")
+    labels = _in_32_bits(name, labels.astype(np.int32) if labels.dtype.kind == "b" else labels)
+    return labels if labels.dtype.kind == "f" else labels.astype(np.int32, copy=False)
 
 
 def check_inputs(name: str, inputs: Any) -> np.ndarray:
@@ -63,21 +80,26 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
     inputs = check_array(name, inputs)
     if inputs.ndim < 2 or 0 in inputs.shape[1:]:
         raise ValueError(f"{name}.shape={inputs.shape}: give one row per example, [n, ...], of numbers")
-    if np.issubdtype(inputs.dtype, np.integer):
-        if inputs.dtype.itemsize < 4:
-            return inputs
-        wide = inputs[(inputs < np.iinfo(np.int32).min) | (inputs > np.iinfo(np.int32).max)]
+    return _in_32_bits(name, inputs)
+
+
+def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
+    """Finite numbers in at most 32 bits."""
+    if np.issubdtype(values.dtype, np.integer):
+        if values.dtype.itemsize < 4:
+            return values
+        wide = values[(values < np.iinfo(np.int32).min) | (values > np.iinfo(np.int32).max)]
         if wide.size:
             raise ValueError(f"{name} holds {wide[0]}: give whole numbers of 32 bits")
-        return inputs.astype(np.int32, copy=False)
-    if not np.issubdtype(inputs.dtype, np.floating):
-        raise ValueError(f"{name}.dtype={inputs.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)")
+        return values.astype(np.int32, copy=False)
+    if not np.issubdtype(values.dtype, np.floating):
+        raise ValueError(f"{name}.dtype={values.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)")
     with np.errstate(over="ignore"):
-        inputs = inputs.astype(np.float32, copy=False)
-    bad = ~np.isfinite(inputs).all(axis=tuple(range(1, inputs.ndim)))
+        values = values.astype(np.float32, copy=False)
+    bad = ~np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     if bad.any():
         raise ValueError(f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them")
-    return inputs
+    return values
 
 
 def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
@@ -135,7 +157,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     return Dataset(**arrays, classes=classes, name=name)
 
 
-@checked(train_inputs=check_inputs, train_labels=check_labels, test_inputs=check_inputs, test_labels=check_labels)
+@checked(train_inputs=check_inputs, train_labels=check_targets, test_inputs=check_inputs, test_labels=check_targets)
 def from_arrays(
     train_inputs: np.ndarray,
     train_labels: np.ndarray,
@@ -150,10 +172,11 @@ def from_arrays(
     Args:
         train_inputs: `[n, ...]` bytes (images), floating numbers (kept as float32), or other whole numbers (kept,
             in 32 bits at most).
-        train_labels: `[n]` integers from 0.
+        train_labels: `[n]` classes, integers from 0; or, for another task than classification, `[n]` floating numbers
+            or `[n, ...]` of any numbers.
         test_inputs: `[m, ...]` with the dtype and example shape of `train_inputs`; m may be 0.
-        test_labels: `[m]` integers from 0.
-        classes: Number of classes; by default the largest label plus one.
+        test_labels: like `train_labels`.
+        classes: Number of classes; by default the largest label plus one, and 0 where labels are not classes.
         name: Name of the dataset in reports.
 
     Raises:
@@ -169,6 +192,15 @@ def from_arrays(
     example, other = (str(train_inputs.dtype), train_inputs.shape[1:]), (str(test_inputs.dtype), test_inputs.shape[1:])
     if example != other:
         raise ValueError(f"test_inputs has examples {other}: give the dtype and shape of train_inputs, {example}")
+    if train_labels.ndim > 1 or train_labels.dtype.kind == "f":
+        if classes:
+            raise ValueError(f"classes={classes} with labels of {train_labels.dtype}: leave it out, or give classes")
+        train_labels = check_targets("train_labels", train_labels, len(train_inputs))
+        test_labels = check_targets("test_labels", test_labels, len(test_inputs))
+        kind, other = ((str(labels.dtype), labels.shape[1:]) for labels in (train_labels, test_labels))
+        if kind != other:
+            raise ValueError(f"test_labels has rows {other}: give the dtype and shape of train_labels, {kind}")
+        return Dataset(train_inputs, train_labels, test_inputs, test_labels, 0, name)
     train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))

@@ -15,14 +15,14 @@ import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
 from jaxfl._validate import check_arrays, check_count, check_counts, check_fraction, checked, count_from_0, show
-from jaxfl.data.load import check_labels, check_rows
+from jaxfl.data.load import check_labels, check_rows, check_targets
 
 Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
 """The rows of each client."""
 
 
-@checked(labels=check_labels, seed=count_from_0)
-def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int | None = None) -> Rows:
+@checked(labels=check_targets, seed=count_from_0)
+def iid(labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: int | None = None) -> Rows:
     """Deal examples at random; sizes differ by at most one.
 
     Args:
@@ -46,8 +46,8 @@ def iid(labels: Shaped[np.ndarray, "D"], clients: int, *, seed: int, size: int |
     return _lists(owner, clients)
 
 
-@checked(labels=check_labels, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
-def by_sizes(labels: Shaped[np.ndarray, "D"], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int) -> Rows:
+@checked(labels=check_targets, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
+def by_sizes(labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int) -> Rows:
     """Deal `sizes[i]` examples at random to client i.
 
     Raises:

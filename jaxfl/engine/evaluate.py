@@ -1,36 +1,34 @@
-"""Accuracy of every client on its own test split, with the weights that `personalize` returns."""
+"""The task's metrics for every client on its own test split, with the weights that `personalize` returns."""
 
 import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array, lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int, Key
+from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.engine.mesh import Population, data_of
 from jaxfl.engine.program import Points, compile_for, over_points
 from jaxfl.local.train import blocks_of
-from jaxfl.types import Algorithm, Clients, Tree
+from jaxfl.tasks import Metric, average
+from jaxfl.types import Algorithm, Clients, Params, Tree
 
 _BATCH = 64
 """Largest number of examples per forward pass; the loop over them follows the client's own size."""
 
 
-class PerClient(NamedTuple):
-    """Test accuracy and mean loss of each client.
+PerClient: TypeAlias = dict[str, Any]
+"""The test loss of each client, and its task's metrics: arrays [C], or [E, C] of all evaluations, by name.
 
-    NaN for a client without test examples, and for one whose loss on one of them is NaN: outputs that are not finite
-    are no answer, not even one that is right by chance.
-    """
-
-    accuracy: Float[Array | np.ndarray, "*E C"]
-    loss: Float[Array | np.ndarray, "*E C"]
+NaN for a client without test examples, and for one whose loss on one of them is NaN: outputs that are not finite
+are no answer, not even one that is right by chance.
+"""
 
 
 def compile_evaluation(
@@ -77,6 +75,7 @@ def _client(
     clients: Clients,
 ) -> PerClient:
     model, size, data = algorithm.model, clients.test_size[slot], data_of(clients, slot, number)
+    metrics = {"loss": average(model.task.loss), **model.task.metrics}
     state = jax.tree.map(lambda leaf: leaf[slot], states)
     params = algorithm.personalize(jax.random.fold_in(key, number), server, state, data)
     width = max(1, clients.test.shape[1])
@@ -86,39 +85,49 @@ def _client(
     rows = jnp.pad(clients.test[slot], (0, math.prod(shape) - clients.test.shape[1])).reshape(shape)
     real = (jnp.arange(rows.size) < size).reshape(shape)
 
-    def block(number: Int[Array, ""], carry: tuple) -> tuple:
+    def block(number: Int[Array, ""], sums: Tree) -> Tree:
         # Laid out ahead, as in training: in the inner loop XLA would fuse the layout change with the network.
         x, labels = jax.vmap(model.prepare)(clients.inputs[rows[number]]), clients.labels[rows[number]]
 
-        def test(i: Int[Array, ""], carry: tuple) -> tuple:
-            logits, tested = model.apply(params, x[i]), real[number, i]
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels[i])
-            correct = (jnp.argmax(logits, axis=-1) == labels[i]) & tested
-            return carry[0] + jnp.sum(correct, dtype=jnp.int32), carry[1] + jnp.sum(jnp.where(tested, losses, 0.0))
+        def test(i: Int[Array, ""], sums: Tree) -> Tree:
+            return jax.tree.map(jnp.add, sums, sums_of(params, x[i], labels[i], real[number, i]))
 
-        return lax.fori_loop(0, jnp.minimum(per_block, batches - number * per_block), test, carry)
+        return lax.fori_loop(0, jnp.minimum(per_block, batches - number * per_block), test, sums)
 
-    batches, none = -(-size // batch), (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
-    correct, loss = lax.fori_loop(0, -(-batches // per_block), block, none)
-    known = jnp.where((size > 0) & ~jnp.isnan(loss), 1.0, jnp.nan)
-    return PerClient(known * correct / jnp.maximum(size, 1), known * loss / jnp.maximum(size, 1))
+    def sums_of(params: Params, x: Array, labels: Array, tested: Bool[Array, "B"]) -> dict[str, Tree]:
+        outputs, weights = model.apply(params, x), tested.astype(jnp.float32)
+        return {name: metric.sums(outputs, labels, weights) for name, metric in metrics.items()}
+
+    first = clients.inputs[rows[0, 0]], clients.labels[rows[0, 0]], real[0, 0]
+    shapes = jax.eval_shape(lambda x, *rest: sums_of(params, model.prepare(x), *rest), *first)
+    none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    batches = -(-size // batch)
+    sums = lax.fori_loop(0, -(-batches // per_block), block, none)
+    scores = {name: metric.value(sums[name]).astype(jnp.float32) for name, metric in metrics.items()}
+    return jax.tree.map(lambda score: jnp.where((size > 0) & ~jnp.isnan(scores["loss"]), score, jnp.nan), scores)
 
 
-def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"]) -> dict[str, float]:
-    """Unweighted mean, standard deviation and worst 10% over clients, and the mean over all test examples.
+def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Unweighted mean, standard deviation and worst 10% over clients of each metric, and the mean loss.
 
-    Over clients with test examples; NaN if there are none. A model whose scores are not finite has accuracy 0, and
-    makes the mean loss NaN. The worst 10% is the mean accuracy of the worst tenth of the clients (at least one).
+    Over clients with test examples; NaN if there are none. A model whose loss is not finite counts as 0 where a metric
+    should be high, and makes the mean NaN where it should be low. A client for which a metric is not defined is left
+    out. The worst 10% is the mean of the worst tenth of the clients (at least one); `_examples` is the headline's
+    mean over clients weighted by their test examples.
     """
-    tested = np.asarray(sizes) > 0
-    if not tested.any():
-        return dict.fromkeys(("accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"), math.nan)
-    by_client = np.nan_to_num(np.asarray(scores.accuracy, np.float64)[tested])
-    accuracy, examples = np.sort(by_client), np.asarray(sizes, np.float64)[tested]
-    return {
-        "accuracy": float(accuracy.mean()),
-        "accuracy_std": float(accuracy.std()),
-        "accuracy_worst10": float(accuracy[: max(1, round(0.1 * accuracy.size))].mean()),
-        "accuracy_examples": float(np.average(by_client, weights=examples)),
-        "loss": float(np.asarray(scores.loss, np.float64)[tested].mean()),
-    }
+    row: dict[str, float] = {}
+    for name, metric in metrics.items():
+        known = (np.asarray(sizes) > 0) & (np.isnan(scores["loss"]) | ~np.isnan(scores[name]))
+        values, examples = np.asarray(scores[name], np.float64)[known], np.asarray(sizes, np.float64)[known]
+        values = values if metric.lower_is_better else np.nan_to_num(values)
+        ordered = np.sort(values)[:: -1 if metric.lower_is_better else 1]
+        row[name] = _mean(values)
+        row[f"{name}_std"] = float(values.std()) if values.size else math.nan
+        row[f"{name}_worst10"] = _mean(ordered[: max(1, round(0.1 * values.size))])
+        if name == next(iter(metrics)):
+            row[f"{name}_examples"] = float(np.average(values, weights=examples)) if values.size else math.nan
+    return row | {"loss": _mean(np.asarray(scores["loss"], np.float64)[np.asarray(sizes) > 0])}
+
+
+def _mean(values: Float[np.ndarray, "n"]) -> float:
+    return float(values.mean()) if values.size else math.nan

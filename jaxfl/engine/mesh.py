@@ -62,6 +62,18 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
     return Population(jax.tree.map(put, shard(clients, mesh.size, local)), clients.number, mesh)
 
 
+def everywhere(mesh: Mesh, tree: Tree) -> Tree:
+    """Put the same arrays on all devices of a mesh."""
+    sharding = NamedSharding(mesh, P())
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.jit(_same, out_shardings=sharding)(tree)  # `device_put` is for one process
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
 def data_of(
     clients: Clients,
     slot: Int[Array, ""] | int,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
 from jaxfl.models.frozen import given
 from jaxfl.privacy.noise import derive
@@ -141,13 +141,18 @@ def compile_for(
 
     @functools.wraps(work)
     def run(*arguments: Any, frozen: Tree) -> Tree:
-        with given(frozen_of(algorithm), frozen):
+        with given(_frozen_of(algorithm), frozen):
             return work(*arguments)
 
     return functools.partial(jax.jit(run, **options), frozen=population.frozen)
 
 
-def frozen_of(algorithm: Algorithm | Points) -> Tree:
+def freeze(algorithm: Algorithm | Points, population: Population) -> Population:
+    """The population with the model's frozen weights on each of its devices."""
+    return population._replace(frozen=everywhere(population.mesh, _frozen_of(algorithm)))
+
+
+def _frozen_of(algorithm: Algorithm | Points) -> Tree:
     """The frozen weights of the model; those of all points are the same."""
     if isinstance(algorithm, Points):
         algorithm = algorithm.build(**{name: float(column[0]) for name, column in algorithm.values.items()})

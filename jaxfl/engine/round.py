@@ -20,16 +20,14 @@ from jaxfl.engine.mesh import Population, data_of
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, derive
 from jaxfl.privacy.sums import add, add_up, widen
+from jaxfl.tasks import columns
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 
 _BLOCK = 8
 """Chunks whose clients are added up in single precision, lane by lane, before the exact sum (see `sums`)."""
 
-_RESERVED = {
-    "round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "epsilon",
-    "participants", "nonfinite", "update_norm", "clipped", "train_loss",
-}  # fmt: skip
-"""Names in a row of metrics besides an algorithm's infos; its `loss` is shown as `train_loss`."""
+_RESERVED = {"round", "epsilon", "participants", "nonfinite", "update_norm", "clipped", "train_loss"}
+"""Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
 
 
 class Keys(NamedTuple):
@@ -231,7 +229,8 @@ def _cohort(
     zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
     if total is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
-        sums = settle(zero)
+        # Not `settle(zero)`: the compiler would add up constants, for as long as a minute.
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(settle, zero))
     else:
         rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
 
@@ -289,7 +288,7 @@ def _check(algorithm: Algorithm, info: dict[str, Array]) -> None:
             f"dp_sgd={algorithm.dp_sgd!r}, but client_update of {algorithm.name!r} makes no private steps: train by "
             "its `train`, and return the info of that, or leave it out"
         )
-    if taken := _RESERVED & info.keys():
+    if taken := (_RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys():
         raise ValueError(
             f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "
             "choose others"

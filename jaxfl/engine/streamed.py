@@ -24,7 +24,7 @@ from jaxfl.backend import compiler_options
 from jaxfl.engine.chunk import Program, choose
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import Population, mesh_of
-from jaxfl.engine.program import compile_for, first_states
+from jaxfl.engine.program import compile_for, first_states, freeze
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
 from jaxfl.privacy.mechanisms.gaussian import Cohort
@@ -122,12 +122,12 @@ class Stream:
         chunk: int | Literal["auto"],
         folder: pathlib.Path | None,
     ) -> None:
-        self.init_key, self.algorithm, self.population = init_key, algorithm, place_examples(clients, devices)
+        self.init_key, self.algorithm = init_key, algorithm
+        self.population = freeze(algorithm, place_examples(clients, devices))
         self.chunk, mesh = chunk, self.population.mesh
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
-        self.keys, frozen = jax.device_put((keys, algorithm.model.frozen), self.everyone)
-        self.population, self.restored = self.population._replace(frozen=frozen), False
+        self.keys, self.restored = jax.device_put(keys, self.everyone), False
         self.center, self.store = open_store(init_key, self.keys.cohort, algorithm, self.population, folder)
         per_client = self.store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
         usual = algorithm.mechanism.sampling.usual(self.population.number)

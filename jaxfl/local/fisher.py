@@ -6,25 +6,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Float, Int
+from jaxtyping import Float, Shaped
 
 from jaxfl.types import ClientData, Model, Params, Tree
 
 
 def fisher_diagonal(
-    model: Model, params: Params, x: Float[Array, "..."], labels: Int[Array, "B"], weights: Float[Array, "B"]
+    model: Model, params: Params, x: Shaped[Array, "..."], labels: Shaped[Array, "B ..."], weights: Float[Array, "B"]
 ) -> Tree:
-    """Sum over examples of squared per-example gradients: F_j = sum_n w_n (d log p(y_n | x_n) / d theta_j)^2.
+    """Sum over examples of squared per-example gradients: F_j = sum_n w_n (d loss_n / d theta_j)^2.
+
+    The loss is the task's: for a classification -log p(y_n | x_n).
 
     Exact, in about the time of one gradient: through `model.sum_grad_squared`, whose backward pass squares each layer's
     per-example gradients as it sums them (a dense layer's have rank one: (h^2)^T (dy^2)). A model without that
     rule takes one gradient per example, a few at a time.
 
     Args:
-        model: the classifier.
+        model: the network.
         params: its parameters.
         x: examples that went through `model.prepare`.
-        labels: their classes.
+        labels: theirs.
         weights: 1, or 0 for padding.
 
     Returns:
@@ -36,14 +38,15 @@ def fisher_diagonal(
     if model.sum_grad_squared is None:
         return _one_by_one(model, params, x, labels, weights)
     # A per-example gradient is squared with its weight, 0 or 1, which squaring does not change.
-    return jax.grad(lambda p: _loss(model.sum_grad_squared(p, x), labels, weights))(params)
+    network = model.sum_grad_squared
+    return jax.grad(lambda p: jnp.sum(weights * model.task.loss(network(p, x), labels)))(params)
 
 
 def client_fisher(model: Model, params: Params, data: ClientData, batch_size: int = 32) -> Tree:
     """Mean over a client's own examples of squared per-example gradients, block by block.
 
     Args:
-        model: the classifier.
+        model: the network.
         params: its parameters.
         data: the client's examples; only the first `size` rows are read.
         batch_size: examples per block; the result does not depend on it.
@@ -94,12 +97,6 @@ def normalize_over_all(fisher: Tree) -> Tree:
     return unravel(normalize_per_layer(flat))
 
 
-def _loss(logits: Array, labels: Array, weights: Array) -> Array:
-    """-sum_n w_n log p(y_n | x_n)."""
-    log_p = jax.nn.log_softmax(logits)
-    return -jnp.sum(weights[:, None] * log_p * jax.nn.one_hot(labels, logits.shape[-1]))
-
-
 def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8) -> Tree:
     """The same sum by vmap(grad) over chunks of examples, which lie on the leading axis of x."""
     chunk = min(chunk, len(labels))
@@ -109,7 +106,7 @@ def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: 
         return padded.reshape(-1, chunk, *array.shape[1:])
 
     def loss(p: Params, x: Array, label: Array, weight: Array) -> Array:
-        return _loss(model.apply(p, x[None]), label[None], weight[None])
+        return weight * model.task.loss(model.apply(p, x[None]), label[None])[0]
 
     def step(total: Tree, examples: tuple[Array, Array, Array]) -> tuple[Tree, None]:
         gradients = jax.vmap(functools.partial(jax.grad(loss), params))(*examples)

@@ -90,7 +90,7 @@ def probe_risk(
     model: Model,
     params: Params,
     inputs: Shaped[Array, "B ..."],
-    labels: Int[Array, "B"],
+    labels: Shaped[Array, "B ..."],
     probes: int,
 ) -> Float[Array, "B"]:
     r"""Risk of each example, estimated without bias in its square.
@@ -114,7 +114,7 @@ def probe_risk(
         model: the network.
         params: its parameters.
         inputs: stored examples.
-        labels: their classes.
+        labels: theirs.
         probes: P; with 1 the square is :math:`\|J^\top v\|^2`.
 
     References: Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix; Meyer, Musco, Musco and
@@ -144,7 +144,7 @@ def probe_risk(
         along = probe(i)
         return jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
 
-    def gain(x: Array, label: Int[Array, ""], unit: Float[Array, "N"]) -> Float[Array, ""]:
+    def gain(x: Array, label: Array, unit: Float[Array, "N"]) -> Float[Array, ""]:
         tangent = jax.jvp(_gradient(model, params, label, axis), (x,), (unit.reshape(x.shape),))[1]
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
@@ -161,7 +161,7 @@ def exact_risk(
     model: Model,
     params: Params,
     inputs: Shaped[Array, "B ..."],
-    labels: Int[Array, "B"],
+    labels: Shaped[Array, "B ..."],
     *,
     by: Literal["columns", "jacrev"] = "columns",
     chunk: int = 16,
@@ -172,7 +172,7 @@ def exact_risk(
         model: the network.
         params: its parameters.
         inputs: stored examples.
-        labels: their classes.
+        labels: theirs.
         by: "columns": `chunk` derivatives of the gradient along inputs at a time; "jacrev": the definition, the whole
             Jacobian in memory (d x inputs: 19 GB for LeNet).
         chunk: columns at a time.
@@ -195,7 +195,7 @@ def exact_risk(
 
 
 def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
-    r"""Eq. 8 read for "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K logits f.
+    r"""Eq. 8 read for "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K outputs f.
 
     Args:
         model: the network.
@@ -203,17 +203,17 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
         inputs: stored examples.
     """
     x, axis = _prepared(model, inputs)
-    logits, pull = jax.vjp(lambda x: model.apply(params, x), x)
+    outputs, pull = jax.vjp(lambda x: model.apply(params, x).reshape(len(inputs), -1), x)
 
     def add(total: Float[Array, "B"], seed: Float[Array, "K"]) -> tuple[Float[Array, "B"], None]:
-        (slope,) = pull(jnp.broadcast_to(seed, logits.shape))
+        (slope,) = pull(jnp.broadcast_to(seed, outputs.shape))
         return total + jnp.linalg.norm(_flat(slope, axis), axis=1), None
 
-    return lax.scan(add, jnp.zeros(len(logits)), jnp.eye(logits.shape[1]))[0] / logits.shape[1]
+    return lax.scan(add, jnp.zeros(len(outputs)), jnp.eye(outputs.shape[1]))[0] / outputs.shape[1]
 
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
-    """1 - p(y|x) of each row, block by block."""
+    """1 - exp(-loss) of each row, block by block: 1 - p(y|x) of a classification."""
     batch = min(data.padded, 64)  # forward passes alone can take larger batches than derivatives
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
@@ -258,13 +258,13 @@ def _signs(key: Key[Array, ""], like: Params) -> Params:
     return unravel(2 * bits.ravel()[: flat.size].astype(flat.dtype) - 1)
 
 
-def _gradient(model: Model, params: Params, label: Int[Array, ""], axis: int) -> Callable[[Array], Params]:
+def _gradient(model: Model, params: Params, label: Array, axis: int) -> Callable[[Array], Params]:
     """The loss's gradient as a function of one input."""
     return lambda x: jax.grad(lambda p: _losses(model, p, jnp.expand_dims(x, axis), label[None])[0])(params)
 
 
-def _losses(model: Model, params: Params, x: Array, labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, x), labels)
+def _losses(model: Model, params: Params, x: Array, labels: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
+    return model.task.loss(model.apply(params, x), labels)
 
 
 def _flat(x: Array, axis: int) -> Float[Array, "B N"]:

@@ -21,26 +21,14 @@ _BLOCK_EXAMPLES = 128
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
 Penalty: TypeAlias = Callable[[Params], Float[Array, ""]]
-Loss: TypeAlias = Callable[[Array, Array, Array], Float[Array, ""]]
-"""From a batch's logits, labels and weights, 0 for padding, to a mean over the other examples."""
+BatchLoss: TypeAlias = Callable[[Any, Array, Float[Array, "B"]], Float[Array, ""]]
+"""From a batch's outputs, labels and weights, 0 for padding, to a mean over the other examples."""
+Apply: TypeAlias = Callable[[Params, Array, Key[Array, ""]], Any]
+"""From parameters, a prepared batch, and a key for layers that draw, to outputs."""
 Decay: TypeAlias = Callable[[Any], Any]
 """From the number of a round to a factor of its updates."""
 GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
 """From parameters to a value and its gradient."""
-
-
-def cross_entropy(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-    """Mean cross-entropy over the examples of weight 1; weight 0 is padding."""
-    return _mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), weights)
-
-
-def squared_error(logits: Float[Array, "B K"], labels: Int[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-    """Mean squared error to the targets 0.9 (the label) and -0.1 (others), over examples of weight 1 and classes."""
-    return _mean(jnp.mean((logits - (jax.nn.one_hot(labels, logits.shape[-1]) - 0.1)) ** 2, axis=-1), weights)
-
-
-def _mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 @checked(epochs=count_from_0)
@@ -76,14 +64,15 @@ class LocalSGD:
         params: Params,
         data: ClientData,
         *,
-        apply: Callable[[Params, Array], Float[Array, "B K"]] | None = None,
+        apply: Apply | None = None,
         mask: Mask = None,
         penalty: Penalty | None = None,
-        loss: Loss = cross_entropy,
+        loss: BatchLoss | None = None,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
-        """`train` on batches of the model's inputs, through its own `apply` or another."""
-        options: dict[str, Any] = {"mask": mask, "penalty": penalty, "loss": loss, "gradient": gradient}
+        """`train` on batches of the model's inputs, through its own `apply` and its task's loss, or others."""
+        options: dict[str, Any] = {"mask": mask, "penalty": penalty, "gradient": gradient}
+        options |= {"loss": loss or model.task.mean_loss}
         options |= {"apply": apply or model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
         return train(key, params, data, local=self, **options)
 
@@ -104,12 +93,12 @@ def train(
     params: Params,
     data: ClientData,
     *,
-    apply: Callable[[Params, Array], Float[Array, "B K"]],
+    apply: Apply,
     prepare: Callable[[Array], Array],
     local: LocalSGD,
+    loss: BatchLoss,
     mask: Mask = None,
     penalty: Penalty | None = None,
-    loss: Loss = cross_entropy,
     gradient: Callable[[GradientFn], GradientFn] | None = None,
     microbatch: int | None = None,
 ) -> tuple[Params, dict[str, Array]]:
@@ -119,16 +108,16 @@ def train(
     Once weights have turned NaN, no further block of batches is trained.
 
     Args:
-        key: order of the examples.
+        key: order of the examples, and what layers draw.
         params: where training starts.
         data: the client's rows; padding is never visited.
-        apply: logits of a prepared batch.
+        apply: outputs of a prepared batch.
         prepare: normalises and lays out a batch; called per block of batches, outside the loop over steps.
         local: optimizer, batch size, and how long.
+        loss: of outputs, labels and weights.
         mask: trainable coordinates (bool, shaped like params), or a function of the parameters that gives them at
             every step; all others keep their bits.
         penalty: added to the mean loss of every batch.
-        loss: of logits, labels and weights.
         gradient: from a batch's value and gradient to those of a step, such as `jaxfl.local.sam.sam` (None: the same).
         microbatch: largest number of examples through `apply` at once (None: the whole batch): a batch's gradient is
             the sum over its parts.
@@ -144,12 +133,14 @@ def train(
     batches = -(-data.size // batch)
     total = jnp.where(data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0)
 
-    def value_and_gradient(params: Params, x: Array, labels: Array, weights: Array) -> tuple[Float[Array, ""], Tree]:
+    def value_and_gradient(
+        params: Params, key: Key[Array, ""], x: Array, labels: Array, weights: Array
+    ) -> tuple[Float[Array, ""], Tree]:
         """Value and gradient of loss plus penalty; the batch is in parts [parts, part, ...]."""
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
-            return share[i] * loss(apply(params, x[i]), labels[i], weights[i])
+            return share[i] * loss(apply(params, x[i], jax.random.fold_in(key, i)), labels[i], weights[i])
 
         if len(x) == 1:
             return jax.value_and_grad(lambda params: loss_of(params, 0) + penalty_of(penalty, params))(params)
@@ -160,7 +151,8 @@ def train(
         return lax.fori_loop(0, len(x), add, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
-        order = _shuffle(jax.random.fold_in(key, index), padded, data.size)
+        epoch_key = jax.random.fold_in(key, index)
+        order = _shuffle(epoch_key, padded, data.size)
         order = jnp.pad(order, (0, blocks * per_block * batch - padded))
         here = jnp.minimum(batches, total - index * batches)
 
@@ -177,7 +169,9 @@ def train(
             weights = (positions < data.size).astype(jnp.float32)
 
             def step(i: Int[Array, ""], carry: tuple) -> tuple:
-                of_batch = functools.partial(value_and_gradient, x=x[i], labels=labels[i], weights=weights[i])
+                drawing = jax.random.fold_in(epoch_key, number * per_block + i)
+                batch = {"key": drawing, "x": x[i], "labels": labels[i], "weights": weights[i]}
+                of_batch = functools.partial(value_and_gradient, **batch)
                 return descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
 
             return number + 1, lax.fori_loop(0, jnp.minimum(per_block, here - number * per_block), step, carry)
@@ -225,7 +219,8 @@ def fit_head(
     features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(positions), shape.shape[1]), shape.dtype))
     rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round)
     head = {name: params[name] for name in model.head}
-    head, info = train(key, head, rows, apply=classify, prepare=lambda x: x, local=local, penalty=penalty)
+    options: dict[str, Any] = {"local": local, "penalty": penalty, "loss": model.task.mean_loss}
+    head, info = train(key, head, rows, apply=classify, prepare=lambda x: x, **options)
     return {**params, **head}, info
 
 

@@ -42,12 +42,12 @@ def with_precision(model: Model, precision: Precision) -> Model:
 
     def at(network: Callable[..., Array]) -> Callable[..., Array]:
         @functools.wraps(network)
-        def call(params: Any, x: Array) -> Array:
+        def call(params: Any, x: Array, *key: Array) -> Array:
             with jax.default_matmul_precision(_PRODUCTS[precision]):
                 if precision != "bfloat16":
-                    return network(params, x)
+                    return network(params, x, *key)
                 low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x))
-                return network(*low).astype(jnp.float32)
+                return network(*low, *key).astype(jnp.float32)
 
         return call
 

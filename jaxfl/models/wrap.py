@@ -12,6 +12,7 @@ from jaxtyping import Shaped
 
 from jaxfl._validate import check_counts, check_layers, checked
 from jaxfl.models.zoo import depth_order, normalize
+from jaxfl.tasks import Task, classification
 from jaxfl.types import Model
 
 
@@ -28,8 +29,9 @@ def from_flax(
     head: Sequence[str] | None = None,
     name: str | None = None,
     prepare: Callable[[Array], Array] = scale_bytes,
+    task: Task = classification(),
 ) -> Model:
-    """Wrap a Flax linen module that maps a batch [B, *input_shape] to logits [B, K].
+    """Wrap a Flax linen module that maps a batch [B, *input_shape] to outputs [B, ...], logits [B, K] by default.
 
     Bytes are images, normalised to [-1, 1]; all other numbers, floats and tokens, are passed on unchanged. A
     module with methods `extract` (batch to features [B, F]) and `classify` (features to logits) has its head fitted on
@@ -42,10 +44,11 @@ def from_flax(
         name: for reports (default: the module's class).
         prepare: from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
+        task: what the outputs are for (see `jaxfl.tasks`).
 
     Raises:
-        ValueError: the module does not take a batch of that shape, keeps more than parameters, does not give [B, K], or
-            has no layer of a head's name.
+        ValueError: the module does not take a batch of that shape, keeps more than parameters, does not give [B, ...],
+            or has no layer of a head's name.
 
     >>> network = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(16), nn.relu, nn.Dense(10)])
     >>> model = from_flax(network, (8, 8, 1))
@@ -60,7 +63,7 @@ def from_flax(
         return made(key, dtype)["params"]
 
     def call(method: str | None = None) -> Any:
-        return lambda params, x: module.apply({"params": params}, x, method=method)
+        return lambda params, x, key=None: module.apply({"params": params}, x, method=method)
 
     kind = type(module).__name__
     dtype, variables = _first_taken(made, f"module={kind} does not take a batch of input_shape={input_shape!r}")
@@ -69,9 +72,9 @@ def from_flax(
     if kept := set(variables) - {"params"}:
         raise ValueError(f"module={kind} keeps {sorted(kept)}: use layers without state, GroupNorm for BatchNorm")
     batch = jax.eval_shape(prepare, jax.ShapeDtypeStruct((2, *input_shape), dtype))
-    logits = jax.eval_shape(call(), variables["params"], batch)
-    if len(logits.shape) != 2 or logits.shape[0] != 2:
-        raise ValueError(f"module={kind} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
+    outputs = jax.eval_shape(call(), variables["params"], batch)
+    if not outputs.shape or outputs.shape[0] != 2:
+        raise ValueError(f"module={kind} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
     layers = depth_order(init)
     head = layers[-1:] if head is None else tuple(head)
     if not head or not set(head) <= set(layers):
@@ -79,7 +82,7 @@ def from_flax(
     split = hasattr(module, "extract") and hasattr(module, "classify")
     extract, classify = (call(method) if split else None for method in ("extract", "classify"))
     model = Model(name or kind, init, prepare, extract, classify, call(), None, layers, head)
-    return model._replace(input_shape=tuple(input_shape))
+    return model._replace(input_shape=tuple(input_shape), task=task)
 
 
 def _first_taken(made: Callable[[Array, Any], Any], refusal: str) -> tuple[Any, Any]:

@@ -334,7 +334,7 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
     def init(key: Array) -> Any:
         return module.init(key, prepare(jnp.zeros((1, *shape))))["params"]
 
-    def apply(module: nn.Module, method: str, params: Any, x: Array) -> Any:
+    def apply(module: nn.Module, method: str, params: Any, x: Array, _key: Array | None = None) -> Any:
         return module.apply({"params": params}, x, method=method)
 
     if any(0 in leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))):

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Float64, Int, Key
 
 from jaxfl._validate import check_fraction, check_noise, checked
-from jaxfl.local.train import Decay, GradientFn, Loss, Mask, Penalty, cross_entropy, decayed, descend, penalty_of
+from jaxfl.local.train import Apply, BatchLoss, Decay, GradientFn, Mask, Penalty, decayed, descend, penalty_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
 from jaxfl.privacy.noise import add_gaussian, derive
@@ -69,10 +69,10 @@ class DPSGD:
         params: Params,
         data: ClientData,
         *,
-        apply: Callable[[Params, Array], Float[Array, "B K"]] | None = None,
+        apply: Apply | None = None,
         mask: Mask = None,
         penalty: Penalty | None = None,
-        loss: Loss = cross_entropy,
+        loss: BatchLoss | None = None,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
         """As `jaxfl.LocalSGD.train`, by private steps; their number is `private_steps` of `info`.
@@ -88,12 +88,13 @@ class DPSGD:
         total = jnp.where(data.size > 0, self.steps, 0)
         ghost_norms = model.ghost_norms if apply is None else None
         network = {"apply": apply or model.apply, "prepare": model.prepare, "ghost_norms": ghost_norms}
-        noisy = functools.partial(noisy_gradient, loss=loss, noise_multiplier=noise.multiplier, **network)
+        network |= {"loss": loss or model.task.mean_loss}
+        noisy = functools.partial(noisy_gradient, noise_multiplier=noise.multiplier, **network)
         optimizer = decayed(self.optimizer, self.decay, data)
 
         def step(i: Int[Array, ""], carry: tuple) -> tuple:
             def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
-                loss_part = noisy(derive(noise.key, i), params, data, self)
+                loss_part = noisy(derive(noise.key, i), params, data, self, drawing=jax.random.fold_in(key, i))
                 return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
             return descend(optimizer, of_batch, carry, mask=mask)
@@ -126,11 +127,12 @@ def noisy_gradient(
     data: ClientData,
     dp_sgd: DPSGD,
     *,
-    apply: Callable[[Params, Array], Float[Array, "B K"]],
+    apply: Apply,
     prepare: Callable[[Array], Array],
-    loss: Loss,
+    loss: BatchLoss,
     noise_multiplier: Float[Array, ""] | float,
-    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Float[Array, "B K"]] | None = None,
+    ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Array] | None = None,
+    drawing: Key[Array, ""] | None = None,
 ) -> tuple[Float[Array, ""], Tree]:
     r"""Mean loss of a batch, and :math:`\frac{1}{q n} \big( \sum_{j \in B} \mathrm{clip}_C(\nabla \ell_j) +
     N(0, z^2 C^2 I) \big)`.
@@ -144,11 +146,13 @@ def noisy_gradient(
         params: where the gradient is taken.
         data: the client's rows; padding is never drawn.
         dp_sgd: C, q and the chunk.
-        apply: logits of a prepared batch.
+        apply: outputs of a prepared batch.
         prepare: normalises and lays out a batch.
-        loss: of logits, labels and weights; called with one example.
+        loss: of outputs, labels and weights; called with one example.
         noise_multiplier: z, std of the noise on the sum over C.
-        ghost_norms: `Model.ghost_norms`: two gradients of the batch in place of one per example.
+        ghost_norms: `Model.ghost_norms`: two gradients of the batch in place of one per example, of a model that draws
+            nothing.
+        drawing: key for layers that draw, for each example its own.
 
     References: Goodfellow, Efficient Per-Example Gradient Computations, 2015 (norms of dense layers).
     """  # noqa: D205
@@ -159,25 +163,26 @@ def noisy_gradient(
     count = jnp.sum(drawn)
     order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
 
-    def losses(apply: Callable, params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
-        return jax.vmap(lambda row, label: loss(row[None], label[None], jnp.ones(1)))(apply(params, x), labels)
+    def losses(apply: Callable, params: Params, x: Array, labels: Array, *key: Array) -> Float[Array, "B"]:
+        return jax.vmap(lambda row, label: loss(row[None], label[None], jnp.ones(1)))(apply(params, x, *key), labels)
 
     def squares(params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
         assert ghost_norms is not None
         probed = lambda probe: jnp.sum(losses(lambda params, x: ghost_norms(params, x, probe), params, x, labels))  # noqa: E731
         return jax.grad(probed)(jnp.zeros(len(labels)))
 
-    losses_fn = functools.partial(losses, apply)
-    if ghost_norms is None:
-        clipped_sum = _one_by_one
-    else:  # an accelerator's TensorFloat-32 would round norms and gradients differently
-        clipped_sum = jax.default_matmul_precision("float32")(functools.partial(_by_norms, squares))
-
     def add(i: Int[Array, ""], total: tuple) -> tuple:
+        positions = i * chunk + jnp.arange(chunk)
         inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
-        batch = inputs, labels, i * chunk + jnp.arange(chunk) < count
-        return optax.tree.add(total, clipped_sum(losses_fn, prepare, params, batch, dp_sgd.clip))
+        batch = inputs, labels, positions < count
+        if ghost_norms is None:
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if drawing is None else drawing, positions)
+            return optax.tree.add(total, _one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip))
+        # An accelerator's TensorFloat-32 would round norms and gradients differently.
+        with jax.default_matmul_precision("float32"):
+            return optax.tree.add(total, _by_norms(squares, losses_fn, prepare, params, batch, dp_sgd.clip))
 
+    losses_fn = functools.partial(losses, apply)
     # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
     original, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
@@ -191,9 +196,9 @@ def noisy_gradient(
 def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float) -> tuple:
     """Sums of losses and clipped gradients, by per-example gradients."""
 
-    def of_example(inputs: Array, label: Array, real: Array) -> tuple[Float[Array, ""], Tree]:
+    def of_example(inputs: Array, label: Array, real: Array, key: Array) -> tuple[Float[Array, ""], Tree]:
         x = prepare(inputs[None])
-        value, slope = jax.value_and_grad(lambda params: losses_fn(params, x, label[None])[0])(params)
+        value, slope = jax.value_and_grad(lambda params: losses_fn(params, x, label[None], key)[0])(params)
         clipped, norm = clip(slope, bound)
         return jax.tree.map(lambda leaf: jnp.where(real & jnp.isfinite(norm), leaf, 0), (value, clipped))
 

@@ -62,6 +62,7 @@ def membership(
         From First Principles, S&P 2022 (the rate at 1%).
     """
     server, states, memory, mechanism = result.server, result.states, result.memory, algorithm.mechanism
+    model = algorithm.model
     clients, states = jax.tree.map(jnp.asarray, (clients, states))
     broadcast = getattr(server, "params", None)
 
@@ -87,8 +88,8 @@ def membership(
         params = (uploaded if of == "upload" else personal)(index, jax.random.fold_in(key, index))
 
         def of_rows(rows: Int[Array, "n"]) -> Float[Array, "n"]:
-            logits = algorithm.model.apply(params, algorithm.model.prepare(clients.inputs[rows]))
-            return optax.softmax_cross_entropy_with_integer_labels(logits, clients.labels[rows])
+            outputs = model.apply(params, model.prepare(clients.inputs[rows]))
+            return model.task.loss(outputs, clients.labels[rows])
 
         return of_rows(clients.train[index]), of_rows(clients.test[index])
 

@@ -10,9 +10,10 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl._validate import check_array, check_callable, check_count, check_instance, check_key, show
-from jaxfl.data.load import check_inputs, check_labels
+from jaxfl.data.load import check_inputs, check_targets
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.tasks import Metric, Task
 from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNoise, Terms, Tree
 
 
@@ -20,7 +21,7 @@ def check_clients(name: str, value: Any) -> Clients:
     """Require clients whose arrays fit together, even after some were replaced."""
     clients = check_instance(name, value, (Clients,))
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
-    check_labels(f"{name}.labels", clients.labels, len(inputs))
+    check_targets(f"{name}.labels", clients.labels, len(inputs))
     number = None
     for split in ("train", "test"):
         rows, size = (check_array(f"{name}.{field}", getattr(clients, field)) for field in (split, f"{split}_size"))
@@ -130,20 +131,43 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
 
 def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     """Shapes of the model's parameters, where it takes the clients' inputs and has an output for each label."""
-    shape, largest = clients.inputs.shape[1:], int(np.max(clients.labels))
+    shape = clients.inputs.shape[1:]
     if model.input_shape is not None and tuple(shape) != model.input_shape:
         mismatch = f"takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}"
         raise ValueError(f"model={model.name!r} {mismatch}: make the model for that shape")
     subject = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
     batch = jax.ShapeDtypeStruct((2, *shape), _canonical(clients.inputs.dtype))
     params = _trace(f"{subject}: init", model.init, key)
-    logits = _trace(subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
-    if logits.ndim != 2 or logits.shape[0] != 2:
-        raise ValueError(f"{subject} maps a batch of 2 to {logits.shape}: give logits [B, classes]")
-    if largest >= logits.shape[1]:
-        mismatch = f"has {logits.shape[1]} outputs, and clients.labels go up to {largest}"
-        raise ValueError(f"model={model.name!r} {mismatch}: give a model of at least {largest + 1} classes")
+    outputs = _trace(subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
+    if not outputs.shape or outputs.shape[0] != 2:
+        raise ValueError(f"{subject} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
+    labels = np.asarray(clients.labels)
+    try:
+        model.task.check(outputs, labels)
+    except ValueError as error:
+        raise ValueError(f"{subject} {error}") from None
+    _check_task(model.task, outputs, jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype)))
     return params
+
+
+def _check_task(task: Task, outputs: Any, labels: Any) -> None:
+    """Require a loss for each example, and metrics that are single numbers under names of their own."""
+    check_instance("model.task", task, (Task,))
+    if not task.metrics:
+        raise ValueError(f"task={task.name!r} has no metrics: give one at least")
+    losses = _trace(f"task={task.name!r}: loss", task.loss, outputs, labels)
+    if losses.shape != (2,):
+        raise ValueError(f"task={task.name!r}: loss gives {_kind(losses)} for a batch of 2: give one loss per example")
+    weights = jax.ShapeDtypeStruct((2,), jnp.float32)
+    for name, metric in task.metrics.items():
+        subject = f"task={task.name!r}: metrics[{name!r}]"
+        if name in ("loss", "round", "test_size", "participations"):
+            raise ValueError(f"{subject}: reports have this name already, choose another")
+        check_instance(subject, metric, (Metric,))
+        sums = _trace(f"{subject}.sums", metric.sums, outputs, labels, weights)
+        value = _trace(f"{subject}.value", metric.value, sums)
+        if value.shape != ():
+            raise ValueError(f"{subject}.value gives {_kind(value)}: give a single number")
 
 
 def _canonical(dtype: Any) -> np.dtype:

@@ -50,8 +50,8 @@ class Watch:
         """Warn where models have no finite scores after some rounds."""
         tested = np.asarray(self.clients.test_size) > 0
         if not tested.any():
-            self._warn("tests", "no client has a test example: accuracies are not known")
-        lost = [tested & np.isnan(score.accuracy) for score in scores]
+            self._warn("tests", "no client has a test example: scores are not known")
+        lost = [tested & np.isnan(score["loss"]) for score in scores]
         mask = np.logical_or.reduce(lost)
         if not mask.any():
             return
@@ -64,7 +64,7 @@ class Watch:
             causes.append(f"{model} diverged: {remedy(self.algorithms)}")
         where = f"in {sum(nan.any() for nan in lost)} of {len(lost)} points, " if len(lost) > 1 else ""
         who = f"{where}{mask.sum()} of {tested.sum()} tested clients ({_names(mask)})"
-        text = f"{who} have no finite scores after round {done}, which count as accuracy 0"
+        text = f"{who} have no finite scores after round {done}, which count as 0"
         self._warn("scores", f"{text}; {'; '.join(causes)}")
 
     def end(self, records: Sequence[Records]) -> None:

@@ -64,8 +64,10 @@ class Journal:
         self.algorithm, self.evaluations, self.folder, self.public = algorithm, evaluations, folder, public
         self.test_size, self.number, self.told = np.asarray(clients.test_size), clients.number, told or {}
         self.epsilon = running_epsilon(algorithm.mechanism, clients.number, terms=algorithm.terms)
-        scores = np.zeros((len(evaluations), clients.number), np.float32)
-        self.recorded = Recorded(jax.tree.map(np.zeros_like, blank), PerClient(scores, scores.copy()))
+        self.task = algorithm.model.task
+        shape = len(evaluations), clients.number
+        scores = {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)}
+        self.recorded = Recorded(jax.tree.map(np.zeros_like, blank), scores)
         self.metrics: list[dict[str, float | int]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +88,8 @@ class Journal:
 
     def evaluated(self, index: int, scores: PerClient) -> None:
         """Keep the scores of an evaluation."""
-        for all_, new in zip(self.recorded.scores, scores, strict=True):
-            all_[index] = new
+        for name, all_ in self.recorded.scores.items():
+            all_[index] = scores[name]
         self.metrics.append(self._row(index))
         if self.folder is not None:
             files.write_metrics(self.folder / report.METRICS, self.metrics)
@@ -124,7 +126,7 @@ class Journal:
         """One row of metrics: scores of all clients, and what the rounds since the previous row report."""
         done = self.evaluations[index]
         scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
-        row: dict[str, float | int] = {"round": done} | summarize(scores, self.test_size)
+        row: dict[str, float | int] = {"round": done} | summarize(scores, self.test_size, self.task.metrics)
         if not self.public:
             since = slice(self.evaluations[index - 1] if index else 0, done)
             row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))
@@ -136,8 +138,8 @@ class Journal:
             arrays = {"round": np.array([row["round"] for row in self.metrics]), "test_size": self.test_size}
             if not self.public:
                 arrays["participations"] = ledger.participants.sum(0)
-            files.write_arrays(folder / report.PER_CLIENT, history._asdict() | arrays)
-            report.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics)
+            files.write_arrays(folder / report.PER_CLIENT, history | arrays)
+            report.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
         if statement:
             files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
 

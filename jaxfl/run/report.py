@@ -75,8 +75,8 @@ def tell(text: str, shown: bool) -> None:
         _LOG.info("%s", text)
 
 
-def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> None:
-    """Accuracy over clients, training loss, and epsilon so far, by round, as one PNG."""
+def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]], headline: str = "accuracy") -> None:
+    """The headline metric over clients, training loss, and epsilon so far, by round, as one PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -87,13 +87,15 @@ def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]]) -> N
 
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
-    accuracy, loss, epsilon = figure.subplots(1, 3)
-    mean, spread = column("accuracy"), column("accuracy_std")
-    accuracy.fill_between(rounds, mean - spread, np.minimum(mean + spread, 1), alpha=0.2, label="± std over clients")
-    accuracy.plot(rounds, mean, marker=".", label="mean over clients")
-    accuracy.plot(rounds, column("accuracy_worst10"), marker=".", label="worst 10% of clients")
-    accuracy.set(title=title, xlabel="round", ylabel="test accuracy", ylim=(0, 1))
-    accuracy.legend()
+    score, loss, epsilon = figure.subplots(1, 3)
+    mean, spread, worst = (column(f"{headline}{suffix}") for suffix in ("", "_std", "_worst10"))
+    share = not np.any((np.append(mean, worst) < 0) | (np.append(mean, worst) > 1))
+    high = np.minimum(mean + spread, 1 if share else math.inf)
+    score.fill_between(rounds, mean - spread, high, alpha=0.2, label="± std over clients")
+    score.plot(rounds, mean, marker=".", label="mean over clients")
+    score.plot(rounds, worst, marker=".", label="worst 10% of clients")
+    score.set(title=title, xlabel="round", ylabel=f"test {headline}", ylim=(0, 1) if share else None)
+    score.legend()
     if np.isfinite(column("train_loss")).any():
         loss.plot(rounds, column("train_loss"), marker=".", label="train, participants")
     loss.plot(rounds, column("loss"), marker=".", label="test, all clients")

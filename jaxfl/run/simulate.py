@@ -68,9 +68,9 @@ class RunOptions(TypedDict, total=False):
             can read and a resumed run needs. The run cannot be repeated. A sweep draws bits for each point.
         report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
             `clipped`, `participants`, `nonfinite` and the method's own infos in `metrics`, and how often each client
-            took part in per_client.npz. Accuracies, checkpoints and the returned ledger remain.
+            took part in per_client.npz. Test scores, checkpoints and the returned ledger remain.
         resume: "auto" resumes from the folder; "never" starts over and replaces its contents.
-        progress: show a bar with round, accuracy and epsilon so far.
+        progress: show a bar with round, headline metric and epsilon so far.
         audit: canaries that take part beside the clients; what an attacker tells of them bounds epsilon from below, in
             the statement and in audit.npz (see `jaxfl.privacy.audit`; extra `[audit]`). They disturb the model.
     """
@@ -384,12 +384,13 @@ class _Run:
             journal.evaluated(index, part)
 
     def _text(self) -> str:
-        """Accuracy and epsilon so far, for the progress bar."""
-        scores = [journal.metrics[-1]["accuracy"] for journal in self.journals if journal.metrics]
+        """Headline metric and epsilon so far, for the progress bar."""
+        headline = self.journals[0].task.headline
+        scores = [journal.metrics[-1][headline] for journal in self.journals if journal.metrics]
         known = sorted({value for value in scores if not math.isnan(value)})
-        accuracy = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:])) or "-"
+        score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:])) or "-"
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
-        return f"accuracy {accuracy}  epsilon {epsilon:.3g} (RDP)"
+        return f"{headline} {score}  epsilon {epsilon:.3g} (RDP)"
 
     def _state(self) -> dict[str, Tree]:
         return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}

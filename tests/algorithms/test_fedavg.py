@@ -45,7 +45,7 @@ def test_head_tuning_changes_the_evaluation_and_not_the_transcript():
     private = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
     plain, tuned = run(dp_fedavg(MODEL, **private)), run(dp_fedavg_fb(MODEL, head=HEAD, **private))
     assert_same(plain.server, tuned.server)
-    assert not np.array_equal(plain.scores.loss, tuned.scores.loss)
+    assert not np.array_equal(plain.scores["loss"], tuned.scores["loss"])
 
 
 def test_head_tuning_moves_only_the_head():

@@ -86,7 +86,7 @@ def test_centaur_with_everything_shared_is_dp_fedavg():
         for one in (shared, dp_fedavg(MODEL, **options, **private))
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a.server, b.server)
-    np.testing.assert_allclose(a.scores.loss, b.scores.loss, rtol=1e-5)
+    np.testing.assert_allclose(a.scores["loss"], b.scores["loss"], rtol=1e-5)
 
 
 def test_without_head_epochs_heads_stay():

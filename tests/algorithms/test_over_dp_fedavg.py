@@ -12,7 +12,7 @@ from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl import simulate
 from jaxfl.algorithms import blur_lus, dp_fedavg, dp_fedsam, fed_smp
-from jaxfl.local.train import LocalSGD, cross_entropy
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import Poisson
 
 KEY = jax.random.key(23)
@@ -62,7 +62,7 @@ def test_a_sharpness_aware_step_uses_the_gradient_uphill():
 
     def objective(params):
         logits = MODEL.apply(params, MODEL.prepare(data._inputs[rows]))
-        return cross_entropy(logits, data._labels[rows], jnp.ones(len(rows)))
+        return MODEL.task.mean_loss(logits, data._labels[rows], jnp.ones(len(rows)))
 
     g = jax.grad(objective)(server.params)
     norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(g)))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxfl import simulate
 from jaxfl.algorithms import fedavg, fedprox, padpfl, padpfl_paper
 from jaxfl.algorithms.padpfl import convergence_bound, impact_table, paper_noise
-from jaxfl.local.train import LocalSGD, cross_entropy
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Mechanism
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
@@ -164,7 +164,7 @@ def test_inexactness_is_the_ratio_of_gradients():
     plain, _, _ = fedprox(MODEL, mu=0.5, local=local).client_update(KEY, server, (), data)
     jax.tree.map(np.testing.assert_array_equal, message.update, plain.update)
     x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
-    slope = jax.grad(lambda p: cross_entropy(MODEL.apply(p, x), labels, jnp.ones(len(labels))))
+    slope = jax.grad(lambda p: MODEL.task.mean_loss(MODEL.apply(p, x), labels, jnp.ones(len(labels))))
     after = optax.tree.add(slope(optax.tree.add(server.params, message.update)), optax.tree.scale(0.5, message.update))
     expected = optax.tree.norm(after) / optax.tree.norm(slope(server.params))
     assert info["gamma"] == pytest.approx(float(expected), rel=1e-4)

@@ -66,7 +66,7 @@ def test_a_client_is_evaluated_one_step_further():
 def test_personal_steps_change_the_evaluation_and_not_the_transcript():
     one, other = (run(per_fedavg(MODEL, personal=LocalSGD(optax.sgd(rate), 4), **PRIVATE)) for rate in (0.01, 0.5))
     jax.tree.map(np.testing.assert_array_equal, one.server, other.server)
-    assert not np.array_equal(one.scores.loss, other.scores.loss)
+    assert not np.array_equal(one.scores["loss"], other.scores["loss"])
     expected = run(dp_fedavg(MODEL, **PRIVATE))
     assert one.statement["honest"]["aggregate"] == expected.statement["honest"]["aggregate"]
 

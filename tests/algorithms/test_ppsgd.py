@@ -9,8 +9,9 @@ from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg, ppsgd, ppsgd_centaur
-from jaxfl.local.train import LocalSGD, cross_entropy, fit_head, squared_error
+from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.privacy import Full, Poisson
+from jaxfl.tasks import cross_entropy, mean, one_hot_error
 
 KEY = jax.random.key(17)
 PRIVATE: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
@@ -87,10 +88,10 @@ def test_it_sends_the_gradient_of_the_sum_of_heads():
     assert_same(added["head"], optax.tree.add(server.params["head"], theta["head"]))
 
 
-def test_squared_error_by_hand():
+def test_one_hot_error_by_hand():
     logits, labels = jnp.array([[0.9, -0.1], [0.4, 0.9], [7.0, 7.0]]), jnp.array([0, 1, 0])
-    assert squared_error(logits, labels, jnp.array([1.0, 1.0, 0.0])) == pytest.approx(0.25 / 4, rel=1e-5)
-    assert squared_error(logits, labels, jnp.zeros(3)) == 0
+    assert mean(one_hot_error(logits, labels), jnp.array([1.0, 1.0, 0.0])) == pytest.approx(0.25 / 4, rel=1e-5)
+    assert mean(one_hot_error(logits, labels), jnp.zeros(3)) == 0
 
 
 LOCAL = LocalSGD(optax.sgd(0.2), 4, 2)
@@ -144,7 +145,7 @@ def test_centaurs_variant_with_still_heads_is_dp_fedavg():
     found = run(ppsgd_centaur(MODEL, head=still, evaluation_epochs=0, local=whole, **PRIVATE))
     expected = run(dp_fedavg(MODEL, local=whole, **PRIVATE))
     assert_close(found.server.params, expected.server.params)
-    np.testing.assert_allclose(found.scores.loss, expected.scores.loss, rtol=1e-4)
+    np.testing.assert_allclose(found.scores["loss"], expected.scores["loss"], rtol=1e-4)
 
 
 def test_evaluation_tunes_a_copy_longer_than_a_round_does():

@@ -104,5 +104,5 @@ def test_robust_aggregates_survive_liars_that_break_a_mean():
         method = fedavg(MODEL, mechanism=mechanism, local=LocalSGD(optax.sgd(0.2), 4, 2))
         liars = byzantine(method, [0, 3, 8], attack="sign", scale=20.0)
         result = simulate(KEY, liars, small_clients(), rounds=10, progress=False)
-        reached[name] = float(np.nanmean(result.scores.loss))
+        reached[name] = float(np.nanmean(result.scores["loss"]))
     assert reached["mean"] > 3 * max(reached["median"], reached["trimmed"], reached["krum"])

@@ -10,14 +10,15 @@ from algorithms_table import MODEL
 from reference import DIGITS, client, numpy_gradient
 
 from jaxfl.local.sam import ascend, sam
-from jaxfl.local.train import LocalSGD, blocks_of, cross_entropy, fit_head, train
+from jaxfl.local.train import LocalSGD, blocks_of, fit_head, train
+from jaxfl.tasks import classification
 
 KEY = jax.random.key(3)
 
 
 def fit(data, key=KEY, params=None, optimizer=optax.sgd(0.1), batch=4, epochs=1, steps=None, **options):
     local = LocalSGD(optimizer, batch, epochs, steps)
-    defaults: dict[str, Any] = {"apply": MODEL.apply, "prepare": MODEL.prepare}
+    defaults: dict[str, Any] = {"apply": MODEL.apply, "prepare": MODEL.prepare, "loss": MODEL.task.mean_loss}
     return train(key, params or MODEL.init(jax.random.key(0)), data, local=local, **defaults | options)
 
 
@@ -74,7 +75,7 @@ def test_weights_that_are_lost_take_no_further_blocks():
             batch=16,
             epochs=2,
             params={"weight": jnp.ones(()), "steps": jnp.zeros(())},
-            apply=lambda params, x: jnp.full((len(x), 10), jnp.nan) * params["weight"],
+            apply=lambda params, x, key: jnp.full((len(x), 10), jnp.nan) * params["weight"],
             optimizer=optax.GradientTransformation(lambda params: optax.EmptyState(), update),
         )
         assert jnp.isnan(info["loss"])
@@ -105,7 +106,7 @@ def test_penalty_enters_the_gradient():
     start = MODEL.init(jax.random.key(0))
     data = client(4, 4)
     x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
-    g = jax.grad(lambda p: cross_entropy(MODEL.apply(p, x), labels, jnp.ones(4)))(start)
+    g = jax.grad(lambda p: MODEL.task.mean_loss(MODEL.apply(p, x), labels, jnp.ones(4)))(start)
     with_penalty, _ = fit(data, penalty=lambda p: -2 * optax.tree.vdot(g, p))
     jax.tree.map(
         lambda a, s, g: np.testing.assert_allclose(a, s + 0.1 * g, rtol=1e-4, atol=1e-6), with_penalty, start, g
@@ -118,8 +119,9 @@ def sam_step(optimizer=optax.sgd(1.0), start=(3.0, 4.0), **options):
         KEY,
         {"w": jnp.array(start)},
         client(4, 4),
-        apply=lambda params, x: jnp.zeros((4, 10)),
+        apply=lambda params, x, key: jnp.zeros((4, 10)),
         prepare=MODEL.prepare,
+        loss=MODEL.task.mean_loss,
         local=LocalSGD(optimizer, 4),
         penalty=lambda params: 0.5 * optax.tree.norm(params, squared=True),
         gradient=sam(0.5),
@@ -151,9 +153,10 @@ def test_fit_head_equals_training_the_head_in_place():
 
 def test_cross_entropy_ignores_padding():
     logits, labels = jnp.array([[2.0, 0.0], [5.0, 1.0], [9.0, 9.0]]), jnp.array([0, 1, 0])
+    mean_loss = classification().mean_loss
     expected = np.mean([np.log(1 + np.exp(-2)), np.log(1 + np.exp(4))])
-    assert cross_entropy(logits, labels, jnp.array([1.0, 1.0, 0.0])) == pytest.approx(expected, rel=1e-5)
-    assert cross_entropy(logits, labels, jnp.zeros(3)) == 0
+    assert mean_loss(logits, labels, jnp.array([1.0, 1.0, 0.0])) == pytest.approx(expected, rel=1e-5)
+    assert mean_loss(logits, labels, jnp.zeros(3)) == 0
 
 
 @pytest.mark.slow
@@ -162,7 +165,7 @@ def test_a_local_value_trains_by_the_models_own_network_or_another_around_it():
     by_value, info = local.train(KEY, MODEL, start, client(9, 12))
     expected, told = fit(client(9, 12), epochs=2)
     jax.tree.map(np.testing.assert_array_equal, (by_value, info), (expected, told))
-    still, _ = local.train(KEY, MODEL, start, client(9, 12), apply=lambda params, x: jnp.zeros((len(x), 10)))
+    still, _ = local.train(KEY, MODEL, start, client(9, 12), apply=lambda params, x, key: jnp.zeros((len(x), 10)))
     jax.tree.map(np.testing.assert_array_equal, still, start)
 
 

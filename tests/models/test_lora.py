@@ -15,9 +15,9 @@ from algorithms_table import small_clients
 from jaxfl import simulate, sweep
 from jaxfl.algorithms import centaur, dp_fedavg, feddpa
 from jaxfl.engine.mesh import place
-from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.engine.program import compile_rounds, freeze, initialize
 from jaxfl.local.fisher import fisher_diagonal
-from jaxfl.local.train import LocalSGD, cross_entropy
+from jaxfl.local.train import LocalSGD
 from jaxfl.models import from_flax, frozen, lora, mlp, with_precision
 from jaxfl.models.frozen import given
 from jaxfl.privacy.sampling import Poisson
@@ -91,7 +91,7 @@ def test_the_gradient_is_the_full_one_between_the_factors():
     """dB = s A^T dW; the head's is its own."""
     model = lora(BASE, WEIGHTS, rank=3, alpha=1.5)
     params = moved(model.init(KEY))
-    loss = lambda network, x: lambda params: cross_entropy(network.apply(params, x), LABELS, jnp.ones(6))  # noqa: E731
+    loss = lambda network, x: lambda params: network.task.mean_loss(network.apply(params, x), LABELS, jnp.ones(6))  # noqa: E731
     full = jax.jit(jax.grad(loss(BASE, X)))(merged(model, params, 0.5))
     found = jax.jit(jax.grad(loss(model, X)))(params)
     a = model.frozen[1]["attention", "out"]
@@ -143,7 +143,7 @@ def test_fisher_information_of_adapters_is_that_of_single_examples():
     x = model.prepare(X)
 
     def gradient(x, label):
-        return jax.grad(lambda p: cross_entropy(model.apply(p, x[None]), label[None], jnp.ones(1)))(params)
+        return jax.grad(lambda p: model.task.loss(model.apply(p, x[None]), label[None])[0])(params)
 
     singles = [gradient(*pair)["dense_0"]["b"] ** 2 for pair in zip(x, LABELS, strict=True)]
     found = fisher_diagonal(model, params, x, LABELS, jnp.ones(6))["dense_0"]["b"]
@@ -177,7 +177,7 @@ def methods(model):
 def test_the_base_is_one_matrix_product_for_all_clients_and_no_constant():
     """In the program: matrices of the base are factors of products without a batch axis, and no client has a copy."""
     algorithm, count = methods(ADAPTED)["dp_fedavg"](), 37
-    population = place(small_clients((2,) * count), jax.devices()[:1])._replace(frozen=algorithm.model.frozen)
+    population = freeze(algorithm, place(small_clients((2,) * count), jax.devices()[:1]))
     step = compile_rounds(algorithm, population, chunk=count, segment=1)
     left = initialize(KEY, KEY, algorithm, population)
     text = step.func.lower(*step.args, KEY, 0, 1, *left, **step.keywords).as_text()  # pyrefly: ignore

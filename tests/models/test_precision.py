@@ -13,7 +13,7 @@ from jaxfl.algorithms import dp_fedavg
 from jaxfl.data import load
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
-from jaxfl.local.train import LocalSGD, cross_entropy
+from jaxfl.local.train import LocalSGD
 from jaxfl.models import lenet, mlp, with_precision
 from jaxfl.privacy.sampling import Full
 from jaxfl.types import ClientData
@@ -25,7 +25,7 @@ def gradient_of(model, shape):
     """Value and gradient of a loss as a function of the parameters."""
     inputs = np.random.default_rng(0).integers(0, 256, (8, *shape), np.uint8)
     x, labels, weights = model.prepare(jnp.asarray(inputs)), jnp.arange(8), jnp.ones(8)
-    return jax.value_and_grad(lambda params: cross_entropy(model.apply(params, x), labels, weights))
+    return jax.value_and_grad(lambda params: model.task.mean_loss(model.apply(params, x), labels, weights))
 
 
 def shape_of(name):
@@ -76,7 +76,7 @@ def test_training_in_bfloat16_reaches_the_same_loss():
         params, _ = jax.jit(lambda p: local.train(jax.random.key(1), model, p, data))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         x = model.prepare(data._inputs[:400])
-        return float(cross_entropy(model.apply(params, x), jnp.asarray(data._labels[:400]), jnp.ones(400)))
+        return float(model.task.mean_loss(model.apply(params, x), jnp.asarray(data._labels[:400]), jnp.ones(400)))
 
     model = MODELS["mlp"](hidden=(32,))
     exact, rounded = final(model), final(with_precision(model, "bfloat16"))

@@ -72,7 +72,7 @@ def counting(data, private, key):
         private,
         key,
         params=jnp.zeros(()),
-        apply=lambda w, x: jnp.broadcast_to(w, (len(x), 1)),
+        apply=lambda w, x, key: jnp.broadcast_to(w, (len(x), 1)),
         loss=lambda logits, labels, weights: -logits.mean(),
     )[0]
 

@@ -1,0 +1,301 @@
+"""Tasks: what outputs and labels mean, as a loss to train and metrics to evaluate.
+
+Nothing else in the library knows of classes or cross-entropy: training takes the mean loss of a batch, private steps
+and Fisher information that of each example, and an evaluation adds a metric's sums over a client's batches.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int, Shaped
+
+Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
+"""From a batch's outputs and labels to the loss of each example."""
+
+_BINS = 256
+"""Thresholds of the area under an ROC curve."""
+
+
+def _ratio(sums: tuple[Array, Array]) -> Array:
+    total, count = sums
+    return total / jnp.where(count > 0, count, jnp.nan)
+
+
+class Metric(NamedTuple):
+    """A score of one client: `value(sums)`, with `sums(outputs, labels, weights)` added over its batches.
+
+    Weights `[B]` are 1, or 0 for padding, which must not count. By default sums are (sum, count), and the value their
+    ratio. A value that is not defined (no positive example) is NaN, and the client is left out of the mean.
+    """
+
+    sums: Callable[[Array, Array, Float[Array, "B"]], Any]
+    value: Callable[[Any], Float[Array, ""]] = _ratio
+    lower_is_better: bool = False
+
+
+def average(score: Loss, *, lower_is_better: bool = False) -> Metric:
+    """The mean of a score of each example.
+
+    >>> error = average(lambda outputs, labels: abs(outputs[:, 0] - labels), lower_is_better=True)
+    >>> float(error.value(error.sums(jnp.array([[1.0], [2.0]]), jnp.array([3.0, 2.0]), jnp.ones(2))))
+    1.0
+    """
+
+    def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
+        return _weighted(score(outputs, labels).astype(jnp.float32), weights), jnp.sum(weights)
+
+    return Metric(sums, lower_is_better=lower_is_better)
+
+
+def _anything(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+    """No requirement."""
+
+
+class Task(NamedTuple):
+    """What a model's outputs are for.
+
+    Args:
+        name: for reports.
+        loss: of each example, from a batch's outputs and labels.
+        metrics: by name; the first is the headline, whose worst tenth of clients is reported.
+        check: raises a ValueError where outputs (shape and dtype, for a batch of 2) do not fit the labels of all
+            examples.
+
+    >>> late = average(lambda outputs, labels: outputs[:, 0] > labels, lower_is_better=True)
+    >>> task = Task("delay", lambda outputs, labels: (outputs[:, 0] - labels) ** 2, {"late": late})
+    >>> task.headline
+    'late'
+    """
+
+    name: str
+    loss: Loss
+    metrics: Mapping[str, Metric]
+    check: Callable[[jax.ShapeDtypeStruct, np.ndarray], None] = _anything
+
+    @property
+    def headline(self) -> str:
+        """Name of the first metric."""
+        return next(iter(self.metrics))
+
+    def mean_loss(self, outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
+        """Mean loss over the examples of weight 1; weight 0 is padding."""
+        return mean(self.loss(outputs, labels), weights)
+
+
+def columns(task: Task) -> set[str]:
+    """Names that the task's metrics take in a row of a run's metrics."""
+    by_metric = {f"{name}{suffix}" for name in task.metrics for suffix in ("", "_std", "_worst10")}
+    return by_metric | {f"{task.headline}_examples", "loss"}
+
+
+def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
+    """Mean over the examples of weight 1, and 0 without any."""
+    return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
+
+
+def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
+    """-log softmax(outputs) at the label."""
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+
+
+def one_hot_error(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
+    """Mean over classes of the squared error to the targets 0.9 (the label) and -0.1 (others)."""
+    return jnp.mean((outputs - (jax.nn.one_hot(labels, outputs.shape[-1]) - 0.1)) ** 2, axis=-1)
+
+
+def classification(*metrics: str) -> Task:
+    """One of K classes: outputs are logits `[B, K]`, labels `[D]` whole numbers below K.
+
+    Args:
+        metrics: any of "accuracy"; "f1", the mean over classes, seen or predicted, of 2 TP / (2 TP + FP + FN); "auc",
+            the mean over classes of P(p_k of an example of class k > p_k of another), by 256 thresholds. Default:
+            accuracy.
+
+    >>> classification("accuracy", "f1").metrics.keys()
+    dict_keys(['accuracy', 'f1'])
+    """
+    known = {
+        "accuracy": average(lambda outputs, labels: jnp.argmax(outputs, axis=-1) == labels),
+        "f1": Metric(lambda o, y, w: _confusion(_hot(jnp.argmax(o, -1), o), _hot(y, o), w), _macro_f1),
+        "auc": Metric(lambda o, y, w: _histograms(jax.nn.softmax(o), _hot(y, o), w), _mean_auc),
+    }
+
+    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+        if len(outputs.shape) != 2:
+            raise ValueError(f"gives {outputs.shape} for a batch of 2: give logits [B, classes]")
+        _check_labels(labels, 1, outputs.shape[1], "one whole number per example")
+
+    return Task("classification", cross_entropy, _chosen(known, metrics or ("accuracy",)), check)
+
+
+def multi_label(*metrics: str) -> Task:
+    """Any of K labels: outputs are logits `[B, K]`, labels `[D, K]` of 0 and 1; the mean binary cross-entropy.
+
+    Args:
+        metrics: any of "f1" and "auc" (as for `classification`, by label) and "accuracy" (share of right labels).
+            Default: all three.
+    """
+    known = {
+        "f1": Metric(lambda o, y, w: _confusion(o > 0, y > 0, w), _macro_f1),
+        "auc": Metric(lambda o, y, w: _histograms(jax.nn.sigmoid(o), y > 0, w), _mean_auc),
+        "accuracy": average(lambda o, y: jnp.mean((o > 0) == (y > 0), axis=-1)),
+    }
+
+    def loss(outputs: Float[Array, "B K"], labels: Array) -> Float[Array, "B"]:
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(outputs, labels), axis=-1)
+
+    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+        if len(outputs.shape) != 2 or outputs.shape[1:] != labels.shape[1:]:
+            raise ValueError(
+                f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give logits "
+                f"[B, K] and labels [D, K]"
+            )
+        if not np.isin(labels, (0, 1)).all():
+            raise ValueError(f"clients.labels hold {labels[~np.isin(labels, (0, 1))][0]}: give 0 and 1")
+
+    return Task("multi_label", loss, _chosen(known, metrics or tuple(known)), check)
+
+
+def regression(*metrics: str) -> Task:
+    """Numbers: outputs `[B, ...]` and labels `[D, ...]` of one shape (or `[B, 1]` and `[D]`); the squared error.
+
+    Args:
+        metrics: any of "mse", "mae", and "r2", 1 - sum of squared errors / sum of squares about the client's own mean.
+            Default: all three.
+    """
+
+    def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
+        return (outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)).astype(jnp.float32)
+
+    def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
+        return jnp.mean(errors(outputs, labels) ** 2, axis=-1)
+
+    def moments(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> dict[str, Array]:
+        flat = labels.reshape(len(labels), -1).astype(jnp.float32)
+        parts = {"error": errors(outputs, labels) ** 2, "label": flat, "square": flat**2}
+        sums = {name: _weighted(part, weights[:, None], axis=0) for name, part in parts.items()}
+        return sums | {"count": jnp.sum(weights)}
+
+    def r2(sums: dict[str, Array]) -> Float[Array, ""]:
+        spread = jnp.sum(sums["square"] - sums["label"] ** 2 / jnp.maximum(sums["count"], 1))
+        return 1 - jnp.sum(sums["error"]) / jnp.where(spread > 0, spread, jnp.nan)
+
+    known = {
+        "mse": average(loss, lower_is_better=True),
+        "mae": average(lambda o, y: jnp.mean(abs(errors(o, y)), axis=-1), lower_is_better=True),
+        "r2": Metric(moments, r2),
+    }
+
+    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+        of_one = (outputs.shape[1:], labels.shape[1:])
+        if of_one[0] != of_one[1] and of_one != ((1,), ()):
+            raise ValueError(
+                f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give outputs "
+                f"of the labels' shape, or [B, 1] for labels [D]"
+            )
+
+    return Task("regression", loss, _chosen(known, metrics or tuple(known)), check)
+
+
+def next_token(*metrics: str, ignore: int = -1) -> Task:
+    """One of V tokens at each position: outputs are logits `[B, L, V]`, labels `[D, L]` whole numbers below V.
+
+    The loss of an example is the mean over its positions.
+
+    Args:
+        metrics: any of "accuracy" and "perplexity", over all positions of a client. Default: both.
+        ignore: a label that does not count, for padding.
+    """
+
+    def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
+        counts = labels != ignore
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.where(counts, labels, 0)), counts
+
+    def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
+        losses, counts = tokens(outputs, labels)
+        return jnp.sum(jnp.where(counts, losses, 0), axis=-1) / jnp.maximum(jnp.sum(counts, axis=-1), 1)
+
+    def added(part: Callable[[Array, Array], Array]) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+        def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
+            counts = (labels != ignore) * weights[:, None]
+            return _weighted(part(outputs, labels).astype(jnp.float32), counts), jnp.sum(counts)
+
+        return sums
+
+    known = {
+        "accuracy": Metric(added(lambda o, y: jnp.argmax(o, axis=-1) == y)),
+        "perplexity": Metric(
+            added(lambda o, y: tokens(o, y)[0]), lambda sums: jnp.exp(_ratio(sums)), lower_is_better=True
+        ),
+    }
+
+    def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
+        if len(outputs.shape) != 3 or labels.ndim != 2 or outputs.shape[1] != labels.shape[1]:
+            raise ValueError(
+                f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give logits "
+                f"[B, L, V] and labels [D, L]"
+            )
+        _check_labels(labels[labels != ignore], 1, outputs.shape[2], "whole numbers")
+
+    return Task("next_token", loss, _chosen(known, metrics or tuple(known)), check)
+
+
+def _chosen(known: dict[str, Metric], names: tuple[str, ...]) -> dict[str, Metric]:
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"metrics={unknown[0]!r}: choose from {', '.join(map(repr, known))}")
+    return {name: known[name] for name in names}
+
+
+def _check_labels(labels: np.ndarray, axes: int, classes: int, wanted: str) -> None:
+    if labels.ndim != axes or labels.dtype.kind not in "iu":
+        raise ValueError(f"fits no clients.labels of {labels.dtype} and shape {labels.shape}: give {wanted}")
+    if labels.size and labels.min() < 0:
+        raise ValueError(f"fits no clients.labels of {labels.min()}: give labels from 0")
+    if labels.size and labels.max() >= classes:
+        most = labels.max()
+        raise ValueError(
+            f"has {classes} outputs, and clients.labels go up to {most}: give a model of at least {most + 1} classes"
+        )
+
+
+def _weighted(values: Array, weights: Array, axis: int | None = None) -> Array:
+    """Sum where weights are 1: NaN times 0 would be NaN."""
+    return jnp.sum(jnp.where(weights > 0, values, 0), axis=axis)
+
+
+def _hot(classes: Int[Array, "B"], outputs: Float[Array, "B K"]) -> Bool[Array, "B K"]:
+    return classes[:, None] == jnp.arange(outputs.shape[-1])[None]
+
+
+def _confusion(
+    predicted: Bool[Array, "B K"], true: Bool[Array, "B K"], weights: Float[Array, "B"]
+) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
+    """2 TP, and 2 TP + FP + FN, by class."""
+    right = 2.0 * _weighted(predicted & true, weights[:, None], axis=0)
+    both = predicted.astype(jnp.float32) + true
+    return right, _weighted(both, weights[:, None], axis=0)
+
+
+def _macro_f1(sums: tuple[Float[Array, "K"], Float[Array, "K"]]) -> Float[Array, ""]:
+    return jnp.nanmean(_ratio(sums))
+
+
+def _histograms(
+    scores: Float[Array, "B K"], true: Shaped[Array, "B K"], weights: Float[Array, "B"]
+) -> Float[Array, "2 K bins"]:
+    """Numbers of positive and of negative examples by score in [0, 1]."""
+    bins = jax.nn.one_hot(jnp.clip((scores * _BINS).astype(jnp.int32), 0, _BINS - 1), _BINS)
+    split = jnp.stack([true, ~true]) * weights[None, :, None]
+    return jnp.einsum("sbk,bkt->skt", split.astype(jnp.float32), bins)
+
+
+def _mean_auc(histograms: Float[Array, "2 K bins"]) -> Float[Array, ""]:
+    positive, negative = histograms
+    below = jnp.cumsum(negative, axis=-1) - negative / 2
+    pairs = jnp.sum(positive, -1) * jnp.sum(negative, -1)
+    return jnp.nanmean(_ratio((jnp.sum(positive * below, axis=-1), pairs)))

@@ -1,0 +1,184 @@
+"""Tasks: losses and metrics against scikit-learn and NumPy, and runs of tasks other than classification."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn import metrics as sk
+
+import jaxfl
+from jaxfl import tasks
+from jaxfl.algorithms import dp_fedavg_fb, fedavg
+from jaxfl.data import from_arrays, iid, make_clients
+from jaxfl.models import from_flax
+from jaxfl.privacy import DPSGD
+
+KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
+
+
+def score(metric, outputs, labels, batches=3):
+    """A metric over batches, the last of which is padded with an example that must not count."""
+    total = None
+    for o, y in zip(np.array_split(outputs, batches), np.array_split(labels, batches), strict=True):
+        o, y = np.concatenate([o, np.full_like(o[:1], np.nan)]), np.concatenate([y, y[:1]])
+        sums = metric.sums(jnp.asarray(o), jnp.asarray(y), (jnp.arange(len(y)) < len(y) - 1).astype(jnp.float32))
+        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    return float(metric.value(total))
+
+
+def test_classification_as_scikit_learn():
+    outputs, labels = RNG.normal(size=(60, 4)).astype(np.float32), RNG.integers(0, 3, 60)
+    task = tasks.classification("accuracy", "f1", "auc")
+    predicted, p = outputs.argmax(1), np.asarray(jax.nn.softmax(outputs))
+    assert score(task.metrics["accuracy"], outputs, labels) == pytest.approx(sk.accuracy_score(labels, predicted))
+    expected = sk.f1_score(labels, predicted, average="macro")
+    assert score(task.metrics["f1"], outputs, labels) == pytest.approx(expected)
+    areas = [sk.roc_auc_score(labels == k, p[:, k]) for k in range(3)]  # the fourth class does not occur
+    assert score(task.metrics["auc"], outputs, labels) == pytest.approx(np.mean(areas), abs=0.005)
+    assert task.loss(jnp.asarray(outputs), jnp.asarray(labels)) == pytest.approx(
+        -np.log(p[np.arange(60), labels]), rel=1e-5
+    )
+
+
+def test_multi_label_as_scikit_learn():
+    outputs, labels = RNG.normal(size=(60, 3)).astype(np.float32), RNG.integers(0, 2, (60, 3))
+    task = tasks.multi_label()
+    assert score(task.metrics["f1"], outputs, labels) == pytest.approx(
+        sk.f1_score(labels, outputs > 0, average="macro")
+    )
+    assert score(task.metrics["accuracy"], outputs, labels) == pytest.approx(np.mean((outputs > 0) == labels))
+    expected = sk.roc_auc_score(labels, outputs, average="macro")
+    assert score(task.metrics["auc"], outputs, labels) == pytest.approx(expected, abs=0.005)
+    assert float(task.loss(jnp.asarray(outputs), jnp.asarray(labels))[0]) == pytest.approx(
+        sk.log_loss(labels[0], 1 / (1 + np.exp(-outputs[0])))
+    )
+
+
+@pytest.mark.parametrize("shape", [(60,), (60, 2)])
+def test_regression_as_scikit_learn(shape):
+    labels = RNG.normal(3, 2, size=shape).astype(np.float32)
+    outputs = (labels + RNG.normal(size=shape).astype(np.float32)).reshape(60, -1)
+    task, flat = tasks.regression(), labels.reshape(60, -1)
+    assert score(task.metrics["mse"], outputs, labels) == pytest.approx(sk.mean_squared_error(flat, outputs), rel=1e-5)
+    assert score(task.metrics["mae"], outputs, labels) == pytest.approx(sk.mean_absolute_error(flat, outputs), rel=1e-5)
+    expected = sk.r2_score(flat, outputs, multioutput="variance_weighted")
+    assert score(task.metrics["r2"], outputs, labels) == pytest.approx(expected, rel=1e-4)
+
+
+def test_next_token_by_hand():
+    p = np.array([[[0.5, 0.25, 0.25], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6]]] * 3, np.float32)
+    labels = np.array([[0, 1, -1], [1, -1, -1], [2, 2, 2]])
+    task = tasks.next_token()
+    right, losses = 3 / 6, -np.log([0.5, 0.8, 0.25, 0.25, 0.1, 0.6])
+    assert score(task.metrics["accuracy"], np.log(p), labels) == pytest.approx(right)
+    assert score(task.metrics["perplexity"], np.log(p), labels) == pytest.approx(np.exp(losses.mean()), rel=1e-5)
+    expected = [losses[:2].mean(), losses[2], losses[3:].mean()]
+    np.testing.assert_allclose(task.loss(jnp.log(p), jnp.asarray(labels)), expected, rtol=1e-5)
+    assert task.loss(jnp.log(p[:1]), jnp.full((1, 3), -1))[0] == 0
+
+
+def test_metrics_that_are_not_defined_are_left_out():
+    task = tasks.classification("accuracy", "auc")
+    outputs = RNG.normal(size=(9, 2)).astype(np.float32)
+    assert np.isnan(score(task.metrics["auc"], outputs, np.zeros(9, int)))
+    assert np.isnan(score(tasks.regression().metrics["r2"], outputs[:, 0], np.ones(9)))
+
+
+class Tokens(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(5)(nn.Embed(5, 4)(x))
+
+
+def data_of(name):
+    """A model and clients of a task."""
+    n = 64
+    x = RNG.normal(size=(n, 6)).astype(np.float32)
+    if name == "regression":
+        labels, task, module = x @ RNG.normal(size=6), tasks.regression(), nn.Dense(1)
+    elif name == "multi_label":
+        labels, task, module = (x @ RNG.normal(size=(6, 3)) > 0).astype(int), tasks.multi_label(), nn.Dense(3)
+    else:
+        x = RNG.integers(0, 5, (n, 7))
+        labels, task, module = (x + 1) % 5, tasks.next_token(), Tokens()
+    data = from_arrays(x[:48], labels[:48], x[48:], labels[48:])
+    clients = make_clients(data, iid(data.train_labels, 6, seed=0), iid(data.test_labels, 6, seed=0))
+    return from_flax(module, x.shape[1:], task=task), clients
+
+
+@pytest.mark.parametrize("name", ["regression", "multi_label", "next_token"])
+def test_a_run_learns_and_reports_its_own_metrics(name, tmp_path):
+    model, clients = data_of(name)
+    algorithm = fedavg(model, local=jaxfl.LocalSGD(optax.sgd(0.3), batch_size=4, epochs=2))
+    result = jaxfl.simulate(KEY, algorithm, clients, rounds=6, eval_every=1, folder=tmp_path, progress=False)
+    first, last, headline = result.metrics[0], result.metrics[-1], model.task.headline
+    assert last["loss"] < 0.8 * first["loss"]
+    assert tasks.columns(model.task) < last.keys()
+    lower = model.task.metrics[headline].lower_is_better
+    assert last[headline] == last[f"{headline}_worst10"] or (last[f"{headline}_worst10"] > last[headline]) == lower
+    saved = np.load(tmp_path / "per_client.npz")
+    assert {"loss", *model.task.metrics} < set(saved.files)
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["regression", "multi_label", "next_token"])
+def test_private_steps_and_fisher_take_any_task(name):
+    model, clients = data_of(name)
+    private = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
+    result = jaxfl.simulate(KEY, dp_fedavg_fb(model, local=private), clients, rounds=1, progress=False)
+    assert np.isfinite(result.metrics[-1]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "task", "module", "words"),
+    [
+        (np.arange(64) % 4, tasks.classification(), nn.Dense(3), "3 outputs, and clients.labels go up to 3"),
+        (np.ones(64), tasks.classification(), nn.Dense(3), "whole number"),
+        (np.ones((64, 2)), tasks.regression(), nn.Dense(3), "outputs of the labels' shape"),
+        (np.full((64, 3), 2), tasks.multi_label(), nn.Dense(3), "give 0 and 1"),
+        (np.ones((64, 2), int), tasks.multi_label(), nn.Dense(3), "labels"),
+        (np.ones((64, 2), int), tasks.next_token(), nn.Dense(3), "logits"),
+    ],
+)
+def test_outputs_that_do_not_cover_the_labels_are_refused(labels, task, module, words):
+    x = np.ones((64, 6), np.float32)
+    data = from_arrays(x, labels, x[:8], labels[:8])
+    clients = make_clients(data, iid(data.train_labels, 2, seed=0), iid(data.test_labels, 2, seed=0))
+    with pytest.raises(ValueError, match=words):
+        jaxfl.simulate(KEY, fedavg(from_flax(module, (6,), task=task)), clients, rounds=1, progress=False)
+
+
+def own(**changes: Any):
+    good: dict[str, Any] = {
+        "loss": lambda o, y: (o[:, 0] - y) ** 2,
+        "metrics": {"error": tasks.average(lambda o, y: abs(o[:, 0] - y))},
+    }
+    return jaxfl.Task("own", **(good | changes))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (own(loss=lambda o, y: jnp.mean(o)), "one loss per example"),
+        (own(metrics={"loss": tasks.average(lambda o, y: o[:, 0])}), "name already"),
+        (own(metrics={"error": lambda o, y: o[:, 0]}), "Metric"),
+        (own(metrics={"error": jaxfl.Metric(lambda o, y, w: (o[:, 0], w))}), "single number"),
+        (own(metrics={}), "metrics"),
+    ],
+)
+def test_a_task_of_your_own_is_checked(task, words):
+    _, clients = data_of("regression")
+    with pytest.raises((ValueError, TypeError), match=words):
+        jaxfl.simulate(KEY, fedavg(from_flax(nn.Dense(1), (6,), task=task)), clients, rounds=1, progress=False)
+
+
+@pytest.mark.parametrize("make", [tasks.classification, tasks.multi_label, tasks.regression, tasks.next_token])
+@pytest.mark.parametrize("name", ["loss", ""])
+def test_unknown_metrics_are_refused(make, name):
+    with pytest.raises(ValueError, match="metrics="):
+        make(name)

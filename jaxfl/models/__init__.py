@@ -1,5 +1,7 @@
 """Networks as pure functions."""
 
+from jaxfl.models.frozen import frozen
+from jaxfl.models.lora import lora
 from jaxfl.models.precision import with_precision
 from jaxfl.models.wrap import from_flax, from_nnx
 from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
@@ -10,8 +12,10 @@ __all__ = [
     "feddpa_cnn",
     "from_flax",
     "from_nnx",
+    "frozen",
     "lenet",
     "lenet_groupnorm",
+    "lora",
     "mlp",
     "resnet20",
     "with_precision",

@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_counts, checked, show
+from jaxfl._validate import check_counts, check_layers, checked, show
 from jaxfl.backend import Form
 from jaxfl.models._rewrite import in_form
 from jaxfl.models.zoo import depth_order, normalize
@@ -22,18 +22,12 @@ from jaxfl.tasks import Task, classification
 from jaxfl.types import Model, Params
 
 
-def _check_head(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(layer, str) for layer in value):
-        raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
-    return tuple(value)
-
-
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
     """Bytes are images, normalised to [-1, 1]; other inputs go to the module unchanged."""
     return normalize(inputs) if inputs.dtype == jnp.uint8 else inputs
 
 
-@checked(input_shape=functools.partial(check_counts, empty=False), head=_check_head)
+@checked(input_shape=functools.partial(check_counts, empty=False), head=check_layers)
 def from_flax(
     module: nn.Module,
     input_shape: Sequence[int],
@@ -92,7 +86,7 @@ def _check_nnx(name: str, value: Any) -> Any:
     return value
 
 
-@checked(module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=_check_head)
+@checked(module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=check_layers)
 def from_nnx(
     module: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     input_shape: Sequence[int],

@@ -454,4 +454,5 @@ class _Run:
         facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)
         start = fingerprint.start(method, population.clients, init_key)
         programs = {"init": [start], **self.runner.programs(self.eval_key)}
-        return facts | fingerprint.of_clients(self.clients) | fingerprint.of_programs(programs)
+        facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(algorithms[0].model)
+        return facts | fingerprint.of_programs(programs)

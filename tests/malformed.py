@@ -98,6 +98,7 @@ BAD: dict[str, list[Any]] = {
     "densities": [None, 3, "0.5", {}, object(), [-0.1, 0.5], [0.5, 1.1], [NAN, 0.0], ["a", 0.0], [0.5]],
     "pixels": [*NO_INPUTS, np.zeros((4, 2), np.int64)],
     "data": [*NO_CLASSES, (), (np.zeros((4, 2)),), MODEL],
+    "owned": [*NO_CLASSES, MODEL, data.load("digits")],
     "clients": [*NO_CLASSES, MODEL],
     "shards": [3, "01", {}, object(), [-1], [0.5], ["a"]],
     "dataset": [*NO_CLASSES, "imagenet", "../digits", "Digits"],
@@ -150,6 +151,7 @@ LISTS = [[0, 1], [2, 3]]
 KEY = jax.random.key(0)
 CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
+OWNED = data.from_arrays(INPUTS, LABELS, INPUTS, LABELS, owner=LABELS)
 LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
 HEAD = {"head": (LocalSGD(optax.sgd(0.1), 4), "local")}
 PERSONAL = {"personal": (LocalSGD(optax.sgd(0.1), 4), "local")}
@@ -165,6 +167,9 @@ PUBLISHED = {"clients": (2, "count"), "claim": (None, "bound?")}
 SEED = {"seed": (0, "count from 0")}
 IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
+TOKENS = {
+    "vocabulary": (5, "count"), "length": (4, "count"), "outputs": (None, "count?"), "every": (True, "flag"),
+}  # fmt: skip
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
 PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
@@ -292,6 +297,13 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_arrays": (data.from_arrays, {
         "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "labels"), "test_inputs": (INPUTS, "inputs"),
         "test_labels": (LABELS, "labels"), "classes": (None, "count?"), "name": ("mine", "text"),
+        "owner": (None, "labels?"), "test_owner": (None, "labels?"),
+    }),
+    "by_owner": (data.by_owner, {
+        "owner": (LABELS, "labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
+    }),
+    "hold_out": (data.hold_out, {
+        "data": (OWNED, "owned"), "share": (0.5, "probability"), "seed": (None, "count from 0?"),
     }),
     "make_clients": (data.make_clients, {
         "data": ((INPUTS, LABELS, INPUTS, LABELS), "data"), "train_lists": (LISTS, "rows"),
@@ -338,6 +350,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
         "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"),
+    }),
+    "gru": (models.gru, TOKENS | {"embedding": (2, "count"), "width": (2, "count")}),
+    "transformer": (models.transformer, TOKENS | {
+        "width": (4, "count"), "blocks": (1, "count"), "heads": (2, "count"),
     }),
     "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
     "Full": (Full, {}),

@@ -1,6 +1,7 @@
 """Networks as pure functions."""
 
 from jaxfl.models.precision import with_precision
+from jaxfl.models.text import gru, transformer
 from jaxfl.models.wrap import from_flax
 from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 
@@ -9,9 +10,11 @@ __all__ = [
     "digits_cnn",
     "feddpa_cnn",
     "from_flax",
+    "gru",
     "lenet",
     "lenet_groupnorm",
     "mlp",
     "resnet20",
+    "transformer",
     "with_precision",
 ]

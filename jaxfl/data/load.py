@@ -190,7 +190,7 @@ def from_arrays(
         test_labels: like `train_labels`.
         classes: Number of classes; by default the largest label plus one, and 0 where labels are not classes.
         name: Name of the dataset in reports.
-        owner: `[n]` owner of each training example, integers from 0, for `by_owner` and `hold_out`.
+        owner: `[n]` owner of each training example, integers from 0, for `by_owner`.
         test_owner: `[m]` owner of each test example.
 
     Raises:

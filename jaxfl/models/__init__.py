@@ -2,7 +2,7 @@
 
 from jaxfl.models.precision import with_precision
 from jaxfl.models.text import gru, transformer
-from jaxfl.models.wrap import from_flax
+from jaxfl.models.wrap import from_flax, from_nnx
 from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "digits_cnn",
     "feddpa_cnn",
     "from_flax",
+    "from_nnx",
     "gru",
     "lenet",
     "lenet_groupnorm",

@@ -39,7 +39,7 @@ _SEGMENT_SECONDS = 10.0
 
 _CHECKPOINT_SECONDS = 30.0
 
-_CHECKS = {"clients": check_clients, "chunk": check_chunk, "devices": check_devices, "folder": check_path}
+CHECKS = {"clients": check_clients, "chunk": check_chunk, "devices": check_devices, "folder": check_path}
 """Checks of the arguments that `simulate` and `sweep` share."""
 
 
@@ -86,7 +86,7 @@ class RunOptions(TypedDict, total=False):
 
 
 @_in_32_bits
-@checked(key=check_one_key, **_CHECKS)
+@checked(key=check_one_key, **CHECKS)
 def simulate(
     key: Key[Array, ""],
     algorithm: Algorithm,
@@ -134,7 +134,7 @@ def simulate(
 
 
 @_in_32_bits
-@checked(key=check_key, values=check_values, **_CHECKS)
+@checked(key=check_key, values=check_values, **CHECKS)
 def sweep(
     key: Key[Array, "*P"],
     build: Callable[..., Algorithm],

@@ -10,9 +10,10 @@ from jaxfl.data import by_owner, from_arrays, hold_out, make_clients
 OWNERS = st.lists(st.integers(0, 6), min_size=1, max_size=60).map(np.array)
 
 
-def owned(owner, **options):
-    inputs = np.arange(len(owner), dtype=np.float32)[:, None]
-    return from_arrays(inputs, np.zeros(len(owner), int), inputs[:0], np.zeros(0, int), owner=owner, **options)
+def rows_of(clients):
+    inputs = np.asarray(clients.inputs)[:, 0]
+    splits = (clients.train, clients.train_size), (clients.test, clients.test_size)
+    return tuple([inputs[rows[:size]].tolist() for rows, size in zip(*split)] for split in splits)
 
 
 @given(OWNERS, OWNERS, st.integers(1, 4))
@@ -28,41 +29,20 @@ def test_clients_are_the_owners_of_enough_examples(owner, test_owner, least):
     assert all(rows.dtype == np.int32 for rows in (*train, *test))
 
 
-@given(OWNERS, st.floats(0.01, 0.99), st.none() | st.integers(0, 3))
-def test_each_owner_holds_out_a_share(owner, share, seed):
-    held = hold_out(owned(owner), share, seed=seed)
-    both = np.concatenate([held.train_inputs[:, 0], held.test_inputs[:, 0]])
-    np.testing.assert_array_equal(np.sort(both), np.arange(len(owner)))  # each example once, with its owner
-    np.testing.assert_array_equal(held.owner, owner[held.train_inputs[:, 0].astype(int)])
-    np.testing.assert_array_equal(held.test_owner, owner[held.test_inputs[:, 0].astype(int)])
-    for name in set(owner.tolist()):
-        number = (owner == name).sum()
-        tested = held.test_inputs[held.test_owner == name, 0]
-        assert len(tested) == pytest.approx(share * number, abs=1)
-        assert len(tested) <= share * number + 1e-6
-        if seed is None and len(tested):
-            assert tested.min() > held.train_inputs[held.owner == name, 0].max()
-
-
-def test_shares_of_whole_numbers_are_exact():
-    # 0.29 * 100 is a little less than 29 in floating point.
-    assert len(hold_out(owned(np.zeros(100, int)), 0.29).test_labels) == 29
-
-
-def test_a_seed_draws_what_is_held_out():
-    data = owned(np.repeat([0, 1], 50))
-    first, again, other = (hold_out(data, seed=seed).test_inputs[:, 0].tolist() for seed in (0, 0, 1))
-    assert first == again != other
-    assert first != hold_out(data).test_inputs[:, 0].tolist()
-
-
 def test_owners_stay_with_a_dataset_and_become_its_clients():
-    held: Any = hold_out(owned(np.array([5, 5, 2, 5, 2, 5, 9])), 0.5)
-    clients = make_clients(held, *by_owner(held.owner, held.test_owner, least=2))
-    inputs = np.asarray(clients.inputs)[:, 0]
-    trained = [inputs[rows[:size]].tolist() for rows, size in zip(clients.train, clients.train_size)]
-    tested = [inputs[rows[:size]].tolist() for rows, size in zip(clients.test, clients.test_size)]
-    assert (trained, tested) == ([[0.0, 1.0]], [[3.0, 5.0]])  # the owner 2 keeps one example, and so does 9
+    inputs = np.arange(9, dtype=np.float32)[:, None]
+    owner, test_owner = np.array([5, 5, 2, 5, 2, 9]), np.array([9, 5, 2])
+    given = from_arrays(inputs[:6], np.zeros(6, int), inputs[6:], np.zeros(3, int), owner=owner, test_owner=test_owner)
+    data: Any = given
+    clients = make_clients(data, *by_owner(data.owner, data.test_owner, least=2))
+    assert rows_of(clients) == ([[2.0, 4.0], [0.0, 1.0, 3.0]], [[8.0], [7.0]])
+
+
+def test_owners_without_test_examples_hold_out_their_last_ones():
+    inputs, labels = np.arange(6, dtype=np.float32)[:, None], np.zeros(6, int)
+    clients = make_clients((inputs, labels, inputs[:0], labels[:0]), *by_owner(np.array([1, 0, 1, 1, 0, 1])))
+    assert rows_of(clients) == ([[1.0, 4.0], [0.0, 2.0, 3.0, 5.0]], [[], []])
+    assert rows_of(hold_out(clients, 0.5)) == ([[1.0], [0.0, 2.0]], [[4.0], [3.0, 5.0]])
 
 
 @pytest.mark.parametrize(
@@ -72,9 +52,6 @@ def test_owners_stay_with_a_dataset_and_become_its_clients():
         (lambda: by_owner(np.array([-1])), "owner holds -1"),
         (lambda: by_owner(np.zeros(0, int)), "least=1: the largest of 0 owners has 0"),
         (lambda: by_owner(np.zeros(1, int), least=0), "least=0"),
-        (lambda: owned(np.zeros(3, int), test_owner=np.zeros(1, int)), "test_owner.shape"),
-        (lambda: hold_out(from_arrays(*(np.zeros((2, 1)), np.zeros(2, int)) * 2)), r"data.owner=None: .*owner="),
-        (lambda: hold_out(owned(np.zeros(3, int)), 1.0), "share=1.0"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):
@@ -85,3 +62,9 @@ def test_wrong_arguments_are_named(call, message):
 def test_an_owner_for_each_example():
     with pytest.raises(ValueError, match=r"owner.shape=\(2,\): give one owner for each of the 3 labels"):
         from_arrays(np.zeros((3, 1)), np.zeros(3, int), np.zeros((0, 1)), np.zeros(0, int), owner=np.array([0, 1]))
+
+
+def test_a_test_owner_for_each_test_example():
+    data: Any = np.zeros((3, 1)), np.zeros(3, int), np.zeros((1, 1)), np.zeros(1, int)
+    with pytest.raises(ValueError, match=r"test_owner.shape=\(3,\): give one owner for each of the 1 labels"):
+        from_arrays(*data, owner=np.zeros(3, int), test_owner=np.zeros(3, int))

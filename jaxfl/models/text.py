@@ -88,7 +88,7 @@ def transformer(
 
 def _model(name: str, module: nn.Module, length: int, every: bool) -> Model:
     task = next_token() if every else classification()
-    return from_flax(module, (length,), head=("head",), name=name, prepare=_whole, task=task)
+    return from_flax(module, (length,), head=("head",), name=name, prepare=_whole, task=task, form="lax")
 
 
 def _whole(tokens: Shaped[Array, "B L"]) -> Int[Array, "B L"]:

@@ -7,12 +7,20 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import reference
+from test_contract import KEY, ROUNDS, WIDE, assert_close, run
 
+from jaxfl import LocalSGD
+from jaxfl.algorithms import centaur
+from jaxfl.data import by_owner, make_clients
 from jaxfl.models import gru, transformer
 from jaxfl.models.text import _ONE_HOT, _standardize
+from jaxfl.privacy import Poisson
 
-TOKENS = np.random.default_rng(0).integers(0, 7, (3, 6)).astype(np.uint8)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(0, 7, (3, 6)).astype(np.uint8)
 
 
 def small(vocabulary=7, **options):
@@ -142,3 +150,20 @@ def test_rows_are_standardized_with_their_slopes():
 def test_heads_divide_the_width():
     with pytest.raises(ValueError, match="heads=3: give a divisor of width=8"):
         transformer(width=8, heads=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDERS)
+def test_clients_with_heads_of_their_own_equal_their_plain_twin(name):
+    text, labels = RNG.integers(0, 7, (40, 6)).astype(np.uint8), RNG.integers(-1, 7, (40, 6))
+    owner = RNG.integers(0, 5, 40)
+    clients = make_clients((text, labels, text, labels), *by_owner(owner, owner))
+    local = LocalSGD(optax.sgd(0.1), batch_size=4)
+    algorithm = centaur(
+        BUILDERS[name](), local=local, head=local, clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6)
+    )
+    server, states, _ = run(algorithm, clients)
+    twin_server, twin_states, _ = reference.run(KEY, algorithm, clients, ROUNDS)
+    assert_close(server, jax.device_get(twin_server))
+    assert_close(states, jax.tree.map(lambda *leaves: np.stack(leaves), *twin_states))
+    assert_close((server, states), run(algorithm, clients, **WIDE)[:2])

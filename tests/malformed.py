@@ -175,6 +175,9 @@ SEED = {"seed": (0, "count from 0")}
 IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
 WEIGHTS = {"model": (MODEL, "model"), "params": (MODEL.init(jax.random.key(0)), "network weights")}
+TOKENS = {
+    "vocabulary": (5, "count"), "length": (4, "count"), "outputs": (None, "count?"), "every": (True, "flag"),
+}  # fmt: skip
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
 PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
@@ -308,6 +311,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_arrays": (data.from_arrays, {
         "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "labels"), "test_inputs": (INPUTS, "inputs"),
         "test_labels": (LABELS, "labels"), "classes": (None, "count?"), "name": ("mine", "text"),
+        "owner": (None, "labels?"), "test_owner": (None, "labels?"),
+    }),
+    "by_owner": (data.by_owner, {
+        "owner": (LABELS, "labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
     }),
     "make_clients": (data.make_clients, {
         "data": ((INPUTS, LABELS, INPUTS, LABELS), "data"), "train_lists": (LISTS, "rows"),
@@ -367,6 +374,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "lora": (models.lora, WEIGHTS | {
         "rank": (2, "count"), "where": (("dense_0",), "layers?"), "alpha": (None, "positive?"),
         "train": (("head",), "layers?"), "train_a": (False, "flag"), "seed": (0, "count from 0"),
+    }),
+    "gru": (models.gru, TOKENS | {"embedding": (2, "count"), "width": (2, "count")}),
+    "transformer": (models.transformer, TOKENS | {
+        "width": (4, "count"), "blocks": (1, "count"), "heads": (2, "count"),
     }),
     "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
     "Full": (Full, {}),

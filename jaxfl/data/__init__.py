@@ -3,11 +3,13 @@
 from jaxfl.data.clients import describe, hold_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
+from jaxfl.data.owners import by_owner
 from jaxfl.data.partition import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
 
 __all__ = [
     "NAMES",
     "Dataset",
+    "by_owner",
     "by_sizes",
     "classes_per_client",
     "corrupt_clients",

@@ -42,7 +42,8 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        # A new function each time: JAX would keep the trace, which what intercepts Flax's methods must change.
+        closed, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)  # noqa: PLW0108
         outputs = _evaluate(closed, form == "winograd")(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 

@@ -96,6 +96,56 @@ class ResNet20(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Residual(nn.Module):
+    """ReLU of the sum of two paths."""
+
+    def __init__(self, path: nn.Module, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.path, self.shortcut = path, shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps."""
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
+class Transformer(nn.Module):
+    """Token and position embeddings, causal blocks (layer normalisation first, GELU), layer normalisation, a head."""
+
+    def __init__(self, vocabulary: int = 80, length: int = 128, width: int = 128, blocks: int = 4, heads: int = 4):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of all positions, one after the other."""
+        x = self.embed(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).flatten(0, 1)
+
+
+class Block(nn.Module):
+    """Attention by PyTorch's own fused kernel, then two dense layers."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.hidden, self.hidden_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's outputs, of the shape of its inputs."""
+        batch, length, width = x.shape
+        parts = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
+        x = x + self.attention_out(mixed.reshape(batch, length, width))
+        return x + self.hidden_out(F.gelu(self.hidden(self.norm2(x)), approximate="tanh"))
+
+
 NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar, "resnet20": ResNet20}
 
 
@@ -133,8 +183,8 @@ def fedavg_round(
 
     Args:
         network: holds the server's weights.
-        inputs: [C, N, channels, H, W], N at least steps * batch_size (else batches start again).
-        labels: [C, N].
+        inputs: [C, N, channels, H, W], or tokens [C, N, L]; N at least steps * batch_size (else batches start again).
+        labels: [C, N], or of all positions [C, N, L].
         batch_size: examples per local step.
         steps: local SGD steps per client.
         lr: local learning rate.
@@ -148,7 +198,7 @@ def fedavg_round(
         _load(local, server)
         for i in range(steps):
             start = i * batch_size % (len(x) - batch_size + 1)
-            loss = F.cross_entropy(network(x[start : start + batch_size]), y[start : start + batch_size])
+            loss = F.cross_entropy(network(x[start : start + batch_size]), y[start : start + batch_size].flatten())
             gradients = list(torch.autograd.grad(loss, local))
             with torch.no_grad():
                 torch._foreach_add_(local, gradients, alpha=-lr)

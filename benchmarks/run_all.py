@@ -67,6 +67,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         options_of["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
     else:
         options_of |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep", "mechanisms", "lora")}
+        options_of["text"] = ["text", *beside]
     return {name: ["-m", f"benchmarks.{module}", *options] for name, (module, *options) in options_of.items()}
 
 

@@ -117,7 +117,7 @@ class Model(NamedTuple):
     name: str
     init: Callable[[Key[Array, ""]], Params]
     prepare: Callable[[Shaped[Array, "B ..."]], Array]
-    extract: Callable[[Params, Array], Float[Array, "B F"]] | None
+    extract: Callable[[Params, Array], Float[Array, "B ..."]] | None
     classify: Callable[..., Array] | None
     apply: Callable[..., Array]
     sum_grad_squared: Callable[[Params, Array], Array] | None

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from algorithms_table import MODEL, small_clients
+from flax import nnx
 
 import jaxfl
 from jaxfl import LocalSGD, algorithms, data, models, privacy, tasks
@@ -66,6 +67,7 @@ BAD: dict[str, list[Any]] = {
     "text": [None, 1, b"x", ["x"], object()],
     "model": [*NO_CLASSES, models.lenet, nn.Dense(10), "lenet"],
     "module": [*NO_CLASSES, nn.Dense, MODEL],
+    "nnx module": [*NO_CLASSES, nn.Dense, MODEL],
     "task": [*NO_CLASSES, tasks.classification, "classification"],
     "optimizer": [*NO_CLASSES, optax.sgd, 0.1, "sgd"],
     "sampling": [*NO_CLASSES, Poisson, 0.1, "poisson", 5],
@@ -101,6 +103,11 @@ BAD: dict[str, list[Any]] = {
     "pixels": [*NO_INPUTS, np.zeros((4, 2), np.int64)],
     "data": [*NO_CLASSES, (), (np.zeros((4, 2)),), MODEL],
     "clients": [*NO_CLASSES, MODEL],
+    "population": [None, "x", 0.5, object(), {}, [], np.zeros(3), MODEL],
+    "methods": [*NO_CLASSES, {"a": 1}, {"a": algorithms.fedavg}, {1: 2}, {"a/b": 1}],
+    "epsilons": [None, 8.0, "1", {}, object(), [], [0.0], [-1.0], [NAN], ["a"], [1.0, 1.0], [None]],
+    "seeds": [None, 3, "01", {}, object(), [], [-1], [0.5], [None], [100]],
+    "columns": [None, 3, "01", [], ["a"], [[1.0]], [NAN], [None], object(), [1j]],
     "shards": [3, "01", {}, object(), [-1], [0.5], ["a"]],
     "dataset": [*NO_CLASSES, "imagenet", "../digits", "Digits"],
     "path": [3, 0.5, [], {}, object(), b"", ""],
@@ -168,6 +175,9 @@ SEED = {"seed": (0, "count from 0")}
 IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
 WEIGHTS = {"model": (MODEL, "model"), "params": (MODEL.init(jax.random.key(0)), "network weights")}
+TOKENS = {
+    "vocabulary": (5, "count"), "length": (4, "count"), "outputs": (None, "count?"), "every": (True, "flag"),
+}  # fmt: skip
 MECHANISM = Mechanism(clip=1.0, noise_multiplier=1.0)
 LEDGER = privacy.planned_ledger(MECHANISM, 2, 2)
 PLAN = {"delta": (1e-5, "probability?"), "accountant": ("rdp", "choice")}
@@ -216,6 +226,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"),
     }),
+    "compare": (jaxfl.compare, RUN | {
+        "methods": ({"one": jaxfl.Candidate(lambda: algorithms.fedavg(MODEL))}, "methods"),
+        "clients": (CLIENTS, "population"), "epsilons": ((1.0,), "epsilons"), "seeds": ((0,), "seeds"),
+        "validation": (0.2, "probability"), "tuning_seed": (100, "count from 0"),
+    }),
+    "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "columns"), "clip": ([1.0], "columns")}),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
         "clients": (CLIENTS, "clients"), "of": ("upload", "choice"),
@@ -295,12 +311,19 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_arrays": (data.from_arrays, {
         "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "labels"), "test_inputs": (INPUTS, "inputs"),
         "test_labels": (LABELS, "labels"), "classes": (None, "count?"), "name": ("mine", "text"),
+        "owner": (None, "labels?"), "test_owner": (None, "labels?"),
+    }),
+    "by_owner": (data.by_owner, {
+        "owner": (LABELS, "labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
     }),
     "make_clients": (data.make_clients, {
         "data": ((INPUTS, LABELS, INPUTS, LABELS), "data"), "train_lists": (LISTS, "rows"),
         "test_lists": (LISTS, "rows"),
     }),
     "shard": (data.shard, {"clients": (FEW, "clients"), "shards": (1, "count"), "own": (None, "shards?")}),
+    "hold_out": (data.hold_out, {
+        "clients": (FEW, "clients"), "share": (0.5, "probability"), "seed": (None, "count from 0?"),
+    }),
     "describe": (data.describe, {"clients": (FEW, "clients")}),
     "iid": (data.iid, SEED | {"labels": (LABELS, "targets"), "clients": (2, "count"), "size": (None, "count?")}),
     "by_sizes": (data.by_sizes, SEED | {"labels": (LABELS, "targets"), "sizes": ([1, 2], "sizes")}),
@@ -340,12 +363,21 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "from_flax": (models.from_flax, {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
-        "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"),
+        "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"), "form": (None, "choice?"),
+    }),
+    "from_nnx": (models.from_nnx, {
+        "module": (lambda rngs: nnx.Linear(4, 10, rngs=rngs), "nnx module"), "input_shape": ((4,), "any shape"),
+        "head": (None, "head?"), "name": (None, "text?"), "prepare": (lambda x: x, "function"),
+        "task": (tasks.classification(), "task"), "form": (None, "choice?"),
     }),
     "frozen": (models.frozen, WEIGHTS | {"train": (("head",), "layers?")}),
     "lora": (models.lora, WEIGHTS | {
         "rank": (2, "count"), "where": (("dense_0",), "layers?"), "alpha": (None, "positive?"),
         "train": (("head",), "layers?"), "train_a": (False, "flag"), "seed": (0, "count from 0"),
+    }),
+    "gru": (models.gru, TOKENS | {"embedding": (2, "count"), "width": (2, "count")}),
+    "transformer": (models.transformer, TOKENS | {
+        "width": (4, "count"), "blocks": (1, "count"), "heads": (2, "count"),
     }),
     "with_precision": (models.with_precision, MODELS | {"precision": ("tf32", "choice")}),
     "Full": (Full, {}),
@@ -447,8 +479,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
 }  # fmt: skip
 
 RECORDS = {
-    "Algorithm", "ClientData", "Clients", "Dataset", "Ledger", "Message", "Metric", "Model", "NAMES", "Result",
-    "Sampling", "Task", "Terms",
+    "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Ledger", "Message", "Metric", "Model",
+    "NAMES", "Result", "Sampling", "Task", "Terms",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 

@@ -4,9 +4,11 @@ import re
 import jax
 import numpy as np
 import pytest
-from algorithms_table import small_clients
 
 from jaxfl import simulate
+from jaxfl.algorithms import fedavg
+
+KEY = jax.random.key(0)
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
@@ -41,9 +43,13 @@ def test_the_plan_keeps_its_budget(capsys):
     assert best.kind in capsys.readouterr().out
 
 
-def test_the_method_of_ones_own_runs():
-    result = simulate(jax.random.key(0), run(BLOCKS[2])["mine"], small_clients(), rounds=1, progress=False)
-    assert np.isfinite(result.metrics[-1]["train_loss"])
+@pytest.mark.slow
+def test_data_task_models_and_method_of_ones_own_run():
+    assert len([line for line in BLOCKS[2].splitlines() if line]) < 60
+    names = run(BLOCKS[2])
+    assert names["result"].metrics[-1]["near"] > 0.45
+    result = simulate(KEY, fedavg(names["other"]), names["clients"], rounds=1, progress=False)
+    assert np.isfinite(result.metrics[-1]["loss"])
     assert len(BLOCKS) == 3  # each is run here
 
 

@@ -8,14 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from sklearn import metrics as sk
+from test_contract import KEY as KEY_OF_RUNS
+from test_contract import ROUNDS, assert_close, run
 
 import jaxfl
 from jaxfl import tasks
-from jaxfl.algorithms import dp_fedavg_fb, fedavg
+from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa
 from jaxfl.data import from_arrays, iid, make_clients
 from jaxfl.models import from_flax
-from jaxfl.privacy import DPSGD
+from jaxfl.privacy import DPSGD, Poisson
+from jaxfl.privacy.accounting import epsilon, planned_ledger
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -182,3 +186,31 @@ def test_a_task_of_your_own_is_checked(task, words):
 def test_unknown_metrics_are_refused(make, name):
     with pytest.raises(ValueError, match="metrics="):
         make(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("regression", "feddpa"), ("multi_label", "feddpa"), ("next_token", "feddpa"), ("next_token", "dp_sgd")],
+)
+def test_the_contract_holds_for_other_tasks(name, method):
+    """Equal to the plain twin, whatever the chunk, the devices and the store of the states; ledger and epsilon."""
+    model, clients = data_of(name)
+    if method == "feddpa":  # Fisher information of each client's own examples, and client states
+        local = jaxfl.LocalSGD(optax.sgd(0.1), batch_size=4)
+        algorithm = feddpa(model, sampling=Poisson(0.6), noise_multiplier=1.0, clip=0.2, local=local)
+    else:
+        private = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.5, steps=2)
+        algorithm = dp_fedavg(model, local=private, clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6))
+    server, states, records = run(algorithm, clients)
+    twin_server, twin_states, _ = reference.run(KEY_OF_RUNS, algorithm, clients, ROUNDS)
+    assert_close(server, jax.device_get(twin_server))
+    assert_close(states, jax.tree.map(lambda *leaves: np.stack(leaves), *twin_states))
+    assert_close((server, states), run(algorithm, clients, chunk=4, devices=2)[:2])
+    options = {"rounds": ROUNDS, "progress": False, "devices": jax.devices()[:1]}
+    stores = [jaxfl.simulate(KEY, algorithm, clients, states=states, **options) for states in ("device", "host")]
+    assert_close(stores[0].server, stores[1].server)
+    assert stores[0].statement == stores[1].statement
+    planned = epsilon(planned_ledger(algorithm.mechanism, clients.number, ROUNDS), algorithm.mechanism).value
+    assert stores[0].statement["honest"]["aggregate"]["epsilon"] == pytest.approx(planned)
+    assert records.ledger.participants.any()

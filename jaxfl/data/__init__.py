@@ -1,13 +1,15 @@
 """Examples -> partition -> clients."""
 
-from jaxfl.data.clients import describe, make_clients, shard
+from jaxfl.data.clients import describe, hold_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
+from jaxfl.data.owners import by_owner
 from jaxfl.data.partition import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
 
 __all__ = [
     "NAMES",
     "Dataset",
+    "by_owner",
     "by_sizes",
     "classes_per_client",
     "corrupt_clients",
@@ -15,6 +17,7 @@ __all__ = [
     "dirichlet",
     "flip_labels",
     "from_arrays",
+    "hold_out",
     "iid",
     "label_share",
     "load",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from jaxfl._validate import check_arrays, check_counts, checked, show
+from jaxfl._validate import check_arrays, check_counts, check_fraction, checked, count_from_0, show
 from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients
 
@@ -66,6 +66,41 @@ def make_clients(
     labels = np.concatenate([dataset.train_labels, dataset.test_labels])
     test = np.where(_real(test, test_size), test + np.int32(offset), np.int32(0))
     return Clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
+
+
+@checked(share=functools.partial(check_fraction, one=False), seed=count_from_0)
+def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
+    """Clients whose test examples are a share of their training examples, which they then do not train on.
+
+    For tuning, where their own test examples are to stay out of reach, and for clients that have none. A client keeps
+    at least one example to train on, and has at least one to be tested on, unless it has a single one.
+
+    Args:
+        clients: C of them.
+        share: of each client's training examples, rounded.
+        seed: of the choice; None: the last ones of each client, in the order of its rows.
+
+    >>> data = np.zeros((6, 2), np.float32), np.arange(6), np.zeros((0, 2), np.float32), np.zeros(0, int)
+    >>> tuning = hold_out(make_clients(data, [[0, 1, 2, 3, 4], [5]], [[], []]), 0.4, seed=0)
+    >>> tuning.train_size.tolist(), tuning.test_size.tolist()
+    ([3, 1], [2, 0])
+    """
+    train, size = np.asarray(clients.train), np.asarray(clients.train_size)
+    real = _real(train, size)
+    shuffled = train
+    if seed is not None:
+        order = np.argsort(np.where(real, np.random.default_rng(seed).random(train.shape), 2.0), axis=1)
+        shuffled = np.take_along_axis(train, order, axis=1)  # real rows come first
+    tested = np.minimum(np.maximum(np.rint(share * size).astype(np.int32), 1), np.maximum(size - 1, 0)).astype(np.int32)
+    left = (size - tested).astype(np.int32)
+
+    def rows(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+        columns = np.arange(max(1, count.max()))
+        own = np.take_along_axis(shuffled, np.minimum(start[:, None] + columns, train.shape[1] - 1), axis=1)
+        return np.where(columns < count[:, None], own, 0).astype(np.int32)
+
+    train, test = rows(np.zeros_like(left), left), rows(left, tested)
+    return clients._replace(train=train, train_size=left, test=test, test_size=tested)
 
 
 @checked(own=functools.partial(check_counts, least=0))

@@ -42,6 +42,9 @@ class Dataset(NamedTuple):
     test_labels: Int32[np.ndarray, "m ..."] | Float32[np.ndarray, "m ..."]
     classes: int
     name: str
+    owner: Int32[np.ndarray, "n"] | None = None
+    """Of each training example, where they have natural ones (see `jaxfl.data.by_owner`)."""
+    test_owner: Int32[np.ndarray, "m"] | None = None
 
 
 def check_labels(
@@ -157,7 +160,14 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     return Dataset(**arrays, classes=classes, name=name)
 
 
-@checked(train_inputs=check_inputs, train_labels=check_targets, test_inputs=check_inputs, test_labels=check_targets)
+@checked(
+    train_inputs=check_inputs,
+    train_labels=check_targets,
+    test_inputs=check_inputs,
+    test_labels=check_targets,
+    owner=check_labels,
+    test_owner=check_labels,
+)
 def from_arrays(
     train_inputs: np.ndarray,
     train_labels: np.ndarray,
@@ -166,6 +176,8 @@ def from_arrays(
     *,
     classes: int | None = None,
     name: str = "arrays",
+    owner: np.ndarray | None = None,
+    test_owner: np.ndarray | None = None,
 ) -> Dataset:
     """Make a dataset of your own arrays.
 
@@ -178,6 +190,8 @@ def from_arrays(
         test_labels: like `train_labels`.
         classes: Number of classes; by default the largest label plus one, and 0 where labels are not classes.
         name: Name of the dataset in reports.
+        owner: `[n]` owner of each training example, integers from 0, for `by_owner`.
+        test_owner: `[m]` owner of each test example.
 
     Raises:
         ValueError: Lengths, shapes or dtypes that do not fit, NaN or infinite inputs, labels out of range.
@@ -187,6 +201,9 @@ def from_arrays(
         >>> from_arrays(inputs, np.array([0, 1, 2, 1]), inputs[:1], np.array([2])).classes
         3
     """
+    for which, given, count in (("owner", owner, len(train_labels)), ("test_owner", test_owner, len(test_labels))):
+        if given is not None and len(given) != count:
+            raise ValueError(f"{which}.shape={given.shape}: give one owner for each of the {count} labels")
     if not len(train_inputs):
         raise ValueError(f"train_inputs has shape {train_inputs.shape}: give at least one example")
     example, other = (str(train_inputs.dtype), train_inputs.shape[1:]), (str(test_inputs.dtype), test_inputs.shape[1:])
@@ -200,11 +217,12 @@ def from_arrays(
         kind, other = ((str(labels.dtype), labels.shape[1:]) for labels in (train_labels, test_labels))
         if kind != other:
             raise ValueError(f"test_labels has rows {other}: give the dtype and shape of train_labels, {kind}")
-        return Dataset(train_inputs, train_labels, test_inputs, test_labels, 0, name)
+        return Dataset(train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner)
     train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
-    return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes or largest + 1, name)
+    classes = classes or largest + 1
+    return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes, name, owner, test_owner)
 
 
 def _digits() -> Dataset:

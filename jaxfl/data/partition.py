@@ -43,7 +43,7 @@ def iid(labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: i
     dealt = len(labels) if size is None else clients * size
     owner = np.full(len(labels), -1)
     owner[np.random.default_rng(seed).permutation(len(labels))[:dealt]] = np.arange(dealt) % clients
-    return _lists(owner, clients)
+    return lists_of(owner, clients)
 
 
 @checked(labels=check_targets, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
@@ -62,7 +62,7 @@ def by_sizes(labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.
         raise ValueError(f"sizes={show(sizes)} sum to {sizes.sum()}: give at most the {len(labels)} examples")
     owner = np.full(len(labels), -1)
     owner[np.random.default_rng(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
-    return _lists(owner, len(sizes))
+    return lists_of(owner, len(sizes))
 
 
 @checked(labels=check_labels, seed=count_from_0, minimum=count_from_0)
@@ -104,7 +104,7 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
         rows = rng.permutation(np.flatnonzero(labels == k))
         ends = np.rint(np.cumsum(_proportions(rng, clients, alpha)) * len(rows)).astype(int)
         owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
-    return _lists(_top_up(rng, owner, clients, minimum), clients)
+    return lists_of(_top_up(rng, owner, clients, minimum), clients)
 
 
 @overload
@@ -272,7 +272,7 @@ def matching(
         whole[up] += 1
         short[up] -= 1
         owner[pool] = np.repeat(np.arange(clients), whole)
-    return _lists(owner, clients)
+    return lists_of(owner, clients)
 
 
 def _classes(labels: Int32[np.ndarray, "D"]) -> Int32[np.ndarray, "K"]:
@@ -296,7 +296,7 @@ def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
     return options[rng.integers(len(options))]
 
 
-def _lists(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
+def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
     """The rows of each owner."""
     rows = np.argsort(owner, kind="stable").astype(np.int32)
     return np.split(rows, np.cumsum(np.bincount(owner + 1, minlength=clients + 1))[:-1])[1:]
@@ -354,4 +354,4 @@ def _deal(rng: np.random.Generator, labels: np.ndarray, classes: np.ndarray, slo
         if len(owners):
             rows = rng.permutation(np.flatnonzero(labels == label))
             owner[rows] = owners[np.arange(len(rows)) % len(owners)]
-    return _lists(owner, len(slots))
+    return lists_of(owner, len(slots))

@@ -209,14 +209,15 @@ def fit_head(
     batch = min(_BLOCK_EXAMPLES // 2, data.padded)
     positions = jnp.arange(data.padded + -data.padded % batch)
 
-    def block(start: Int[Array, ""]) -> Float[Array, "B F"]:
+    def block(start: Int[Array, ""]) -> Float[Array, "B ..."]:
         return extract(params, model.prepare(data.take(start + jnp.arange(batch))[0]))
 
-    def put(i: Int[Array, ""], features: Float[Array, "N F"]) -> Float[Array, "N F"]:
-        return lax.dynamic_update_slice(features, block(i * batch), (i * batch, 0))
+    def put(i: Int[Array, ""], features: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+        return lax.dynamic_update_slice_in_dim(features, block(i * batch), i * batch, axis=0)
 
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
-    features = lax.fori_loop(0, -(-data.size // batch), put, jnp.zeros((len(positions), shape.shape[1]), shape.dtype))
+    features = jnp.zeros((len(positions), *shape.shape[1:]), shape.dtype)
+    features = lax.fori_loop(0, -(-data.size // batch), put, features)
     rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round)
     head = {name: params[name] for name in model.head}
     options: dict[str, Any] = {"local": local, "penalty": penalty, "loss": model.task.mean_loss}

@@ -3,7 +3,8 @@
 from jaxfl.models.frozen import frozen
 from jaxfl.models.lora import lora
 from jaxfl.models.precision import with_precision
-from jaxfl.models.wrap import from_flax
+from jaxfl.models.text import gru, transformer
+from jaxfl.models.wrap import from_flax, from_nnx
 from jaxfl.models.zoo import build, digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp, resnet20
 
 __all__ = [
@@ -11,11 +12,14 @@ __all__ = [
     "digits_cnn",
     "feddpa_cnn",
     "from_flax",
+    "from_nnx",
     "frozen",
+    "gru",
     "lenet",
     "lenet_groupnorm",
     "lora",
     "mlp",
     "resnet20",
+    "transformer",
     "with_precision",
 ]

@@ -27,11 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+Padding = tuple[tuple[int, int], tuple[int, int]]
+"""Zeros before and after the rows, and the columns."""
+
 
 class Options(NamedTuple):
     """Options of a convolution; see `jaxfl.models.layers.Convolution`."""
 
-    padding: int
+    padding: Padding
     relu: bool
     pool: bool
     pairs: bool
@@ -42,7 +45,7 @@ class Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def convolve(x: Array, kernel: Array, bias: Array, options: Options) -> Array:
-    """Feature maps (f, h, w, n) of x (c, H, W, n), with a kernel (k, k, c, f)."""
+    """Feature maps (f, h, w, n) of x (c, H, W, n), with a kernel (k, l, c, f)."""
     return _forward(x, kernel, bias, options)[0]
 
 
@@ -82,7 +85,7 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
         d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision)
         d_x = _from_patches(d_patches, x.shape, plan, options.padding)
     if options.sum_grad_squared:
-        padded, odd = _padded(x, plan, options.padding), kernel.shape[0] % 2
+        padded, odd = _padded(x, plan, options.padding), kernel.shape[1] % 2
         if d_x is None and options.pool and odd:
             squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
         else:
@@ -117,9 +120,10 @@ class _Plan(NamedTuple):
 
 
 def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
-    size, _, channels, _ = kernel.shape
-    columns = (size + 1) // 2 if options.pairs else size
-    high, wide = (x.shape[1 + axis] + 2 * options.padding - k + 1 for axis, k in enumerate((size, columns)))
+    size, columns, channels, _ = kernel.shape
+    columns = (columns + 1) // 2 if options.pairs else columns
+    sides = zip(x.shape[1:3], options.padding, (size, columns), strict=True)
+    high, wide = (side + sum(zeros) - k + 1 for side, zeros, k in sides)
     # With few channels or taps the transforms cost more than the products they save. Larger tiles save more and lose
     # more digits: 5 rows of a 5x5 kernel are off by about 5e-6 of the largest value.
     rows = 1
@@ -169,16 +173,16 @@ def _from_points(d: Array, plan: _Plan) -> Array:
 
 
 def _pair_kernel(kernel: Array) -> Array:
-    """(k, k, c, f) -> (k, (k + 1) / 2, 2c, 2f): two neighbouring outputs of a row from pairs of inputs."""
-    size, _, c, f = kernel.shape
+    """(k, l, c, f) -> (k, (l + 1) / 2, 2c, 2f): two neighbouring outputs of a row from pairs of inputs."""
+    size, columns, c, f = kernel.shape
     places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
-    return jnp.stack(places, 3).reshape(size, (size + 1) // 2, 2 * c, 2 * f)
+    return jnp.stack(places, 3).reshape(size, (columns + 1) // 2, 2 * c, 2 * f)
 
 
 def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
-    """Transpose of `_pair_kernel`: (..., k, (k + 1) c, 2f) -> (..., k, k, c, f)."""
-    size, _, c, f = shape
-    d = d.reshape(*d.shape[:-2], size + 1, c, 2, f)
+    """Transpose of `_pair_kernel`: (..., k, (l + 1) c, 2f) -> (..., k, l, c, f)."""
+    _, columns, c, f = shape
+    d = d.reshape(*d.shape[:-2], columns + 1, c, 2, f)
     return d[..., :-1, :, 0, :] + d[..., 1:, :, 1, :]
 
 
@@ -192,10 +196,11 @@ def to_pairs(x: Array) -> Array:
     return x.reshape(c, h, w // 2, 2, n).transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
 
 
-def _padded(x: Array, plan: _Plan, padding: int) -> Array:
+def _padded(x: Array, plan: _Plan, padding: Padding) -> Array:
     """Zeros around x, and below it up to whole tiles."""
     high = -(-((plan.tiles - 1) * plan.rows + len(plan.filter.inputs)) // plan.rows) * plan.rows
-    config = ((0, 0, 0), (padding, high - x.shape[1] - padding, 0), (padding, padding, 0), (0, 0, 0))
+    above, sides = padding[0][0], padding[1]
+    config = ((0, 0, 0), (above, high - x.shape[1] - above, 0), (*sides, 0), (0, 0, 0))
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
@@ -207,7 +212,7 @@ def _to_tiles(x: Array, plan: _Plan) -> list[Array]:
     return [_combine(b, rows) for b in plan.filter.inputs]
 
 
-def _patches(x: Array, plan: _Plan, padding: int) -> Array:
+def _patches(x: Array, plan: _Plan, padding: Padding) -> Array:
     """(c, H, W, n) -> (q, columns c, tiles w n)."""
     n = x.shape[3]
     x = _padded(x, plan, padding)
@@ -218,12 +223,13 @@ def _patches(x: Array, plan: _Plan, padding: int) -> Array:
     return jnp.concatenate(patches, 1).reshape(len(plan.filter.outputs), -1, plan.tiles * plan.wide * n)
 
 
-def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: int) -> Array:
+def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padding) -> Array:
     """Transpose of `_patches`."""
     c, h, w, n = x_shape
     reach = len(plan.filter.inputs)
     d, none = d.reshape(reach, plan.columns, c, plan.tiles, -1), (0, 0, 0)
-    before = [(j - padding) * n for j in range(plan.columns)]
+    (above, _), (left, _) = padding
+    before = [(j - left) * n for j in range(plan.columns)]
     ends = [(none, none, none, (b, (w - plan.wide) * n - b, 0)) for b in before]
     d = functools.reduce(jnp.add, [lax.pad(d[:, j], jnp.zeros((), d.dtype), end) for j, end in enumerate(ends)])
     # A row of x lies in its own tile, and at the end of those before it.
@@ -234,7 +240,7 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: int)
         taps = enumerate(plan.filter.inputs[:, row :: plan.rows].T)
         terms = [_combine(b, d[:, :, over - t : 2 * over - t + plan.tiles]) for t, b in taps]
         rows.append(functools.reduce(jnp.add, terms))
-    return jnp.stack(rows, 2).reshape(c, -1, w, n)[:, padding : padding + h]
+    return jnp.stack(rows, 2).reshape(c, -1, w, n)[:, above : above + h]
 
 
 def _to_rows(products: Array, plan: _Plan) -> list[Array]:

@@ -87,7 +87,8 @@ class Convolution(nn.Module):
         precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         filtered = self.form == "winograd" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
         precision = "highest" if filtered else precision
-        options = Options(padding, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision)
+        sides = ((padding, padding), (padding, padding))
+        options = Options(sides, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision)
         return convolve(x, kernel, bias, options)
 
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -108,6 +108,59 @@ def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]], head
     epsilon.set(xlabel="round", ylabel="epsilon so far (RDP, aggregate)")
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=120, format="png")
+
+
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+"""Of Okabe and Ito: told apart by colour-blind readers too."""
+_MARKERS = "osD^vPX*"
+
+
+def draw_comparison(
+    path: pathlib.Path, series: Mapping[str, Mapping[float, tuple[float, float]]], headline: str, sends: Collection[str]
+) -> None:
+    """A metric against epsilon, each method a curve of means with bars of one standard deviation over seeds.
+
+    A method without noise is a horizontal line, dotted where it sends nothing. At most eight curves share a panel;
+    every panel has all lines. Labels follow the curves' order at their right end.
+
+    Args:
+        path: its suffix is the format.
+        series: for each method, (mean, standard deviation) by epsilon.
+        headline: name of the metric.
+        sends: methods that send something.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    finite = sorted({e for points in series.values() for e in points if math.isfinite(e)})
+    places = {e: i for i, e in enumerate([*finite, math.inf])}
+    curves = [name for name, points in series.items() if any(map(math.isfinite, points))]
+    lines = [name for name in series if name not in curves]
+    panels = [curves[i : i + 8] for i in range(0, len(curves), 8)] or [[]]
+    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, names in zip(np.atleast_1d(figure.subplots(1, len(panels), sharey=True)), panels, strict=True):
+        ends = []
+        for i, name in enumerate(names):
+            points = sorted(series[name].items())
+            x, (mean, spread) = [places[e] for e, _ in points], zip(*(value for _, value in points), strict=True)
+            style = {"color": _COLORS[i], "marker": _MARKERS[i], "markersize": 4, "capsize": 2, "linewidth": 1.2}
+            axes.errorbar(x, mean, np.nan_to_num(spread), label=name, **style)
+            ends.append((mean[-1], name))
+        for i, name in enumerate(lines):
+            ((mean, _),) = series[name].values()
+            dash = "--" if name in sends else ":"
+            axes.axhline(mean, color=str(0.25 + 0.15 * (i % 4)), linestyle=dash, linewidth=1.2, label=name)
+            ends.append((mean, name))
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        order = [name for _, name in sorted(ends, key=lambda end: -np.nan_to_num(end[0]))]
+        axes.legend([handles[name] for name in order], order, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.set_xticks(list(places.values()), ["∞" if math.isinf(e) else f"{e:g}" for e in places])
+        axes.set(xlabel="epsilon", xlim=(-0.3, len(places) - 0.7))
+        axes.grid(alpha=0.25)
+    figure.axes[0].set_ylabel(f"{headline}, mean ± std over seeds")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=160, format=path.suffix.removeprefix(".") or "png")
 
 
 @contextlib.contextmanager

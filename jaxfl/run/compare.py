@@ -1,0 +1,359 @@
+"""Methods beside each other at the same epsilons, each with the settings that suit it, over several seeds."""
+
+import functools
+import inspect
+import itertools
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.stats
+
+from jaxfl._validate import at_least_0, check_counts, check_fraction, check_instance, checked, count_from_0, show
+from jaxfl.data.clients import hold_out
+from jaxfl.files import write_json
+from jaxfl.privacy.accounting import calibrate
+from jaxfl.run.check import check_clients, check_values
+from jaxfl.run.recorder import Result
+from jaxfl.run.report import draw_comparison, progress_bar
+from jaxfl.run.simulate import CHECKS, RunOptions, sweep
+from jaxfl.tasks import Task, classification
+from jaxfl.types import Algorithm, Clients
+
+Row: TypeAlias = dict[str, Any]
+
+
+class Candidate(NamedTuple):
+    """A method as `compare` takes it.
+
+    Args:
+        build: keyword arguments to algorithm, as `jaxfl.sweep` has it. If it takes `noise_multiplier`, the method is
+            run at every epsilon; otherwise once, without noise.
+        points: columns of numbers to try, by argument of `build` (see `grid`).
+    """
+
+    build: Callable[..., Algorithm]
+    points: Mapping[str, Sequence[float]] = {}
+
+    @property
+    def private(self) -> bool:
+        """Whether it takes noise."""
+        return "noise_multiplier" in inspect.signature(self.build).parameters
+
+    @property
+    def number(self) -> int:
+        """Number of points."""
+        return len(next(iter(self.points.values()), (0,)))
+
+
+def grid(**axes: Any) -> dict[str, list[float]]:
+    """All combinations of some numbers, as columns.
+
+    >>> grid(rate=[0.1, 0.3], clip=[1.0, 2.0])
+    {'rate': [0.1, 0.1, 0.3, 0.3], 'clip': [1.0, 2.0, 1.0, 2.0]}
+    """
+    if empty := [name for name, axis in check_values("axes", axes).items() if not axis]:
+        raise ValueError(f"{empty[0]}={axes[empty[0]]!r}: give one number at least")
+    columns = np.meshgrid(*axes.values(), indexing="ij")
+    return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
+
+
+class Comparison(NamedTuple):
+    """What `compare` found.
+
+    `rows` has one row per method, epsilon and seed: `method`, `epsilon` (the target; infinite without noise),
+    `stated` (the statement's for the observer of sums; 0 for methods that send nothing, None where there is none),
+    `seed`, `chosen` (the point), and the last row of the run's metrics. `tuning` has, for each method and epsilon, the
+    points and their scores on validation examples.
+    """
+
+    rows: list[Row]
+    tuning: list[Row]
+    headline: str
+    lower_is_better: bool
+    protocol: str
+    """For a caption."""
+
+    def mean(self, method: str, epsilon: float) -> tuple[float, float]:
+        """Mean and standard deviation over seeds of the headline metric."""
+        values = self._values(method, epsilon)
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+
+    def differences(self, reference: str, confidence: float = 0.95) -> list[Row]:
+        """Paired differences to a reference over seeds: their mean, and the interval of Student's t.
+
+        Args:
+            reference: a method of the comparison, at the same epsilon, or its only one.
+            confidence: of the interval, which is (None, None) for a single seed.
+        """
+        found = []
+        for method, epsilon in self.cells:
+            other = epsilon if (reference, epsilon) in self.cells else math.inf
+            if method == reference or (reference, other) not in self.cells:
+                continue
+            gains = np.subtract(self._values(method, epsilon), self._values(reference, other))
+            mean, half = float(gains.mean()), None
+            if len(gains) > 1:
+                error = gains.std(ddof=1) / math.sqrt(len(gains))
+                half = float(scipy.stats.t.ppf((1 + confidence) / 2, len(gains) - 1) * error)
+            interval = (None, None) if half is None else (mean - half, mean + half)
+            found.append(
+                {"method": method, "epsilon": epsilon, "difference": mean, "low": interval[0], "high": interval[1]}
+            )
+        if not found:
+            raise ValueError(f"reference={reference!r}: name one of {', '.join(sorted({m for m, _ in self.cells}))}")
+        return found
+
+    def to_pandas(self) -> Any:
+        """The rows as a DataFrame (needs pandas)."""
+        try:
+            import pandas  # pyrefly: ignore[missing-import]
+        except ImportError:
+            raise ValueError("to_pandas() needs pandas: pip install pandas") from None
+        return pandas.DataFrame(self.rows)
+
+    def to_markdown(self) -> str:
+        """Methods by epsilon, mean ± standard deviation over seeds."""
+        head, *lines = self._table(" ± ")
+        return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+    def to_latex(self) -> str:
+        """The same as a `tabular` with the rules of booktabs."""
+        head, *lines = self._table(r" $\pm$ ")
+        rows = [
+            " & ".join(cell.replace("_", r"\_").replace("∞", r"$\infty$") for cell in line) for line in [head, *lines]
+        ]
+        body = [rf"{rows[0]} \\", r"\midrule", *(rf"{row} \\" for row in rows[1:])]
+        columns = "l" + "r" * (len(head) - 1)
+        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"])
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """The headline metric against epsilon, with methods without noise as lines; PNG, PDF or SVG by the name."""
+        series = {method: {e: self.mean(method, e) for m, e in self.cells if m == method} for method, _ in self.cells}
+        sends = {row["method"] for row in self.rows if row["stated"] != 0}
+        draw_comparison(pathlib.Path(path), series, self.headline, sends)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all of it as JSON (an infinite epsilon as Infinity)."""
+        write_json(pathlib.Path(path), self._asdict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Comparison":
+        """Read what `save` wrote."""
+        return cls(**json.loads(pathlib.Path(path).read_text()))
+
+    @property
+    def cells(self) -> list[tuple[str, float]]:
+        """Methods and epsilons, in order."""
+        return list(dict.fromkeys((row["method"], row["epsilon"]) for row in self.rows))
+
+    def _values(self, method: str, epsilon: float) -> list[float]:
+        return [row[self.headline] for row in self.rows if (row["method"], row["epsilon"]) == (method, epsilon)]
+
+    def _table(self, sign: str) -> list[list[str]]:
+        epsilons = sorted({epsilon for _, epsilon in self.cells})
+        head = [self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
+        lines = []
+        for method in dict.fromkeys(method for method, _ in self.cells):
+            line = [method]
+            for epsilon in epsilons:
+                mean, std = self.mean(method, epsilon) if (method, epsilon) in self.cells else (math.nan, math.nan)
+                line.append(
+                    "–" if math.isnan(mean) else f"{mean:.3f}" + ("" if math.isnan(std) else f"{sign}{std:.3f}")
+                )
+            lines.append(line)
+        return [head, *lines]
+
+
+def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(
+            f"{name}={show(value)}: give candidates by name, for instance {{'DP-FedAvg': Candidate(build)}}"
+        )
+    for method, candidate in value.items():
+        if not isinstance(method, str) or not re.fullmatch(r"[^/\\\x00-\x1f]+", method) or method in (".", ".."):
+            raise ValueError(f"{name}={show(value)}: give names that a folder can have, not {method!r}")
+        check_instance(f"{name}[{method!r}]", candidate, (Candidate,))
+        lengths = {len(column) for column in candidate.points.values()}
+        if len(lengths) > 1 or 0 in lengths or "noise_multiplier" in candidate.points:
+            columns = {argument: len(column) for argument, column in candidate.points.items()}
+            raise ValueError(
+                f"{name}[{method!r}].points={columns}: give columns of one length, without noise_multiplier"
+            )
+    return dict(value)
+
+
+def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value or len({*map(str, value)}) < len(value):
+        raise TypeError(f"{name}={show(value)}: give different numbers above 0, for instance (1.0, 8.0, math.inf)")
+    epsilons = tuple(math.inf if epsilon == math.inf else at_least_0(name, epsilon) for epsilon in value)
+    if 0 in epsilons:
+        raise ValueError(f"{name}={show(value)}: give numbers above 0; methods that send nothing have epsilon 0 anyway")
+    return epsilons
+
+
+def _check_population(name: str, value: Any) -> Callable[[int], Clients]:
+    if callable(value):
+        return value
+    fixed = check_clients(name, value)
+    return lambda seed: fixed
+
+
+@checked(
+    **CHECKS | {"clients": _check_population},
+    methods=_check_methods,
+    epsilons=_check_epsilons,
+    seeds=lambda name, value: check_counts(name, value, least=0, empty=False),
+    validation=functools.partial(check_fraction, one=False),
+    tuning_seed=count_from_0,
+)
+def compare(
+    methods: Mapping[str, Candidate],
+    clients: Clients | Callable[[int], Clients],
+    *,
+    rounds: int,
+    epsilons: Sequence[float] = (math.inf,),
+    seeds: Sequence[int] = (0, 1, 2),
+    validation: float = 0.2,
+    tuning_seed: int = 100,
+    folder: str | os.PathLike | None = None,
+    **options: Unpack[RunOptions],
+) -> Comparison:
+    """Tune every method at every epsilon on validation examples, and run the best point over seeds.
+
+    All methods go through the same protocol: (1) each point is trained once, with the tuning seed, and scored by the
+    headline metric on examples held out of each client's training split; (2) the best one is run with every seed, on
+    all training examples, and the test examples are read once. Epsilon does not cover the tuning, as the protocol says.
+    All points of a method and all epsilons go through one compiled program, and so does each seed. Noise is the least
+    for its epsilon, by `jaxfl.privacy.calibrate`.
+
+    Put baselines among the methods: `local_only`, a clip bound of infinity, a fine-tuned model.
+
+    Args:
+        methods: by name; give each as many points.
+        clients: the same for all seeds, or a function from a seed to its clients, which should draw the partition.
+        rounds: T.
+        epsilons: targets for methods with noise; infinity: without noise.
+        seeds: of the final runs.
+        validation: share of each client's training examples that tuning holds out.
+        tuning_seed: another one than `seeds`.
+        folder: every run has a folder in it and is resumed, and `comparison.json` has the result. None writes nothing.
+        options: of the runs, see `RunOptions`; `progress` shows one bar over all.
+
+    Raises:
+        ValueError: an argument does not fit; the tuning seed is among the seeds.
+    """
+    if tuning_seed in seeds:
+        raise ValueError(f"tuning_seed={tuning_seed} is among seeds={show(seeds)}: give another one")
+    root = None if folder is None else pathlib.Path(folder)
+    assert callable(clients)
+    held_out = hold_out(check_clients(f"clients({tuning_seed})", clients(tuning_seed)), validation, seed=tuning_seed)
+    tested = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
+    shared: dict[str, Any] = {"eval_every": rounds, **options, "rounds": rounds, "progress": False}
+    rows: list[Row] = []
+    tuning: list[Row] = []
+    shown, task = options.get("progress", True), classification()
+    with progress_bar("compare", len(methods) * (1 + len(tested)), shown) as update:
+        steps = itertools.count()
+        for name, method in methods.items():
+            at = _Runs(method, None if root is None else root / name, shared)
+            levels = _levels(method, held_out.number, rounds, epsilons)
+            noise = {"noise_multiplier": 1.0} if method.private else {}
+            task = method.build(**at.point(0), **noise).model.task
+            update(next(steps), f"{name}: tuning")
+            chosen = _tuned(at, held_out, levels, tuning_seed, task)
+            tuning += [{"method": name} | row for row in chosen]
+            for seed, own in tested.items():
+                update(next(steps), f"{name}: seed {seed}")
+                columns = {argument: [row["chosen"][argument] for row in chosen] for argument in method.points}
+                results = at.run(columns | _noise(method, levels), own, seed, f"seed={seed}")
+                for row, result in zip(chosen, results, strict=True):
+                    last = {key: value for key, value in result.metrics[-1].items() if key != "epsilon"}
+                    facts = {"epsilon": row["epsilon"], "stated": _stated(result.statement), "seed": seed}
+                    rows.append({"method": name} | facts | {"chosen": row["chosen"]} | last)
+        update(next(steps), "done")
+    points = " or ".join(map(str, sorted({method.number for method in methods.values()})))
+    protocol = (
+        f"{points} points of each method and epsilon, each tried once (seed {tuning_seed}) on {100 * validation:g}% of "
+        f"each client's training examples; the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
+    )
+    comparison = Comparison(rows, tuning, task.headline, task.metrics[task.headline].lower_is_better, protocol)
+    if root is not None and jax.process_index() == 0:
+        comparison.save(root / "comparison.json")
+    return comparison
+
+
+class _Runs(NamedTuple):
+    """The runs of a method."""
+
+    method: Candidate
+    folder: pathlib.Path | None
+    options: dict[str, Any]
+
+    def point(self, index: int) -> dict[str, float]:
+        """One of the points."""
+        return {argument: float(column[index]) for argument, column in self.method.points.items()}
+
+    def run(self, columns: Mapping[str, Sequence[float]], clients: Clients, seed: int, name: str) -> list[Result]:
+        """One program for all columns."""
+        count = len(next(iter(columns.values()), (0,)))
+        keys = jnp.broadcast_to(jax.random.key(seed), (count,))
+        folder = None if self.folder is None else self.folder / name
+        return sweep(keys, self.method.build, columns, clients, folder=folder, **self.options)
+
+
+def _levels(method: Candidate, clients: int, rounds: int, epsilons: Sequence[float]) -> dict[float, float]:
+    """The noise multiplier of each epsilon; no noise for a method that takes none."""
+    if not method.private:
+        return {math.inf: 0.0}
+    point = {argument: column[0] for argument, column in method.points.items()}
+    algorithm = method.build(noise_multiplier=1.0, **point)
+    states = jax.eval_shape(lambda key: algorithm.init(key, clients)[1], jax.random.key(0))
+    options = {
+        "mechanism": algorithm.mechanism,
+        "stateful": bool(jax.tree.leaves(states)),
+        "delta": algorithm.terms.delta,
+    }
+    return {
+        epsilon: 0.0 if math.isinf(epsilon) else calibrate(epsilon, clients=clients, rounds=rounds, **options)
+        for epsilon in epsilons
+    }
+
+
+def _noise(method: Candidate, levels: Mapping[float, float], times: int = 1) -> dict[str, list[float]]:
+    """A column of noise multipliers, each several times; none for a method that takes none."""
+    return {"noise_multiplier": [z for z in levels.values() for _ in range(times)]} if method.private else {}
+
+
+def _tuned(runs: _Runs, clients: Clients, levels: Mapping[float, float], seed: int, task: Task) -> list[Row]:
+    """The best point at each epsilon, with the scores of all."""
+    method = runs.method
+    columns = {argument: list(column) * len(levels) for argument, column in method.points.items()}
+    columns |= _noise(method, levels, method.number)
+    scores: list[float] = [math.nan] * (method.number * len(levels))
+    if method.number > 1:  # a single point needs no choice
+        results = runs.run(columns, clients, seed, "tuning")
+        scores = [float(result.metrics[-1][task.headline]) for result in results]
+    lower, found = task.metrics[task.headline].lower_is_better, []
+    for place, epsilon in enumerate(levels):
+        own = np.array(scores[place * method.number : (place + 1) * method.number])
+        worst = np.inf if lower else -np.inf
+        best = int((np.argmin if lower else np.argmax)(np.nan_to_num(own, nan=worst)))
+        chosen, points = runs.point(best) if method.points else {}, {k: list(v) for k, v in method.points.items()}
+        found.append({"epsilon": epsilon, "chosen": chosen, "points": points, "scores": own.tolist()})
+    return found
+
+
+def _stated(statement: Mapping[str, Any]) -> float | None:
+    """Epsilon for the observer of sums: 0 of a method that sends nothing."""
+    if not statement["communicates"]:
+        return 0.0
+    epsilon = float(statement["honest"]["aggregate"]["epsilon"])
+    return epsilon if math.isfinite(epsilon) else None

@@ -1,0 +1,132 @@
+"""`compare`: its protocol, its tables, and what it refuses."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from algorithms_table import MODEL, small_clients
+
+from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate
+from jaxfl.algorithms import dp_fedavg, local_only
+from jaxfl.data import hold_out
+from jaxfl.privacy import Poisson
+
+
+def local(rate):
+    return LocalSGD(optax.sgd(rate), batch_size=4, epochs=2)
+
+
+def private(rate, clip, noise_multiplier):
+    return dp_fedavg(MODEL, clip=clip, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), local=local(rate))
+
+
+METHODS = {
+    "DP-FedAvg": Candidate(private, grid(rate=[0.01, 0.3], clip=[1.0])),
+    "local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e-6, 0.1]}),
+}
+SETTING: dict[str, Any] = {"rounds": 2, "epsilons": (8.0, math.inf), "seeds": (0, 1), "progress": False}
+
+
+def row(method, epsilon, seed, accuracy, stated: float | None = 1.0):
+    return {"method": method, "epsilon": epsilon, "stated": stated, "seed": seed, "chosen": {}, "accuracy": accuracy}
+
+
+MADE = Comparison(
+    [
+        *(row("A_1", 1.0, s, a) for s, a in enumerate((0.5, 0.6))),
+        *(row("A_1", math.inf, s, a) for s, a in enumerate((0.8, 0.8))),
+        *(row("local", math.inf, s, a, stated=0.0) for s, a in enumerate((0.55, 0.57))),
+    ],
+    [],
+    "accuracy",
+    False,
+    "by hand",
+)  # fmt: skip
+
+
+def test_hold_out_parts_the_training_examples():
+    clients = small_clients()
+    tuning = hold_out(clients, 0.25, seed=3)
+    for i in range(clients.number):
+        train, test = tuning.train[i][: tuning.train_size[i]], tuning.test[i][: tuning.test_size[i]]
+        own, size = clients.train[i][: clients.train_size[i]], int(clients.train_size[i])
+        assert sorted([*train, *test]) == sorted(own)
+        assert len(test) == (min(max(round(0.25 * size), 1), size - 1) if size > 1 else 0)
+    last = hold_out(clients, 0.25)
+    assert (
+        last.test[0][: last.test_size[0]].tolist()
+        == clients.train[0][: clients.train_size[0]][-last.test_size[0] :].tolist()
+    )
+    again, other = (hold_out(clients, 0.25, seed=seed) for seed in (3, 4))
+    assert all(map(np.array_equal, tuning, again))
+    assert not np.array_equal(tuning.test, other.test)
+
+
+def test_tables_and_differences():
+    assert MADE.to_markdown().splitlines()[2:] == [
+        "| A_1 | 0.550 ± 0.071 | 0.800 ± 0.000 |",
+        "| local | – | 0.560 ± 0.014 |",
+    ]
+    assert r"A\_1 & 0.550 $\pm$ 0.071 & 0.800 $\pm$ 0.000 \\" in MADE.to_latex()
+    first, second = MADE.differences("local")
+    gains = np.array([-0.05, 0.03])
+    assert first["difference"] == pytest.approx(gains.mean())
+    expected = scipy.stats.ttest_1samp(gains, 0).confidence_interval(0.95)
+    assert (first["low"], first["high"]) == pytest.approx(tuple(expected))
+    assert second["epsilon"] == math.inf
+    with pytest.raises(ValueError, match="reference='none'"):
+        MADE.differences("none")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_plots_and_files(tmp_path, suffix):
+    MADE.plot(tmp_path / f"plot.{suffix}")
+    assert (tmp_path / f"plot.{suffix}").stat().st_size > 1000
+    MADE.save(tmp_path / "made.json")
+    assert Comparison.load(tmp_path / "made.json") == MADE
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"methods": {}}, "methods="),
+        ({"methods": {"a/b": METHODS["DP-FedAvg"]}}, "names that a folder"),
+        ({"methods": {"a": private}}, "Candidate"),
+        ({"methods": {"a": Candidate(private, {"rate": [0.1], "clip": [1.0, 2.0]})}}, "one length"),
+        ({"methods": {"a": Candidate(private, {"noise_multiplier": [1.0]})}}, "without noise_multiplier"),
+        ({"epsilons": (0.0,)}, "epsilons="),
+        ({"epsilons": 8.0}, "epsilons="),
+        ({"epsilons": (1.0, 1.0)}, "epsilons="),
+        ({"seeds": ()}, "seeds="),
+        ({"seeds": (100,)}, "tuning_seed=100"),
+        ({"validation": 0.0}, "validation="),
+    ],
+)
+def test_wrong_arguments_are_refused(changes, words):
+    arguments = {"methods": METHODS, "clients": small_clients()} | SETTING | changes
+    with pytest.raises((ValueError, TypeError), match=words):
+        compare(arguments.pop("methods"), arguments.pop("clients"), **arguments)
+
+
+@pytest.mark.slow
+def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_path):
+    clients = small_clients()
+    found = compare(METHODS, clients, folder=tmp_path, **SETTING)
+    assert found.cells == [("DP-FedAvg", 8.0), ("DP-FedAvg", math.inf), ("local-only", math.inf)]
+    for tuned in found.tuning:
+        best = int(np.argmax(tuned["scores"]))
+        assert tuned["chosen"] == {name: column[best] for name, column in tuned["points"].items()}
+    stated = {(row["method"], row["epsilon"]): row["stated"] for row in found.rows}
+    assert 7.9 < stated["DP-FedAvg", 8.0] <= 8.0
+    assert stated["local-only", math.inf] == 0
+    assert stated["DP-FedAvg", math.inf] is None
+    chosen = next(row for row in found.tuning if row["method"] == "DP-FedAvg" and math.isinf(row["epsilon"]))["chosen"]
+    alone = simulate(jax.random.key(1), private(noise_multiplier=0.0, **chosen), clients, rounds=2, progress=False)
+    own = next(r for r in found.rows if r["method"] == "DP-FedAvg" and math.isinf(r["epsilon"]) and r["seed"] == 1)
+    assert own["loss"] == pytest.approx(alone.metrics[-1]["loss"], rel=1e-4)
+    assert compare(METHODS, clients, folder=tmp_path, **SETTING) == found
+    assert Comparison.load(tmp_path / "comparison.json") == found

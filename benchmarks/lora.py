@@ -30,7 +30,7 @@ class Config:
 
     clients: int = 100
     batch: int = 4
-    steps: int = 2
+    steps: int = 1
     length: int = 16
     """Tokens of an example."""
     rank: int = 4

@@ -78,9 +78,7 @@ def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) 
     return part._replace(ghost_norms=None)
 
 
-def rebuilt(
-    model: Model, kind: str, start: Params, fixed: Tree, network: Callable[[Callable, Params, Tree], Callable]
-) -> Model:
+def rebuilt(model: Model, kind: str, start: Params, fixed: Tree, network: Callable[[Callable], Callable]) -> Model:
     """The model with other parameters, and with frozen weights.
 
     Args:
@@ -88,17 +86,18 @@ def rebuilt(
         kind: for its name.
         start: its parameters at the start, by layers of the model.
         fixed: its frozen weights.
-        network: from one of the model's functions of parameters and inputs, parameters and frozen weights to the same
-            function of inputs.
+        network: makes of each of the model's functions the same one of parameters, frozen weights and inputs.
     """
 
     def of(function: Callable | None) -> Callable | None:
         if function is None:
             return None
 
+        built = network(function)
+
         @functools.wraps(function)
         def call(params: Params, *inputs: Any) -> Any:
-            return network(function, params, current(fixed))(*inputs)
+            return built(params, current(fixed), *inputs)
 
         return call
 
@@ -114,8 +113,8 @@ def rebuilt(
     )
 
 
-def _joined(function: Callable, params: Params, fixed: Params) -> Callable:
-    return functools.partial(function, {**fixed, **params})
+def _joined(function: Callable) -> Callable:
+    return lambda params, fixed, *inputs: function({**fixed, **params}, *inputs)
 
 
 def check_params(model: Model, params: Any) -> Params:

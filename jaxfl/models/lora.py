@@ -1,7 +1,8 @@
 """A pretrained network that is adapted by matrices of low rank (LoRA)."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -25,6 +26,15 @@ class _Kernel(NamedTuple):
 
 
 Path = tuple[str, ...]
+_Context = nn.module.InterceptorContext
+_TRACE = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def _intercepted(interceptor: Callable) -> Iterator[None]:
+    """Let calls of Flax's methods go through a function, also in what JAX traced before: its caches know of none."""
+    with nn.intercept_methods(interceptor), _TRACE(object()):
+        yield
 
 
 @checked(where=check_layers, train=check_layers, seed=functools.partial(check_count, least=0))
@@ -87,20 +97,20 @@ def lora(
     base = {name: params[name] for name in params if name not in train}
     fixed = (base, {} if train_a else a)
 
-    def network(function: Callable, params: Params, fixed: Tree) -> Callable:
-        base, a = fixed
+    def network(function: Callable) -> Callable:
+        @functools.partial(jax.jit, inline=True)
+        def call(params: Params, fixed: Tree, *inputs: Any) -> Any:
+            base, a = fixed
 
-        def adapt(call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
-            path = context.module.path
-            y = call(*args, **kwargs)
-            if path not in kernels or context.method_name != "__call__":
-                return y
-            own = functools.reduce(lambda tree, name: tree[name], path, params)
-            x = _input(args, kwargs).astype(y.dtype)
-            return y + scale * _low_rank(x, own.get("a", a.get(path)), own["b"], kernels[path])
+            def adapt(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:
+                path, y = context.module.path, call(*args, **kwargs)
+                if path not in kernels or context.method_name != "__call__":
+                    return y
+                own = functools.reduce(lambda tree, name: tree[name], path, params)
+                x = _input(args, kwargs).astype(y.dtype)
+                return y + scale * _low_rank(x, own.get("a", a.get(path)), own["b"], kernels[path])
 
-        def call(*inputs: Any) -> Any:
-            with nn.intercept_methods(adapt):
+            with _intercepted(adapt):
                 return function(base | {name: params[name] for name in train}, *inputs)
 
         return call
@@ -153,7 +163,7 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
     """The dense layers of a network, by a look at its calls."""
     found: dict[Path, _Kernel] = {}
 
-    def see(call: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
+    def see(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:
         module, y = context.module, call(*args, **kwargs)
         if context.method_name != "__call__" or not isinstance(module, nn.Dense | nn.DenseGeneral | Dense):
             return y
@@ -168,7 +178,7 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
 
     def look(shape: tuple[int, ...], dtype: Any) -> None:
         batch = jax.ShapeDtypeStruct((2, *shape), dtype)
-        with nn.intercept_methods(see):
+        with _intercepted(see):
             jax.eval_shape(lambda x: model.apply(params, model.prepare(x)), batch)
 
     if model.input_shape is None:

@@ -104,6 +104,15 @@ def test_the_gradient_is_the_full_one_between_the_factors():
     np.testing.assert_allclose(found["head"]["kernel"], full["head"]["kernel"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_a_network_that_was_traced_before_gets_its_adapters():
+    traced = jax.jit(BASE.apply)
+    model = lora(BASE._replace(apply=lambda params, x, key=None: traced(params, x)), WEIGHTS, rank=2)
+    traced(WEIGHTS, X)
+    for params in (model.init(KEY), moved(model.init(KEY)), moved(model.init(KEY), 0.1)):
+        np.testing.assert_allclose(model.apply(params, X), ADAPTED.apply(params, X), rtol=1e-5, atol=1e-6)
+
+
 def test_adapters_are_layers():
     model, params = ADAPTED, ADAPTED.init(KEY)
     assert model.layers == ("embed", "attention", "head")

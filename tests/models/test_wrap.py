@@ -126,7 +126,9 @@ def test_an_nnx_model_is_its_module(given):
     params = model.init(jax.random.key(7 if given else 3))
     assert model.extract is not None
     assert model.classify is not None
-    for found in (model.apply(params, x), model.classify(params, model.extract(params, x))):
+    features = model.extract(params, x)
+    head = {name: params[name] for name in model.head}
+    for found in (model.apply(params, x), model.classify(params, features), model.classify(head, features)):
         np.testing.assert_allclose(found, instance(x), rtol=1e-4, atol=1e-5)
     found = jax.jit(jax.grad(lambda params: jnp.sum(model.apply(params, x) ** 2)))(params)
     expected = nnx.grad(lambda module: jnp.sum(module(x) ** 2))(instance)

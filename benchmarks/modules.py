@@ -211,7 +211,7 @@ def main(config: Config) -> None:
             row |= {"client_steps_per_s": config.clients * config.steps / median}
             row |= {"over_torch": ratio(times["torch"], times[kind])}
             ready = times.get("ready")
-            rows.append(row | {"over_ready": ratio(ready, times[kind]) if ready else float("nan")})
+            rows.append(row | {"over_ready": ratio(ready, times[kind]) if ready else None})
     speeds = {f"{row['network']}, {row['kind']}": row["over_torch"] for row in rows if row["kind"] != "torch"}
     headline = ", ".join(f"{name} {times:.2f}" for name, times in speeds.items()) + " x PyTorch"
     figure = bars(speeds, "times PyTorch's speed", "Flax modules as they are written")

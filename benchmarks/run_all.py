@@ -45,6 +45,8 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         "compiling": ["compiling"],
         "round": ["round"],
     }
+    if vs:
+        options_of["modules"] = ["modules"]
     if quick:
         for name in WORKLOADS:
             options_of[f"throughput_{name}"] += ["--repeats", "5"]

@@ -128,6 +128,7 @@ def from_nnx(
 
     instance: Any = module if isinstance(module, nnx.Module) else nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, own, rest = nnx.split(instance, nnx.Param, ...)
+    shapes = [(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for path, leaf in nnx.to_flat_state(own)]
     kept = {type(leaf).__name__: leaf for _, leaf in nnx.to_flat_state(rest) if not isinstance(leaf, nnx.RngState)}
 
     def variables(key: Array, _batch: Array) -> Any:
@@ -139,7 +140,8 @@ def from_nnx(
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Array:
         flat = flatten_dict(params)
-        values = [flat[_named(path)] for path, _ in nnx.to_flat_state(own)]
+        # A head gets its own parameters alone: the others are shapes, which nothing can compute with.
+        values = [flat.get(_named(path), shape) for path, shape in shapes]
         streams = [_stream(key, number, leaf) for number, leaf in enumerate(jax.tree.leaves(rest))]
         # New variables: those of `rest` could not count within this trace.
         states = (jax.tree.unflatten(jax.tree.structure(tree), new) for tree, new in ((own, values), (rest, streams)))

@@ -158,6 +158,7 @@ def test_convolutions_and_pooling_equal_pytorch(options):
 
 POOLS = [
     functools.partial(nn.max_pool, window_shape=(2, 2), strides=(2, 2)),
+    functools.partial(nn.max_pool, window_shape=(2, 2), strides=(2, 2), padding="SAME"),
     functools.partial(nn.max_pool, window_shape=(3, 3), strides=(2, 2), padding="SAME"),
     functools.partial(nn.max_pool, window_shape=(2, 3), strides=(1, 3)),
     functools.partial(nn.max_pool, window_shape=(3, 2), strides=(3, 2)),
@@ -243,7 +244,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_follows_a_convolution_keeps_its_values(name):
-    layer, x = nn.Conv(4, (3, 3)), random((3, 8, 8, 3))
+    layer, x = nn.Conv(4, (3, 3), use_bias=name != "bias of rows"), random((3, 8, 8, 3))
     params = layer.init(jax.random.key(1), x)
     assert_close(*both(lambda p, x: NETWORKS[name](lambda x: layer.apply(p, x), x), params, x))
 
@@ -271,6 +272,13 @@ def test_the_form_of_choice_leaves_no_convolution_of_lax():
     names = {form: str(jax.make_jaxpr(in_form(layer.apply, form))(params, x)) for form in ("winograd", "lax")}
     assert "conv_general_dilated" not in names["winograd"]
     assert "conv_general_dilated" in names["lax"]
+
+
+def test_a_convolution_that_is_read_twice_is_computed_once():
+    layer, x = nn.Conv(4, (3, 3)), random((3, 8, 8, 3))
+    params = layer.init(jax.random.key(1), x)
+    program = jax.make_jaxpr(in_form(lambda p, x: shared(lambda x: layer.apply(p, x), x), "im2col"))(params, x)
+    assert str(program).count(" dot_general[") == 1
 
 
 def test_nnx_layers_are_covered_too():

@@ -110,7 +110,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "shape"), OPTIONS)
+@pytest.mark.parametrize(
+    ("options", "shape"), [*OPTIONS[:4], *(pytest.param(*other, marks=pytest.mark.slow) for other in OPTIONS[4:])]
+)
 def test_some_convolutions_equal_lax_for_clients_side_by_side(options, shape):
     layer, clients = nn.Conv(**options), 2
     x = random((clients, *shape))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -67,6 +68,44 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+class Tuned(NamedTuple):
+    """A builder of numbers, and the points that are tried."""
+
+    build: Callable[..., Algorithm]
+    points: dict[str, Sequence[float]]
+
+
+def grid(**axes: Sequence[float]) -> dict[str, Sequence[float]]:
+    """All combinations, as columns."""
+    columns = np.meshgrid(*axes.values(), indexing="ij")
+    return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
+
+
+def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
+    """A chosen point; a star where a wider grid might have had a better value (of two values, each is at an end)."""
+
+    def star(name: str, value: float) -> str:
+        tried = points[name]
+        return "*" * (len(set(tried)) > 2 and value in (min(tried), max(tried)))
+
+    return ", ".join(f"{name} {value:g}{star(name, value)}" for name, value in chosen.items())
+
+
+def split_clients(
+    data: Dataset, rows: Sequence[np.ndarray], test: Sequence[np.ndarray], examples: int, *, held_out: bool
+) -> Clients:
+    """Clients that train on the first `examples` of their rows, tested on the rest of those or on test examples."""
+    if held_out:
+        data = data._replace(test_inputs=data.train_inputs, test_labels=data.train_labels)
+        test = [own[examples:] for own in rows]
+    return make_clients(data, [own[:examples] for own in rows], test)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of what a result depends on."""
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 class Row(NamedTuple):

@@ -9,6 +9,7 @@ import pytest
 
 from experiments import common, quickstart
 from experiments.audit import table as audits
+from experiments.mechanisms import compare as mechanisms
 from experiments.methods import compare
 from jaxfl.data import load
 from jaxfl.models import mlp
@@ -66,6 +67,25 @@ def test_the_readme_of_the_audits_has_the_numbers_of_its_results():
     for row in honest.values():
         beyond = sum(bound > row["stated"] for bound in row["at_least"])
         assert beyond <= 1 + 0.05 * len(row["at_least"])
+
+
+def test_the_readme_of_the_mechanisms_has_the_numbers_of_its_results():
+    assert (mechanisms.HERE / "README.md").read_text() == mechanisms.render()
+
+
+@pytest.mark.parametrize("task", mechanisms.SETTINGS)
+def test_mechanisms_are_tuned_with_equal_budgets_at_equal_epsilon(task):
+    result = json.loads((mechanisms.HERE / "results" / f"{task}.json").read_text())
+    setting = result["setting"]
+    for epsilon in mechanisms.EPSILONS:
+        rows = [result["rows"][f"{name}, ε {epsilon:g}"] for name in mechanisms.PAIRS[task]]
+        assert len({len(row["validation"]) for row in rows}) == 1
+        for row in rows:
+            assert len(row["seeds"]) == len(row["accuracy"]) == 3
+            assert 0.98 * epsilon < row["epsilon"] <= epsilon
+            if row["bands"] == 1:
+                error = row["noise_multiplier"] / setting["cohort"] * math.sqrt((setting["rounds"] + 1) / 2)
+                assert row["error"] == pytest.approx(error)
 
 
 @pytest.mark.parametrize("task", compare.SETTINGS)

@@ -10,7 +10,6 @@ twenty, by the confidence of the bound; a claim that is refuted is false.
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import time
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import cli, compile_quickly, stoppable
+from experiments.common import cli, compile_quickly, stoppable, versions
 from jaxfl import LocalSGD, sweep
 from jaxfl._validate import checked
 from jaxfl.algorithms import (
@@ -151,12 +150,11 @@ def run(part: str, most: int | None = None) -> dict[str, Any]:
     for name, (method, count) in methods.items():
         rows[name] = audit(method, everybody, min(count, most or count), CANARIES[part])
         print(f"{name}: {rows[name]}", flush=True)
-    packages = ("jax", "jaxfl", "jax-privacy", "dp-accounting")
     return {
         "part": part,
         "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": CANARIES[part], "data": "digits"},
         "methods": rows,
-        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "versions": versions("jax", "jaxfl", "jax-privacy", "dp-accounting"),
         "date": datetime.date.today().isoformat(),
         "seconds": round(time.monotonic() - start),
     }

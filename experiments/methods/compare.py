@@ -10,7 +10,6 @@ trains on. The best point trains anew for every seed and meets the test examples
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import pathlib
 import time
@@ -21,7 +20,18 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import cli, compile_quickly, percent, seeds_of, stoppable
+from experiments.common import (
+    Tuned,
+    cli,
+    compile_quickly,
+    grid,
+    percent,
+    seeds_of,
+    split_clients,
+    starred,
+    stoppable,
+    versions,
+)
 from jaxfl import LocalSGD, simulate, sweep
 from jaxfl._validate import checked
 from jaxfl.algorithms import (
@@ -37,7 +47,7 @@ from jaxfl.algorithms import (
     pfedme,
     scaffold,
 )
-from jaxfl.data import Dataset, classes_per_client, iid, load, make_clients
+from jaxfl.data import Dataset, classes_per_client, iid, load
 from jaxfl.models import mlp
 from jaxfl.privacy import FixedSize, Mechanism
 from jaxfl.types import Algorithm, Clients, Model
@@ -81,20 +91,7 @@ SETTINGS = {
 TUNING_SEED = 100
 
 
-class Method(NamedTuple):
-    """A builder of numbers, and the points that are tried."""
-
-    build: Callable[..., Algorithm]
-    points: dict[str, Sequence[float]]
-
-
-def grid(**axes: Sequence[float]) -> dict[str, Sequence[float]]:
-    """All combinations, as columns."""
-    columns = np.meshgrid(*axes.values(), indexing="ij")
-    return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
-
-
-def personal_methods(model: Model, setting: Setting) -> dict[str, Method]:
+def personal_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
     """Methods whose clients are evaluated with a model of their own, and two that have one kind of model."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
     shared = {"sampling": sampling}
@@ -104,33 +101,33 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Method]:
 
     rates = (0.01, 0.03, 0.1)
     return {
-        "local-only": Method(lambda rate: local_only(model, local=local(rate), sampling=sampling), grid(rate=RATES)),
-        "FedAvg": Method(
+        "local-only": Tuned(lambda rate: local_only(model, local=local(rate), sampling=sampling), grid(rate=RATES)),
+        "FedAvg": Tuned(
             lambda rate: fedavg(model, local=local(rate), mechanism=Mechanism(sampling=sampling)), grid(rate=RATES)
         ),
-        "FedAvg, head fine-tuned": Method(
+        "FedAvg, head fine-tuned": Tuned(
             lambda rate, head: dp_fedavg_fb(
                 model, local=local(rate), head=LocalSGD(optax.sgd(head), size, epochs), **NO_LIMIT, **shared
             ),
             grid(rate=rates, head=(0.01, 0.1)),
         ),
-        "Ditto": Method(
+        "Ditto": Tuned(
             lambda rate, penalty: ditto(
                 model, penalty_weight=penalty, local=local(rate), personal=local(rate), **shared
             ),
             grid(rate=rates, penalty=(0.1, 1.0)),
         ),
-        "APFL": Method(
+        "APFL": Tuned(
             lambda rate, alpha_rate: apfl(model, alpha_learning_rate=alpha_rate, local=local(rate), **shared),
             grid(rate=rates, alpha_rate=(0.0, 0.1)),
         ),
-        "pFedMe": Method(
+        "pFedMe": Tuned(
             lambda penalty, step: pfedme(
                 model, penalty_weight=penalty, inner_learning_rate=0.03, local=local(step / penalty), **shared
             ),
             grid(penalty=(5.0, 15.0), step=(0.1, 0.3, 1.0)),
         ),
-        "Per-FedAvg": Method(
+        "Per-FedAvg": Tuned(
             lambda rate, inner: per_fedavg(
                 model,
                 inner_learning_rate=inner,
@@ -143,7 +140,7 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Method]:
     }
 
 
-def shared_methods(model: Model, setting: Setting) -> dict[str, Method]:
+def shared_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
     """Methods for one model of all."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
 
@@ -151,8 +148,8 @@ def shared_methods(model: Model, setting: Setting) -> dict[str, Method]:
         local, mechanism = LocalSGD(optax.sgd(rate), size, epochs), Mechanism(sampling=sampling)
         return fedavg(model, local=local, mechanism=mechanism, server_optimizer=optimizer)
 
-    def adaptive(optimizer: Callable[[float], optax.GradientTransformation]) -> Method:
-        return Method(
+    def adaptive(optimizer: Callable[[float], optax.GradientTransformation]) -> Tuned:
+        return Tuned(
             lambda rate, server: averaged(rate, optimizer(server)), grid(rate=(0.01, 0.1), server=(0.01, 0.03, 0.1))
         )
 
@@ -160,12 +157,12 @@ def shared_methods(model: Model, setting: Setting) -> dict[str, Method]:
         return scaffold(model, learning_rate=rate, batch_size=size, epochs=epochs, sampling=sampling)
 
     return {
-        "local-only": Method(
+        "local-only": Tuned(
             lambda rate: local_only(model, local=LocalSGD(optax.sgd(rate), size, epochs), sampling=sampling),
             grid(rate=RATES),
         ),
-        "FedAvg": Method(lambda rate: averaged(rate, optax.sgd(1.0)), grid(rate=RATES)),
-        "SCAFFOLD": Method(controlled, grid(rate=RATES)),
+        "FedAvg": Tuned(lambda rate: averaged(rate, optax.sgd(1.0)), grid(rate=RATES)),
+        "SCAFFOLD": Tuned(controlled, grid(rate=RATES)),
         "FedAdam": adaptive(fedadam),
         "FedYogi": adaptive(fedyogi),
         "FedAdagrad": adaptive(fedadagrad),
@@ -188,10 +185,7 @@ def clients_of(data: Dataset, task: str, setting: Setting, seed: int, *, held_ou
     if task == "shared":
         test = iid(data.test_labels, setting.clients, seed=seed)
     test = [generator.permutation(own)[: setting.test] for own in test]
-    if held_out:
-        data = data._replace(test_inputs=data.train_inputs, test_labels=data.train_labels)
-        test = [own[setting.examples :] for own in rows]
-    return make_clients(data, [own[: setting.examples] for own in rows], test)
+    return split_clients(data, rows, test, setting.examples, held_out=held_out)
 
 
 def score(task: str, metrics: Sequence[Mapping[str, float]]) -> float:
@@ -271,7 +265,7 @@ def run(config: Config) -> dict[str, Any]:
         "seeds": list(seeds),
         "largest_class": [largest_class(tested[seed]) for seed in seeds],
         "methods": rows,
-        "versions": {name: importlib.metadata.version(name) for name in ("jaxfl", "jax", "jaxlib", "optax", "numpy")},
+        "versions": versions("jaxfl", "jax", "jaxlib", "optax", "numpy"),
         "date": datetime.date.today().isoformat(),
         "seconds": round(time.monotonic() - began),
     }
@@ -302,17 +296,9 @@ def table(result: Mapping[str, Any]) -> str:
             third = ", ".join(str(first_round(row["rounds"], curve, target) or "–") for curve in row["accuracy"])
         spread = f"{100 * min(last):.1f} to {100 * max(last):.1f}"
         validation = f"{100 * max(row['validation']):.1f}, {100 * min(row['validation']):.1f}"
-        chosen = ", ".join(
-            f"{name} {value:g}{'*' * at_an_end(value, row['points'][name])}" for name, value in row["chosen"].items()
-        )
-        lines.append([name, percent(last), third, spread, validation, chosen])
+        lines.append([name, percent(last), third, spread, validation, starred(row["chosen"], row["points"])])
     lines.append(["the largest class of a client", percent(result["largest_class"]), *["–"] * (len(head) - 2)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def at_an_end(value: float, tried: Sequence[float]) -> bool:
-    """Whether a wider grid might have had a better value; of two values, each is at an end."""
-    return len(set(tried)) > 2 and value in (min(tried), max(tried))
 
 
 def first_round(rounds: Sequence[int], curve: Sequence[float], target: float) -> int | None:

@@ -70,14 +70,14 @@ def test_any_algorithm_on_both_stores(name, method):
 
 @pytest.mark.slow
 def test_a_memory_is_swept_and_checkpointed(tmp_path):
-    def build(clip):
-        return fedavg(MODEL, mechanism=AdaptiveClip(clip=clip, noise_multiplier=1.0, bit_noise=2.0))
+    def build(clip, quantile):
+        return fedavg(MODEL, mechanism=AdaptiveClip(clip=clip, noise_multiplier=1.0, quantile=quantile, bit_noise=2.0))
 
-    runs = sweep(KEY, build, {"clip": [0.1, 0.3]}, small_clients(), paired_noise=True, **RUN)
-    alone = simulate(KEY, build(0.3), small_clients(), folder=tmp_path, **RUN)
+    runs = sweep(KEY, build, {"clip": [0.1, 0.3], "quantile": [0.5, 0.9]}, small_clients(), paired_noise=True, **RUN)
+    alone = simulate(KEY, build(0.3, 0.9), small_clients(), folder=tmp_path, **RUN)
     bounds = [float(run.memory.clip) for run in (*runs, alone)]
     assert bounds[0] != bounds[1] == pytest.approx(bounds[2], rel=1e-5)
-    read = simulate(KEY, build(0.3), small_clients(), folder=tmp_path, **RUN)
+    read = simulate(KEY, build(0.3, 0.9), small_clients(), folder=tmp_path, **RUN)
     assert (read.restored, read.memory) == (3, alone.memory)
     np.testing.assert_allclose(alone.ledger.notes["clip"][0], 0.3, rtol=1e-6)
 

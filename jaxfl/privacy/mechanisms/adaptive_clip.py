@@ -48,7 +48,7 @@ class AdaptiveClip(Mechanism):
     Source: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021 (arXiv:1905.03871).
     """
 
-    quantile: float = 0.5
+    quantile: Number = 0.5
     rate: Number = 0.2
     bit_noise: float | None = None
 

@@ -1,0 +1,1 @@
+"""Mechanisms of one kind, beside each other."""

@@ -70,19 +70,6 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
         sys.__excepthook__(kind, error, trace)
 
 
-class Tuned(NamedTuple):
-    """A builder of numbers, and the points that are tried."""
-
-    build: Callable[..., Algorithm]
-    points: dict[str, Sequence[float]]
-
-
-def grid(**axes: Sequence[float]) -> dict[str, Sequence[float]]:
-    """All combinations, as columns."""
-    columns = np.meshgrid(*axes.values(), indexing="ij")
-    return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
-
-
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
     """A chosen point; a star where a wider grid might have had a better value (of two values, each is at an end)."""
 

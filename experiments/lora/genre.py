@@ -26,9 +26,8 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int
 
-from experiments.common import cli, number, percent, seeds_of, stoppable
+from experiments.common import cli, number, percent, seeds_of, starred, stoppable
 from experiments.lora.encoder import END, LAYERS, START, Classifier, Layer, pieces, vocabulary, weights
-from experiments.methods.compare import at_an_end
 from jaxfl import LocalSGD, sweep
 from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg, local_only
@@ -282,11 +281,7 @@ def table(result: Mapping[str, Any]) -> str:
             for run in row["runs"]
         }
         accuracies = [percent(by_epsilon.get(epsilon, by_epsilon.get("0", [math.nan]))) for epsilon in columns]
-        chosen = ", ".join(
-            f"{column} {value:g}{'*' * at_an_end(value, row['points'][column])}"
-            for column, value in row["chosen"].items()
-        )
-        lines.append([name, f"{row['parameters']:,}", *accuracies, chosen])
+        lines.append([name, f"{row['parameters']:,}", *accuracies, starred(row["chosen"], row["points"])])
     lines.append(["chance", "–", *["33.3"] * len(columns), "–"])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

@@ -21,10 +21,8 @@ import numpy as np
 import optax
 
 from experiments.common import (
-    Tuned,
     cli,
     compile_quickly,
-    grid,
     percent,
     seeds_of,
     split_clients,
@@ -32,7 +30,7 @@ from experiments.common import (
     stoppable,
     versions,
 )
-from jaxfl import LocalSGD, simulate, sweep
+from jaxfl import Candidate, LocalSGD, grid, simulate, sweep
 from jaxfl._validate import check_path, checked
 from jaxfl.algorithms import fedavg, local_only
 from jaxfl.data import Dataset, iid, load
@@ -87,7 +85,7 @@ SETTINGS = {
 class Cell(NamedTuple):
     """A line of the table: what is tuned, and what it adds to the model."""
 
-    method: Tuned
+    method: Candidate
     epsilon: float = math.inf
     noise: Plan | None = None
 
@@ -103,8 +101,8 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
             model, local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.steps), mechanism=mechanism
         )
 
-    def clipped(mechanism: Mechanism) -> Tuned:
-        return Tuned(lambda rate, clip: averaged(rate, dataclasses.replace(mechanism, clip=clip)), fixed)
+    def clipped(mechanism: Mechanism) -> Candidate:
+        return Candidate(lambda rate, clip: averaged(rate, dataclasses.replace(mechanism, clip=clip)), fixed)
 
     for epsilon in EPSILONS:
         (independent,) = plan(**numbers, epsilon=epsilon, kinds=("poisson",))
@@ -117,7 +115,7 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
             clip=0.1, noise_multiplier=independent.noise_multiplier, sampling=Poisson(setting.cohort / setting.clients)
         )
         found[f"fixed clip, ε {epsilon:g}"] = Cell(clipped(independent.mechanism), epsilon, independent)
-        method = Tuned(
+        method = Candidate(
             lambda rate, quantile, adaptive=adaptive: averaged(rate, dataclasses.replace(adaptive, quantile=quantile)),
             grid(rate=setting.rates, quantile=setting.quantiles),
         )
@@ -128,7 +126,7 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
         "clip": {"rate": setting.rates[1:2], "clip": setting.clips},
     }
     found["no noise"] = Cell(clipped(free)._replace(points=grid(**near[task])))
-    found["no noise, no clip"] = Cell(Tuned(lambda rate: averaged(rate, free), grid(rate=setting.free_rates)))
+    found["no noise, no clip"] = Cell(Candidate(lambda rate: averaged(rate, free), grid(rate=setting.free_rates)))
     return found
 
 
@@ -185,7 +183,7 @@ def run(config: Config) -> dict[str, Any]:
     facts = {"task": config.task, "setting": setting._asdict(), "versions": versions(*PACKAGES)}
 
     def tuned(
-        name: str, method: Tuned, setting: Setting, seeds: Sequence[int], rounds: int, every: int
+        name: str, method: Candidate, setting: Setting, seeds: Sequence[int], rounds: int, every: int
     ) -> dict[str, Any]:
         """The best point and round on validation examples, then runs of that for the seeds."""
         folders = {**facts, "points": method.points}
@@ -230,7 +228,7 @@ def run(config: Config) -> dict[str, Any]:
         if cell.noise is not None:
             rows[name] |= told(cell.noise)
         print(f"{name}: {percent(rows[name]['accuracy'])}", flush=True)
-    alone = Tuned(
+    alone = Candidate(
         lambda rate: local_only(model, local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.alone_steps)),
         grid(rate=setting.free_rates),
     )

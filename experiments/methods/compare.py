@@ -21,10 +21,8 @@ import numpy as np
 import optax
 
 from experiments.common import (
-    Tuned,
     cli,
     compile_quickly,
-    grid,
     percent,
     seeds_of,
     split_clients,
@@ -32,7 +30,7 @@ from experiments.common import (
     stoppable,
     versions,
 )
-from jaxfl import LocalSGD, simulate, sweep
+from jaxfl import Candidate, LocalSGD, grid, simulate, sweep
 from jaxfl._validate import checked
 from jaxfl.algorithms import (
     apfl,
@@ -91,7 +89,7 @@ SETTINGS = {
 TUNING_SEED = 100
 
 
-def personal_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
+def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
     """Methods whose clients are evaluated with a model of their own, and two that have one kind of model."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
     shared = {"sampling": sampling}
@@ -101,33 +99,33 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
 
     rates = (0.01, 0.03, 0.1)
     return {
-        "local-only": Tuned(lambda rate: local_only(model, local=local(rate), sampling=sampling), grid(rate=RATES)),
-        "FedAvg": Tuned(
+        "local-only": Candidate(lambda rate: local_only(model, local=local(rate), sampling=sampling), grid(rate=RATES)),
+        "FedAvg": Candidate(
             lambda rate: fedavg(model, local=local(rate), mechanism=Mechanism(sampling=sampling)), grid(rate=RATES)
         ),
-        "FedAvg, head fine-tuned": Tuned(
+        "FedAvg, head fine-tuned": Candidate(
             lambda rate, head: dp_fedavg_fb(
                 model, local=local(rate), head=LocalSGD(optax.sgd(head), size, epochs), **NO_LIMIT, **shared
             ),
             grid(rate=rates, head=(0.01, 0.1)),
         ),
-        "Ditto": Tuned(
+        "Ditto": Candidate(
             lambda rate, penalty: ditto(
                 model, penalty_weight=penalty, local=local(rate), personal=local(rate), **shared
             ),
             grid(rate=rates, penalty=(0.1, 1.0)),
         ),
-        "APFL": Tuned(
+        "APFL": Candidate(
             lambda rate, alpha_rate: apfl(model, alpha_learning_rate=alpha_rate, local=local(rate), **shared),
             grid(rate=rates, alpha_rate=(0.0, 0.1)),
         ),
-        "pFedMe": Tuned(
+        "pFedMe": Candidate(
             lambda penalty, step: pfedme(
                 model, penalty_weight=penalty, inner_learning_rate=0.03, local=local(step / penalty), **shared
             ),
             grid(penalty=(5.0, 15.0), step=(0.1, 0.3, 1.0)),
         ),
-        "Per-FedAvg": Tuned(
+        "Per-FedAvg": Candidate(
             lambda rate, inner: per_fedavg(
                 model,
                 inner_learning_rate=inner,
@@ -140,7 +138,7 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
     }
 
 
-def shared_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
+def shared_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
     """Methods for one model of all."""
     sampling, size, epochs = FixedSize(setting.cohort), setting.batch_size, setting.epochs
 
@@ -148,8 +146,8 @@ def shared_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
         local, mechanism = LocalSGD(optax.sgd(rate), size, epochs), Mechanism(sampling=sampling)
         return fedavg(model, local=local, mechanism=mechanism, server_optimizer=optimizer)
 
-    def adaptive(optimizer: Callable[[float], optax.GradientTransformation]) -> Tuned:
-        return Tuned(
+    def adaptive(optimizer: Callable[[float], optax.GradientTransformation]) -> Candidate:
+        return Candidate(
             lambda rate, server: averaged(rate, optimizer(server)), grid(rate=(0.01, 0.1), server=(0.01, 0.03, 0.1))
         )
 
@@ -157,12 +155,12 @@ def shared_methods(model: Model, setting: Setting) -> dict[str, Tuned]:
         return scaffold(model, learning_rate=rate, batch_size=size, epochs=epochs, sampling=sampling)
 
     return {
-        "local-only": Tuned(
+        "local-only": Candidate(
             lambda rate: local_only(model, local=LocalSGD(optax.sgd(rate), size, epochs), sampling=sampling),
             grid(rate=RATES),
         ),
-        "FedAvg": Tuned(lambda rate: averaged(rate, optax.sgd(1.0)), grid(rate=RATES)),
-        "SCAFFOLD": Tuned(controlled, grid(rate=RATES)),
+        "FedAvg": Candidate(lambda rate: averaged(rate, optax.sgd(1.0)), grid(rate=RATES)),
+        "SCAFFOLD": Candidate(controlled, grid(rate=RATES)),
         "FedAdam": adaptive(fedadam),
         "FedYogi": adaptive(fedyogi),
         "FedAdagrad": adaptive(fedadagrad),

@@ -96,6 +96,18 @@ class ResNet20(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+class Residual(nn.Module):
+    """ReLU of the sum of two paths."""
+
+    def __init__(self, path: nn.Module, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.path, self.shortcut = path, shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps."""
+        return F.relu(self.path(x) + self.shortcut(x))
+
+
 class Transformer(nn.Module):
     """Token and position embeddings, causal blocks (layer normalisation first, GELU), layer normalisation, a head."""
 

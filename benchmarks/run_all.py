@@ -45,6 +45,8 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         "compiling": ["compiling"],
         "round": ["round"],
     }
+    if vs:
+        options_of["modules"] = ["modules"]
     if quick:
         for name in WORKLOADS:
             options_of[f"throughput_{name}"] += ["--repeats", "5"]
@@ -66,7 +68,7 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
         options_of["compiling"] += ["--workloads", "lenet", "mlp"]
         options_of["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
     else:
-        options_of |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep", "mechanisms")}
+        options_of |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep", "mechanisms", "lora")}
         options_of["text"] = ["text", *beside]
     return {name: ["-m", f"benchmarks.{module}", *options] for name, (module, *options) in options_of.items()}
 

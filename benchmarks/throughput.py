@@ -122,7 +122,7 @@ def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dic
     from benchmarks import pytorch
 
     device = pytorch.best_device(cores())
-    data = pytorch.tensors(_floats(inputs), labels, device)
+    data = torch_tensors(inputs, labels, device)
 
     def round_of(**options: Any) -> Callable[[], None]:
         network = pytorch.NETWORKS[work.model](work.input_shape).to(device)
@@ -139,6 +139,13 @@ def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dic
 
     rounds = {f"torch, {device}": round_of()}
     return rounds | {f"torch, {device}, Fisher as published": round_of(published=True)} if work.feddpa else rounds
+
+
+def torch_tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Any, Any]:
+    """Examples as PyTorch takes them, normalised."""
+    from benchmarks import pytorch
+
+    return pytorch.tensors(_floats(inputs), labels, device)
 
 
 def _torch_processes(work: Workload, inputs: np.ndarray, labels: np.ndarray, repeats: int) -> list[float]:

@@ -119,6 +119,13 @@ def check_callable(name: str, value: Any) -> Callable:
     raise TypeError(f"{name}={show(value)}: give a function")
 
 
+def check_layers(name: str, value: Any) -> tuple[str, ...]:
+    """Require names of layers."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(layer, str) for layer in value):
+        raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
+    return tuple(value)
+
+
 def check_array(name: str, value: Any) -> np.ndarray:
     """Require what NumPy reads as an array of numbers; JAX arrays are fetched."""
     try:

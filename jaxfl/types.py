@@ -110,7 +110,8 @@ class Model(NamedTuple):
     the network at once in a local step (None: the whole batch); only speed and memory depend on it.
     `ghost_norms(params, x, probe)` also has the values of `apply`, and its gradient by `probe` [B] is the squared norm
     of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it, so another `apply` needs other
-    norms, or None. `input_shape` is that of an example (None: any that `prepare` takes).
+    norms, or None. `input_shape` is that of an example (None: any that `prepare` takes). `frozen` are weights that are
+    no parameters, and that its functions read by `jaxfl.models.frozen.current`.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Model(NamedTuple):
     ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Array] | None = None
     input_shape: tuple[int, ...] | None = None
     task: Task = classification()
+    frozen: Params = ()
 
 
 class Message(NamedTuple):

@@ -1,10 +1,12 @@
 """Every algorithm, built for small tests: one row serves all contract tests."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -24,6 +26,7 @@ from jaxfl.algorithms import (
     dp_pfeddsu_paper,
     fed_smp,
     fedavg,
+    fedbuff,
     feddpa,
     feddpa_paper,
     fedprox,
@@ -48,11 +51,26 @@ from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.data import load, make_clients
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import mlp
-from jaxfl.privacy import DPSGD, FixedSize, Mechanism, Poisson
+from jaxfl.privacy import (
+    DPSGD,
+    AdaptiveClip,
+    BallsInBins,
+    BandedNoise,
+    BLTNoise,
+    CyclicPoisson,
+    Extrapolated,
+    FixedSize,
+    Krum,
+    Mechanism,
+    Median,
+    MinSeparation,
+    Poisson,
+    TrimmedMean,
+)
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.tasks import one_hot_error
-from jaxfl.types import Algorithm, ClientData, Clients
+from jaxfl.types import Algorithm, ClientData, Clients, Message
 
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
 CLIP = 0.2
@@ -189,6 +207,45 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 }
 
 SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")
+MECHANISMS: dict[str, Mechanism] = {
+    "adaptive clip": AdaptiveClip(clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), bit_noise=2.0),
+    "banded noise": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2),
+    "blt noise": BLTNoise(clip=0.2, noise_multiplier=1.0, sampling=MinSeparation(3, 2)),
+    "amplified bands": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2, sampling=CyclicPoisson(0.3, 2)),
+    "extrapolated": Extrapolated(clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), cohort=20, population=900),
+    "median": Median(clip=0.2, sampling=Poisson(0.6)),
+    "trimmed mean": TrimmedMean(clip=0.2, sampling=Poisson(0.6), share=0.2),
+    "krum": Krum(clip=0.2, sampling=FixedSize(6), keep=3),
+}
+
+
+def untrained(mechanism: Mechanism) -> Algorithm:
+    """A method without local training, quick to compile: norms are about 0.05 to 0.5, and follow the server."""
+    base = fedavg(mlp((8, 8, 1), 10, hidden=()), mechanism=mechanism)
+
+    def client_update(key: Any, server: Any, client: Any, data: ClientData) -> tuple:
+        def drift(leaf: Any) -> Any:
+            places = jnp.arange(leaf.size, dtype=jnp.float32).reshape(leaf.shape)
+            return 0.0025 * (data.id + 1) * jnp.cos(leaf + places * (data.id + 1))
+
+        return Message(jax.tree.map(drift, server.params)), client, {}
+
+    return base._replace(client_update=client_update)
+
+
+TOGETHER: dict[str, Callable[[float], Algorithm]] = {
+    **{
+        name: lambda clip, mechanism=mechanism: untrained(dataclasses.replace(mechanism, clip=clip))
+        for name, mechanism in MECHANISMS.items()
+    },
+    "balls in bins": lambda clip: untrained(Mechanism(clip=clip, noise_multiplier=1.0, sampling=BallsInBins(2))),
+    "fedbuff": lambda clip: fedbuff(
+        untrained(Mechanism(clip=clip, noise_multiplier=1.0, sampling=Poisson(0.6))), staleness=2
+    ),
+}
+"""Every mechanism and sampler, by the clip bound."""
+
+
 IMPACTS = np.linspace(0, 2 / len(SIZES), len(SIZES))
 
 

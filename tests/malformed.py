@@ -91,6 +91,8 @@ BAD: dict[str, list[Any]] = {
     "any shape": [*NO_SHAPE, ()],
     "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
     "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
+    "layers": [3, "head", ("none",), (3,), {}, object()],
+    "network weights": [None, 3, "x", object(), {}, [], np.zeros(3), {"head": np.zeros(3)}, MODEL],
     "labels": NO_LABELS,
     "targets": NO_TARGETS,
     "inputs": NO_INPUTS,
@@ -172,6 +174,7 @@ PUBLISHED = {"clients": (2, "count"), "claim": (None, "bound?")}
 SEED = {"seed": (0, "count from 0")}
 IMAGES = {"input_shape": ((8, 8, 1), "shape"), "classes": (10, "count")}
 FORM = {"form": (None, "choice?")}
+WEIGHTS = {"model": (MODEL, "model"), "params": (MODEL.init(jax.random.key(0)), "network weights")}
 TOKENS = {
     "vocabulary": (5, "count"), "length": (4, "count"), "outputs": (None, "count?"), "every": (True, "flag"),
 }  # fmt: skip
@@ -366,6 +369,11 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "module": (lambda rngs: nnx.Linear(4, 10, rngs=rngs), "nnx module"), "input_shape": ((4,), "any shape"),
         "head": (None, "head?"), "name": (None, "text?"), "prepare": (lambda x: x, "function"),
         "task": (tasks.classification(), "task"), "form": (None, "choice?"),
+    }),
+    "frozen": (models.frozen, WEIGHTS | {"train": (("head",), "layers?")}),
+    "lora": (models.lora, WEIGHTS | {
+        "rank": (2, "count"), "where": (("dense_0",), "layers?"), "alpha": (None, "positive?"),
+        "train": (("head",), "layers?"), "train_a": (False, "flag"), "seed": (0, "count from 0"),
     }),
     "gru": (models.gru, TOKENS | {"embedding": (2, "count"), "width": (2, "count")}),
     "transformer": (models.transformer, TOKENS | {

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from algorithms_table import ALGORITHMS, MODEL, small_clients
+from algorithms_table import ALGORITHMS, MODEL, TOGETHER, small_clients
 from jax.experimental import multihost_utils
 
 from jaxfl import files, launch, simulate, sweep
@@ -24,6 +24,7 @@ from jaxfl.algorithms import fedprox
 from jaxfl.data import shard
 from jaxfl.engine.mesh import place
 from jaxfl.local.train import LocalSGD
+from jaxfl.privacy import Canaries
 from jaxfl.run.simulate import _Run
 
 KEY = jax.random.key(3)
@@ -46,8 +47,39 @@ def sweep_results(**options):
     return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores["loss"])]
 
 
+def each_mechanism(run):
+    """What each mechanism leaves behind with a clip bound of 0.2, by name, and what canaries do to one of them."""
+    options = {"rounds": 3, "eval_every": 3, "progress": False}
+    runs = {name: run(build, **options) for name, build in TOGETHER.items()}
+    runs["audit"] = run(TOGETHER["adaptive clip"], audit=Canaries(20), **options)
+    for name, left in runs.items():
+        epsilons = [left.statement["honest"][observer]["epsilon"] for observer in ("aggregate", "upload")]
+        parts = left.server, left.memory, left.ledger, left.scores, left.audit, np.array(epsilons, float)
+        for i, leaf in enumerate(jax.tree.leaves(parts)):
+            yield f"{name}, {i}", leaf
+
+
+def swept(build, **options):
+    return sweep(KEY, build, {"clip": [0.1, 0.2]}, small_clients(), paired_noise=True, **options)[1]
+
+
+def alone(build, **options):
+    return simulate(KEY, build(0.2), small_clients(), devices=jax.devices()[:1], **options)
+
+
+def write(folder, found):
+    if jax.process_index() == 0:
+        files.write_arrays(pathlib.Path(folder) / "found.npz", found)
+
+
 def program(folder, *options):
-    """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards."""
+    """Of one process: run, and write what is left behind; `die` in the last round, `sweep` afterwards.
+
+    Or sweep over all `mechanisms`.
+    """
+    if "mechanisms" in options:
+        write(folder, dict(each_mechanism(swept)))
+        return
     if "die" in options:
         patch = pytest.MonkeyPatch()
         patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
@@ -62,8 +94,7 @@ def program(folder, *options):
     found = results(folder=folder)
     if "sweep" in options:
         found += sweep_results()
-    if jax.process_index() == 0:
-        files.write_arrays(pathlib.Path(folder) / "found.npz", {str(i): leaf for i, leaf in enumerate(found)})
+    write(folder, {str(i): leaf for i, leaf in enumerate(found)})
 
 
 @pytest.fixture
@@ -114,6 +145,17 @@ def test_a_lost_process_stops_the_others_and_other_processes_go_on(start, tmp_pa
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2, 3]
     check_equal(tmp_path, expected() + sweep_results(devices=jax.devices()[:1]))
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("hosts")
+def test_every_mechanism_and_an_audit_in_a_sweep_of_two_processes(start, tmp_path):
+    assert start(2, 1, tmp_path, "mechanisms") == 0
+    with np.load(tmp_path / "found.npz") as found:
+        wanted = dict(each_mechanism(alone))
+        assert found.keys() == wanted.keys()
+        for name, leaf in wanted.items():
+            np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_a_process_reads_no_examples_of_others():

@@ -99,6 +99,11 @@ class Tokens(nn.Module):
         return nn.Dense(5)(nn.Embed(5, 4)(x))
 
 
+def slow(name):
+    """In CI alone."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 def data_of(name):
     """A model and clients of a task."""
     n = 64
@@ -115,7 +120,7 @@ def data_of(name):
     return from_flax(module, x.shape[1:], task=task), clients
 
 
-@pytest.mark.parametrize("name", ["regression", "multi_label", "next_token"])
+@pytest.mark.parametrize("name", ["regression", slow("multi_label"), slow("next_token")])
 def test_a_run_learns_and_reports_its_own_metrics(name, tmp_path):
     model, clients = data_of(name)
     algorithm = fedavg(model, local=jaxfl.LocalSGD(optax.sgd(0.3), batch_size=4, epochs=2))
@@ -130,7 +135,7 @@ def test_a_run_learns_and_reports_its_own_metrics(name, tmp_path):
     assert (tmp_path / "curves.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("name", ["regression", "multi_label", "next_token"])
+@pytest.mark.parametrize("name", [slow("regression"), slow("multi_label"), "next_token"])
 def test_private_steps_and_fisher_take_any_task(name):
     model, clients = data_of(name)
     private = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)

@@ -37,9 +37,9 @@ Build = Callable[[int], functools.partial]
 def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
     """Compile for a chunk, and for the arguments of a call."""
     step = build(chunk)
-    compiled = step.func.lower(*step.args, *arguments).compile()  # pyrefly: ignore[missing-attribute]
+    compiled = step.func.lower(*step.args, *arguments, **step.keywords).compile()  # pyrefly: ignore[missing-attribute]
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    return Program(functools.partial(compiled, *step.args), chunk, temporary / chunk)
+    return Program(functools.partial(compiled, *step.args, **step.keywords), chunk, temporary / chunk)
 
 
 def choose(

@@ -13,9 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl.backend import compiler_options
 from jaxfl.engine.mesh import Population, data_of
-from jaxfl.engine.program import Points, over_points
+from jaxfl.engine.program import Points, compile_for, over_points
 from jaxfl.local.train import blocks_of
 from jaxfl.tasks import Metric, average
 from jaxfl.types import Algorithm, Clients, Params, Tree
@@ -62,7 +61,7 @@ def compile_evaluation(
         return over_points(scores_of, algorithm)(key, server, states)
 
     everywhere = NamedSharding(population.mesh, P())  # every process reads the scores of all clients
-    program = jax.jit(evaluate, out_shardings=everywhere, compiler_options=compiler_options(population.mesh))
+    program = compile_for(algorithm, population, evaluate, out_shardings=everywhere)
     return functools.partial(program, population.clients, 0)
 
 

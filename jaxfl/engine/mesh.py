@@ -10,16 +10,20 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from jaxfl.data.clients import shard
-from jaxfl.types import ClientData, Clients, StepNoise
+from jaxfl.types import ClientData, Clients, StepNoise, Tree
 
 
 class Population(NamedTuple):
-    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples."""
+    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples.
+
+    `frozen` are a model's frozen weights, the whole of them on every device.
+    """
 
     clients: Clients
     number: int
     mesh: Mesh
     layout: P | Clients = P("clients")
+    frozen: Tree = ()
 
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
@@ -56,6 +60,18 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     return Population(jax.tree.map(put, shard(clients, mesh.size, local)), clients.number, mesh)
+
+
+def everywhere(mesh: Mesh, tree: Tree) -> Tree:
+    """Put the same arrays on all devices of a mesh."""
+    sharding = NamedSharding(mesh, P())
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)
+    return jax.jit(_same, out_shardings=sharding)(tree)  # `device_put` is for one process
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
 
 
 def data_of(

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
+from jaxfl.models.frozen import given
 from jaxfl.privacy.noise import derive
 from jaxfl.types import Algorithm, Clients, StepNoise, Tree
 
@@ -124,8 +125,35 @@ def compile_rounds(
 
         return over_points(rounds_of, algorithm)(keys, center, states)
 
-    options = compiler_options(population.mesh)
     shared, by_client = _shardings(algorithm, population)
     shardings = (shared, by_client, shared)
-    program = jax.jit(run, donate_argnames=("center", "states"), out_shardings=shardings, compiler_options=options)
+    program = compile_for(algorithm, population, run, donate_argnames=("center", "states"), out_shardings=shardings)
     return functools.partial(program, population.clients)
+
+
+def compile_for(
+    algorithm: Algorithm | Points, population: Population, work: Callable[..., Tree], **options: Any
+) -> functools.partial:
+    """`jax.jit(work)` for the population's devices, with its frozen weights as a further argument."""
+    options["compiler_options"] = compiler_options(population.mesh)
+    if not jax.tree.leaves(population.frozen):
+        return functools.partial(jax.jit(work, **options))
+
+    @functools.wraps(work)
+    def run(*arguments: Any, frozen: Tree) -> Tree:
+        with given(_frozen_of(algorithm), frozen):
+            return work(*arguments)
+
+    return functools.partial(jax.jit(run, **options), frozen=population.frozen)
+
+
+def freeze(algorithm: Algorithm | Points, population: Population) -> Population:
+    """The population with the model's frozen weights on each of its devices."""
+    return population._replace(frozen=everywhere(population.mesh, _frozen_of(algorithm)))
+
+
+def _frozen_of(algorithm: Algorithm | Points) -> Tree:
+    """The frozen weights of the model; those of all points are the same."""
+    if isinstance(algorithm, Points):
+        algorithm = algorithm.build(**{name: float(column[0]) for name, column in algorithm.values.items()})
+    return algorithm.model.frozen

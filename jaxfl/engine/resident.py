@@ -7,14 +7,12 @@ from typing import Any, Literal
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Key
 
 from jaxfl.engine.chunk import Program, choose
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
-from jaxfl.engine.mesh import place
-from jaxfl.engine.program import Points, compile_rounds, initialize
+from jaxfl.engine.mesh import everywhere, place
+from jaxfl.engine.program import Points, compile_rounds, freeze, initialize
 from jaxfl.engine.round import Keys, Records
 from jaxfl.types import Algorithm, Clients, Tree
 
@@ -44,8 +42,8 @@ class Resident:
         chunk: int | Literal["auto"],
         segment: int,
     ) -> None:
-        self.algorithm, self.population, self.chunk = algorithm, place(clients, devices), chunk
-        self.keys = self._everywhere(keys)
+        self.algorithm, self.population, self.chunk = algorithm, freeze(algorithm, place(clients, devices)), chunk
+        self.keys = everywhere(self.population.mesh, keys)
         self.center, self.states = initialize(init_key, self.keys.cohort, algorithm, self.population)
         self.program: Program | None = None
         population = self.population  # not `self`, which would keep programs until the garbage collector runs
@@ -61,7 +59,7 @@ class Resident:
     def record(self) -> Records:
         """Shapes of the records of one round of one run."""
         step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
-        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1))[2]  # pyrefly: ignore[missing-attribute]
+        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1), **step.keywords)[2]  # pyrefly: ignore[missing-attribute]
         axes = 1 if isinstance(self.algorithm, Algorithm) else 2
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes)
 
@@ -82,8 +80,8 @@ class Resident:
             step = compile_rounds(algorithm, self.population, chunk=1, segment=self._segment)
             score = compile_evaluation(algorithm, self.population, chunk=1)
         return {
-            "round": [step.func.trace(*step.args, *self._arguments(0, 1)).jaxpr],
-            "evaluation": [score.func.trace(*score.args, key, self.center.server, self.states).jaxpr],
+            "round": [step.func.trace(*step.args, *self._arguments(0, 1), **step.keywords).jaxpr],
+            "evaluation": [score.func.trace(*score.args, key, self.center.server, self.states, **score.keywords).jaxpr],
         }
 
     def rounds(self, start: int, count: int) -> Records:
@@ -116,15 +114,5 @@ class Resident:
 
     def _arguments(self, start: int, count: int) -> tuple:
         """Arguments of a call; the numbers are on all devices, so that the call transfers nothing."""
-        numbers = self._everywhere((np.int32(start), np.int32(count)))
+        numbers = everywhere(self.population.mesh, (np.int32(start), np.int32(count)))
         return self.keys, *numbers, self.center, self.states
-
-    def _everywhere(self, tree: Tree) -> Tree:
-        sharding = NamedSharding(self.population.mesh, P())
-        if sharding.is_fully_addressable:
-            return jax.device_put(tree, sharding)
-        return jax.jit(_same, out_shardings=sharding)(tree)  # `device_put` is for one process
-
-
-def _same(tree: Tree) -> Tree:
-    return tree

@@ -229,7 +229,8 @@ def _cohort(
     zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
     if total is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
-        sums = settle(zero)
+        # Not `settle(zero)`: the compiler would add up constants, for as long as a minute.
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(settle, zero))
     else:
         rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
 

@@ -24,7 +24,7 @@ from jaxfl.backend import compiler_options
 from jaxfl.engine.chunk import Program, choose
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import Population, mesh_of
-from jaxfl.engine.program import first_states
+from jaxfl.engine.program import compile_for, first_states, freeze
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
 from jaxfl.privacy.mechanisms.gaussian import Cohort
@@ -122,7 +122,8 @@ class Stream:
         chunk: int | Literal["auto"],
         folder: pathlib.Path | None,
     ) -> None:
-        self.init_key, self.algorithm, self.population = init_key, algorithm, place_examples(clients, devices)
+        self.init_key, self.algorithm = init_key, algorithm
+        self.population = freeze(algorithm, place_examples(clients, devices))
         self.chunk, mesh = chunk, self.population.mesh
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
@@ -153,7 +154,8 @@ class Stream:
         arguments = clients, self.keys, block.index, block.cohort, ids, self.center, self.zero, states
         most = self.slots // mesh.size
         self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
-        self.score = self._score(self.program.chunk).func
+        score = self._score(self.program.chunk)
+        self.score = functools.partial(score.func, **score.keywords)
         return self.program
 
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
@@ -161,12 +163,13 @@ class Stream:
         ids, clients, states = self._load(np.full(self.population.mesh.size, self.store.number, np.int32), tests=True)
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
-        build: Any = self._build(1).func
-        score: Any = self._score(1).func
+        build: Any = self._build(1)
+        score: Any = self._score(1)
         drawn = self.draw.trace(self.keys, index, self.center)
-        added = build.trace(clients, self.keys, index, cohort, ids, self.center, self.zero, states)
+        arguments = clients, self.keys, index, cohort, ids, self.center, self.zero, states
+        added = build.func.trace(*arguments, **build.keywords)
         finished = self.finish.trace(self.keys, index, cohort, self.zero, self.center)
-        scored = score.trace(clients, index, key, self.center.server, states)
+        scored = score.func.trace(clients, index, key, self.center.server, states, **score.keywords)
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
     def rounds(self, start: int, count: int) -> Records:
@@ -260,7 +263,7 @@ class Stream:
         @functools.cache
         def build(chunk: int) -> functools.partial:
             step = functools.partial(add, chunk)
-            return functools.partial(jax.jit(step, donate_argnames="states", out_shardings=by_client, **options))
+            return compile_for(algorithm, population, step, donate_argnames="states", out_shardings=by_client)
 
         self._build = build
         self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))

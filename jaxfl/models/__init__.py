@@ -1,5 +1,7 @@
 """Networks as pure functions."""
 
+from jaxfl.models.frozen import frozen
+from jaxfl.models.lora import lora
 from jaxfl.models.precision import with_precision
 from jaxfl.models.text import gru, transformer
 from jaxfl.models.wrap import from_flax, from_nnx
@@ -11,9 +13,11 @@ __all__ = [
     "feddpa_cnn",
     "from_flax",
     "from_nnx",
+    "frozen",
     "gru",
     "lenet",
     "lenet_groupnorm",
+    "lora",
     "mlp",
     "resnet20",
     "transformer",

@@ -42,7 +42,8 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        # A new function each time: JAX would keep the trace, which what intercepts Flax's methods must change.
+        closed, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)  # noqa: PLW0108
         outputs = _evaluate(closed, form == "winograd")(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
@@ -147,7 +148,8 @@ def _in_order(value: _Value, order: Sequence[int]) -> Any:
     value = _forced(value)
     if isinstance(value, _Moved) and value.order == tuple(order):
         return value.array
-    return _array(value).transpose(order) if jnp.ndim(value) else value
+    array = _array(value)
+    return array.transpose(order) if jnp.ndim(array) else array
 
 
 # What waits with a convolution
@@ -273,7 +275,9 @@ def _in_place(equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]) -
         return _Moved(jax.nn.relu(_in_order(inputs[0], order)), order)
     if name in _REDUCTIONS:
         left = [axis for axis in order if axis not in params["axes"]]
-        return bind(tuple(np.argsort(np.argsort(left))), axes=tuple(order.index(axis) for axis in params["axes"]))
+        return bind(
+            tuple(np.argsort(np.argsort(left)).tolist()), axes=tuple(order.index(axis) for axis in params["axes"])
+        )
     if name in _BY_AXIS:
         moved = {key: params[key] and tuple(params[key][axis] for axis in order) for key in _BY_AXIS[name]}
         return bind(order, **moved)

@@ -30,10 +30,15 @@ def with_precision(model: Model, precision: Precision) -> Model:
             mantissa where the accelerator has TensorFloat-32, elsewhere as "float32"; "bfloat16":
             weights and activations of the network in bfloat16, logits and features returned in float32.
 
+    Raises:
+        ValueError: the model has frozen weights, which bfloat16 would not reach.
+
     >>> from jaxfl.models import mlp
     >>> with_precision(mlp((8, 8, 1)), "bfloat16").name
     'mlp_bfloat16'
     """
+    if precision == "bfloat16" and jax.tree.leaves(model.frozen):
+        raise ValueError(f"model={model.name!r} has frozen weights: apply with_precision first, and freeze then")
 
     def at(network: Callable[..., Array]) -> Callable[..., Array]:
         @functools.wraps(network)

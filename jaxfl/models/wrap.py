@@ -14,7 +14,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_counts, checked, show
+from jaxfl._validate import check_counts, check_layers, checked, show
 from jaxfl.backend import Form
 from jaxfl.models._rewrite import in_form
 from jaxfl.models.zoo import depth_order, normalize
@@ -22,18 +22,12 @@ from jaxfl.tasks import Task, classification
 from jaxfl.types import Model, Params
 
 
-def _check_head(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(layer, str) for layer in value):
-        raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
-    return tuple(value)
-
-
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
     """Bytes are images, normalised to [-1, 1]; other inputs go to the module unchanged."""
     return normalize(inputs) if inputs.dtype == jnp.uint8 else inputs
 
 
-@checked(input_shape=functools.partial(check_counts, empty=False), head=_check_head)
+@checked(input_shape=functools.partial(check_counts, empty=False), head=check_layers)
 def from_flax(
     module: nn.Module,
     input_shape: Sequence[int],
@@ -92,7 +86,7 @@ def _check_nnx(name: str, value: Any) -> Any:
     return value
 
 
-@checked(module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=_check_head)
+@checked(module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=check_layers)
 def from_nnx(
     module: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
     input_shape: Sequence[int],
@@ -134,6 +128,7 @@ def from_nnx(
 
     instance: Any = module if isinstance(module, nnx.Module) else nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, own, rest = nnx.split(instance, nnx.Param, ...)
+    shapes = [(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for path, leaf in nnx.to_flat_state(own)]
     kept = {type(leaf).__name__: leaf for _, leaf in nnx.to_flat_state(rest) if not isinstance(leaf, nnx.RngState)}
 
     def variables(key: Array, _batch: Array) -> Any:
@@ -145,7 +140,8 @@ def from_nnx(
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Array:
         flat = flatten_dict(params)
-        values = [flat[_named(path)] for path, _ in nnx.to_flat_state(own)]
+        # A head gets its own parameters alone: the others are shapes, which nothing can compute with.
+        values = [flat.get(_named(path), shape) for path, shape in shapes]
         streams = [_stream(key, number, leaf) for number, leaf in enumerate(jax.tree.leaves(rest))]
         # New variables: those of `rest` could not count within this trace.
         states = (jax.tree.unflatten(jax.tree.structure(tree), new) for tree, new in ((own, values), (rest, streams)))

@@ -79,10 +79,10 @@ def _numbers(name: str, column: Any) -> list[float]:
     return [float(value) for value in array]
 
 
-def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None:
+def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree:
     """Require that an algorithm's functions take and return what the engine expects, for these clients and rounds.
 
-    Each function is traced once, for its shapes.
+    Each function is traced once, for its shapes; returns those of an update.
 
     Raises:
         TypeError: a field of the algorithm has the wrong type.
@@ -127,6 +127,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> None
     _check_same("server_update gives the server's state", stepped, server, "init makes one")
     personal = _trace("personalize", algorithm.personalize, key, server, client, data)
     _check_same("personalize gives parameters", personal, params, "the model has some")
+    return message.update
 
 
 def _check_model(model: Model, clients: Clients, key: Any) -> Tree:

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Key
 
 from jaxfl.engine.program import Points, over_points
-from jaxfl.types import Algorithm, Clients, Tree
+from jaxfl.types import Algorithm, Clients, Model, Tree
 
 _PARTS = {
     "init": "the start (weights of the model, or first states)",
@@ -89,6 +89,13 @@ def of_clients(clients: Clients) -> Facts:
     return {"clients": clients.number} | {
         _ARRAYS[name]: {"sha256": _of_array(array)} for name, array in clients._asdict().items()
     }
+
+
+def of_frozen(model: Model) -> Facts:
+    """A hash of the frozen weights, if the model has any: the programs take them as an argument."""
+    leaves = jax.tree.leaves_with_path(model.frozen)
+    whole = " ".join(f"{jax.tree_util.keystr(path)} {_of_array(leaf)}" for path, leaf in leaves)
+    return {"the model's frozen weights": {"sha256": hashlib.sha256(whole.encode()).hexdigest()}} if leaves else {}
 
 
 def of_key(key: Key[jax.Array, "*P"]) -> Facts:

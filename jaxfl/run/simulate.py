@@ -23,7 +23,7 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
-from jaxfl.privacy.audit import Canaries, Scores, audited, unaudited
+from jaxfl.privacy.audit import Canaries, Scores, audited, model_in, unaudited, with_final
 from jaxfl.run import fingerprint, report, signals
 from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.run.checkpoint import Checkpoints
@@ -256,7 +256,7 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = settings.rounds
-        check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
+        self.update = check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         self.evaluations = sorted({*range(every, rounds + 1, every), rounds})
@@ -287,6 +287,7 @@ class _Run:
             Journal(algorithm, clients, self.evaluations, blank, path if writes else None, public=public, told=told)
             for algorithm, path in zip(plain, folders, strict=True)
         ]
+        self.first = self._models() if settings.audit is not None else []
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
         facts: fingerprint.Facts = {}
         if folder is not None or jax.process_count() > 1:
@@ -322,7 +323,7 @@ class _Run:
                 )
             raise
         finally:
-            memories = self._split(self._memory())
+            memories = self._memories()
             results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers, states = self._split(self.runner.center), self._split(self.runner.all_states())
@@ -331,12 +332,17 @@ class _Run:
             for result, center, rows in zip(results, centers, states, strict=True)
         ]
 
-    def _memory(self) -> Tree:
-        """The canaries' scores, on the host; nothing without an audit, or where an error has left none."""
-        memory = self.runner.center.memory
-        if not isinstance(memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(memory)):
-            return ()
-        return jax.device_get(memory)
+    def _memories(self) -> list[Tree]:
+        """Each run's canary scores, on the host; nothing without an audit, or where an error has left none."""
+        center = self.runner.center
+        if not isinstance(center.memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
+            return self._split(())
+        scores = self._split(jax.device_get(center.memory))
+        return [with_final(*own) for own in zip(scores, self.first, self._models(), strict=True)]
+
+    def _models(self) -> list[np.ndarray | None]:
+        """Each run's model, on the host, where the server's state holds one."""
+        return [model_in(server, self.update) for server in self._split(self.runner.center.server)]
 
     def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done."""
@@ -448,4 +454,5 @@ class _Run:
         facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)
         start = fingerprint.start(method, population.clients, init_key)
         programs = {"init": [start], **self.runner.programs(self.eval_key)}
-        return facts | fingerprint.of_clients(self.clients) | fingerprint.of_programs(programs)
+        facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(algorithms[0].model)
+        return facts | fingerprint.of_programs(programs)

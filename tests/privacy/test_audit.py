@@ -7,13 +7,15 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.linalg
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 from dp_accounting import get_epsilon_gaussian
+from jax.flatten_util import ravel_pytree
 
 from jaxfl import simulate, sweep
-from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.algorithms import dp_fedavg, fedadam, fedavg
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.privacy import (
@@ -30,7 +32,19 @@ from jaxfl.privacy import (
     Poisson,
     format_statement,
 )
-from jaxfl.privacy.audit import Audited, _fold, _hadamard, _repeat, _rows, _signs, audit_report, audited
+from jaxfl.privacy.audit import (
+    Audited,
+    Scores,
+    _fold,
+    _hadamard,
+    _repeat,
+    _rows,
+    _signs,
+    audit_report,
+    audited,
+    model_in,
+    with_final,
+)
 from jaxfl.privacy.statement import with_audit
 from jaxfl.types import Message
 
@@ -170,6 +184,39 @@ def test_an_audit_is_swept_and_kept_in_its_folder(tmp_path):
     assert (again.restored, again.statement["audit"]) == (2, alone.statement["audit"])
     with pytest.raises(ValueError, match="holds another run"):
         simulate(KEY, build(4.0), small_clients(), folder=tmp_path, **{**RUN, "audit": None})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "linear"),
+    [(fedadam(0.1), False), pytest.param(optax.sgd(0.5), True, marks=pytest.mark.slow)],
+    ids=["adaptive", "plain"],
+)
+def test_the_final_model_is_scored_by_how_far_it_moved(optimizer, linear, tmp_path):
+    """By dense directions; under a plain server it is the sum, under an adaptive one it is not."""
+    options = {"clip": 0.3, "noise_multiplier": 0.5, "sampling": Poisson(0.6), "server_optimizer": optimizer}
+    algorithm = dp_fedavg(MODEL, **options)
+    result = simulate(KEY, algorithm, small_clients(), folder=tmp_path, **RUN)
+    first = algorithm.init(jax.random.split(KEY, 3)[0], 11)[0]
+    before, after = (np.asarray(ravel_pytree(s.params)[0], np.float64) for s in (first, result.server))
+    expected = directions(result.audit, 60, len(before)) @ (after - before)
+    np.testing.assert_allclose(result.audit.final, expected, rtol=1e-3, atol=1e-6)
+    like_sum = result.audit.final * (0.6 * 11) / (0.3 * 0.5)
+    assert np.allclose(like_sum, result.audit.sum, rtol=1e-3, atol=1e-4) == linear
+    np.testing.assert_array_equal(np.load(tmp_path / "audit.npz")["final"], result.audit.final)
+    told = result.statement["audit"]
+    assert told["scores"].keys() == {"likelihood", "sum", "most", "final"}
+    assert not told["by"].endswith("final")
+    if linear:
+        assert told["scores"]["final"] == pytest.approx(told["scores"]["sum"])
+
+
+def test_the_model_is_the_first_part_with_the_shapes_of_an_update():
+    update = {"a": jnp.zeros(3), "b": jnp.zeros(2)}
+    first, last = ({"a": start + jnp.arange(3.0), "b": jnp.ones(2)} for start in (0, 5))
+    np.testing.assert_array_equal(model_in((jnp.ones(()), [first, last]), update), [0, 1, 2, 1, 1])
+    assert model_in({"c": jnp.zeros(3), "b": jnp.zeros(2)}, update) is None
+    scores = Scores((), jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, jnp.zeros(5), jnp.zeros(5), jnp.zeros(5))
+    assert with_final(scores, None, None).final is None
 
 
 def test_correlated_noise_is_audited_by_its_sum():

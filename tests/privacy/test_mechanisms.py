@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithms_table import ALGORITHMS, MODEL, SIZES, small_clients
+from algorithms_table import ALGORITHMS, MECHANISMS, MODEL, SIZES, small_clients
 from dp_accounting import get_epsilon_gaussian
 
 from jaxfl import simulate, sweep
@@ -20,7 +20,6 @@ from jaxfl.privacy import (
     BLTNoise,
     CyclicPoisson,
     Extrapolated,
-    FixedSize,
     Full,
     Krum,
     Mechanism,
@@ -40,16 +39,6 @@ from jaxfl.types import Message
 
 KEY = jax.random.key(2)
 RUN: dict[str, Any] = {"rounds": 3, "eval_every": 3, "progress": False}
-MECHANISMS = {
-    "adaptive clip": AdaptiveClip(clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), bit_noise=2.0),
-    "banded noise": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2),
-    "blt noise": BLTNoise(clip=0.2, noise_multiplier=1.0, sampling=MinSeparation(3, 2)),
-    "amplified bands": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2, sampling=CyclicPoisson(0.3, 2)),
-    "extrapolated": Extrapolated(clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), cohort=20, population=900),
-    "median": Median(clip=0.2, sampling=Poisson(0.6)),
-    "trimmed mean": TrimmedMean(clip=0.2, sampling=Poisson(0.6), share=0.2),
-    "krum": Krum(clip=0.2, sampling=FixedSize(6), keep=3),
-}
 ROBUST = ("median", "trimmed mean", "krum")
 
 

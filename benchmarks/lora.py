@@ -1,0 +1,76 @@
+"""Adapters of a frozen encoder, clients vectorised, against a loop of full models.
+
+python -m benchmarks.lora
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import optax
+import tyro
+
+from benchmarks.common import OUT, bars, finish, in_turn, medians, ratio
+from benchmarks.workloads import compile_round
+from experiments.lora.encoder import VOCABULARY, Classifier
+from jaxfl import LocalSGD
+from jaxfl.algorithms import dp_fedavg
+from jaxfl.data import from_arrays, make_clients
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import freeze
+from jaxfl.models import from_flax, lora
+from jaxfl.privacy import Full
+from jaxfl.types import Algorithm, Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to time; the encoder has 22.7 million weights, and random ones take as long as any."""
+
+    clients: int = 100
+    batch: int = 4
+    steps: int = 1
+    length: int = 16
+    """Tokens of an example."""
+    rank: int = 4
+    chunks: tuple[int, ...] = (100, 1)
+    """Clients vectorised at a time; the first is the headline's."""
+    repeats: int = 5
+    out: pathlib.Path = OUT
+
+
+def algorithm_of(config: Config, model: Model) -> Algorithm:
+    """A private round of some steps of every client."""
+    local = LocalSGD(optax.sgd(0.01), config.batch, steps=config.steps)
+    return dp_fedavg(model, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=local)
+
+
+def main(config: Config) -> None:
+    """Print seconds of a round with adapters, of one with all weights, and their ratio."""
+    generator, examples = np.random.default_rng(0), config.clients * config.batch
+    tokens = generator.integers(0, VOCABULARY, (examples, config.length), np.int32)
+    labels = generator.integers(0, 3, examples, np.int32)
+    data = from_arrays(tokens, labels, tokens[:1], labels[:1], classes=3)
+    clients = make_clients(data, list(np.arange(examples).reshape(-1, config.batch)), [[0]] * config.clients)
+    full = from_flax(Classifier(3), (config.length,))
+    adapted = lora(full, jax.jit(full.init)(jax.random.key(0)), rank=config.rank)
+    ways = {f"adapters, {chunk} clients at a time": (adapted, chunk) for chunk in config.chunks}
+    ways["all weights, one client after the other"] = (full, 1)
+    rounds = {}
+    for way, (model, chunk) in ways.items():
+        algorithm = algorithm_of(config, model)
+        rounds[way] = compile_round(algorithm, freeze(algorithm, place(clients)), chunk)
+    seconds = in_turn({way: program.run for way, program in rounds.items()}, config.repeats)
+    typical, (*_, reference) = medians(seconds), ways
+    times = {way: ratio(seconds[reference], seconds[way]) for way in ways}
+    rows = [
+        {"way": way, "seconds": typical[way], "times as fast": times[way], "temporary MB": rounds[way].temporary_mb}
+        for way in ways
+    ]
+    headline = ", ".join(f"{way} x{value:.2f}" for way, value in times.items() if way != reference)
+    finish(config, "lora", headline, rows, bars(typical, "seconds", "a round"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

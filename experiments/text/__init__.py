@@ -1,0 +1,1 @@
+"""Text: clients are the roles of plays."""

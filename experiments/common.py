@@ -70,14 +70,14 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
         sys.__excepthook__(kind, error, trace)
 
 
+def at_an_end(value: float, tried: Sequence[float]) -> bool:
+    """Whether a wider grid might have had a better value; of two values, each is at an end."""
+    return len(set(tried)) > 2 and value in (min(tried), max(tried))
+
+
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
-    """A chosen point; a star where a wider grid might have had a better value (of two values, each is at an end)."""
-
-    def star(name: str, value: float) -> str:
-        tried = points[name]
-        return "*" * (len(set(tried)) > 2 and value in (min(tried), max(tried)))
-
-    return ", ".join(f"{name} {value:g}{star(name, value)}" for name, value in chosen.items())
+    """A chosen point, with a star for each number at an end of its grid."""
+    return ", ".join(f"{name} {value:g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
 
 
 def split_clients(

@@ -22,8 +22,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import cli, compile_quickly, number, percent, seeds_of, stoppable
-from experiments.methods.compare import at_an_end
+from experiments.common import at_an_end, cli, compile_quickly, number, percent, seeds_of, stoppable
 from experiments.text import shakespeare
 from jaxfl import LocalSGD, grid, sweep
 from jaxfl._validate import checked

@@ -169,7 +169,7 @@ POOLS = [
 ]
 
 
-@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.func.__name__} {pool.keywords}")
 @pytest.mark.parametrize("before", ["convolution", "nothing"])
 def test_pooling_equals_lax(pool, before):
     layer, x = nn.Conv(3, (3, 3)), random((2, 9, 8, 3))

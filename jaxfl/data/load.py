@@ -216,7 +216,10 @@ def from_arrays(
         test_labels = check_targets("test_labels", test_labels, len(test_inputs))
         kind, other = ((str(labels.dtype), labels.shape[1:]) for labels in (train_labels, test_labels))
         if kind != other:
-            raise ValueError(f"test_labels has rows {other}: give the dtype and shape of train_labels, {kind}")
+            raise ValueError(
+                f"test_labels has rows {other}, and train_labels {kind}: give both of one dtype and shape; classes are "
+                "whole numbers, e.g. train_labels.astype(np.int32)"
+            )
         return Dataset(train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner)
     train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)

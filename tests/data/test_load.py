@@ -305,7 +305,7 @@ def spoil(value):
     [
         ({"train_labels": LABELS[:3]}, r"train_labels.shape=\(3,\): give one label for each of the 4 inputs"),
         ({"test_labels": LABELS[:, None]}, r"test_labels.shape=\(4, 1\)"),
-        ({"train_labels": LABELS * 1.0}, r"train_labels.dtype=float64: .*astype\(np.int32\)"),
+        ({"train_labels": LABELS * 1.0}, r"train_labels \('float32', \(\)\): .*astype\(np.int32\)"),
         ({"train_labels": LABELS - 1}, "train_labels holds -1"),
         ({"test_labels": LABELS + 1, "classes": 3}, "test_labels holds 3: give labels from 0 to classes - 1 = 2"),
         ({"train_labels": LABELS + 2**40}, "train_labels holds 1099511627776"),

@@ -38,7 +38,7 @@ def results(**options):
     gathered = multihost_utils.process_allgather(run.states, tiled=True)
     states = [np.asarray(leaf)[: len(run.scores["loss"])] for leaf in jax.tree.leaves(gathered)]
     losses = [row["train_loss"] for row in run.metrics]
-    return [*jax.tree.leaves(run.server), *states, *run.history, run.ledger.participants, losses]
+    return [*jax.tree.leaves(run.server), *states, *run.history.values(), run.ledger.participants, losses]
 
 
 def sweep_results(**options):

@@ -18,7 +18,7 @@ from jaxfl import algorithms, data, models, privacy, tasks
 from jaxfl.engine import compilation_cache
 from jaxfl.local import LocalSGD
 from jaxfl.run.attack import membership
-from jaxfl.run.compare import Candidate, Comparison, compare, grid
+from jaxfl.run.compare import Candidate, Comparison, compare, grid, spread
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
 from jaxfl.tasks import Metric, Task
@@ -29,5 +29,5 @@ compilation_cache.keep()
 __all__ = [
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Ledger", "LocalSGD", "Message", "Metric", "Model",
     "Result", "Task", "Terms", "algorithms", "compare", "data", "grid", "membership", "models", "privacy", "simulate",
-    "sweep", "tasks",
+    "spread", "sweep", "tasks",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 from algorithms_table import MODEL, small_clients
 
-from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate
+from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate, spread
 from jaxfl.algorithms import dp_fedavg, local_only
 from jaxfl.data import hold_out
 from jaxfl.privacy import Poisson
@@ -26,7 +26,7 @@ def private(rate, clip, noise_multiplier):
 
 METHODS = {
     "DP-FedAvg": Candidate(private, grid(rate=[0.01, 0.3], clip=[1.0])),
-    "local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e-6, 0.1]}),
+    "local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e-6, 0.1]}, 3),
 }
 SETTING: dict[str, Any] = {"rounds": 2, "epsilons": (8.0, math.inf), "seeds": (0, 1), "progress": False}
 
@@ -82,6 +82,16 @@ def test_tables_and_differences():
         MADE.differences("none")
 
 
+def test_points_fill_a_box_whatever_their_number():
+    points = np.log(list(spread(48, rate=(0.01, 1.0), clip=(0.1, 10.0)).values()))
+    unit = (points - np.log([[0.01], [0.1]])) / np.log([[100.0], [100.0]])
+    boxes = np.floor(unit * [[4], [3]] + 1e-9).astype(int)
+    counts = np.unique(boxes, axis=1, return_counts=True)[1]
+    assert counts.tolist() == [4] * 12  # any 2^i 3^j numbers of Halton's sequence in a row
+    with pytest.raises(ValueError, match=r"rate=\(1.0, 0.1\)"):
+        spread(2, rate=(1.0, 0.1))
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plots_and_files(tmp_path, suffix):
     MADE.plot(tmp_path / f"plot.{suffix}")
@@ -97,6 +107,7 @@ def test_plots_and_files(tmp_path, suffix):
         ({"methods": {"a/b": METHODS["DP-FedAvg"]}}, "names that a folder"),
         ({"methods": {"a": private}}, "Candidate"),
         ({"methods": {"a": Candidate(private, {"rate": [0.1], "clip": [1.0, 2.0]})}}, "one length"),
+        ({"methods": {"a": Candidate(private, {"clip": [1.0]}, 0)}}, "rounds=0"),
         ({"methods": {"a": Candidate(private, {"noise_multiplier": [1.0]})}}, "without noise_multiplier"),
         ({"epsilons": (0.0,)}, "epsilons="),
         ({"epsilons": 8.0}, "epsilons="),
@@ -118,8 +129,11 @@ def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_pat
     found = compare(METHODS, clients, folder=tmp_path, **SETTING)
     assert found.cells == [("DP-FedAvg", 8.0), ("DP-FedAvg", math.inf), ("local-only", math.inf)]
     for tuned in found.tuning:
-        best = int(np.argmax(tuned["scores"]))
+        scores = np.array(list(tuned["scores"].values()))  # by round and point
+        at, best = np.unravel_index(np.argmax(scores.T.ravel()), scores.T.shape)[::-1]
         assert tuned["chosen"] == {name: column[best] for name, column in tuned["points"].items()}
+        assert tuned["rounds"] == int(list(tuned["scores"])[at])
+    assert [len(tuned["scores"]) for tuned in found.tuning] == [1, 1, 3]
     stated = {(row["method"], row["epsilon"]): row["stated"] for row in found.rows}
     assert 7.9 < stated["DP-FedAvg", 8.0] <= 8.0
     assert stated["local-only", math.inf] == 0

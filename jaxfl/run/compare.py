@@ -15,8 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
+import scipy.stats.qmc
 
-from jaxfl._validate import at_least_0, check_counts, check_fraction, check_instance, checked, count_from_0, show
+from jaxfl._validate import (
+    at_least_0,
+    check_count,
+    check_counts,
+    check_fraction,
+    check_instance,
+    checked,
+    count_from_0,
+    show,
+)
 from jaxfl.data.clients import hold_out
 from jaxfl.files import write_json
 from jaxfl.privacy.accounting import calibrate
@@ -24,7 +34,7 @@ from jaxfl.run.check import check_clients, check_values
 from jaxfl.run.recorder import Result
 from jaxfl.run.report import draw_comparison, progress_bar
 from jaxfl.run.simulate import CHECKS, RunOptions, sweep
-from jaxfl.tasks import Task, classification
+from jaxfl.tasks import classification
 from jaxfl.types import Algorithm, Clients
 
 Row: TypeAlias = dict[str, Any]
@@ -36,11 +46,14 @@ class Candidate(NamedTuple):
     Args:
         build: keyword arguments to algorithm, as `jaxfl.sweep` has it. If it takes `noise_multiplier`, the method is
             run at every epsilon; otherwise once, without noise.
-        points: columns of numbers to try, by argument of `build` (see `grid`).
+        points: columns of numbers to try, by argument of `build` (see `grid` and `spread`).
+        rounds: its own number of rounds; None: the comparison's. A method that sends nothing stops at the round that
+            is best on validation examples, so give it as many as it can use.
     """
 
     build: Callable[..., Algorithm]
     points: Mapping[str, Sequence[float]] = {}
+    rounds: int | None = None
 
     @property
     def private(self) -> bool:
@@ -51,6 +64,14 @@ class Candidate(NamedTuple):
     def number(self) -> int:
         """Number of points."""
         return len(next(iter(self.points.values()), (0,)))
+
+    def point(self, index: int) -> dict[str, float]:
+        """The arguments of a point."""
+        return {argument: float(column[index]) for argument, column in self.points.items()}
+
+    def first(self) -> Algorithm:
+        """The algorithm of the first point, with noise if it takes any."""
+        return self.build(**self.point(0), **{"noise_multiplier": 1.0} if self.private else {})
 
 
 def grid(**axes: Any) -> dict[str, list[float]]:
@@ -65,13 +86,30 @@ def grid(**axes: Any) -> dict[str, list[float]]:
     return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
 
 
+def spread(number: int, **axes: tuple[float, float]) -> dict[str, list[float]]:
+    """Points that fill a box of positive numbers evenly on a logarithmic scale (Halton's sequence), as columns.
+
+    With them, methods of one, two and three arguments get the same number of points.
+
+    >>> {name: np.round(column, 3).tolist() for name, column in spread(3, rate=(0.01, 1.0), clip=(0.1, 10.0)).items()}
+    {'rate': [0.1, 0.032, 0.316], 'clip': [0.464, 2.154, 0.167]}
+    """
+    for name, ends in check_values("axes", axes).items():
+        if len(ends) != 2 or not 0 < ends[0] < ends[1] < math.inf:
+            raise ValueError(f"{name}={show(axes[name])}: give two numbers above 0, the smaller one first")
+    low, high = np.log(list(axes.values())).T
+    sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)  # after the origin
+    unit = sequence.random(check_count("number", number))
+    return dict(zip(axes, np.exp(low + unit * (high - low)).T.tolist(), strict=True))
+
+
 class Comparison(NamedTuple):
     """What `compare` found.
 
     `rows` has one row per method, epsilon and seed: `method`, `epsilon` (the target; infinite without noise),
     `stated` (the statement's for the observer of sums; 0 for methods that send nothing, None where there is none),
     `seed`, `chosen` (the point), and the last row of the run's metrics. `tuning` has, for each method and epsilon, the
-    points and their scores on validation examples.
+    points and, by the evaluated rounds that may be chosen, their scores on validation examples.
     """
 
     rows: list[Row]
@@ -181,6 +219,8 @@ def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
         if not isinstance(method, str) or not re.fullmatch(r"[^/\\\x00-\x1f]+", method) or method in (".", ".."):
             raise ValueError(f"{name}={show(value)}: give names that a folder can have, not {method!r}")
         check_instance(f"{name}[{method!r}]", candidate, (Candidate,))
+        if candidate.rounds is not None:
+            check_count(f"{name}[{method!r}].rounds", candidate.rounds)
         lengths = {len(column) for column in candidate.points.values()}
         if len(lengths) > 1 or 0 in lengths or "noise_multiplier" in candidate.points:
             columns = {argument: len(column) for argument, column in candidate.points.items()}
@@ -232,7 +272,8 @@ def compare(
     headline metric on examples held out of each client's training split; (2) the best one is run with every seed, on
     all training examples, and the test examples are read once. Epsilon does not cover the tuning, as the protocol says.
     All points of a method and all epsilons go through one compiled program, and so does each seed. Noise is the least
-    for its epsilon, by `jaxfl.privacy.calibrate`.
+    for its epsilon, by `jaxfl.privacy.calibrate`. What a method that sends nothing has trained on validation examples
+    is also scored in twenty of its rounds, and the best one is its last.
 
     Put baselines among the methods: `local_only`, a clip bound of infinity, a fine-tuned model.
 
@@ -256,24 +297,24 @@ def compare(
     assert callable(clients)
     held_out = hold_out(check_clients(f"clients({tuning_seed})", clients(tuning_seed)), validation, seed=tuning_seed)
     tested = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
-    shared: dict[str, Any] = {"eval_every": rounds, **options, "rounds": rounds, "progress": False}
+    shared: dict[str, Any] = {**options, "progress": False}
     rows: list[Row] = []
     tuning: list[Row] = []
     shown, task = options.get("progress", True), classification()
     with progress_bar("compare", len(methods) * (1 + len(tested)), shown) as update:
         steps = itertools.count()
         for name, method in methods.items():
-            at = _Runs(method, None if root is None else root / name, shared)
-            levels = _levels(method, held_out.number, rounds, epsilons)
-            noise = {"noise_multiplier": 1.0} if method.private else {}
-            task = method.build(**at.point(0), **noise).model.task
+            at = _Runs(method, method.first(), None if root is None else root / name, shared)
+            length, task = method.rounds or rounds, at.algorithm.model.task
+            levels = _levels(at, held_out.number, length, epsilons)
             update(next(steps), f"{name}: tuning")
-            chosen = _tuned(at, held_out, levels, tuning_seed, task)
+            chosen = _tuned(at, held_out, length, levels, tuning_seed)
             tuning += [{"method": name} | row for row in chosen]
             for seed, own in tested.items():
                 update(next(steps), f"{name}: seed {seed}")
                 columns = {argument: [row["chosen"][argument] for row in chosen] for argument in method.points}
-                results = at.run(columns | _noise(method, levels), own, seed, f"seed={seed}")
+                columns |= _noise(method, levels)
+                results = at.run(columns, own, seed, f"seed={seed}", chosen[0]["rounds"])
                 for row, result in zip(chosen, results, strict=True):
                     last = {key: value for key, value in result.metrics[-1].items() if key != "epsilon"}
                     facts = {"epsilon": row["epsilon"], "stated": _stated(result.statement), "seed": seed}
@@ -294,27 +335,39 @@ class _Runs(NamedTuple):
     """The runs of a method."""
 
     method: Candidate
+    algorithm: Algorithm
+    """Its first point."""
     folder: pathlib.Path | None
     options: dict[str, Any]
 
-    def point(self, index: int) -> dict[str, float]:
-        """One of the points."""
-        return {argument: float(column[index]) for argument, column in self.method.points.items()}
-
-    def run(self, columns: Mapping[str, Sequence[float]], clients: Clients, seed: int, name: str) -> list[Result]:
+    def run(
+        self,
+        columns: Mapping[str, Sequence[float]],
+        clients: Clients,
+        seed: int,
+        name: str,
+        rounds: int,
+        every: int = 0,
+    ) -> list[Result]:
         """One program for all columns."""
         count = len(next(iter(columns.values()), (0,)))
         keys = jnp.broadcast_to(jax.random.key(seed), (count,))
-        folder = None if self.folder is None else self.folder / name
-        return sweep(keys, self.method.build, columns, clients, folder=folder, **self.options)
+        return sweep(
+            keys,
+            self.method.build,
+            columns,
+            clients,
+            rounds=rounds,
+            folder=None if self.folder is None else self.folder / name,
+            **{"eval_every": every or rounds} | self.options,
+        )
 
 
-def _levels(method: Candidate, clients: int, rounds: int, epsilons: Sequence[float]) -> dict[float, float]:
+def _levels(runs: _Runs, clients: int, rounds: int, epsilons: Sequence[float]) -> dict[float, float]:
     """The noise multiplier of each epsilon; no noise for a method that takes none."""
-    if not method.private:
+    if not runs.method.private:
         return {math.inf: 0.0}
-    point = {argument: column[0] for argument, column in method.points.items()}
-    algorithm = method.build(noise_multiplier=1.0, **point)
+    algorithm = runs.algorithm
     states = jax.eval_shape(lambda key: algorithm.init(key, clients)[1], jax.random.key(0))
     options = {
         "mechanism": algorithm.mechanism,
@@ -332,22 +385,27 @@ def _noise(method: Candidate, levels: Mapping[float, float], times: int = 1) -> 
     return {"noise_multiplier": [z for z in levels.values() for _ in range(times)]} if method.private else {}
 
 
-def _tuned(runs: _Runs, clients: Clients, levels: Mapping[float, float], seed: int, task: Task) -> list[Row]:
-    """The best point at each epsilon, with the scores of all."""
-    method = runs.method
+def _tuned(runs: _Runs, clients: Clients, rounds: int, levels: Mapping[float, float], seed: int) -> list[Row]:
+    """The best point at each epsilon, with the scores of all; also the best round, where none costs privacy."""
+    method, task, silent = runs.method, runs.algorithm.model.task, not runs.algorithm.mechanism.communicates
     columns = {argument: list(column) * len(levels) for argument, column in method.points.items()}
     columns |= _noise(method, levels, method.number)
-    scores: list[float] = [math.nan] * (method.number * len(levels))
-    if method.number > 1:  # a single point needs no choice
-        results = runs.run(columns, clients, seed, "tuning")
-        scores = [float(result.metrics[-1][task.headline]) for result in results]
-    lower, found = task.metrics[task.headline].lower_is_better, []
-    for place, epsilon in enumerate(levels):
-        own = np.array(scores[place * method.number : (place + 1) * method.number])
-        worst = np.inf if lower else -np.inf
-        best = int((np.argmin if lower else np.argmax)(np.nan_to_num(own, nan=worst)))
-        chosen, points = runs.point(best) if method.points else {}, {k: list(v) for k, v in method.points.items()}
-        found.append({"epsilon": epsilon, "chosen": chosen, "points": points, "scores": own.tolist()})
+    points = {argument: list(column) for argument, column in method.points.items()}
+    if method.number == 1 and not silent:  # a single point needs no choice
+        return [
+            {"epsilon": epsilon, "chosen": method.point(0), "rounds": rounds, "points": points, "scores": {}}
+            for epsilon in levels
+        ]
+    results = runs.run(columns, clients, seed, "tuning", rounds, math.ceil(rounds / 20) if silent else rounds)
+    choices = [result.metrics if silent else result.metrics[-1:] for result in results]
+    numbers = [int(row["round"]) for row in choices[0]]
+    scores = np.array([[row[task.headline] for row in rows] for rows in choices], float)
+    sign, found = -1 if task.metrics[task.headline].lower_is_better else 1, []
+    for epsilon, own in zip(levels, np.split(scores, len(levels)), strict=True):
+        best, at = np.unravel_index(np.argmax(np.nan_to_num(sign * own, nan=-np.inf)), own.shape)
+        by_round = dict(zip(map(str, numbers), own.T.tolist(), strict=True))
+        facts = {"epsilon": epsilon, "chosen": method.point(int(best)), "rounds": numbers[at]}
+        found.append(facts | {"points": points, "scores": by_round})
     return found
 
 

@@ -1,0 +1,180 @@
+"""Tables and figures as data: a command writes what came out as JSON, and all of a README's numbers are made of that.
+
+A package of experiments has a `__main__.py` with `STUDIES`, results in `results/STUDY.json`, and a README in which
+`<!-- STUDY -->` and `<!-- /STUDY -->` enclose what `python -m experiments.render` writes.
+"""
+
+import dataclasses
+import datetime
+import importlib
+import itertools
+import json
+import pathlib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import tyro
+
+from experiments.common import Row, cli, compile_quickly, percent, seeds_of, stoppable, versions
+from jaxfl._validate import check_path, checked
+from jaxfl.files import write_json
+
+HERE = pathlib.Path(__file__).parent
+PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")
+Result = Mapping[str, Any]
+
+
+@checked(seeds=seeds_of, out=check_path)
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How much, how often, and where runs are kept."""
+
+    scale: Literal["smoke", "paper"] = "paper"
+    """smoke: seconds, on digits, writes no result; paper: what the README shows."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    out: pathlib.Path = pathlib.Path("runs")
+    """Folders of the runs, which a stopped command goes on with."""
+
+    @property
+    def smoke(self) -> bool:
+        """Whether it is only to be seen that everything runs."""
+        return self.scale == "smoke"
+
+
+class Study(NamedTuple):
+    """A table or a figure: how its result is made, and what the README says of it.
+
+    Args:
+        run: options to a result, which `json` can write: settings, points tried, and a row for every line.
+        markdown: a result to text.
+        draw: a result and a path without its suffix to pictures.
+        minutes: of one core.
+    """
+
+    run: Callable[[Options], Result]
+    markdown: Callable[[Result], str]
+    draw: Callable[[Result, pathlib.Path], None] | None = None
+    minutes: float = 1.0
+
+
+@stoppable()
+def command(package: str, description: str | None, studies: Mapping[str, Study]) -> None:
+    """Run the studies that the command line names, write each result, and the README anew."""
+
+    def main(study: tyro.conf.Positional[Any], options: tyro.conf.OmitArgPrefixes[Options] = Options()) -> None:
+        for name in studies if study == "all" else [study]:
+            began = time.monotonic()
+            print(f"{name}: about {studies[name].minutes:g} minutes of one core", flush=True)
+            if options.smoke:
+                compile_quickly()
+            out = dataclasses.replace(options, out=options.out / package)
+            result = dict(
+                studies[name].run(dataclasses.replace(out, seeds=options.seeds[: 1 if options.smoke else None]))
+            )
+            facts = {"study": name, "seeds": list(options.seeds), "versions": versions(*PACKAGES)}
+            result = facts | result | {"date": datetime.date.today().isoformat()}
+            result["seconds"] = round(time.monotonic() - began)
+            if options.smoke:
+                print(studies[name].markdown(result))
+            else:
+                write_json(HERE / package / "results" / f"{name}.json", result)
+                print(*render(package, studies), sep="\n")
+
+    main.__annotations__["study"] = tyro.conf.Positional[Literal["all", *studies]]  # pyrefly: ignore
+    cli(main, description)
+
+
+def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -> list[str]:
+    """Write what the results say into the README, and draw them.
+
+    Args:
+        package: a folder of `experiments`.
+        studies: of the package.
+        check: write nothing; return what is not up to date.
+
+    Raises:
+        ValueError: a result without a place in the README, or a place without a result.
+    """
+    path = HERE / package / "README.md"
+    before = text = path.read_text()
+    done = [str(path)]
+    for name in re.findall(r"<!-- /(\w+) -->", text):
+        if name not in studies or not (HERE / package / "results" / f"{name}.json").exists():
+            raise ValueError(f"{path} has a place for {name}: run `python -m experiments.{package} {name}`")
+    for name, study in studies.items():
+        source = HERE / package / "results" / f"{name}.json"
+        if not source.exists():
+            continue
+        result = json.loads(source.read_text())
+        block = f"<!-- {name} -->\n{study.markdown(result).strip()}\n<!-- /{name} -->"
+        parts = re.split(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.DOTALL)
+        if len(parts) != 2:
+            raise ValueError(
+                f"{path} has {len(parts) - 1} places for {name}: write <!-- {name} --><!-- /{name} --> once"
+            )
+        text = block.join(parts)
+        if study.draw is not None and not check:
+            study.draw(result, HERE / package / name)
+            done.append(f"{HERE / package / name}.*")
+    if check:
+        return [str(path)] if text != before else []
+    path.write_text(text)
+    return done
+
+
+def all_studies() -> dict[str, Mapping[str, Study]]:
+    """Of every package that has some."""
+    names = sorted(path.parent.name for path in HERE.glob("*/__main__.py"))
+    return {name: importlib.import_module(f"experiments.{name}.__main__").STUDIES for name in names}
+
+
+def facts_of(row: Row) -> dict[str, Any]:
+    """What a result keeps of a method's runs: a number for every seed, the curves, and the epsilons."""
+    honest, claim = row.statement["honest"], row.statement["claim"]
+    facts = {
+        "accuracy": row.mean,
+        "worst10": row.worst10,
+        "loss": [metrics[-1]["loss"] for metrics in row.metrics],
+        "rounds": [entry["round"] for entry in row.metrics[0]],
+        "accuracy_by_round": [[entry["accuracy"] for entry in metrics] for metrics in row.metrics],
+        "loss_by_round": [[entry["loss"] for entry in metrics] for metrics in row.metrics],
+        "epsilon": {who: {how: honest[who][how]["total"] for how in ("rdp", "pld")} for who in ("aggregate", "upload")},
+        "claimed": None if claim is None else claim["epsilon"],
+    }
+    return facts | ({"local": list(row.local)} if row.local else {})
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def agreement(printed: Sequence[float], measured: Sequence[float]) -> str:
+    """How far numbers are from those of a paper, and how many of its orderings they have.
+
+    >>> agreement([50.0, 60.0, 70.0], [52.0, 59.0, 55.0])
+    'within 15.0 points; 2 of 3 orderings'
+    """
+    pairs = [
+        (printed[i] - printed[j]) * (measured[i] - measured[j]) > 0
+        for i, j in itertools.combinations(range(len(printed)), 2)
+        if printed[i] != printed[j]
+    ]
+    far = np.abs(np.subtract(printed, measured)).max()
+    return f"within {far:.1f} points; {sum(pairs)} of {len(pairs)} orderings"
+
+
+def source(result: Result) -> str:
+    """The line below a table: seeds, versions and date."""
+    installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    seeds = ", ".join(map(str, result["seeds"]))
+    return f"Seeds {seeds}, mean ± standard deviation; {result['date']}; {installed}."
+
+
+__all__ = [
+    "Options", "Result", "Study", "agreement", "all_studies", "command", "facts_of", "markdown_table", "percent",
+    "render", "source",
+]  # fmt: skip

@@ -175,6 +175,7 @@ def own(**changes: Any):
     [
         (own(loss=lambda o, y: jnp.mean(o)), "one loss per example"),
         (own(metrics={"loss": tasks.average(lambda o, y: o[:, 0])}), "name already"),
+        (own(metrics={"epsilon": tasks.average(lambda o, y: o[:, 0])}), "name already"),
         (own(metrics={"error": lambda o, y: o[:, 0]}), "Metric"),
         (own(metrics={"error": jaxfl.Metric(lambda o, y, w: (o[:, 0], w))}), "single number"),
         (own(metrics={}), "metrics"),

@@ -26,7 +26,7 @@ from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 _BLOCK = 8
 """Chunks whose clients are added up in single precision, lane by lane, before the exact sum (see `sums`)."""
 
-_RESERVED = {"round", "epsilon", "participants", "nonfinite", "update_norm", "clipped", "train_loss"}
+RESERVED = {"round", "epsilon", "participants", "nonfinite", "update_norm", "clipped", "train_loss"}
 """Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
 
 
@@ -288,7 +288,7 @@ def _check(algorithm: Algorithm, info: dict[str, Array]) -> None:
             f"dp_sgd={algorithm.dp_sgd!r}, but client_update of {algorithm.name!r} makes no private steps: train by "
             "its `train`, and return the info of that, or leave it out"
         )
-    if taken := (_RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys():
+    if taken := (RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys():
         raise ValueError(
             f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "
             "choose others"

@@ -71,10 +71,19 @@ class LocalSGD:
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
         """`train` on batches of the model's inputs, through its own `apply` and its task's loss, or others."""
-        options: dict[str, Any] = {"mask": mask, "penalty": penalty, "gradient": gradient}
-        options |= {"loss": loss or model.task.mean_loss}
-        options |= {"apply": apply or model.apply, "prepare": model.prepare, "microbatch": model.microbatch}
-        return train(key, params, data, local=self, **options)
+        return train(
+            key,
+            params,
+            data,
+            local=self,
+            apply=apply or model.apply,
+            prepare=model.prepare,
+            loss=loss or model.task.mean_loss,
+            mask=mask,
+            penalty=penalty,
+            gradient=gradient,
+            microbatch=model.microbatch,
+        )
 
     @property
     def dp_sgd(self) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from jaxfl._validate import check_count, check_layers, check_positive, checked
 from jaxfl.models.frozen import check_params, layers_of, rebuilt
 from jaxfl.models.layers import Dense
+from jaxfl.models.wrap import with_either
 from jaxfl.types import Model, Params, Tree
 
 
@@ -176,18 +177,17 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
             found[module.path] = _Kernel(axes, inputs, outputs)
         return y
 
-    def look(shape: tuple[int, ...], dtype: Any) -> None:
+    def look(dtype: Any, shape: tuple[int, ...]) -> None:
         batch = jax.ShapeDtypeStruct((2, *shape), dtype)
         with _intercepted(see):
             jax.eval_shape(lambda x: model.apply(params, model.prepare(x)), batch)
 
-    if model.input_shape is None:
+    shape = model.input_shape
+    if shape is None:
         raise ValueError(f"model={model.name!r} has no input_shape: give it that of an example")
-    errors = []
-    for dtype in (jnp.float32, jnp.int32):  # embeddings of tokens take whole numbers
-        try:
-            look(model.input_shape, dtype)
-            return found
-        except Exception as error:
-            errors.append(error)
-    raise ValueError(f"model={model.name!r} takes no batch of input_shape={model.input_shape!r}: {errors[0]}")
+    try:
+        with_either(functools.partial(look, shape=shape))
+    except ExceptionGroup as group:
+        refusal = f"model={model.name!r} takes no batch of input_shape={model.input_shape!r}"
+        raise ValueError(f"{refusal}: {group.exceptions[0]}") from None
+    return found

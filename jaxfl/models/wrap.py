@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import flax.errors
 import flax.linen as nn
@@ -20,6 +20,8 @@ from jaxfl.models._rewrite import in_form
 from jaxfl.models.zoo import depth_order, normalize
 from jaxfl.tasks import Task, classification
 from jaxfl.types import Model, Params
+
+T = TypeVar("T")
 
 
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
@@ -227,14 +229,28 @@ def _model(
     return model._replace(input_shape=input_shape, task=task)
 
 
-def _first_taken(made: Callable[[Array, Any], Any], kind: str, input_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """The dtype that a module takes, and what it makes of it: embeddings of tokens take whole numbers."""
+def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
+    """The dtype that inputs may have, floats or, for embeddings of tokens, whole numbers; and what a look at it gives.
+
+    Raises:
+        ExceptionGroup: neither fits.
+    """
     errors = []
     for dtype in (jnp.float32, jnp.int32):
         try:
-            return dtype, *jax.eval_shape(lambda key, dtype=dtype: made(key, dtype), jax.random.key(0))
+            return dtype, look(dtype)
         except Exception as error:
             errors.append(error)
+    raise ExceptionGroup("inputs are neither floats nor whole numbers", errors)
+
+
+def _first_taken(made: Callable[[Array, Any], Any], kind: str, input_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """The dtype that a module takes, and what it makes of it."""
+    try:
+        dtype, parts = with_either(lambda dtype: jax.eval_shape(lambda key: made(key, dtype), jax.random.key(0)))
+        return dtype, *parts
+    except ExceptionGroup as group:
+        errors = group.exceptions
     if any(isinstance(error, flax.errors.InvalidRngError) or "deterministic" in str(error) for error in errors):
         remedy = "give its call an argument `train`, `training` or `deterministic` that switches this off"
         raise ValueError(f"module={kind} draws in evaluation too: {remedy}") from errors[0]

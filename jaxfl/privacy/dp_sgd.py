@@ -86,10 +86,14 @@ class DPSGD:
             raise ValueError(f"gradient={gradient!r} with DPSGD: {remedy}")
         noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), key)
         total = jnp.where(data.size > 0, self.steps, 0)
-        ghost_norms = model.ghost_norms if apply is None else None
-        network = {"apply": apply or model.apply, "prepare": model.prepare, "ghost_norms": ghost_norms}
-        network |= {"loss": loss or model.task.mean_loss}
-        noisy = functools.partial(noisy_gradient, noise_multiplier=noise.multiplier, **network)
+        noisy = functools.partial(
+            noisy_gradient,
+            apply=apply or model.apply,
+            prepare=model.prepare,
+            loss=loss or model.task.mean_loss,
+            noise_multiplier=noise.multiplier,
+            ghost_norms=model.ghost_norms if apply is None else None,
+        )
         optimizer = decayed(self.optimizer, self.decay, data)
 
         def step(i: Int[Array, ""], carry: tuple) -> tuple:
@@ -166,6 +170,8 @@ def noisy_gradient(
     def losses(apply: Callable, params: Params, x: Array, labels: Array, *key: Array) -> Float[Array, "B"]:
         return jax.vmap(lambda row, label: loss(row[None], label[None], jnp.ones(1)))(apply(params, x, *key), labels)
 
+    losses_fn = functools.partial(losses, apply)
+
     def squares(params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
         assert ghost_norms is not None
         probed = lambda probe: jnp.sum(losses(lambda params, x: ghost_norms(params, x, probe), params, x, labels))  # noqa: E731
@@ -182,7 +188,6 @@ def noisy_gradient(
         with jax.default_matmul_precision("float32"):
             return optax.tree.add(total, _by_norms(squares, losses_fn, prepare, params, batch, dp_sgd.clip))
 
-    losses_fn = functools.partial(losses, apply)
     # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
     original, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))

@@ -11,6 +11,7 @@ from jaxtyping import Key
 
 from jaxfl._validate import check_array, check_callable, check_count, check_instance, check_key, show
 from jaxfl.data.load import check_inputs, check_targets
+from jaxfl.engine.round import RESERVED
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.tasks import Metric, Task
@@ -143,6 +144,7 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     if not outputs.shape or outputs.shape[0] != 2:
         raise ValueError(f"{subject} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
     labels = np.asarray(clients.labels)
+    check_instance("model.task", model.task, (Task,))
     try:
         model.task.check(outputs, labels)
     except ValueError as error:
@@ -153,7 +155,6 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
 
 def _check_task(task: Task, outputs: Any, labels: Any) -> None:
     """Require a loss for each example, and metrics that are single numbers under names of their own."""
-    check_instance("model.task", task, (Task,))
     if not task.metrics:
         raise ValueError(f"task={task.name!r} has no metrics: give one at least")
     losses = _trace(f"task={task.name!r}: loss", task.loss, outputs, labels)
@@ -162,7 +163,7 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
     weights = jax.ShapeDtypeStruct((2,), jnp.float32)
     for name, metric in task.metrics.items():
         subject = f"task={task.name!r}: metrics[{name!r}]"
-        if name in ("loss", "round", "test_size", "participations"):
+        if name in RESERVED | {"loss", "test_size", "participations"}:
             raise ValueError(f"{subject}: reports have this name already, choose another")
         check_instance(subject, metric, (Metric,))
         sums = _trace(f"{subject}.sums", metric.sums, outputs, labels, weights)

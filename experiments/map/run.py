@@ -9,7 +9,9 @@ import functools
 import json
 import math
 import pathlib
+import shutil
 import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,10 +20,11 @@ import numpy as np
 import optax
 
 from experiments.common import cli, compile_quickly, seeds_of, stoppable, versions
-from jaxfl import Candidate, LocalSGD, compare, spread
+from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl._validate import check_path, checked
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
+from jaxfl.local.penalties import proximal
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
 from jaxfl.types import Algorithm, ClientData, Clients, Model, Params
@@ -99,15 +102,21 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
             dp_fedavg_fb, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=RATES
         ),
         "Ditto": private(
-            ditto,
-            lambda rate, penalty_weight: {
-                "local": local(rate), "personal": local(rate, 2), "penalty_weight": penalty_weight
-            },
+            lambda model, penalty_weight, local, **options: fine_tuned(
+                ditto(model, penalty_weight=penalty_weight, personal=again(local, 2), local=local, **options),
+                again(local, 5),
+                penalty_weight,
+            ),
+            lambda rate, penalty_weight: {"local": local(rate), "penalty_weight": penalty_weight},
             penalty_weight=WEIGHTS,
         ),
         "MR-MTL": private(
-            pmtl,
-            lambda rate, penalty_weight: {"local": local(rate, 2), "penalty_weight": penalty_weight},
+            lambda model, penalty_weight, local, **options: fine_tuned(
+                pmtl(model, penalty_weight=penalty_weight, local=again(local, 2), **options),
+                again(local, 5),
+                penalty_weight,
+            ),
+            lambda rate, penalty_weight: {"local": local(rate), "penalty_weight": penalty_weight},
             penalty_weight=WEIGHTS,
         ),
         "CENTAUR": private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=RATES),
@@ -137,11 +146,17 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
     return found
 
 
-def fine_tuned(base: Algorithm, local: LocalSGD) -> Algorithm:
-    """The method, evaluated after each client has trained its whole model on its own data."""
+def again(local: LocalSGD, epochs: int) -> LocalSGD:
+    """The same steps, for some passes."""
+    return dataclasses.replace(local, epochs=epochs)
+
+
+def fine_tuned(base: Algorithm, local: LocalSGD, penalty_weight: float = 0.0) -> Algorithm:
+    """The method, evaluated after each client has trained its whole model on its own data, near the server's or not."""
 
     def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
-        return local.train(key, base.model, base.personalize(key, server, client, data), data)[0]
+        penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
+        return local.train(key, base.model, base.personalize(key, server, client, data), data, penalty=penalty)[0]
 
     return base._replace(name=f"{base.name}, fine-tuned", personalize=personalize)
 
@@ -201,6 +216,25 @@ def features_of(data: Dataset, *, filters: int = 128, width: int = 6, seed: int 
     return data._replace(train_inputs=all_of(data.train_inputs), test_inputs=all_of(data.test_inputs))
 
 
+def compared(
+    candidates: Mapping[str, Candidate],
+    clients: Callable[[int], Clients],
+    folder: pathlib.Path,
+    options: Mapping[str, Any],
+) -> Comparison:
+    """Compare methods one by one; what a method's runs left behind, gigabytes of models, goes when it is done."""
+    parts = []
+    for name, candidate in candidates.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            compare({name: candidate}, clients, folder=folder / name, **options).save(path)
+            shutil.rmtree(folder / name)
+        parts.append(Comparison.load(path))
+        print(parts[-1].to_markdown(), flush=True)
+    rows, tuning = ([row for part in parts for row in getattr(part, field)] for field in ("rows", "tuning"))
+    return parts[0]._replace(rows=rows, tuning=tuning)
+
+
 @checked(seeds=seeds_of, out=check_path)
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -229,15 +263,13 @@ def main(config: Config) -> None:
     shape = data.train_inputs.shape[1:]
     model = mlp(shape, data.classes, hidden=(16,)) if config.scale == "smoke" else lenet(shape, data.classes)
     options: dict[str, Any] = {"epsilons": EPSILONS, "seeds": seeds, "rounds": cell.rounds}
-    options |= {"devices": jax.devices()[:1], "chunk": 1}
+    options |= {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
     folder = config.out / f"{cell.data}-{cell.clients}-{cell.classes}"
-    found = compare(
-        methods(model, cell), lambda seed: clients_of(data, cell, seed), folder=folder / "images", **options
-    )
+    found = compared(methods(model, cell), functools.partial(clients_of, data, cell), folder, options)
     if config.scale == "cpu":
         seen = features_of(data)
         linear = on_features(seen.train_inputs.shape[1:], data.classes, cell)
-        also = compare(linear, lambda seed: clients_of(seen, cell, seed), folder=folder / "features", **options)
+        also = compared(linear, functools.partial(clients_of, seen, cell), folder, options)
         found = found._replace(rows=found.rows + also.rows, tuning=found.tuning + also.tuning)
     print(found.to_markdown())
     if config.scale == "cpu":

@@ -271,7 +271,8 @@ def compare(
     All methods go through the same protocol: (1) each point is trained once, with the tuning seed, and scored by the
     headline metric on examples held out of each client's training split; (2) the best one is run with every seed, on
     all training examples, and the test examples are read once. Epsilon does not cover the tuning, as the protocol says.
-    All points of a method and all epsilons go through one compiled program, and so does each seed. Noise is the least
+    All points of a method and all epsilons go through one compiled program, where their clients' states fit in memory,
+    and so does each seed. Noise is the least
     for its epsilon, by `jaxfl.privacy.calibrate`. What a method that sends nothing has trained on validation examples
     is also scored in twenty of its rounds, and the best one is its last.
 
@@ -331,6 +332,10 @@ def compare(
     return comparison
 
 
+_STATE_BYTES = 2**30
+"""Of clients' states that one program holds."""
+
+
 class _Runs(NamedTuple):
     """The runs of a method."""
 
@@ -349,18 +354,25 @@ class _Runs(NamedTuple):
         rounds: int,
         every: int = 0,
     ) -> list[Result]:
-        """One program for all columns."""
+        """One program for all columns, or for as many points as fit in memory; without what the runs leave behind."""
+        states = jax.eval_shape(lambda key: self.algorithm.init(key, clients.number)[1], jax.random.key(0))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
         count = len(next(iter(columns.values()), (0,)))
-        keys = jnp.broadcast_to(jax.random.key(seed), (count,))
-        return sweep(
-            keys,
-            self.method.build,
-            columns,
-            clients,
-            rounds=rounds,
-            folder=None if self.folder is None else self.folder / name,
-            **{"eval_every": every or rounds} | self.options,
-        )
+        groups = np.array_split(np.arange(count), math.ceil(count / max(1, _STATE_BYTES // max(1, size))))
+        results: list[Result] = []
+        for group in groups:
+            part = name if len(groups) == 1 else f"{name}, points {group[0]} to {group[-1]}"
+            found = sweep(
+                jnp.broadcast_to(jax.random.key(seed), group.shape),
+                self.method.build,
+                {argument: [column[i] for i in group] for argument, column in columns.items()},
+                clients,
+                rounds=rounds,
+                folder=None if self.folder is None else self.folder / part,
+                **{"eval_every": every or rounds} | self.options,
+            )
+            results += [result._replace(server=(), states=()) for result in found]
+        return results
 
 
 def _levels(runs: _Runs, clients: int, rounds: int, epsilons: Sequence[float]) -> dict[float, float]:

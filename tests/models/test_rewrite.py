@@ -80,7 +80,7 @@ def convolution_of(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data())
 def test_convolutions_with_any_options_equal_lax(data):
     layer, shape = convolution_of(data.draw)

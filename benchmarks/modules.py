@@ -19,6 +19,7 @@ from flax import nnx
 from benchmarks.common import OUT, bars, cores, finish, in_turn, medians, ratio
 from benchmarks.throughput import torch_tensors
 from benchmarks.workloads import Workload, clients_of, compile_round, examples_of
+from experiments.pfl_cifar10.network import Pfl
 from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.engine.mesh import place
@@ -40,19 +41,6 @@ class Config:
     repeats: int = 7
     """Timed rounds of each kind, taken in turn."""
     out: pathlib.Path = OUT
-
-
-class Pfl(nn.Module):
-    """The CNN of pfl-research's CIFAR-10 benchmark."""
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        """Logits."""
-        for features in (32, 64):
-            x = nn.relu(nn.Conv(features, (3, 3), padding="VALID")(x))
-        x = nn.Dropout(0.25, deterministic=not train)(nn.max_pool(x, (2, 2), (2, 2)))
-        x = nn.relu(nn.Dense(128)(x.reshape(len(x), -1)))
-        return nn.Dense(10)(nn.Dropout(0.5, deterministic=not train)(x))
 
 
 class NnxPfl(nnx.Module):

@@ -77,7 +77,48 @@ def at_an_end(value: float, tried: Sequence[float]) -> bool:
 
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
     """A chosen point, with a star for each number at an end of its grid."""
-    return ", ".join(f"{name} {value:g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
+    return ", ".join(f"{name} {value:.3g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
+
+
+class Choice(NamedTuple):
+    """What a method's points gave on validation examples, and the best of them."""
+
+    points: Mapping[str, Sequence[float]]
+    validation: list[float]
+    """The score of each point at the best round."""
+    chosen: dict[str, float]
+    rounds: int
+    result: Result
+    """Of the best point."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a study's result keeps of it."""
+        return {"points": dict(self.points), "validation": self.validation, "chosen": self.chosen}
+
+
+def accuracies(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """A score of every evaluated round."""
+    return [row["accuracy"] for row in rows]
+
+
+def choose(
+    points: Mapping[str, Sequence[float]],
+    results: Sequence[Result],
+    score: Callable[[Sequence[Mapping[str, float]]], Sequence[float]] = accuracies,
+) -> Choice:
+    """The best point of a sweep and its best round.
+
+    Args:
+        points: columns of numbers.
+        results: of each point, on validation examples.
+        score: rows of metrics to a number for each of the last of them; with several, the best one is the last round.
+    """
+    scores = np.array([score(result.metrics) for result in results], float)
+    best, at = np.unravel_index(np.argmax(np.nan_to_num(scores, nan=-1.0)), scores.shape)
+    chosen = {name: column[best] for name, column in points.items()}
+    rounds = results[best].metrics[at - scores.shape[1]]["round"]
+    return Choice(points, scores[:, at].tolist(), chosen, int(rounds), results[best])
 
 
 def split_clients(
@@ -165,6 +206,7 @@ def run_each(
     out: pathlib.Path,
     config: Mapping[str, Any],
     eval_every: int | None = None,
+    **options: Any,
 ) -> dict[str, list[Result]]:
     """Run every method on the same clients for every seed; each run has a folder of its own and resumes.
 
@@ -175,7 +217,8 @@ def run_each(
         seeds: one run of each method per seed; the seed also draws the partition.
         out: root of the run folders.
         config: the resolved settings, written beside the results.
-        eval_every: as in `simulate`.
+        eval_every: as in `simulate`, like all that follow.
+        options: more of them.
     """
     clients, results = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
@@ -184,8 +227,8 @@ def run_each(
             algorithm = builder(clients[seed])._replace(name=name)
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
-            result = simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder)
-            results[name].append(result)
+            told = {"rounds": rounds, "eval_every": eval_every, "folder": folder, **options}
+            results[name].append(simulate(key, algorithm, clients[seed], **told))
     return results
 
 

@@ -115,7 +115,7 @@ def choose(
         score: rows of metrics to a number for each of the last of them; with several, the best one is the last round.
     """
     scores = np.array([score(result.metrics) for result in results], float)
-    best, at = np.unravel_index(np.argmax(np.nan_to_num(scores, nan=-1.0)), scores.shape)
+    best, at = divmod(int(np.argmax(np.nan_to_num(scores, nan=-1.0))), scores.shape[1])
     chosen = {name: column[best] for name, column in points.items()}
     rounds = results[best].metrics[at - scores.shape[1]]["round"]
     return Choice(points, scores[:, at].tolist(), chosen, int(rounds), results[best])

@@ -129,7 +129,7 @@ def run(task: str, options: Options) -> Result:
     setting = SETTINGS[task]
     if options.smoke:
         setting = setting._replace(
-            data="digits", clients=60, examples=15, validation=5, cohort=30, rounds=8, alone=10,
+            data="digits", clients=60, examples=15, validation=5, cohort=30, rounds=4, alone=10,
             rates=(0.1, 0.3), clips=(0.3, 1.0), quantiles=(0.5, 0.9), free_rates=(0.1, 0.3),
         )  # fmt: skip
     data = load(setting.data)

@@ -1,6 +1,5 @@
 """What experiments share: methods x seeds, tables, and plots of several methods."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -10,7 +9,7 @@ import pathlib
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -47,7 +46,7 @@ def seeds_of(name: str, value: Any) -> tuple[int, ...]:
 
 
 def cli(config: Callable[..., C], description: str | None, **options: Any) -> C:
-    """Read the command line. From then on, a value that does not fit ends the program in one line, without a traceback.
+    """Read the command line. From then on, a value that does not fit, or a stop, ends the program in one line.
 
     Args:
         config: the configuration, a `checked` dataclass.
@@ -59,7 +58,14 @@ def cli(config: Callable[..., C], description: str | None, **options: Any) -> C:
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """What our own checks say is for the user; anything else is a fault, and shows where."""
+    """What our own checks say is for the user; anything else is a fault, and shows where.
+
+    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143).
+    """
+    if isinstance(error, KeyboardInterrupt):
+        if jax.process_index() == 0:
+            print(f"\n{str(error) or 'stopped'}", file=sys.stderr)
+        sys.exit(signals.exit_code(error))
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -147,17 +153,6 @@ class Row(NamedTuple):
     metrics: list[list[dict[str, float | int]]]
     local: Sequence[float] = ()
     """Mean accuracy of local models at the end, where they are tested too."""
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Of a command: Ctrl-C and SIGTERM end it with one line and the signal's exit code (130, 143), no traceback."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if jax.process_index() == 0:
-            print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
-        sys.exit(signals.exit_code(stop))
 
 
 def compile_quickly() -> None:

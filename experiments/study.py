@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.common import Row, cli, compile_quickly, percent, seeds_of, stoppable, versions
+from experiments.common import Row, cli, compile_quickly, percent, seeds_of, versions
 from jaxfl._validate import check_path, checked
 from jaxfl.files import write_json
 
@@ -60,7 +60,6 @@ class Study(NamedTuple):
     minutes: float = 1.0
 
 
-@stoppable()
 def command(package: str, description: str | None, studies: Mapping[str, Study]) -> None:
     """Run the studies that the command line names, write each result, and the README anew."""
 

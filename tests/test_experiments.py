@@ -38,12 +38,8 @@ def test_seeds_that_repeat_or_are_none_are_refused(seeds):
     ],
 )
 def test_a_stop_is_one_line_and_its_exit_code(stop, code, line, capsys):
-    @common.stoppable()
-    def command():
-        raise stop
-
     with pytest.raises(SystemExit) as end:
-        command()
+        common.in_one_line(type(stop), stop, None)
     assert end.value.code == code
     assert capsys.readouterr().err.strip() == line
 

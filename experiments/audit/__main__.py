@@ -116,15 +116,15 @@ def run(part: str, options: Options) -> Result:
     """Audit every method of a part, for its own number of seeds; most of the time would go into compiling it well."""
     compile_quickly()
     everybody = clients()
-    methods = honest() if part == "honest" else published(everybody)
+    methods, canaries = honest() if part == "honest" else published(everybody), CANARIES[part]
     if options.smoke:
-        methods = {name: (method, 1) for name, (method, _) in methods.items()}
+        methods, canaries = {name: (method, 1) for name, (method, _) in methods.items()}, 100
     rows = {}
     for name, (method, count) in methods.items():
-        rows[name] = audit(method, everybody, count, CANARIES[part])
+        rows[name] = audit(method, everybody, count, canaries)
         print(f"{name}: {rows[name]}", flush=True)
     return {
-        "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": CANARIES[part], "data": "digits"},
+        "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": canaries, "data": "digits"},
         "seeds": list(range(max(count for _, count in methods.values()))),
         "methods": rows,
         "versions": versions("jax", "jaxfl", "jax-privacy", "dp-accounting"),

@@ -226,7 +226,9 @@ def markdown(result: Result) -> str:
 
 
 TEXT = """{data}; {clients:,} clients with {classes} classes each, tested on {test} examples of those. {rounds} rounds
-with {cohort:,} of the clients expected in each, batches of {batch_size}."""
+with {cohort:,} of the clients expected in each, batches of {batch_size}.
+
+![accuracy against epsilon]({data}_{clients}_{classes}.png)"""
 
 
 def table(found: Comparison) -> str:

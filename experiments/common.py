@@ -1,6 +1,5 @@
 """What experiments share: methods x seeds, tables, and plots of several methods."""
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -10,7 +9,7 @@ import pathlib
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -47,7 +46,7 @@ def seeds_of(name: str, value: Any) -> tuple[int, ...]:
 
 
 def cli(config: Callable[..., C], description: str | None, **options: Any) -> C:
-    """Read the command line. From then on, a value that does not fit ends the program in one line, without a traceback.
+    """Read the command line. From then on, a value that does not fit, or a stop, ends the program in one line.
 
     Args:
         config: the configuration, a `checked` dataclass.
@@ -59,7 +58,14 @@ def cli(config: Callable[..., C], description: str | None, **options: Any) -> C:
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """What our own checks say is for the user; anything else is a fault, and shows where."""
+    """What our own checks say is for the user; anything else is a fault, and shows where.
+
+    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143).
+    """
+    if isinstance(error, KeyboardInterrupt):
+        if jax.process_index() == 0:
+            print(f"\n{str(error) or 'stopped'}", file=sys.stderr)
+        sys.exit(signals.exit_code(error))
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -77,7 +83,48 @@ def at_an_end(value: float, tried: Sequence[float]) -> bool:
 
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
     """A chosen point, with a star for each number at an end of its grid."""
-    return ", ".join(f"{name} {value:g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
+    return ", ".join(f"{name} {value:.3g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
+
+
+class Choice(NamedTuple):
+    """What a method's points gave on validation examples, and the best of them."""
+
+    points: Mapping[str, Sequence[float]]
+    validation: list[float]
+    """The score of each point at the best round."""
+    chosen: dict[str, float]
+    rounds: int
+    result: Result
+    """Of the best point."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a study's result keeps of it."""
+        return {"points": dict(self.points), "validation": self.validation, "chosen": self.chosen}
+
+
+def accuracies(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """A score of every evaluated round."""
+    return [row["accuracy"] for row in rows]
+
+
+def choose(
+    points: Mapping[str, Sequence[float]],
+    results: Sequence[Result],
+    score: Callable[[Sequence[Mapping[str, float]]], Sequence[float]] = accuracies,
+) -> Choice:
+    """The best point of a sweep and its best round.
+
+    Args:
+        points: columns of numbers.
+        results: of each point, on validation examples.
+        score: rows of metrics to a number for each of the last of them; with several, the best one is the last round.
+    """
+    scores = np.array([score(result.metrics) for result in results], float)
+    best, at = divmod(int(np.argmax(np.nan_to_num(scores, nan=-1.0))), scores.shape[1])
+    chosen = {name: column[best] for name, column in points.items()}
+    rounds = results[best].metrics[at - scores.shape[1]]["round"]
+    return Choice(points, scores[:, at].tolist(), chosen, int(rounds), results[best])
 
 
 def split_clients(
@@ -106,17 +153,6 @@ class Row(NamedTuple):
     metrics: list[list[dict[str, float | int]]]
     local: Sequence[float] = ()
     """Mean accuracy of local models at the end, where they are tested too."""
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Of a command: Ctrl-C and SIGTERM end it with one line and the signal's exit code (130, 143), no traceback."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        if jax.process_index() == 0:
-            print(f"\n{str(stop) or 'stopped'}", file=sys.stderr)
-        sys.exit(signals.exit_code(stop))
 
 
 def compile_quickly() -> None:
@@ -165,6 +201,7 @@ def run_each(
     out: pathlib.Path,
     config: Mapping[str, Any],
     eval_every: int | None = None,
+    **options: Any,
 ) -> dict[str, list[Result]]:
     """Run every method on the same clients for every seed; each run has a folder of its own and resumes.
 
@@ -175,7 +212,8 @@ def run_each(
         seeds: one run of each method per seed; the seed also draws the partition.
         out: root of the run folders.
         config: the resolved settings, written beside the results.
-        eval_every: as in `simulate`.
+        eval_every: as in `simulate`, like all that follow.
+        options: more of them.
     """
     clients, results = {seed: make(seed) for seed in seeds}, {}
     for name, builder in methods.items():
@@ -184,8 +222,8 @@ def run_each(
             algorithm = builder(clients[seed])._replace(name=name)
             folder = run_folder(out, name, config, seed)
             key = jax.random.key(seed)
-            result = simulate(key, algorithm, clients[seed], rounds=rounds, eval_every=eval_every, folder=folder)
-            results[name].append(result)
+            told = {"rounds": rounds, "eval_every": eval_every, "folder": folder, **options}
+            results[name].append(simulate(key, algorithm, clients[seed], **told))
     return results
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import optax
 
-from experiments.common import claiming, cli, compile_quickly, run_methods, seeds_of, show, stoppable
+from experiments.common import claiming, cli, compile_quickly, run_methods, seeds_of, show
 from jaxfl import LocalSGD
 from jaxfl._validate import check_fraction, checked, probability
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa, fedprox, local_only
@@ -41,7 +41,6 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/quickstart")
 
 
-@stoppable()
 def main(config: Config) -> None:
     """Run the six methods and compare them."""
     if config.scale == "smoke":

@@ -12,13 +12,13 @@ import json
 import pathlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
 
-from experiments.common import Row, cli, compile_quickly, percent, seeds_of, stoppable, versions
+from experiments.common import Row, cli, compile_quickly, percent, seeds_of, versions
 from jaxfl._validate import check_path, checked
 from jaxfl.files import write_json
 
@@ -60,7 +60,6 @@ class Study(NamedTuple):
     minutes: float = 1.0
 
 
-@stoppable()
 def command(package: str, description: str | None, studies: Mapping[str, Study]) -> None:
     """Run the studies that the command line names, write each result, and the README anew."""
 
@@ -70,11 +69,9 @@ def command(package: str, description: str | None, studies: Mapping[str, Study])
             print(f"{name}: about {studies[name].minutes:g} minutes of one core", flush=True)
             if options.smoke:
                 compile_quickly()
-            out = dataclasses.replace(options, out=options.out / package)
-            result = dict(
-                studies[name].run(dataclasses.replace(out, seeds=options.seeds[: 1 if options.smoke else None]))
-            )
-            facts = {"study": name, "seeds": list(options.seeds), "versions": versions(*PACKAGES)}
+            seeds = options.seeds[: 1 if options.smoke else None]
+            result = dict(studies[name].run(dataclasses.replace(options, out=options.out / package, seeds=seeds)))
+            facts = {"study": name, "seeds": list(seeds), "versions": versions(*PACKAGES)}
             result = facts | result | {"date": datetime.date.today().isoformat()}
             result["seconds"] = round(time.monotonic() - began)
             if options.smoke:
@@ -167,14 +164,35 @@ def agreement(printed: Sequence[float], measured: Sequence[float]) -> str:
     return f"within {far:.1f} points; {sum(pairs)} of {len(pairs)} orderings"
 
 
+def signed(gains: Sequence[float] | np.ndarray) -> str:
+    """Differences, in points.
+
+    >>> signed([0.05, -0.002])
+    '+5.0, -0.2'
+    """
+    return ", ".join(f"{100 * gain:+.1f}" for gain in gains)
+
+
 def source(result: Result) -> str:
     """The line below a table: seeds, versions and date."""
-    installed = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    seeds = ", ".join(map(str, result["seeds"]))
-    return f"Seeds {seeds}, mean ± standard deviation; {result['date']}; {installed}."
+    return f"Seeds {listed(result['seeds'])}, mean ± standard deviation; {dated(result)}."
+
+
+def dated(result: Result) -> str:
+    """The date, and what was installed."""
+    return f"{result['date']}; {listed(f'{name} {version}' for name, version in result['versions'].items())}"
+
+
+def listed(values: Iterable[Any]) -> str:
+    """A list for a reader.
+
+    >>> listed([0, 1, 2])
+    '0, 1, 2'
+    """
+    return ", ".join(map(str, values))
 
 
 __all__ = [
-    "Options", "Result", "Study", "agreement", "all_studies", "command", "facts_of", "markdown_table", "percent",
-    "render", "source",
+    "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated", "facts_of", "listed",
+    "markdown_table", "percent", "render", "signed", "source",
 ]  # fmt: skip

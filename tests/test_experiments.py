@@ -1,19 +1,26 @@
 import json
 import math
 import signal
+import sys
 import types
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments import common, quickstart
-from experiments.audit import table as audits
-from experiments.mechanisms import compare as mechanisms
-from experiments.methods import compare
+from experiments import common, quickstart, render, study
+from experiments.audit import __main__ as audit
+from experiments.map import __main__ as the_map
+from experiments.mechanisms import __main__ as mechanisms
+from experiments.methods import __main__ as methods
+from jaxfl import Comparison
 from jaxfl.data import load
 from jaxfl.models import mlp
 from jaxfl.run import signals
+
+
+def result_of(package, name):
+    return json.loads((study.HERE / package / "results" / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("seeds", [(0, 0), (3, 1, 3), (), (-1,), (0.5,)])
@@ -31,12 +38,8 @@ def test_seeds_that_repeat_or_are_none_are_refused(seeds):
     ],
 )
 def test_a_stop_is_one_line_and_its_exit_code(stop, code, line, capsys):
-    @common.stoppable()
-    def command():
-        raise stop
-
     with pytest.raises(SystemExit) as end:
-        command()
+        common.in_one_line(type(stop), stop, None)
     assert end.value.code == code
     assert capsys.readouterr().err.strip() == line
 
@@ -52,30 +55,143 @@ def test_a_table_without_tests_has_dashes(tmp_path):
     assert "| untested | – | – | – | 1 / 1 | 1 | – |" in (tmp_path / "table.md").read_text()
 
 
-def test_the_readme_of_the_methods_has_the_numbers_of_its_results():
-    results = sorted(path.stem for path in (compare.HERE / "results").glob("*.json"))
-    assert results == sorted(compare.SETTINGS)
-    assert (compare.HERE / "README.md").read_text() == compare.render()
+TOY = {"one": study.Study(lambda options: {"seen": list(options.seeds)}, lambda result: f"seen: {result['seen']}")}
 
 
-def test_the_readme_of_the_audits_has_the_numbers_of_its_results():
-    assert (audits.HERE / "README.md").read_text() == audits.render()
-    honest = json.loads((audits.HERE / "results" / "honest.json").read_text())["methods"]
-    published = json.loads((audits.HERE / "results" / "published.json").read_text())
-    assert audits.table(published) in (audits.HERE.parent.parent / "README.md").read_text()
-    assert sum(len(row["at_least"]) for row in honest.values()) == 320
-    for row in honest.values():
+@pytest.fixture
+def toy(monkeypatch, tmp_path):
+    """A package with one study, its result, and a README with a place for it."""
+    monkeypatch.setattr(study, "HERE", tmp_path)
+    (tmp_path / "toy/results").mkdir(parents=True)
+    (tmp_path / "toy/results/one.json").write_text('{"seen": [7]}')
+    (tmp_path / "toy/README.md").write_text("Before\n<!-- one --><!-- /one -->\nafter\n")
+    return tmp_path / "toy"
+
+
+def test_a_readme_is_made_of_results(toy):
+    study.render("toy", TOY)
+    assert (toy / "README.md").read_text() == "Before\n<!-- one -->\nseen: [7]\n<!-- /one -->\nafter\n"
+    assert study.render("toy", TOY, check=True) == []
+
+
+@pytest.mark.parametrize("text", ["Before\nafter\n", "<!-- one --><!-- /one -->" * 2])
+def test_a_result_has_one_place(toy, text):
+    (toy / "README.md").write_text(text)
+    with pytest.raises(ValueError, match=r"README.md has [02] places for one: write <!-- one --><!-- /one --> once"):
+        study.render("toy", TOY)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_a_place_has_a_result(toy, name):
+    (toy / "README.md").write_text(f"<!-- {name} -->99.9<!-- /{name} -->")
+    (toy / "results/one.json").unlink()
+    with pytest.raises(ValueError, match=f"has a place for {name}: run `python -m experiments.toy {name}`"):
+        study.render("toy", TOY)
+
+
+@pytest.mark.parametrize(("file", "old", "new"), [("results/one.json", "7", "8"), ("README.md", "7", "8")])
+def test_a_stale_readme_is_found_and_left_alone(toy, file, old, new, monkeypatch, capsys):
+    study.render("toy", TOY)
+    (toy / file).write_text((toy / file).read_text().replace(old, new))
+    before = (toy / "README.md").read_text()
+    monkeypatch.setattr(render, "all_studies", lambda: {"toy": TOY})
+    with pytest.raises(SystemExit, match="not up to date: run"):
+        render.main(render.Config(check=True))
+    assert capsys.readouterr().out == f"{toy / 'README.md'}\n"
+    assert (toy / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize("scale", ["smoke", "paper"])
+def test_a_command_writes_its_result_unless_it_only_smokes(toy, scale, monkeypatch, capsys):
+    monkeypatch.setattr(study, "compile_quickly", lambda: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "argv", ["toy", "one", "--scale", scale, "--seeds", "3", "4"])
+    before = {path: path.read_bytes() for path in toy.rglob("*.*")}
+    study.command("toy", None, TOY)
+    after = {path: path.read_bytes() for path in toy.rglob("*.*")}
+    if scale == "smoke":
+        assert after == before
+        assert "seen: [3]" in capsys.readouterr().out
+    else:
+        result = json.loads((toy / "results/one.json").read_text())
+        assert (result["study"], result["seen"], result["seeds"]) == ("one", [3, 4], [3, 4])
+        assert {*result} == {"study", "seen", "seeds", "versions", "date", "seconds"}
+        assert "seen: [3, 4]" in (toy / "README.md").read_text()
+
+
+def test_all_readmes_have_the_numbers_of_their_results(capsys):
+    packages = study.all_studies()
+    assert {"audit", "lora", "map", "mechanisms", "methods", "text"} <= {*packages}
+    render.main(render.Config(check=True))
+    for package, studies in packages.items():
+        results = {path.stem for path in (study.HERE / package / "results").glob("*.json")}
+        assert results <= {*studies}, f"results of no study in {package}"
+
+
+def test_the_best_point_has_the_best_round_and_no_nan():
+    curves = [[0.1, 0.4, 0.3], [0.2, math.nan, 0.35]]
+    results: Any = [
+        types.SimpleNamespace(metrics=[{"round": 10 * r, "accuracy": value} for r, value in enumerate(curve, 1)])
+        for curve in curves
+    ]
+    points = {"rate": [1.0, 2.0], "clip": [3.0, 4.0]}
+    best = common.choose(points, results)
+    assert (best.chosen, best.rounds, best.result) == ({"rate": 1.0, "clip": 3.0}, 20, results[0])
+    np.testing.assert_array_equal(best.validation, [0.4, math.nan])
+    best = common.choose(points, results, lambda rows: [rows[-1]["accuracy"]])
+    assert (best.chosen, best.rounds, best.validation) == ({"rate": 2.0, "clip": 4.0}, 30, [0.3, 0.35])
+
+
+def test_the_map_shows_the_best_first_and_differences_by_seed():
+    accuracies = {
+        ("local-only", math.inf): (0.5, 0.6),
+        ("private", 1.0): (0.6, 0.8),
+        ("private", math.inf): (0.7, 0.9),
+        ("open", math.inf): (0.9, 0.9),
+    }
+    rows = [
+        {"method": m, "epsilon": e, "seed": s, "accuracy": a, "stated": {"local-only": 0.0, "open": None}.get(m, e)}
+        for (m, e), both in accuracies.items()
+        for s, a in enumerate(both)
+    ]
+    points = {"rate": [0.1, 0.2, 0.3]}
+    tuning = [
+        {"method": m, "epsilon": e, "points": points, "chosen": {"rate": rate}, "rounds": 4,
+         "scores": {"2": [0.1, 0.2, 0.3], "4": [0.4, 0.5, 0.6]}}
+        for (m, e), rate in zip(accuracies, (0.2, 0.3, 0.2, 0.1), strict=True)
+    ]  # fmt: skip
+    found = Comparison(rows, tuning, "accuracy", False, "Tuned.")
+    lines = [line.split(" | ") for line in the_map.table(found).splitlines()[2:5]]
+    assert [line[0] for line in lines] == ["| private", "| local-only", "| open"]
+    assert lines[1][1:] == ["55.0 ± 7.1", "55.0 ± 7.1", "–", "– |"]
+    # Gains of 10 and 20 points: Student's t with one degree of freedom is 12.706 at 97.5%, the standard error 5.
+    assert lines[0][1:] == ["70.0 ± 14.1", "80.0 ± 14.1", "+15.0 (-48.5 to +78.5)", "+25.0 (-38.5 to +88.5) |"]
+    assert lines[2][1] == "–"
+    chosen = the_map.settings(found).splitlines()
+    assert chosen[3] == "| private | rate 0.3* | rate 0.2 |"
+    cell = the_map.cell_of("cifar10", 1000, 2)._replace(alone=4)._asdict()
+    assert the_map.stops(found, cell) == (
+        "local-only stops after pass 4, the last that was tried; validation % by pass: 2: 20.0, 4: 50.0."
+    )
+
+
+def test_the_map_tunes_all_methods_with_equal_budgets():
+    candidates = the_map.methods(mlp((8, 8, 1), 10), the_map.cell_of("cifar10", 1000, 2))
+    assert {candidate.number for candidate in candidates.values()} == {6}
+
+
+def test_few_honest_statements_are_refuted_and_the_readme_has_the_claims():
+    rows = result_of("audit", "honest")["methods"]
+    assert audit.table(result_of("audit", "published")) in (study.HERE.parent / "README.md").read_text()
+    assert sum(len(row["at_least"]) for row in rows.values()) == 320
+    for row in rows.values():
         beyond = sum(bound > row["stated"] for bound in row["at_least"])
         assert beyond <= 1 + 0.05 * len(row["at_least"])
 
 
-def test_the_readme_of_the_mechanisms_has_the_numbers_of_its_results():
-    assert (mechanisms.HERE / "README.md").read_text() == mechanisms.render()
-
-
 @pytest.mark.parametrize("task", mechanisms.SETTINGS)
 def test_mechanisms_are_tuned_with_equal_budgets_at_equal_epsilon(task):
-    result = json.loads((mechanisms.HERE / "results" / f"{task}.json").read_text())
+    result = result_of("mechanisms", task)
     setting = result["setting"]
     for epsilon in mechanisms.EPSILONS:
         rows = [result["rows"][f"{name}, ε {epsilon:g}"] for name in mechanisms.PAIRS[task]]
@@ -88,17 +204,17 @@ def test_mechanisms_are_tuned_with_equal_budgets_at_equal_epsilon(task):
                 assert row["error"] == pytest.approx(error)
 
 
-@pytest.mark.parametrize("task", compare.SETTINGS)
+@pytest.mark.parametrize("task", methods.SETTINGS)
 def test_methods_are_tuned_with_equal_budgets(task):
-    setting = compare.SETTINGS[task]
-    methods = compare.METHODS[task](mlp((8, 8, 1), 10, hidden=setting.hidden), setting)
-    assert {len(column) for method in methods.values() for column in method.points.values()} == {6}
+    setting = methods.SETTINGS[task]
+    candidates = methods.METHODS[task](mlp((8, 8, 1), 10, hidden=setting.hidden), setting)
+    assert {len(column) for method in candidates.values() for column in method.points.values()} == {6}
 
 
 def test_validation_and_test_examples_are_never_trained_on():
-    setting = compare.SETTINGS["shared"]._replace(clients=10, examples=20, validation=5, test=20)
+    setting = methods.SETTINGS["shared"]._replace(clients=10, examples=20, validation=5, test=20)
     digits = load("digits")
-    held_out, tested = (compare.clients_of(digits, "shared", setting, 0, held_out=held) for held in (True, False))
+    held_out, tested = (methods.clients_of(digits, "shared", setting, 0, held_out=held) for held in (True, False))
     np.testing.assert_array_equal(*(np.asarray(c.inputs)[c.train] for c in (held_out, tested)))
     train, test = (np.asarray(held_out.inputs)[rows].reshape(-1, 64) for rows in (held_out.train, held_out.test))
     assert held_out.test_size.tolist() == [5] * 10

@@ -182,7 +182,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 import conftest, jax
-from experiments.common import stoppable
+from experiments.common import in_one_line
 from test_simulation import OPTIONS, interruptible
 from jaxfl.run.simulate import _Run, simulate
 
@@ -195,8 +195,8 @@ def slowly(self, *args):
     record(self, *args)
 
 _Run._record = slowly
-with stoppable():
-    simulate(jax.random.key(1), *interruptible(), folder=sys.argv[1], progress=False, **OPTIONS)
+sys.excepthook = in_one_line
+simulate(jax.random.key(1), *interruptible(), folder=sys.argv[1], progress=False, **OPTIONS)
 """
 OPTIONS = {"rounds": 60, "eval_every": 20}
 

@@ -29,7 +29,7 @@ from experiments.adp_pfl.setting import (
     start,
     tested_locally,
 )
-from experiments.common import model_for, round_seconds, row_of, run_each, show, stoppable
+from experiments.common import model_for, round_seconds, row_of, run_each, show
 from jaxfl import Result
 from jaxfl.algorithms import adp_pfl, adp_pfl_paper
 from jaxfl.privacy import Full, client_noise, paper_noise
@@ -155,7 +155,6 @@ def plot(path: pathlib.Path, title: str, rows: Sequence[Reached]) -> None:
     print(f"plot: {path}")
 
 
-@stoppable()
 def main() -> None:
     """Run the three ways to allot budgets, printed and honest, and write table, CSV and plot."""
     config, setting, data, seeds = start(__doc__)

@@ -39,7 +39,6 @@ from experiments.common import (
     row_of,
     run_each,
     show,
-    stoppable,
     sweep_each,
     sweep_folder,
 )
@@ -89,7 +88,6 @@ LOCAL, PLAIN = Entry("local-only"), Entry("FedAvg, no noise")
 RELEASED = "ADP-PFL, released risks"
 
 
-@stoppable()
 def run(
     name: str,
     description: str | None,

@@ -23,7 +23,6 @@ from experiments.common import (
     run_sweep,
     seeds_of,
     show,
-    stoppable,
 )
 from jaxfl import LocalSGD
 from jaxfl._validate import check_counts, checked
@@ -187,7 +186,6 @@ def split(data: Dataset, setting: Setting, classes: int, seed: int) -> Clients:
     return make_clients(data, train, test)
 
 
-@stoppable()
 def run(
     table: str,
     description: str | None,

@@ -14,7 +14,7 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
-from experiments.common import Scale, cli, model_for, percent, seeds_of, stoppable
+from experiments.common import Scale, cli, model_for, percent, seeds_of
 from jaxfl import LocalSGD, simulate
 from jaxfl._validate import checked
 from jaxfl.algorithms import fedavg
@@ -57,7 +57,6 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/fedavg/convergence")
 
 
-@stoppable()
 def main(config: Config) -> None:
     """Run the task for every seed and print accuracy by round."""
     setting = TASKS[config.task]

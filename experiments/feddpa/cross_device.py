@@ -19,7 +19,6 @@ from experiments.common import (
     run_methods,
     seeds_of,
     show,
-    stoppable,
 )
 from jaxfl import LocalSGD
 from jaxfl._validate import checked
@@ -69,7 +68,6 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/feddpa/cross_device")
 
 
-@stoppable()
 def main(config: Config) -> None:
     """Run all methods and print their table."""
     setting = SCALES[config.scale]

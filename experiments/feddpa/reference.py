@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import optax
 
-from experiments.common import Scale, cli, dirichlet_clients, model_for, run_methods, seeds_of, show, stoppable
+from experiments.common import Scale, cli, dirichlet_clients, model_for, run_methods, seeds_of, show
 from jaxfl import LocalSGD
 from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, feddpa, feddpa_paper, local_only
@@ -58,7 +58,6 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/feddpa/reference")
 
 
-@stoppable()
 def main(config: Config) -> None:
     """Run all methods and print their table."""
     setting = SCALES[config.scale]

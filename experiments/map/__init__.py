@@ -1,0 +1,1 @@
+"""Methods at the same epsilons, by number of clients and of their classes."""

@@ -12,7 +12,7 @@ import optax
 from jax import Array
 from jaxtyping import Key
 
-from experiments.common import Method, Row, cli, plot_metric, run_methods, seeds_of, show, stoppable
+from experiments.common import Method, Row, cli, plot_metric, run_methods, seeds_of, show
 from jaxfl import LocalSGD
 from jaxfl._validate import checked
 from jaxfl.algorithms import padpfl, padpfl_paper
@@ -98,7 +98,6 @@ class Config:
     out: pathlib.Path = pathlib.Path("runs/padpfl")
 
 
-@stoppable()
 def run(figure: int, description: str | None) -> None:
     """Read the command line and run figure 2, 4, 6 or 8 (no privacy) or 3, 5, 7 or 9 (private) of scenarios 1 to 4."""
     config = cli(Config, description)

@@ -5,7 +5,7 @@ python -m experiments.pdp_fl.figure_4 --scale paper
 
 import dataclasses
 
-from experiments.common import cli, stoppable
+from experiments.common import cli
 from experiments.pdp_fl.setting import Config, Setting, budgets, printed, run, scaled
 from jaxfl.data import Dataset
 from jaxfl.types import Algorithm
@@ -23,7 +23,6 @@ def methods(setting: Setting, data: Dataset) -> dict[str, Algorithm]:
     return {"PDP-FL": printed(setting, data, budgets(3, setting.clients))}
 
 
-@stoppable()
 def main(config: Config) -> None:
     """A table for each value of each parameter, the others as they are."""
     for parameter, values in STUDIES.items():

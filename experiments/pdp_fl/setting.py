@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import optax
 
-from experiments.common import Method, cli, plot_metric, run_methods, seeds_of, show, stoppable
+from experiments.common import Method, cli, plot_metric, run_methods, seeds_of, show
 from jaxfl import LocalSGD
 from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl, pdp_fl_paper
@@ -174,7 +174,6 @@ def split(setting: Setting, data: Dataset, seed: int) -> Clients:
     return make_clients(data, lists, matching(lists, data.train_labels, data.test_labels, seed=seed))
 
 
-@stoppable()
 def cases(dataset: Data, rounds: int, figure: int, description: str | None) -> None:
     """Figure 2 or 3: accuracy by round in all cases, at several budgets where they are equal."""
 
@@ -192,7 +191,6 @@ def cases(dataset: Data, rounds: int, figure: int, description: str | None) -> N
     run(f"figure_{figure}", f"Figure {figure}", setting, methods, config)
 
 
-@stoppable()
 def comparison(dataset: Data, rounds: int, table: int, description: str | None) -> None:
     """Table 2 or 3: the baselines, PDP-FL in all cases as printed, and its honest twins."""
 

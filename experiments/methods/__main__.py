@@ -1,37 +1,23 @@
 """Ditto, APFL, pFedMe, Per-FedAvg, SCAFFOLD and adaptive servers beside FedAvg and local training, on Fashion-MNIST.
 
-python -m experiments.methods.compare --task personal
-python -m experiments.methods.compare --task shared
-python -m experiments.methods.compare --render
+python -m experiments.methods personal
+python -m experiments.methods shared
 
 Every method gets the same number of points; one training run of each is scored on validation examples that no run
 trains on. The best point trains anew for every seed and meets the test examples once.
 """
 
-import dataclasses
-import datetime
-import json
-import pathlib
-import time
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
-from experiments.common import (
-    cli,
-    compile_quickly,
-    percent,
-    seeds_of,
-    split_clients,
-    starred,
-    stoppable,
-    versions,
-)
-from jaxfl import Candidate, LocalSGD, grid, simulate, sweep
-from jaxfl._validate import checked
+from experiments.common import choose, percent, run_each, split_clients, starred
+from experiments.study import Options, Result, Study, command, dated, listed, markdown_table, signed
+from jaxfl import Candidate, LocalSGD, grid, sweep
 from jaxfl.algorithms import (
     apfl,
     ditto,
@@ -48,9 +34,9 @@ from jaxfl.algorithms import (
 from jaxfl.data import Dataset, classes_per_client, iid, load
 from jaxfl.models import mlp
 from jaxfl.privacy import FixedSize, Mechanism
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
-HERE = pathlib.Path(__file__).parent
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 NO_LIMIT: dict[str, Any] = {"clip": float("inf"), "noise_multiplier": 0.0}
 
@@ -186,90 +172,59 @@ def clients_of(data: Dataset, task: str, setting: Setting, seed: int, *, held_ou
     return split_clients(data, rows, test, setting.examples, held_out=held_out)
 
 
-def score(task: str, metrics: Sequence[Mapping[str, float]]) -> float:
+def score(task: str, rows: Sequence[Mapping[str, float]]) -> list[float]:
     """What a point is chosen by: accuracy at the end, or its mean over the curve where speed counts."""
-    values = [row["accuracy_examples" if task == "shared" else "accuracy"] for row in metrics]
-    return float(np.mean(values)) if task == "shared" else float(values[-1])
-
-
-@checked(seeds=seeds_of)
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Which task."""
-
-    task: Literal["personal", "shared"] = "personal"
-    scale: Literal["smoke", "cpu"] = "cpu"
-    """smoke: two points of each method on digits, in seconds; writes nothing."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    render: bool = False
-    """Only write the README anew from the results that are there."""
-
-
-@stoppable()
-def main(config: Config) -> None:
-    """Tune, run, write the results and render the README."""
-    if not config.render:
-        result = run(config)
-        if config.scale == "smoke":
-            print(table(result))
-            return
-        (HERE / "results" / f"{config.task}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "README.md").write_text(render())
-    print(HERE / "README.md")
-
-
-def run(config: Config) -> dict[str, Any]:
-    """Everything that the README says of a task."""
-    setting, seeds, began = SETTINGS[config.task], config.seeds, time.monotonic()
-    if config.scale == "smoke":
-        compile_quickly()
-        setting = setting._replace(clients=10, examples=20, validation=5, test=20, cohort=5, rounds=4, eval_every=2)
-        seeds = seeds[:1]
-    data = load("digits" if config.scale == "smoke" else "fashion_mnist")
-    model = mlp(data.train_inputs.shape[1:], data.classes, hidden=setting.hidden)
-    options = {"rounds": setting.rounds, "eval_every": setting.eval_every, "devices": jax.devices()[:1], "chunk": 1}
-    options["progress"] = False
-    tuning = clients_of(data, config.task, setting, TUNING_SEED, held_out=True)
-    tested = {seed: clients_of(data, config.task, setting, seed, held_out=False) for seed in seeds}
-    rows: dict[str, dict[str, Any]] = {}
-    for name, method in METHODS[config.task](model, setting).items():
-        points = method.points
-        if config.scale == "smoke":
-            points = {column: values[:2] for column, values in points.items()}
-        results = sweep(jax.random.key(TUNING_SEED), method.build, points, tuning, **options)
-        scores = [score(config.task, result.metrics) for result in results]
-        best = int(np.argmax(np.nan_to_num(scores, nan=-1.0)))
-        chosen = {column: values[best] for column, values in points.items()}
-        algorithm = method.build(**chosen)
-        variants = {name: algorithm}
-        if name == "pFedMe":
-            variants["pFedMe, its shared model"] = algorithm._replace(personalize=lambda key, server, *_: server.params)
-        for variant, built in variants.items():
-            runs = [simulate(jax.random.key(seed), built, tested[seed], **options).metrics for seed in seeds]
-            rows[variant] = {
-                "points": points,
-                "validation": scores,
-                "chosen": chosen,
-                "accuracy": [[row[METRIC[config.task]] for row in metrics] for metrics in runs],
-                "worst10": [metrics[-1]["accuracy_worst10"] for metrics in runs],
-                "rounds": [int(row["round"]) for row in runs[0]],
-            }
-            print(f"{variant}: {chosen}, {percent([a[-1] for a in rows[variant]['accuracy']])}", flush=True)
-    return {
-        "task": config.task,
-        "data": data.name,
-        "setting": setting._asdict(),
-        "tuning_seed": TUNING_SEED,
-        "seeds": list(seeds),
-        "largest_class": [largest_class(tested[seed]) for seed in seeds],
-        "methods": rows,
-        "versions": versions("jaxfl", "jax", "jaxlib", "optax", "numpy"),
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.monotonic() - began),
-    }
+    values = [row[METRIC[task]] for row in rows]
+    return [float(np.mean(values))] if task == "shared" else values[-1:]
 
 
 METRIC = {"personal": "accuracy", "shared": "accuracy_examples"}
+
+
+def run(task: str, options: Options) -> Result:
+    """Tune and run each method of a task."""
+    setting = SETTINGS[task]
+    if options.smoke:
+        setting = setting._replace(clients=10, examples=20, validation=5, test=20, cohort=5, rounds=4, eval_every=2)
+    data = load("digits" if options.smoke else "fashion_mnist")
+    model = mlp(data.train_inputs.shape[1:], data.classes, hidden=setting.hidden)
+    train: dict[str, Any] = {"rounds": setting.rounds, "eval_every": setting.eval_every, "progress": False}
+    train |= {"devices": jax.devices()[:1], "chunk": 1}
+    tuning = clients_of(data, task, setting, TUNING_SEED, held_out=True)
+    tested = {seed: clients_of(data, task, setting, seed, held_out=False) for seed in options.seeds}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, method in METHODS[task](model, setting).items():
+        points = {column: values[: 2 if options.smoke else None] for column, values in method.points.items()}
+        config = {"task": task, "data": data.name, "setting": setting._asdict(), "points": points}
+        folder, key = run_folder(options.out, name, config, TUNING_SEED), jax.random.key(TUNING_SEED)
+        results = sweep(key, method.build, points, tuning, folder=folder, **train)
+        best = choose(points, results, functools.partial(score, task))
+        algorithm = method.build(**best.chosen)
+        variants = {name: algorithm}
+        if name == "pFedMe":
+            variants["pFedMe, its shared model"] = algorithm._replace(personalize=lambda key, server, *_: server.params)
+        finals = run_each(
+            {variant: lambda _, built=built: built for variant, built in variants.items()},
+            tested.__getitem__,
+            seeds=options.seeds,
+            out=options.out,
+            config={**config, "chosen": best.chosen},
+            **train,
+        )
+        for variant, runs in finals.items():
+            rows[variant] = best.facts | {
+                "accuracy": [[row[METRIC[task]] for row in result.metrics] for result in runs],
+                "worst10": [result.metrics[-1]["accuracy_worst10"] for result in runs],
+                "rounds": [int(row["round"]) for row in runs[0].metrics],
+            }
+            print(f"{variant}: {best.chosen}, {percent([a[-1] for a in rows[variant]['accuracy']])}", flush=True)
+    return {
+        "data": data.name,
+        "setting": setting._asdict(),
+        "tuning_seed": TUNING_SEED,
+        "largest_class": [largest_class(clients) for clients in tested.values()],
+        "methods": rows,
+    }
 
 
 def largest_class(clients: Clients) -> float:
@@ -281,12 +236,23 @@ def largest_class(clients: Clients) -> float:
     return float(np.mean(found))
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The methods of a task as Markdown."""
+def markdown(result: Result) -> str:
+    """What the README says of a task."""
+    setting, study = result["setting"], result["study"]
+    facts = {"data": result["data"], "tuning_seed": result["tuning_seed"], "seeds": listed(result["seeds"])}
+    facts["points"] = min(len(row["validation"]) for row in result["methods"].values())
+    facts["width"] = (setting["hidden"] or [0])[0]
+    texts = [text.format(**setting, **facts) for text in (TEXT[study], PROTOCOL)]
+    end = f"{dated(result)}; {result['seconds']} seconds on one core."
+    return "\n\n".join([*texts, table(result), verdicts(result), end])
+
+
+def table(result: Result) -> str:
+    """The methods of a task."""
     target = result["setting"]["target"]
     head = ["method", "accuracy %", "worst 10 % of clients" if target is None else f"rounds to {100 * target:.0f}%"]
     head += ["least to largest, %", "validation %, chosen and worst point", "chosen"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for name, row in result["methods"].items():
         last = [curve[-1] for curve in row["accuracy"]]
         third = percent(row["worst10"])
@@ -296,7 +262,7 @@ def table(result: Mapping[str, Any]) -> str:
         validation = f"{100 * max(row['validation']):.1f}, {100 * min(row['validation']):.1f}"
         lines.append([name, percent(last), third, spread, validation, starred(row["chosen"], row["points"])])
     lines.append(["the largest class of a client", percent(result["largest_class"]), *["–"] * (len(head) - 2)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown_table(head, lines)
 
 
 def first_round(rounds: Sequence[int], curve: Sequence[float], target: float) -> int | None:
@@ -324,68 +290,39 @@ CLAIMS = {
 """What the papers found, as pairs of the better and the other."""
 
 
-def verdicts(result: Mapping[str, Any]) -> str:
+def verdicts(result: Result) -> str:
     """Whether each ordering is seen here: in every seed, in none, or in some."""
-    lines = []
-    for better, other, text in CLAIMS[result["task"]]:
+    lines, study = [], result["study"]
+    for better, other, text in CLAIMS[study]:
         pairs = zip(*(result["methods"][name]["accuracy"] for name in (better, other)), strict=True)
         # Where speed counts, the mean over the curve, as in tuning.
-        value = np.mean if result["task"] == "shared" else (lambda curve: curve[-1])
-        gains = [100 * float(value(a) - value(b)) for a, b in pairs]
+        value = np.mean if study == "shared" else (lambda curve: curve[-1])
+        gains = [float(value(a) - value(b)) for a, b in pairs]
         seen = "yes" if min(gains) > 0 else ("no" if max(gains) <= 0 else "not in every seed")
-        lines.append(f"| {text} | {seen} | {', '.join(f'{gain:+.1f}' for gain in gains)} |")
-    return "\n".join(["| ordering | seen here | difference by seed, points |", "|---|---|---|", *lines])
+        lines.append([text, seen, signed(gains)])
+    return markdown_table(["ordering", "seen here", "difference by seed, points"], lines)
 
 
 TEXT = {
-    "personal": """## Personal models under label skew
-
-{clients} clients with {classes} classes and {examples} training examples each, all in every round; a network with one
-hidden layer of {width}; {rounds} rounds of {epochs} epochs, batches of {batch_size}, plain SGD. A client is tested on
-{test} test examples of its own classes; the mean is over clients.""",
-    "shared": """## One model for all, heterogeneous clients, many local steps
-
-{clients} clients with {classes} classes and {examples} training examples each, {cohort} in every round; logistic
-regression, as in SCAFFOLD's experiments; {rounds} rounds of {epochs} epochs, batches of {batch_size}, plain SGD.
-Accuracy is on the whole test set, of which a local model knows {classes} classes. Points are chosen, and orderings
-told, by the mean accuracy over the curve; the table has the last round. SCAFFOLD sends twice as much in a round as the
-others. All grids were moved up once, after a first run in which FedAvg's best rate was the largest.""",
+    "personal": """{clients} clients with {classes} classes and {examples} training examples each, all in every round; a
+network with one hidden layer of {width}; {rounds} rounds of {epochs} epochs, batches of {batch_size}, plain SGD. A
+client is tested on {test} test examples of its own classes; the mean is over clients.""",
+    "shared": """{clients} clients with {classes} classes and {examples} training examples each, {cohort} in every
+round; logistic regression, as in SCAFFOLD's experiments; {rounds} rounds of {epochs} epochs, batches of {batch_size},
+plain SGD. Accuracy is on the whole test set, of which a local model knows {classes} classes. Points are chosen, and
+orderings told, by the mean accuracy over the curve; the table has the last round. SCAFFOLD sends twice as much in a
+round as the others. All grids were moved up once, after a first run in which FedAvg's best rate was the largest.""",
 }
-
-
-def render() -> str:
-    """The README, all of whose numbers are those of the result files."""
-    parts = [
-        """# Methods users look for, on a small task
-
-Do Ditto, APFL, pFedMe, Per-FedAvg, SCAFFOLD, FedAdam, FedYogi and FedAdagrad do here what their papers found? No
-privacy: the epsilon is infinite. `python -m experiments.methods.compare --render` writes this from `results/*.json`.
-
-```
-TFDS_DATA_DIR=... python -m experiments.methods.compare --task personal
-TFDS_DATA_DIR=... python -m experiments.methods.compare --task shared
-```"""
-    ]
-    for task in SETTINGS:
-        path = HERE / "results" / f"{task}.json"
-        if not path.exists():
-            continue
-        result = json.loads(path.read_text())
-        setting = result["setting"]
-        facts = {name: result[name] for name in ("data", "tuning_seed", "date", "seconds")}
-        facts["points"] = min(len(row["validation"]) for row in result["methods"].values())
-        facts["seeds"] = ", ".join(map(str, result["seeds"]))
-        facts["versions"] = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        facts["width"] = (setting["hidden"] or [0])[0]
-        parts += [TEXT[task].format(**setting, **facts), PROTOCOL.format(**setting, **facts)]
-        parts += [table(result), verdicts(result), "{date}; {versions}; {seconds} seconds on one core.".format(**facts)]
-    return "\n\n".join(parts) + "\n"
 
 
 PROTOCOL = """{data}. Every method has {points} points, each tried once, with seed {tuning_seed}, on {validation}
 validation examples of each client that no run trains on; the best trains for seeds {seeds}, which draw clients and
 start. Mean ± standard deviation over seeds. A star marks an end of the grid, beyond which there may be better."""
 
+STUDIES = {
+    task: Study(functools.partial(run, task), markdown, minutes=minutes)
+    for task, minutes in {"personal": 5.0, "shared": 3.0}.items()
+}
 
 if __name__ == "__main__":
-    main(cli(Config, __doc__))
+    command("methods", __doc__, STUDIES)

@@ -1,28 +1,24 @@
 """Honest statements and published claims under audit: an epsilon from above, from below, and as claimed.
 
-python -m experiments.audit.table --part honest
-python -m experiments.audit.table --part published
-python -m experiments.audit.table --render
+python -m experiments.audit honest
+python -m experiments.audit published
 
 A network with one hidden layer on digits; 1,000 canaries. An honest statement may be refuted in at most one run of
 twenty, by the confidence of the bound; a claim that is refuted is false.
 """
 
 import dataclasses
-import datetime
-import json
-import pathlib
-import time
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from experiments.common import cli, compile_quickly, stoppable, versions
+from experiments.common import compile_quickly, versions
+from experiments.study import Options, Result, Study, command, dated, markdown_table
 from jaxfl import LocalSGD, sweep
-from jaxfl._validate import checked
 from jaxfl.algorithms import (
     adp_pfl_paper,
     centaur,
@@ -52,7 +48,6 @@ from jaxfl.privacy import (
 )
 from jaxfl.types import Algorithm, Clients
 
-HERE = pathlib.Path(__file__).parent
 CLIENTS, ROUNDS, CLIP, DELTA = 40, 20, 0.5, 1e-5
 CANARIES = {"honest": 1000, "published": 8000}
 MODEL = mlp((8, 8, 1), 10, hidden=(1024,))
@@ -117,46 +112,22 @@ def clients() -> Clients:
     return make_clients(data, lists, matching(lists, data.train_labels, data.test_labels, seed=0))
 
 
-@checked()
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Command line."""
-
-    part: Literal["honest", "published"] = "published"
-    render: bool = False
-    """Only write the README, from the results that are there."""
-    runs: int | None = None
-    """Of each method, fewer than usual: a trial that writes nothing."""
-
-
-@stoppable()
-def main(config: Config) -> None:
-    """Audit, write the result file, and render the README."""
-    if not config.render:
-        compile_quickly()
-        result = run(config.part, config.runs)
-        print(table(result))
-        if config.runs is not None:
-            return
-        (HERE / "results" / f"{config.part}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "README.md").write_text(render())
-
-
-def run(part: str, most: int | None = None) -> dict[str, Any]:
-    """Audit every method of a part, for each of its seeds."""
-    start, everybody = time.monotonic(), clients()
-    methods = honest() if part == "honest" else published(everybody)
+def run(part: str, options: Options) -> Result:
+    """Audit every method of a part, for its own number of seeds; most of the time would go into compiling it well."""
+    compile_quickly()
+    everybody = clients()
+    methods, canaries = honest() if part == "honest" else published(everybody), CANARIES[part]
+    if options.smoke:
+        methods, canaries = {name: (method, 1) for name, (method, _) in methods.items()}, 100
     rows = {}
     for name, (method, count) in methods.items():
-        rows[name] = audit(method, everybody, min(count, most or count), CANARIES[part])
+        rows[name] = audit(method, everybody, count, canaries)
         print(f"{name}: {rows[name]}", flush=True)
     return {
-        "part": part,
-        "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": CANARIES[part], "data": "digits"},
+        "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": canaries, "data": "digits"},
+        "seeds": list(range(max(count for _, count in methods.values()))),
         "methods": rows,
         "versions": versions("jax", "jaxfl", "jax-privacy", "dp-accounting"),
-        "date": datetime.date.today().isoformat(),
-        "seconds": round(time.monotonic() - start),
     }
 
 
@@ -181,46 +152,28 @@ def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> d
     }
 
 
+def markdown(result: Result) -> str:
+    """What the README says of a part."""
+    text = TEXT[result["study"]].format(**result["setting"])
+    return f"{text}\n\n{table(result)}\n\n{dated(result)}; {result['seconds']} seconds."
+
+
 HEADER = ("method", "claimed", "from above", "from below: median, largest", "runs above claim, statement", "estimate",
           "accuracy % (without canaries)")  # fmt: skip
 
 
-def table(result: Mapping[str, Any]) -> str:
-    """The rows of one part, as Markdown."""
-    lines = [HEADER, ("---",) * len(HEADER)]
+def table(result: Result) -> str:
+    """The rows of one part."""
+    lines = []
     for name, row in result["methods"].items():
         bounds, limits = np.array(row["at_least"]), (row["claimed"], row["stated"])
         beyond = [f"{np.sum(bounds > limit)} of {len(bounds)}" if isinstance(limit, float) else "–" for limit in limits]
         accuracy, without = (f"{100 * float(np.mean(row[key])):.1f}" for key in ("accuracy", "accuracy_without"))
         claimed, stated = ("–" if limit is None else "none" if limit == "inf" else f"{limit:.3g}" for limit in limits)
         below, estimate = f"{np.median(bounds):.2f}, {bounds.max():.2f}", f"{np.median(row['estimate']):.2f}"
-        lines.append((name, claimed, stated, below, ", ".join(beyond), estimate, f"{accuracy} ({without})"))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append([name, claimed, stated, below, ", ".join(beyond), estimate, f"{accuracy} ({without})"])
+    return markdown_table(HEADER, lines)
 
-
-def render() -> str:
-    """The README, all of whose numbers are those of the result files."""
-    parts = ["# Statements and claims under audit", INTRODUCTION]
-    for part, title in (("honest", "## Honest statements"), ("published", "## Claims as published")):
-        path = HERE / "results" / f"{part}.json"
-        if not path.exists():
-            continue
-        result = json.loads(path.read_text())
-        versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-        facts = f"{result['date']}; {versions}; {result['seconds']} seconds."
-        parts += [title, TEXT[part].format(**result["setting"]), table(result), facts]
-    return "\n\n".join(parts) + "\n"
-
-
-INTRODUCTION = """Canaries take part beside the clients (`simulate(..., audit=Canaries(1000))`); from what is released
-an attacker guesses which of them are in. That gives an epsilon from below at 95% confidence, beside that of the theorem
-from above and that of the paper's claim. "Estimate" fits two Gaussians to the scores and has no confidence.
-
-```
-python -m experiments.audit.table --part honest
-python -m experiments.audit.table --part published
-python -m experiments.audit.table --render
-```"""
 
 TEXT = {
     "honest": """{clients} clients with all of {data}, evenly; {rounds} rounds, clip {clip}, a network with one hidden
@@ -232,6 +185,10 @@ Canaries lie in the sum alone: who sees single uploads, or the zeros of a privat
 refuted here is not thereby true.""",
 }
 
+STUDIES = {
+    part: Study(functools.partial(run, part), markdown, minutes=minutes)
+    for part, minutes in {"honest": 8.0, "published": 3.0}.items()
+}
 
 if __name__ == "__main__":
-    main(cli(Config, __doc__))
+    command("audit", __doc__, STUDIES)

@@ -1,36 +1,35 @@
 """The map: methods at the same honest epsilons, with 100 to 10,000 clients, each tuned alike.
 
-python -m experiments.map.run --data cifar10 --clients 1000 --classes 2
+python -m experiments.map cifar10_1000_2
 """
 
 import dataclasses
-import datetime
 import functools
-import json
+import itertools
 import math
 import pathlib
 import shutil
-import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.common import cli, compile_quickly, seeds_of, stoppable, versions
+from experiments.common import number, percent, starred
+from experiments.study import Options, Result, Study, command, dated, markdown_table
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
-from jaxfl._validate import check_path, checked
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.local.penalties import proximal
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, ClientData, Clients, Model, Params
 
-HERE = pathlib.Path(__file__).parent
 EPSILONS = (1.0, 8.0, math.inf)
+TUNING_SEED = 100
 RATES, CLIPS, WEIGHTS = (0.01, 0.3), (0.03, 3.0), (0.01, 1.0)
 
 
@@ -219,15 +218,27 @@ def features_of(data: Dataset, *, filters: int = 128, width: int = 6, seed: int 
 def compared(
     candidates: Mapping[str, Candidate],
     clients: Callable[[int], Clients],
-    folder: pathlib.Path,
-    options: Mapping[str, Any],
+    cell: Cell,
+    options: Options,
 ) -> Comparison:
     """Compare methods one by one; what a method's runs left behind, gigabytes of models, goes when it is done."""
+    given: dict[str, Any] = {"epsilons": EPSILONS, "seeds": options.seeds, "rounds": cell.rounds}
     parts = []
     for name, candidate in candidates.items():
-        path = folder / f"{name}.json"
+        facts = cell._asdict() | given | {"points": candidate.points}
+        folder = run_folder(options.out, f"{cell.data}-{cell.clients}-{cell.classes}, {name}", facts, TUNING_SEED)
+        path = folder / "comparison.json"
         if not path.exists():
-            compare({name: candidate}, clients, folder=folder / name, **options).save(path)
+            compare(
+                {name: candidate},
+                clients,
+                tuning_seed=TUNING_SEED,
+                folder=folder,
+                devices=jax.devices()[:1],
+                chunk=1,
+                progress=False,
+                **given,
+            )
             shutil.rmtree(folder / name)
         parts.append(Comparison.load(path))
         print(parts[-1].to_markdown(), flush=True)
@@ -235,54 +246,106 @@ def compared(
     return parts[0]._replace(rows=rows, tuning=tuning)
 
 
-@checked(seeds=seeds_of, out=check_path)
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Which place."""
-
-    data: Literal["cifar10", "fashion_mnist", "digits"] = "cifar10"
-    clients: Literal[100, 1000, 10_000] = 1000
-    classes: int = 2
-    scale: Literal["smoke", "cpu"] = "cpu"
-    """smoke: two points of each method on digits, in minutes; writes no results."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    out: pathlib.Path = pathlib.Path("runs/map")
-    """Folders of the runs, which a stopped command goes on with."""
-
-
-@stoppable()
-def main(config: Config) -> None:
-    """Compare the methods at a place and write what came out."""
-    began, seeds = time.monotonic(), config.seeds
-    cell = cell_of(config.data, config.clients, config.classes)
-    if config.scale == "smoke":
-        compile_quickly()
+def run(cell: Cell, options: Options) -> Result:
+    """Compare the methods at a place."""
+    if options.smoke:
         cell = cell._replace(data="digits", clients=40, batch_size=8, rounds=3, alone=3, points=2)
-        seeds = seeds[:1]
     data = load(cell.data)
     shape = data.train_inputs.shape[1:]
-    model = mlp(shape, data.classes, hidden=(16,)) if config.scale == "smoke" else lenet(shape, data.classes)
-    options: dict[str, Any] = {"epsilons": EPSILONS, "seeds": seeds, "rounds": cell.rounds}
-    options |= {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
-    folder = config.out / f"{cell.data}-{cell.clients}-{cell.classes}"
-    found = compared(methods(model, cell), functools.partial(clients_of, data, cell), folder, options)
-    if config.scale == "cpu":
+    model = mlp(shape, data.classes, hidden=(16,)) if options.smoke else lenet(shape, data.classes)
+    found = compared(methods(model, cell), functools.partial(clients_of, data, cell), cell, options)
+    if not options.smoke:
         seen = features_of(data)
         linear = on_features(seen.train_inputs.shape[1:], data.classes, cell)
-        also = compared(linear, functools.partial(clients_of, seen, cell), folder, options)
+        also = compared(linear, functools.partial(clients_of, seen, cell), cell, options)
         found = found._replace(rows=found.rows + also.rows, tuning=found.tuning + also.tuning)
-    print(found.to_markdown())
-    if config.scale == "cpu":
-        result = {
-            "cell": cell._asdict(),
-            "comparison": found._asdict(),
-            "versions": versions("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting"),
-            "date": datetime.date.today().isoformat(),
-            "seconds": round(time.monotonic() - began),
-        }
-        name = f"{cell.data}-{cell.clients}-{cell.classes}.json"
-        (HERE / "results" / name).write_text(json.dumps(result, indent=1) + "\n")
+    return {"cell": cell._asdict(), "comparison": found._asdict()}
 
+
+def markdown(result: Result) -> str:
+    """What the README says of a place."""
+    cell, found = result["cell"], Comparison(**result["comparison"])
+    text = TEXT.format(**cell, cohort=round(cell["share"] * cell["clients"]))
+    return "\n\n".join([text, table(found), settings(found), stops(found, cell), f"{found.protocol} {dated(result)}."])
+
+
+TEXT = """{data}; {clients:,} clients with {classes} classes each, tested on {test} examples of those. {rounds} rounds
+with {cohort:,} of the clients expected in each, batches of {batch_size}.
+
+![accuracy against epsilon]({data}_{clients}_{classes}.png)"""
+
+
+def table(found: Comparison) -> str:
+    """Accuracies by epsilon, the best first, and their differences to local training.
+
+    What sends nothing meets every epsilon. Methods without privacy have one column, and come last.
+    """
+    epsilons = sorted({epsilon for _, epsilon in found.cells})
+    silent = {row["method"] for row in found.rows if row["stated"] == 0}
+    values: dict[tuple[str, float], list[float]] = {}
+    gains: dict[tuple[str, float], str] = {}
+    for row in found.rows:
+        for epsilon in epsilons if row["method"] in silent else [row["epsilon"]]:
+            values.setdefault((row["method"], epsilon), []).append(row[found.headline])
+    for row in found.differences("local-only"):
+        ends = "" if row["low"] is None else f" ({100 * row['low']:+.1f} to {100 * row['high']:+.1f})"
+        for epsilon in epsilons if row["method"] in silent else [row["epsilon"]]:
+            gains[row["method"], epsilon] = f"{100 * row['difference']:+.1f}{ends}"
+
+    def place(method: str) -> tuple[float, float]:
+        first = min(epsilon for name, epsilon in values if name == method)
+        return first, -float(np.mean(values[method, first]))
+
+    lines = [
+        [
+            method,
+            *(percent(values[method, e]) if (method, e) in values else "–" for e in epsilons),
+            *(gains.get((method, e), "–") for e in epsilons),
+        ]
+        for method in sorted(dict.fromkeys(method for method, _ in values), key=place)
+    ]
+    head = [f"{what}ε {number(e)}" for what in ("", "minus local-only, ") for e in epsilons]
+    note = "Mean ± standard deviation over seeds; differences are paired by seed, with 95% intervals of Student's t."
+    return f"{markdown_table(['accuracy %', *head], lines)}\n\n{note}"
+
+
+def settings(found: Comparison) -> str:
+    """The chosen points."""
+    chosen = {(row["method"], row["epsilon"]): starred(row["chosen"], row["points"]) for row in found.tuning}
+    epsilons = sorted({epsilon for _, epsilon in chosen})
+    lines = [
+        [method, *(chosen.get((method, epsilon), "–") for epsilon in epsilons)]
+        for method in dict.fromkeys(method for method, _ in chosen)
+    ]
+    note = "A star marks the least or the largest of the values tried, beyond which there may be better."
+    return f"{markdown_table(['chosen', *(f'ε {number(e)}' for e in epsilons)], lines)}\n\n{note}"
+
+
+def stops(found: Comparison, cell: Mapping[str, Any]) -> str:
+    """How the validation accuracy of clients that train alone went on, at their rate."""
+    lines = []
+    for row in found.tuning:
+        if row["method"].endswith("local-only"):
+            point = row["points"]["rate"].index(row["chosen"]["rate"])
+            curve = ", ".join(f"{passes}: {100 * scores[point]:.1f}" for passes, scores in row["scores"].items())
+            end = "the last that was tried" if row["rounds"] == cell["alone"] else f"of at most {cell['alone']}"
+            lines.append(f"{row['method']} stops after pass {row['rounds']}, {end}; validation % by pass: {curve}.")
+    return "\n\n".join(lines)
+
+
+def draw(result: Result, path: pathlib.Path) -> None:
+    """Accuracy against epsilon."""
+    Comparison(**result["comparison"]).plot(path.with_suffix(".png"))
+
+
+STUDIES = {
+    f"{data}_{clients}_{classes}": Study(
+        functools.partial(run, cell_of(data, clients, classes)), markdown, draw, minutes=minutes
+    )
+    for data, (clients, minutes), classes in itertools.product(
+        ("cifar10", "fashion_mnist"), {100: 300.0, 1000: 300.0, 10_000: 300.0}.items(), (2, 5)
+    )
+}
 
 if __name__ == "__main__":
-    main(cli(Config, __doc__))
+    command("map", __doc__, STUDIES)

@@ -24,6 +24,8 @@ from jaxfl.run.simulate import simulate, sweep
 from jaxfl.tasks import Metric, Task
 from jaxfl.types import Algorithm, ClientData, Clients, Ledger, Message, Model, Terms
 
+__version__ = "0.1.0"
+
 compilation_cache.keep()
 
 __all__ = [

@@ -185,12 +185,14 @@ def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = 
 
 
 def check_key(name: str, value: Any) -> Key[Array, "*P"]:
-    """Require a JAX key, or one for each point; raw key data are wrapped."""
+    """Require a JAX key, or one for each point; raw key data are wrapped, and seeds are taken for keys."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:
+        return jax.random.key(int(value))
     if isinstance(value, jax.Array) and value.ndim <= 1 and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return value
     if isinstance(value, jax.Array) and value.ndim in (1, 2) and value.dtype == jnp.uint32 and value.shape[-1] == 2:
         return jax.random.wrap_key_data(value)
-    raise TypeError(f"{name}={show(value)}: give a key, for instance jax.random.key(0)")
+    raise TypeError(f"{name}={show(value)}: give a key, for instance jax.random.key(0), or a seed from 0 to 2**32 - 1")
 
 
 def check_path(name: str, value: Any) -> Any:

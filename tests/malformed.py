@@ -20,6 +20,8 @@ from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
 from jaxfl.types import Terms
 
+KEY = jax.random.key(0)
+
 NAN, INF = math.nan, math.inf
 NO_NUMBERS = ["1", None, True, [1.0], {}, 1j, object(), np.array([1.0, 2.0]), NAN, np.str_("1"), 10**400]
 NO_CLASSES = [None, "x", 0.5, object(), {}, [], np.zeros(3), print]
@@ -125,8 +127,8 @@ BAD: dict[str, list[Any]] = {
     "terms": [*NO_CLASSES, Terms, (1e-5, None, None)],
     "ledger": NO_CLASSES,
     "statement": [*NO_CLASSES, {"honest": 1}],
-    "key": [None, 0, "key", object(), np.zeros(2, np.uint32), jnp.zeros(3), (0, 1), jnp.zeros((), jnp.uint32)],
-    "one key": [None, 0, "key", object(), np.zeros(2, np.uint32), jnp.zeros(3), jax.random.split(jax.random.key(0), 2)],
+    "key": [None, -1, 2**32, True, 0.0, "key", object(), np.zeros(2, np.uint32), jnp.zeros(3), (0, 1), jnp.uint32(0)],
+    "one key": [None, -1, 2**32, True, 0.0, "key", np.zeros(2, np.uint32), jnp.zeros(3), jax.random.split(KEY)],
     "chunk": [0, -1, 1.5, "all", True, NAN, [1], object()],
     "devices": [[], "cpu", 0, object(), ["cpu"], {}, 0.5, [None]],
     "values": [None, 3, "clip", [], {"mu": 3}, {"mu": ["a", "b"]}, {3: [1.0, 2.0]}, {"mu": [NAN, 1.0]}, {"mu": None}],
@@ -156,7 +158,6 @@ GOOD: dict[str, list[Any]] = {
 
 LABELS, INPUTS = np.array([0, 1, 0, 1]), np.zeros((4, 2), np.float32)
 LISTS = [[0, 1], [2, 3]]
-KEY = jax.random.key(0)
 CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
 LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
@@ -232,6 +233,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "validation": (0.2, "probability"), "tuning_seed": (100, "count from 0"),
     }),
     "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "columns"), "clip": ([1.0], "columns")}),
+    "spread": (jaxfl.spread, {"number": (3, "count"), "rate": ((0.1, 0.2), "columns")}),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
         "clients": (CLIENTS, "clients"), "of": ("upload", "choice"),

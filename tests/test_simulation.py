@@ -316,3 +316,11 @@ def test_poisson_cohorts_are_in_the_ledger():
     result = quiet(algorithm, small_clients(), rounds=40)
     assert result.ledger.participants.shape == (40, 11)
     assert result.ledger.participants.mean() == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(440))
+
+
+def test_a_seed_stands_for_its_key():
+    clients, algorithm = small_clients(), fedavg(MODEL)
+    by_key, by_seed = (
+        simulate(key, algorithm, clients, rounds=1, progress=False) for key in (jax.random.key(3), np.int64(3))
+    )
+    assert all(map(np.array_equal, *map(jax.tree.leaves, (by_key.server, by_seed.server))))

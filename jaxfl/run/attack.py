@@ -35,7 +35,7 @@ class Membership(NamedTuple):
 
 @checked(key=check_one_key, clients=check_clients)
 def membership(
-    key: Key[Array, ""],
+    key: Key[Array, ""] | int,
     algorithm: Algorithm,
     result: Result,
     clients: Clients,

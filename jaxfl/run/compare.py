@@ -86,7 +86,8 @@ def grid(**axes: Any) -> dict[str, list[float]]:
     return {name: column.ravel().tolist() for name, column in zip(axes, columns, strict=True)}
 
 
-def spread(number: int, **axes: tuple[float, float]) -> dict[str, list[float]]:
+@checked()
+def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     """Points that fill a box of positive numbers evenly on a logarithmic scale (Halton's sequence), as columns.
 
     With them, methods of one, two and three arguments get the same number of points.
@@ -97,9 +98,11 @@ def spread(number: int, **axes: tuple[float, float]) -> dict[str, list[float]]:
     for name, ends in check_values("axes", axes).items():
         if len(ends) != 2 or not 0 < ends[0] < ends[1] < math.inf:
             raise ValueError(f"{name}={show(axes[name])}: give two numbers above 0, the smaller one first")
+    if not axes:
+        return {}
     low, high = np.log(list(axes.values())).T
     sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)  # after the origin
-    unit = sequence.random(check_count("number", number))
+    unit = sequence.random(number)
     return dict(zip(axes, np.exp(low + unit * (high - low)).T.tolist(), strict=True))
 
 

@@ -88,7 +88,7 @@ class RunOptions(TypedDict, total=False):
 @_in_32_bits
 @checked(key=check_one_key, **CHECKS)
 def simulate(
-    key: Key[Array, ""],
+    key: Key[Array, ""] | int,
     algorithm: Algorithm,
     clients: Clients,
     *,
@@ -107,7 +107,7 @@ def simulate(
     mechanism, key, rounds, or versions (see `jaxfl.run.fingerprint`).
 
     Args:
-        key: the whole run's randomness.
+        key: the whole run's randomness, or a seed, which stands for `jax.random.key(seed)`.
         algorithm: from `jaxfl.algorithms`, or your own.
         clients: from `jaxfl.data.make_clients`.
         rounds: T.
@@ -126,6 +126,7 @@ def simulate(
         KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, or at once on the next
             signal; names the round.
     """
+    assert isinstance(key, Array)  # seeds have become keys
     folder = None if folder is None else pathlib.Path(folder)
     settings = _Settings(rounds, states=states, **options)
     with contextlib.closing(Lock(folder)) as lock, tensorboard_writer(folder, tensorboard) as log:
@@ -136,7 +137,7 @@ def simulate(
 @_in_32_bits
 @checked(key=check_key, values=check_values, **CHECKS)
 def sweep(
-    key: Key[Array, "*P"],
+    key: Key[Array, "*P"] | int,
     build: Callable[..., Algorithm],
     values: Mapping[str, Sequence[float]],
     clients: Clients,
@@ -153,7 +154,8 @@ def sweep(
     stopped sweep goes on where it was. With a folder, each point writes its reports into a folder below.
 
     Args:
-        key: one for all points, which then share all randomness but the noise (`paired_noise`), or one per point `[P]`.
+        key: one, or a seed, for all points, which then share all randomness but the noise (`paired_noise`), or one key
+            per point `[P]`.
         build: keyword arguments to algorithm, for instance `functools.partial(dp_pfeddsu, model, ...)`. Values may be
             learning rates, clip bounds, noise multipliers, weights of penalties, densities: numbers that decide
             neither shapes nor Python branches.
@@ -181,6 +183,7 @@ def sweep(
     >>> len(results)
     2
     """
+    assert isinstance(key, Array)
     count = _points(key, values)
     keys = jnp.broadcast_to(key, (count,))
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]

@@ -13,7 +13,7 @@ import tyro
 
 from benchmarks.common import OUT, bars, finish, in_turn, medians, ratio
 from benchmarks.workloads import compile_round
-from experiments.lora.encoder import VOCABULARY, Classifier
+from experiments.lora.encoder import LAYERS, VOCABULARY, Classifier
 from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.data import from_arrays, make_clients
@@ -34,8 +34,10 @@ class Config:
     length: int = 16
     """Tokens of an example."""
     rank: int = 4
-    chunks: tuple[int, ...] = (100, 1)
-    """Clients vectorised at a time; the first is the headline's."""
+    last: int = 2
+    """Layers, from the end, that have adapters where not all of them do."""
+    chunks: tuple[int, ...] = (100, 10, 1)
+    """Clients vectorised at a time."""
     repeats: int = 5
     out: pathlib.Path = OUT
 
@@ -54,8 +56,17 @@ def main(config: Config) -> None:
     data = from_arrays(tokens, labels, tokens[:1], labels[:1], classes=3)
     clients = make_clients(data, list(np.arange(examples).reshape(-1, config.batch)), [[0]] * config.clients)
     full = from_flax(Classifier(3), (config.length,))
-    adapted = lora(full, jax.jit(full.init)(jax.random.key(0)), rank=config.rank)
-    ways = {f"adapters, {chunk} clients at a time": (adapted, chunk) for chunk in config.chunks}
+    weights = jax.jit(full.init)(jax.random.key(0))
+    last = [f"layer_{i}" for i in range(LAYERS - config.last, LAYERS)]
+    models = {
+        "adapters": lora(full, weights, rank=config.rank),
+        f"adapters of the last {config.last} layers": lora(full, weights, rank=config.rank, where=last),
+    }
+    ways = {
+        f"{name}, {chunk} client{'s' * (chunk > 1)} at a time": (model, chunk)
+        for name, model in models.items()
+        for chunk in config.chunks
+    }
     ways["all weights, one client after the other"] = (full, 1)
     rounds = {}
     for way, (model, chunk) in ways.items():

@@ -275,9 +275,8 @@ def compare(
     headline metric on examples held out of each client's training split; (2) the best one is run with every seed, on
     all training examples, and the test examples are read once. Epsilon does not cover the tuning, as the protocol says.
     All points of a method and all epsilons go through one compiled program, where their clients' states fit in memory,
-    and so does each seed. Noise is the least
-    for its epsilon, by `jaxfl.privacy.calibrate`. What a method that sends nothing has trained on validation examples
-    is also scored in twenty of its rounds, and the best one is its last.
+    and so does each seed. Noise is the least for its epsilon, by `jaxfl.privacy.calibrate`. A method that sends nothing
+    is scored in twenty of its rounds, and stops at the best one.
 
     Put baselines among the methods: `local_only`, a clip bound of infinity, a fine-tuned model.
 

@@ -6,15 +6,12 @@ import json
 import math
 import os
 import pathlib
-import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -23,18 +20,18 @@ from rich.table import Table
 
 from jaxfl import Result, simulate, sweep
 from jaxfl._validate import check_counts
+from jaxfl.cli import command_line
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.models import build, digits_cnn
 from jaxfl.privacy import Full
-from jaxfl.run import signals
 from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 Scale = Literal["smoke", "cpu", "paper", "large"]
 Method = Callable[[Clients], Algorithm]
-C = TypeVar("C")
+cli = command_line
 
 
 def seeds_of(name: str, value: Any) -> tuple[int, ...]:
@@ -43,37 +40,6 @@ def seeds_of(name: str, value: Any) -> tuple[int, ...]:
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{name}={value!r}: give at least one seed, and each of them once")
     return seeds
-
-
-def cli(config: Callable[..., C], description: str | None, **options: Any) -> C:
-    """Read the command line. From then on, a value that does not fit, or a stop, ends the program in one line.
-
-    Args:
-        config: the configuration, a `checked` dataclass.
-        description: help of the command.
-        options: those of `tyro.cli`.
-    """
-    sys.excepthook = in_one_line
-    return tyro.cli(config, description=description, **options)
-
-
-def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """What our own checks say is for the user; anything else is a fault, and shows where.
-
-    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143).
-    """
-    if isinstance(error, KeyboardInterrupt):
-        if jax.process_index() == 0:
-            print(f"\n{str(error) or 'stopped'}", file=sys.stderr)
-        sys.exit(signals.exit_code(error))
-    last = trace
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    checked_here = last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
-    if isinstance(error, ValueError | TypeError) and checked_here:
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
 
 
 def at_an_end(value: float, tried: Sequence[float]) -> bool:

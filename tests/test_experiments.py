@@ -14,6 +14,7 @@ from experiments.map import __main__ as the_map
 from experiments.mechanisms import __main__ as mechanisms
 from experiments.methods import __main__ as methods
 from jaxfl import Comparison
+from jaxfl.cli import in_one_line
 from jaxfl.data import load
 from jaxfl.models import mlp
 from jaxfl.run import signals
@@ -39,7 +40,7 @@ def test_seeds_that_repeat_or_are_none_are_refused(seeds):
 )
 def test_a_stop_is_one_line_and_its_exit_code(stop, code, line, capsys):
     with pytest.raises(SystemExit) as end:
-        common.in_one_line(type(stop), stop, None)
+        in_one_line(type(stop), stop, None)
     assert end.value.code == code
     assert capsys.readouterr().err.strip() == line
 

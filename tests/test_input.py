@@ -20,11 +20,12 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 import jaxfl
-from experiments.common import cli, in_one_line
+from experiments.common import cli
 from experiments.quickstart import Config
 from jaxfl import Message, simulate
 from jaxfl._validate import show
 from jaxfl.algorithms import fedavg
+from jaxfl.cli import in_one_line
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.train import LocalSGD, _shuffle
 from jaxfl.models import from_flax, lenet, mlp

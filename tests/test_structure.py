@@ -19,6 +19,7 @@ ROOMS = (
     ("engine",),
     ("run",),
     ("launch", "jaxfl"),
+    ("cli",),
 )
 """From the bottom up: a room imports from itself and from those above it in this list."""
 MODULES = {

@@ -150,7 +150,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     if name == "digits":
         return _digits()
     name = "emnist/digits" if name == "emnist" else name
-    folder = _find(name, data_dir)
+    folder = find_prepared(name, data_dir)
     cache = _cache_file(name, folder)
     arrays = _read_cache(cache)
     if arrays is None:
@@ -241,7 +241,7 @@ def _digits() -> Dataset:
     return Dataset(images[~is_test], labels[~is_test], images[is_test], labels[is_test], 10, "digits")
 
 
-def _find(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
+def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
     """The folder of the highest prepared version of `name`."""
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     root = Path(named or "~/tensorflow_datasets").expanduser().absolute()

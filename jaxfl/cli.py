@@ -1,0 +1,178 @@
+"""The command `jaxfl`: plan a deployment, see which data are there, and how fast this machine is."""
+
+import importlib.metadata
+import json
+import platform
+import sys
+import time
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import jaxfl
+from jaxfl import privacy
+from jaxfl._validate import check_choice
+from jaxfl.algorithms import dp_fedavg
+from jaxfl.backend import backend
+from jaxfl.data import NAMES, from_arrays, iid, make_clients
+from jaxfl.data.load import find_prepared
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.files import cache_folder
+from jaxfl.local import LocalSGD
+from jaxfl.models import lenet
+from jaxfl.run import signals
+
+T = TypeVar("T")
+
+
+def main() -> None:
+    """Run the command line."""
+    if sys.argv[1:] in (["--version"], ["-V"]):
+        print(f"jaxfl {jaxfl.__version__}")
+        return
+    sys.excepthook = in_one_line
+    commands: dict[str, Callable[..., None]] = {"plan": plan, "data": data, "doctor": doctor}
+    tyro.extras.subcommand_cli_from_dict(commands, prog="jaxfl", description=__doc__)
+
+
+def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
+    """Read a program's command line. From then on, a value that does not fit, or a stop, ends it in one line.
+
+    Args:
+        config: the configuration, a dataclass that checks its values.
+        description: help of the command.
+        options: those of `tyro.cli`.
+    """
+    sys.excepthook = in_one_line
+    return tyro.cli(config, description=description, **options)
+
+
+def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """What our own checks say is for the user; anything else is a fault, and shows where.
+
+    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143).
+    """
+    if isinstance(error, KeyboardInterrupt):
+        if jax.process_index() == 0:
+            print(f"\n{str(error) or 'stopped'}", file=sys.stderr)
+        sys.exit(signals.exit_code(error))
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    checked_here = last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
+    if isinstance(error, ValueError | TypeError) and checked_here:
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def plan(
+    *,
+    clients: int,
+    cohort: int,
+    rounds: int,
+    epsilon: float | None = None,
+    noise_multiplier: float | None = None,
+    delta: float | None = None,
+    stateful: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Compare mechanisms for a deployment, the one that leaves the least noise on the model first.
+
+    Args:
+        clients: number of clients, N.
+        cohort: clients expected in a round.
+        rounds: number of rounds, T.
+        epsilon: the budget, which determines the noise; or give
+        noise_multiplier: the noise on a sum over the clip bound, which determines epsilon.
+        delta: failure probability (default: min(1e-5, 1 / (10 N))).
+        stateful: clients keep a state from round to round.
+        as_json: print JSON in place of a table.
+    """
+    budget = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
+    found = privacy.plan(clients=clients, cohort=cohort, rounds=rounds, stateful=stateful, **budget)
+    rows = [
+        {
+            "mechanism": row.kind,
+            "bands": getattr(row.mechanism, "bands", 1),
+            "noise multiplier": row.noise_multiplier,
+            "epsilon, PLD": row.pld.value,
+            "epsilon, RDP": row.rdp.value,
+            "noise in the model / C": row.error,
+        }
+        for row in found
+    ]
+    if as_json:
+        print(json.dumps({"delta": found[0].delta, "mechanisms": rows}, indent=1))
+        return
+    title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {found[0].delta:.3g}"
+    _show(title, rows[0], ([_text(value) for value in row.values()] for row in rows))
+    print("Epsilon is of a client's whole data, zero-out, for who sees sums and models.")
+
+
+def data(name: str = "all", /) -> None:
+    """Say which datasets are here, and how to get one that is not.
+
+    Args:
+        name: of a dataset; one that is absent is told how to get.
+    """
+    check_choice("name", name, ("all", *NAMES))
+    if name not in ("all", "digits"):
+        print(f"{name}: {find_prepared(name, None)}")
+        return
+    rows = []
+    for known in NAMES if name == "all" else (name,):
+        try:
+            where = "in the package" if known == "digits" else str(find_prepared(known, None))
+        except ValueError:
+            where = f"absent: `jaxfl data {known}` says how to get it"
+        rows.append((known, where))
+    _show("Datasets", ("name", "where"), rows)
+
+
+def doctor() -> None:
+    """Show versions, devices and folders, and how many clients a second train here."""
+    rows = [(name, importlib.metadata.version(name)) for name in ("jax", "jaxlib", "flax", "optax", "dp-accounting")]
+    devices = ", ".join(f"{device.platform} {device.device_kind}" for device in jax.devices())
+    rows = [("jaxfl", jaxfl.__version__), ("Python", platform.python_version()), *rows, ("devices", devices)]
+    _show("This machine", ("", ""), [*rows, ("cache", str(cache_folder()))])
+    print(f"LeNet, 28x28 pixels, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation")
+
+
+def throughput(seconds: float = 5.0) -> float:
+    """Clients that train and are clipped and summed up in a second; compiled before the clock starts."""
+    generator, number, size = np.random.default_rng(0), 64, 50
+    images = generator.integers(0, 256, (number * size, 28, 28, 1), np.uint8)
+    labels = generator.integers(0, 10, number * size, np.int32)
+    made = from_arrays(images, labels, images[:number], labels[:number])
+    clients = make_clients(made, iid(labels, number, seed=0), iid(labels[:number], number, seed=0))
+    local = LocalSGD(optax.sgd(0.01), batch_size=10)
+    algorithm = dp_fedavg(lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local)
+    key, population, chunk = jax.random.key(0), place(clients, None), backend().chunk
+    center, states = initialize(key, key, algorithm, population)
+    step = compile_rounds(algorithm, population, chunk=32 if chunk == "auto" else chunk, segment=1)
+    center, states, _ = jax.block_until_ready(step(key, 0, 1, center, states))
+    began, rounds = time.monotonic(), 0
+    while time.monotonic() < began + seconds:
+        center, states, _ = jax.block_until_ready(step(key, rounds, 1, center, states))
+        rounds += 1
+    return number * rounds / (time.monotonic() - began)
+
+
+def _show(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

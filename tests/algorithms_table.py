@@ -293,7 +293,7 @@ def honest(z: float) -> float:
 
 def claimed(z: float, times: int = 1) -> float:
     """The epsilon for which the papers' rule gives a noise multiplier."""
-    return paper_noise(1.0, delta=1e-5, smallest=10, times=times) / z if z else math.inf
+    return float(paper_noise(1.0, delta=1e-5, smallest=10, times=times)) / z if z else math.inf
 
 
 def asked(least: float) -> Budgets:

@@ -301,6 +301,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "pdp_fl_paper": (algorithms.pdp_fl_paper, PUBLISHED_STEPS | {
         "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "aggregation": ("normalised", "choice"),
+        "top_up": ("variances", "choice"),
     }),
     "fedbuff": (algorithms.fedbuff, {
         "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "staleness": (1, "count from 0"),

@@ -11,7 +11,16 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, check_numbers, check_positive, checked, probability, show, up_to_infinity
+from jaxfl._validate import (
+    at_least_0,
+    check_numbers,
+    check_positive,
+    checked,
+    probability,
+    show,
+    traced,
+    up_to_infinity,
+)
 from jaxfl.algorithms.fedavg import fedprox, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
@@ -21,7 +30,7 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
-from jaxfl.types import Algorithm, ClientData, Message, Model, Params, Terms, Tree
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]
 """p as [C] or [T, C], or as a function of the round (from 0) that returns [C]."""
@@ -108,7 +117,7 @@ def padpfl(
 def padpfl_paper(
     model: Model,
     *,
-    epsilon: float,
+    epsilon: Number,
     rounds: int,
     clip: float,
     smallest: int,
@@ -158,13 +167,14 @@ def padpfl_paper(
         clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
     )
     rule = f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
-    terms = Terms(delta, (epsilon, rule) if math.isfinite(epsilon) else None)
+    claim = None if traced(epsilon) or math.isinf(epsilon) else (float(epsilon), rule)
+    terms = Terms(delta, claim)
     base = fedprox(model, mu=mu, local=local, mechanism=mechanism, terms=terms)
     return sends_weights(_with_inexactness(base, mu))._replace(name="padpfl_paper")
 
 
 @checked(epsilon=up_to_infinity, delta=probability)
-def paper_noise(epsilon: float, *, delta: float, smallest: int, times: int = 1) -> float:
+def paper_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1) -> Number:
     r"""Std over C by the rule of PADPFL, NbAFL and PDP-FL: :math:`2 c k / (m \epsilon)`, with
     :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
 

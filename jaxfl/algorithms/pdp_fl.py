@@ -1,12 +1,15 @@
 """PDP-FL: every client has a privacy budget of its own; the server tops noise up to a global one."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 from jaxtyping import Float
 
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show, up_to_infinity
@@ -17,9 +20,12 @@ from jaxfl.privacy.accountants import Accountant, failure_probability, round_dow
 from jaxfl.privacy.accounting import calibrate_examples
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.mechanisms.gaussian import RoundNumbers, Total
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, Model, Terms, Tree
+
+TopUp: TypeAlias = Literal["variances", "mean_level", "level_sum"]
 
 
 class Budgets(NamedTuple):
@@ -152,6 +158,7 @@ def pdp_fl_paper(
     clip: float,
     smallest: int,
     aggregation: Literal["normalised", "printed"] = "normalised",
+    top_up: TopUp = "variances",
     sampling: Sampling = Full(),
     delta: float | None = None,
     local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
@@ -162,7 +169,13 @@ def pdp_fl_paper(
         w^{t+1} = \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k) + N(0, \sigma_k^2)) + N(0, \sigma_D^2), \qquad
         \sigma_k = \frac{2 c C}{m \epsilon_k} \; (15), \qquad \sigma_A = \frac{2 c C \max a}{m \epsilon_{max}} \; (19)
 
-    LDP-Fed, as read here, is one budget for all and `epsilon_max` infinite.
+    By `top_up`, the server's noise follows from variances, :math:`\sigma_D^2 = \max(0, \sigma_A^2 - \sum_k a_k^2
+    \sigma_k^2)`, or from levels, by Algorithm 3's test and (20), with n participants:
+
+    .. math:: \sigma_D = \frac{2 c C}{m n} \sqrt{\max(0, \epsilon_{max}^{-2} - \epsilon^{-2})}
+
+    LDP-Fed, as read here, is one budget for all and `epsilon_max` infinite; infinite `budgets` leave GDP-FL, with the
+    server's noise :math:`2 c C / (m n \epsilon_{max})`.
 
     Args:
         model: the network.
@@ -172,14 +185,17 @@ def pdp_fl_paper(
         smallest: m, examples of the smallest client.
         aggregation: "printed": as in Algorithm 3, the clients' mean with a further factor 1/n for n participants,
             whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
+        top_up: "variances": as above; "mean_level", "level_sum": (20), for the mean or (line 2) the sum of the
+            participants' levels as epsilon, none where that is at most `epsilon_max`; `sampling` must fix n.
         sampling: who takes part.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)).
         local: how a client trains in a round.
 
     Guarantee: client-level, what that noise gives; the statement has each client's honest epsilon and the claim. The
         paper composes nothing, claims the sensitivity 2C/m (see `padpfl_paper`), and uses :math:`c / \epsilon` beyond
-        where it holds.
-    Deviations from the paper: those of `pdp_fl`, but for what is sent and for the kinds of budgets.
+        where it holds. Of noise by levels, which varies with the cohort, the least counts.
+    Deviations from the paper: those of `pdp_fl`, but for what is sent and for the kinds of budgets. N of (19) and (20)
+        is the number of participants, as in (4). The test's "eps < eps" is read as epsilon < epsilon_max.
     References: as for `pdp_fl`; LDP-Fed: Truex et al., EdgeSys 2020.
 
     >>> from jaxfl.models import mlp
@@ -189,14 +205,20 @@ def pdp_fl_paper(
     """
     asked = budgets.epsilon
     delta = failure_probability(delta, asked.size)
-    if aggregation == "printed" and not sampling.fixed:
-        raise ValueError(f"sampling={sampling!r} with aggregation='printed': 1/n needs Full() or FixedSize(n)")
-    count = sampling.expected(len(asked)) if aggregation == "printed" else 1.0
-    z, *noise = (paper_noise(float(e), delta=delta, smallest=smallest) for e in (epsilon_max, *asked))
-    mechanism = _by_level(budgets, sampling, clip, z * count, np.array(noise))  # the server divides by the count
-    rule = "sensitivity 2C/m of weights to an example, rounds not composed; "
-    rule += f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
-    terms = Terms(delta, (min(float(epsilon_max), float(asked.max())), rule))
+    if not sampling.fixed and (aggregation == "printed" or top_up != "variances"):
+        which = f"aggregation={aggregation!r}, top_up={top_up!r}"
+        raise ValueError(f"sampling={sampling!r} with {which}: 1/n needs Full() or FixedSize(n)")
+    participants = sampling.expected(len(asked)) if sampling.fixed else 1.0
+    count = participants if aggregation == "printed" else 1.0
+    z, *noise = (float(paper_noise(float(e), delta=delta, smallest=smallest)) for e in (epsilon_max, *asked))
+    z *= count  # the server divides by it
+    rule = None
+    if top_up != "variances" and math.isfinite(epsilon_max):
+        rule = LevelNoise(z * epsilon_max / participants, participants if top_up == "mean_level" else 1.0, epsilon_max)
+    mechanism = _by_level(budgets, sampling, clip, z, np.array(noise), rule)
+    why = "sensitivity 2C/m of weights to an example, rounds not composed; "
+    why += f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
+    terms = Terms(delta, (min(float(epsilon_max), float(asked.max())), why))
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="pdp_fl_paper")
     method = sends_weights(base)
     if aggregation == "normalised":
@@ -241,12 +263,58 @@ def personal_examples(
     return DPSGD(clip=clip, noise_multiplier=noise, rate=rate, steps=steps, optimizer=optimizer)
 
 
+class LevelNoise(NamedTuple):
+    r"""The server's noise by levels.
+
+    Args:
+        scale: :math:`2 c / (m n)`, std on the mean over C at epsilon 1.
+        participants: what the sum of levels is divided by for :math:`\epsilon`.
+        epsilon_max: of Algorithm 3's test.
+    """
+
+    scale: float
+    participants: float
+    epsilon_max: float
+
+    def std(self, level_sum: Float[Array, ""] | float) -> Float[Array, ""]:
+        """On the weighted sum, over C; it grows with the sum of the participants' levels."""
+        missing = self.epsilon_max**-2 - (self.participants / level_sum) ** 2
+        return self.scale * level_sum * jnp.sqrt(jnp.maximum(0.0, missing))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NoiseByLevel(Mechanism):
+    """Adds noise by the participants' levels; `noise_multiplier` is the least that any cohort gets."""
+
+    rule: LevelNoise = LevelNoise(0.0, 1.0, math.inf)  # noqa: RUF009 (immutable)
+
+    def top_up(self, numbers: RoundNumbers, total: Total) -> Float[Array, ""]:
+        """By the cohort's sum of levels, its weight."""
+        del numbers
+        return self.rule.std(total.weight)
+
+    @property
+    def server_noisy(self) -> bool:
+        """Whether any cohort may get noise."""
+        return True
+
+
 def _by_level(
-    budgets: Budgets, sampling: Sampling, clip: float, noise_multiplier: float, noise: Float[np.ndarray, "C"]
+    budgets: Budgets,
+    sampling: Sampling,
+    clip: float,
+    noise_multiplier: float,
+    noise: Float[np.ndarray, "C"],
+    rule: LevelNoise | None = None,
 ) -> Mechanism:
-    """A mean by level of what clients send with noise of their own, topped up by the server."""
-    added = {"noise_multiplier": noise_multiplier, "client_noise": noise[None]}
-    return Mechanism(clip=clip, weights=budgets.level, sampling=sampling, denominator="participants", **added)
+    """A mean by level of what clients send with noise of their own; the server tops it up, or adds noise by a rule."""
+    levels = np.sort(budgets.level)
+    shared: dict[str, Any] = {"clip": clip, "weights": budgets.level, "client_noise": noise[None]}
+    shared |= {"sampling": sampling, "denominator": "participants"}
+    if rule is None:
+        return Mechanism(noise_multiplier=noise_multiplier, **shared)
+    least = float(rule.std(levels[: int(sampling.expected(len(levels)))].sum()))
+    return NoiseByLevel(noise_multiplier=least / levels[-1], rule=rule, **shared)
 
 
 def _by_kind(budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]) -> Float[np.ndarray, "C"]:

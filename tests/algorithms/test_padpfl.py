@@ -11,7 +11,7 @@ from algorithms_table import MODEL, SIZES, client_data, small_clients
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxfl import simulate
+from jaxfl import simulate, sweep
 from jaxfl.algorithms import fedavg, fedprox, padpfl, padpfl_paper
 from jaxfl.algorithms.padpfl import convergence_bound, impact_table, paper_noise
 from jaxfl.local.train import LocalSGD
@@ -41,6 +41,20 @@ def printed(p, **options):
     numbers = round_numbers(mechanism, len(p), jnp.int32(0))
     present = jnp.sum((numbers.weights * numbers.client_noise) ** 2)
     return mechanism.clip * float(numbers.client_noise[0]), mechanism.clip * float(server_noise(numbers, present))
+
+
+@pytest.mark.slow
+def test_a_sweep_of_claimed_epsilons_has_the_noise_and_the_claim_of_each():
+    def method(epsilon):
+        return published(epsilon=epsilon, clip=1.0, delta=0.01, rounds=2)
+
+    found = sweep(KEY, method, {"epsilon": [5.0, 50.0]}, small_clients(), rounds=2, paired_noise=True, progress=False)
+    for result, target in zip(found, (5.0, 50.0), strict=True):
+        alone = simulate(KEY, method(target), small_clients(), rounds=2, progress=False)
+        np.testing.assert_allclose(result.ledger.client_noise, alone.ledger.client_noise, rtol=1e-6)
+        np.testing.assert_allclose(result.ledger.server_noise, alone.ledger.server_noise, rtol=1e-5)
+        assert result.statement["claim"] == alone.statement["claim"]
+        assert result.statement["claim"]["epsilon"] == target
 
 
 def test_constant_of_the_gaussian_mechanism():

@@ -9,6 +9,7 @@ import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import norm
 
 from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg, fedavg, pdp_fl, pdp_fl_paper
@@ -16,7 +17,7 @@ from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Full, Mechanism, Poisson
 from jaxfl.privacy.accounting import epsilon, example_epsilon, planned_ledger
-from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
+from jaxfl.privacy.mechanisms.gaussian import Total, round_numbers, server_noise
 
 KEY = jax.random.key(6)
 LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.1), 4)}
@@ -73,6 +74,64 @@ def test_tiny_budgets_are_raised_to_the_floor():
 )
 def test_printed_noise(asked, expected):
     assert printed([asked] * 4) == pytest.approx(expected, rel=1e-4, abs=1e-8)
+
+
+def by_levels(levels, epsilon_max, **options):
+    """The server's noise on the mean when everyone takes part, by levels."""
+    method = published([1.0] * len(levels), levels, smallest=100, epsilon_max=epsilon_max, **options)
+    numbers = round_numbers(method.mechanism, len(levels), jnp.int32(0))
+    total = Total(None, jnp.float32(0.0), jnp.float32(np.sum(levels)), None)
+    return float(method.mechanism.top_up(numbers, total)) / np.sum(levels)
+
+
+@pytest.mark.parametrize(
+    ("levels", "rule", "epsilon"),
+    [
+        ((2, 2, 2, 2), "mean_level", 2),  # case 1
+        ((8, 8, 8, 8), "mean_level", 8),  # case 2
+        ((2, 5, 8, 8), "mean_level", 5.75),
+        ((5, 5, 5, 5), "mean_level", 5),
+        ((2, 2, 2, 2), "level_sum", 8),
+    ],
+)
+def test_noise_by_equation_20_and_the_test_of_algorithm_3(levels, rule, epsilon):
+    # sigma_D = (2 c C / (m N)) sqrt(1/5^2 - 1/epsilon^2), and none where epsilon is not above 5.
+    c = math.sqrt(2 * math.log(1.25e5))
+    wanted = 2 * c / (100 * 4) * math.sqrt(1 / 25 - 1 / epsilon**2) if epsilon > 5 else 0.0
+    assert by_levels(levels, 5.0, top_up=rule) == pytest.approx(wanted, rel=1e-5, abs=1e-12)
+
+
+def test_equation_20_has_the_noise_of_the_oracle():
+    # N = 4, C = 1, m = 100, epsilon_max = 5, delta = 1e-5: 0.0037820 at 8, 0.0044042 at 12.
+    assert by_levels((8.0,) * 4, 5.0, top_up="mean_level") == pytest.approx(0.0037820, rel=1e-4)
+    assert by_levels((12.0,) * 4, 5.0, top_up="mean_level") == pytest.approx(0.0044042, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["normalised", "printed"])
+def test_the_noise_by_levels_is_drawn_recorded_and_counted(aggregation):
+    levels = np.array([2.0, 2, 5, 8, 8, 8])
+    options: dict[str, Any] = {"levels": levels, "aggregation": aggregation, "sampling": FixedSize(4)}
+    clients = small_clients((4,) * 6)
+    found = [
+        run(published([8.0] * 6, epsilon_max=most, top_up="level_sum", **options), clients, 1)
+        for most in (0.5, math.inf)
+    ]
+    noise = optax.tree.sub(found[0].server.params, found[1].server.params)  # the clients' own is in both
+    flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noise)])
+    total = levels[found[0].ledger.participants[0]].sum()
+    c = math.sqrt(2 * math.log(1.25e5))
+    on_mean = 2 * c / (4 * 4) * math.sqrt(1 / 0.5**2 - 1 / total**2)
+    assert flat.std() == pytest.approx(on_mean, rel=4 / math.sqrt(2 * flat.size))
+    count = 4 if aggregation == "printed" else 1
+    np.testing.assert_allclose(found[0].ledger.server_noise, count * on_mean * total, rtol=1e-5)
+    # What counts is the cohort of the lowest levels: 2, 2, 5 and 8.
+    least = 2 * c / (4 * 4) * math.sqrt(1 / 0.5**2 - 1 / 17**2) * 17 * count
+    np.testing.assert_allclose(found[0].ledger.noise_multiplier, least / 8, rtol=1e-5)
+    own = epsilon(found[0].ledger, published([8.0] * 6, epsilon_max=0.5, top_up="level_sum", **options).mechanism)
+    s, e = least / 8, own.per_client[-1]
+    spent = norm.cdf(0.5 / s - e * s) - math.exp(e) * norm.cdf(-0.5 / s - e * s)  # Balle and Wang 2018
+    assert spent == pytest.approx(1e-5, rel=0.01)
 
 
 @given(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=6))
@@ -224,9 +283,10 @@ def test_wrong_arguments_name_themselves(wrong, name):
         build(**{"asked": [1.0, 2.0]} | wrong)
 
 
-def test_the_printed_mean_needs_a_number_of_participants():
+@pytest.mark.parametrize("option", [{"aggregation": "printed"}, {"top_up": "mean_level"}, {"top_up": "level_sum"}])
+def test_what_divides_by_n_needs_a_number_of_participants(option):
     with pytest.raises(ValueError, match=r"sampling=Poisson.*FixedSize"):
-        published([1.0, 2.0], aggregation="printed", sampling=Poisson(0.5))
+        published([1.0, 2.0], sampling=Poisson(0.5), **option)
 
 
 @pytest.mark.parametrize(

@@ -212,11 +212,15 @@ class Mechanism:
         numbers, update, std = cohort.numbers, total.update, jnp.zeros(())
         unit = self.unit(memory, numbers)
         if self.server_noisy:
-            std = server_noise(numbers, total.variance)
+            std = self.top_up(numbers, total)
             absolute = std * self.contribution_bound(memory) / unit
             update, memory = self.add_server_noise(derive(key, SERVER_NOISE), memory, update, absolute, mesh)
         share = unit / self.divisor(numbers, total.weight)
         return jax.tree.map(lambda leaf: leaf * share, narrow(update)), std, memory
+
+    def top_up(self, numbers: RoundNumbers, total: Total) -> Float[Array, ""]:
+        """Std over C that the server adds to the sum."""
+        return server_noise(numbers, total.variance)
 
     def divisor(self, numbers: RoundNumbers, weight: Float[Array, ""]) -> Float[Array, ""]:
         """The denominator of the aggregate, given the realised sum of weights."""

@@ -219,7 +219,7 @@ class Bench:
         def build(learning_rate: Any) -> Algorithm:
             return local_only(self.model, local=self.passes(learning_rate))
 
-        rates, most = [0.01, 0.03, 0.1], 2 if self.options.smoke else 12
+        rates, most = [0.03, 0.1, 0.3], 2 if self.options.smoke else 8
         found = compare(
             {"local-only": Candidate(build, grid(learning_rate=rates))},
             self.clients,

@@ -77,6 +77,7 @@ def command(package: str, description: str | None, studies: Mapping[str, Study])
             if options.smoke:
                 print(studies[name].markdown(result))
             else:
+                (HERE / package / "results").mkdir(exist_ok=True)
                 write_json(HERE / package / "results" / f"{name}.json", result)
                 print(*render(package, studies), sep="\n")
 

@@ -165,7 +165,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         MODEL, noise=filtered(z), risks="private", risk_bounds=(1.0, 3.0), **budgeted(sgd) | {"mask": None}
     ),
     "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl_paper(
-        MODEL, noise=z / 6**0.5, risks="private", **budgeted(sgd) | {"mask": random_share(50.0)}
+        MODEL, noise=z * 6**0.5, risks="private", **budgeted(sgd) | {"mask": random_share(50.0)}
     ),
     "padpfl": lambda z=1.0, sgd=0.1, **o: padpfl(
         MODEL, epsilon=honest(z), upload_epsilon=honest(z / 8), impacts=IMPACTS, mu=0.5, rounds=ROUNDS, **noised(sgd)

@@ -292,7 +292,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "dp_pfeddsu_paper": (algorithms.dp_pfeddsu_paper, DP_PFEDDSU | PUBLISHED),
     "adp_pfl": (algorithms.adp_pfl, ADP_PFL | SERVER | {"risk_bounds": (None, "risk bounds?")}),
     "adp_pfl_paper": (algorithms.adp_pfl_paper, ADP_PFL | {
-        "upload": ("updates", "choice"), "claim": (None, "bound?"),
+        "sensitivity": ("C", "choice"), "upload": ("updates", "choice"), "claim": (None, "bound?"),
     }),
     "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | PLAN | IMPACTS | {"upload_epsilon": (INF, "bound")}),
     "padpfl_paper": (algorithms.padpfl_paper, PUBLISHED_STEPS | IMPACTS | {"exposures": (1, "count")}),
@@ -477,7 +477,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "paper_noise": (privacy.paper_noise, {
         "delta": (1e-5, "probability"),
-        "budgets": ([1.0, 1.0], "number list"), "rule": ("classic", "choice"),
+        "budgets": ([1.0, 1.0], "number list"), "rule": ("classic", "choice"), "sparsity": (0.5, "share below 1"),
     }),
 }  # fmt: skip
 

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from experiments import common, quickstart, render, study
+from experiments.adp_pfl import __main__ as adp_pfl
+from experiments.adp_pfl.setting import Bench
 from experiments.audit import __main__ as audit
 from experiments.map import __main__ as the_map
 from experiments.mechanisms import __main__ as mechanisms
 from experiments.methods import __main__ as methods
+from experiments.study import Options
 from jaxfl import Comparison
 from jaxfl.cli import in_one_line
 from jaxfl.data import load
@@ -220,3 +223,16 @@ def test_validation_and_test_examples_are_never_trained_on():
     train, test = (np.asarray(held_out.inputs)[rows].reshape(-1, 64) for rows in (held_out.train, held_out.test))
     assert held_out.test_size.tolist() == [5] * 10
     assert not {row.tobytes() for row in train} & {row.tobytes() for row in test}
+
+
+def test_adp_pfl_compares_schedules_of_one_total_and_holds_validation_examples_out():
+    bench = Bench("mnist", Options(scale="smoke", seeds=(0,)))
+    noise = {name: bench.published(name)(2.0).mechanism.client_noise for name in adp_pfl.SCHEDULES}
+    rule, m = math.sqrt(2 * math.log(1.25e5)), bench.setting.cohort
+    for of_rounds in noise.values():
+        assert (rule / (m * of_rounds)).mean() == pytest.approx(2.0)
+    assert np.ptp(noise["fixed"]) == 0 < np.ptp(noise["round-level"])
+    assert adp_pfl.thinner(80.0) == pytest.approx(math.sqrt(0.2))
+    held_out, tested = bench.held_out(3), bench.clients(3)
+    for trained, own, size, all_of in zip(held_out.train, held_out.test, held_out.test_size, tested.train, strict=True):
+        assert {*own[:size]} <= {*all_of} - {*trained}

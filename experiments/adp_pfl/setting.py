@@ -1,226 +1,235 @@
-"""What the table and figures of ADP-PFL share: the paper's setting, its scales, the methods, and how they are run."""
+"""What the table and figures of ADP-PFL share: the paper's setting, its methods, and how they are run and tested."""
 
 import dataclasses
-import pathlib
-from collections.abc import Callable
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from experiments.common import claiming, cli, seeds_of
-from jaxfl import LocalSGD
-from jaxfl._validate import checked
+from experiments.common import model_for, row_of, sweep_each
+from experiments.study import Options
+from jaxfl import Candidate, LocalSGD, compare, grid
 from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg, local_only
-from jaxfl.algorithms.adp_pfl import MaskFn, fisher_percentile, largest, random_share
-from jaxfl.data import Dataset, label_share, load, make_clients
-from jaxfl.privacy import (
-    FixedSize,
-    Full,
-    Mechanism,
-    Poisson,
-    calibrate,
-    client_noise,
-    fixed_budgets,
-    paper_noise,
-    round_budgets,
-)
-from jaxfl.types import Algorithm, ClientData, Clients, Model, Params, Terms, Tree
+from jaxfl.algorithms.adp_pfl import MaskFn, fisher_percentile
+from jaxfl.data import hold_out, label_share, load, make_clients
+from jaxfl.engine.evaluate import compile_evaluation, summarize
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import Points
+from jaxfl.privacy import FixedSize, Mechanism, Poisson, calibrate, fixed_budgets, paper_noise, round_budgets
+from jaxfl.run.report import run_folder
+from jaxfl.tasks import classification
+from jaxfl.types import Algorithm, ClientData, Clients, Params, Tree
 
-Scale = Literal["smoke", "cpu", "paper"]
-Data = Literal["mnist", "fashion_mnist", "cifar10", "svhn_cropped", "digits"]
-Reading = Literal["honest", "printed, summed", "printed, per round"]
-HONEST: Reading = "honest"
-"""Noise that costs epsilon over all rounds, for the observer of sums."""
-SUMMED: Reading = "printed, summed"
-"""The paper's noise for budgets of the rounds that add up to epsilon."""
-PER_ROUND: Reading = "printed, per round"
-"""The paper's noise for budgets of which the largest is epsilon: rounds are taken for parallel (theorem 2)."""
+Build = Callable[..., Algorithm]
+Row = dict[str, Any]
+TUNING = 100
+"""The seed of tuning runs; results have others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The paper's; what it leaves open (batch, clip, delta, beta) is ours."""
+    """The paper's, but for `examples`; what it leaves open (batch, clip, beta, delta) is ours."""
 
-    model: str = "lenet"
+    data: str
     clients: int = 100
-    large: int = 2000
-    """Clients of the larger population, with the same examples in all."""
     share: float = 0.2
     """Of the labels, per client."""
-    rate: float = 0.1
-    """Of the clients, in a round."""
+    cohort: int = 10
     rounds: int = 100
-    evaluations: int = 10
-    examples: int | None = None
-    """Training examples per client, at most (None: all that it has)."""
-    batch_size: int = 64
+    examples: int = 100
+    """Training examples per client, at most; the paper's clients have all, 500 to 600."""
+    batch_size: int = 20
     epochs: int = 5
     learning_rate: float = 0.01
     momentum: float = 0.5
     clip: float = 1.0
+    """Of the published noise, whose rows do not tune it."""
     percentile: float = 80.0
-    percentiles: tuple[float, ...] = (0.0, 40.0, 60.0, 80.0, 90.0)
     beta: float = 1.0
-    risk_bounds: tuple[float, float] = (1.0, 4.0)
-    """Of released risks; a guess after a look at four clients of MNIST without noise (0.8 to 6), not accounted for."""
-    release_share: float = 0.1
-    """Of the cost, for released risks."""
     delta: float = 1e-5
 
-    @property
-    def cohort(self) -> int:
-        """Participants in a round."""
-        return max(1, round(self.rate * self.clients))
+
+SMOKE: dict[str, Any] = {"data": "digits", "clients": 10, "cohort": 3, "rounds": 4, "examples": 40, "epochs": 1}
 
 
-CHANGES: dict[Scale, dict[str, Any]] = {
-    "smoke": {"clients": 10, "large": 20, "rate": 0.3, "rounds": 4, "evaluations": 2, "epochs": 1, "batch_size": 16}
-    | {"percentiles": (0.0, 80.0)},
-    "cpu": {"rounds": 40, "examples": 200, "batch_size": 32},
-    "paper": {},
-}
+class Bench:
+    """Clients of a data set, and how methods are run on them and tested."""
 
+    def __init__(self, data: str, options: Options, **changes: Any) -> None:
+        self.setting = dataclasses.replace(Setting(data, **changes), **SMOKE if options.smoke else {})
+        self.options, self.seeds = options, options.seeds
+        self.data = load(self.setting.data)
+        self.model = model_for("lenet", self.data)
+        self.config = dataclasses.asdict(self.setting)
 
-@checked(seeds=seeds_of)
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Which data, how much of it, how often."""
-
-    dataset: Data = "mnist"
-    scale: Scale = "cpu"
-    """smoke: seconds, on digits; cpu: 40 rounds, at most 200 examples per client; paper: as published."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    out: pathlib.Path = pathlib.Path("runs/adp_pfl")
-
-
-HONEST_EPSILONS, FEW_EPSILONS = (1.0, 3.0, 6.0, 9.0), (1.0, 9.0)
-"""Of honest noise: of the methods that matter most, and of the others."""
-BUDGETS = ("fixed", "round-level")
-"""ADP-PFL with budgets by round alone."""
-_MASKS: dict[str, Callable[[Any], MaskFn | None]] = {
-    "DP-FedAvg": lambda percentile: None,
-    "top-k": largest,
-    "random": random_share,
-}
-"""By method; all others keep coordinates of large Fisher information."""
-NOISE_ALONE = "DP-LG, noise alone"
-"""DP-LG's noise on a shared head that learns nothing: what its noise does to the personal layers, without sharing."""
-_FIXED = ("fixed", "DP-FedAvg", "DP-LG", NOISE_ALONE)
-"""Methods that give all rounds the same budget."""
-
-
-def start(description: str | None) -> tuple[Config, Setting, Dataset, tuple[int, ...]]:
-    """Read the command line: what is asked for, the setting, its data, and the seeds."""
-    config = cli(Config, description)
-    setting = dataclasses.replace(Setting(), **CHANGES[config.scale])
-    smoke = config.scale == "smoke"
-    return config, setting, load("digits" if smoke else config.dataset), config.seeds[:1] if smoke else config.seeds
-
-
-def run_config(setting: Setting, data: Dataset) -> dict[str, Any]:
-    """What decides a run; not what only other commands read."""
-    values = dataclasses.asdict(setting) | {"dataset": data.name}
-    return {key: value for key, value in values.items() if key not in ("large", "percentiles")}
-
-
-def split(data: Dataset, setting: Setting, seed: int) -> Clients:
-    """Clients with a share of the labels each, tested on disjoint examples of the same labels."""
-    labels = {"labels": data.train_labels, "test_labels": data.test_labels}
-    train_lists, test = label_share(clients=setting.clients, share=setting.share, seed=seed, **labels)
-    if setting.examples is not None:
+    @functools.cache  # noqa: B019 (as long as the program)
+    def clients(self, seed: int) -> Clients:
+        """With a share of the labels each, tested on examples of the same labels."""
+        own, labels = self.setting, {"labels": self.data.train_labels, "test_labels": self.data.test_labels}
+        train, test = label_share(clients=own.clients, share=own.share, seed=seed, **labels)
         rng = np.random.default_rng(seed)
-        train_lists = [np.sort(rng.permutation(rows)[: setting.examples]) for rows in train_lists]
-    return make_clients(data, train_lists, test)
+        return make_clients(self.data, [np.sort(rng.permutation(rows)[: own.examples]) for rows in train], test)
 
+    @functools.cache  # noqa: B019
+    def held_out(self, seed: int) -> Clients:
+        """The same, tested on a fifth of their training examples, which they do not train on."""
+        return hold_out(self.clients(seed), 0.2, seed=seed)
 
-def passes(setting: Setting) -> LocalSGD:
-    """A client's passes over its examples."""
-    sgd = optax.sgd(setting.learning_rate, momentum=setting.momentum)
-    return LocalSGD(sgd, setting.batch_size, setting.epochs)
+    def passes(self, learning_rate: Any = None, epochs: int | None = None) -> LocalSGD:
+        """A client's passes over its examples in a round."""
+        own = self.setting
+        rate = own.learning_rate if learning_rate is None else learning_rate
+        return LocalSGD(
+            optax.sgd(rate, momentum=own.momentum), own.batch_size, own.epochs if epochs is None else epochs
+        )
 
+    def budgets(self, schedule: str) -> Float[np.ndarray, "T"]:
+        """Of the rounds, 1 in the mean: equal totals whatever the schedule."""
+        rounds = self.setting.rounds
+        if schedule == "fixed":
+            return fixed_budgets(float(rounds), rounds)
+        return round_budgets(float(rounds), rounds, beta=self.setting.beta)
 
-def private_options(setting: Setting) -> dict[str, Any]:
-    """What all variants of ADP-PFL share."""
-    mask = fisher_percentile(setting.percentile)
-    return {"clip": setting.clip, "mask": mask, "delta": setting.delta, "local": passes(setting)}
+    def published(
+        self, schedule: str, mask: Callable[[Any], MaskFn | None] = fisher_percentile, **options: Any
+    ) -> Build:
+        """The paper's noise, C/m, for budgets of `epsilon` in the mean; `thinner` multiplies it (theorem 2)."""
+        own, noise = self.setting, paper_noise(self.budgets(schedule), delta=self.setting.delta)
 
+        def build(epsilon: Any, percentile: Any = own.percentile, thinner: Any = 1.0) -> Algorithm:
+            fixed: dict[str, Any] = {"sampling": FixedSize(own.cohort), "clip": own.clip, "delta": own.delta}
+            fixed |= {"local": self.passes(), "mask": mask(percentile)} | options
+            return adp_pfl_paper(self.model, noise=noise * (thinner / epsilon), **fixed)
 
-def budgets_of(method: str, setting: Setting) -> Float[np.ndarray, "T"]:
-    """Budgets of the rounds that add up to 1."""
-    if method in _FIXED:
-        return fixed_budgets(1.0, setting.rounds)
-    return round_budgets(1.0, setting.rounds, beta=setting.beta)
+        return build
 
+    def published_dp_lg(self, epsilon: Any) -> Algorithm:
+        """DP-LG with the paper's noise for a fixed budget."""
+        own = self.setting
+        options: dict[str, Any] = {"sampling": FixedSize(own.cohort), "clip": own.clip, "delta": own.delta}
+        method = dp_lg(self.model, noise_multiplier=0.0, local=self.passes(), **options)
+        noise = paper_noise(np.ones(1), delta=own.delta) / own.cohort
+        return method._replace(mechanism=dataclasses.replace(method.mechanism, client_noise=noise / epsilon))
 
-def least_noise(reading: Reading, epsilon: float, budgets: Float[np.ndarray, "T"], setting: Setting) -> float:
-    """Std over the clip bound in the round of the largest budget: on the sum (honest), or of each client (printed)."""
-    if reading == HONEST:
-        numbers = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
-        sampling = Full() if setting.rate == 1 else Poisson(setting.rate)
-        return calibrate(epsilon, sampling=sampling, shape=budgets.max() / budgets, accountant="rdp", **numbers)
-    scaled = epsilon * budgets / (1.0 if reading == SUMMED else budgets.max())
-    return float(paper_noise(scaled, delta=setting.delta).min())
+    def honest(self, schedule: str) -> Build:
+        """Noise of the server, `least` in the round of the largest budget."""
+        own, budgets = self.setting, self.budgets(schedule)
 
+        def build(least: Any, clip: Any) -> Algorithm:
+            options: dict[str, Any] = {"mask": fisher_percentile(own.percentile), "local": self.passes()}
+            options |= {"sampling": Poisson(own.cohort / own.clients), "delta": own.delta}
+            return adp_pfl(self.model, noise=least * (budgets.max() / budgets), clip=clip, **options)
 
-def builder(method: str, reading: Reading | None, model: Model, setting: Setting) -> Callable[..., Algorithm]:
-    """Keyword arguments `epsilon` (claimed or kept), `scale` (see `least_noise`) and `percentile` to algorithm."""
-    masks = _MASKS.get(method, fisher_percentile)
-    budgets = budgets_of(method, setting)
-    shape, printed = budgets.max() / budgets, reading != HONEST
-    # Sound noise is amplified by Poisson sampling; that of clients is counted in sums of a known number of them.
-    sampling = Full() if setting.rate == 1 else FixedSize(setting.cohort) if printed else Poisson(setting.rate)
+        return build
 
-    def build(epsilon: float, scale: Any = 0.0, percentile: Any = setting.percentile) -> Algorithm:
-        claim = epsilon if printed and isinstance(epsilon, float) else None  # of no use to a compiled program
-        if method in ("DP-LG", NOISE_ALONE):
-            share = 1e-6 if method == NOISE_ALONE else 1.0  # of the clip bound, for updates
-            private: dict[str, Any] = {"clip": setting.clip * share, "delta": setting.delta, "local": passes(setting)}
-            noise = scale / share
-            algorithm = dp_lg(model, noise_multiplier=noise, sampling=sampling, **private)
-            if printed:
-                added = dataclasses.replace(algorithm.mechanism, noise_multiplier=0.0, client_noise=noise)
-                algorithm = algorithm._replace(mechanism=added)
-            return algorithm if claim is None else claiming(algorithm, claim, "as in ADP-PFL")
-        options: dict[str, Any] = private_options(setting) | {"sampling": sampling, "mask": masks(percentile)}
-        if not printed:
-            return adp_pfl(model, noise=scale * shape, **options)
-        risks: Any = "private" if method == "ADP-PFL" else None
-        return adp_pfl_paper(model, noise=scale * shape, risks=risks, claim=claim, **options)
+    def least_noise(self, schedule: str, epsilon: float) -> float:
+        """Noise that spends an epsilon against who sees sums, by RDP; see `honest`."""
+        own, budgets = self.setting, self.budgets(schedule)
+        run: dict[str, Any] = {"clients": own.clients, "rounds": own.rounds, "delta": own.delta, "accountant": "rdp"}
+        return calibrate(epsilon, sampling=Poisson(own.cohort / own.clients), shape=budgets.max() / budgets, **run)
 
-    return build
+    def rows(
+        self, name: str, build: Build, values: Mapping[str, Sequence[float]], *, tuning: bool = False, **shown: Any
+    ) -> list[Row]:
+        """A row of each point: over seeds, accuracies of local models and of the global one, and the epsilons.
 
+        Args:
+            name: of the runs' folder.
+            build: a point's values to algorithm; all points are one program.
+            values: columns by argument.
+            tuning: one seed, tested on examples held out of the training splits.
+            shown: of the row.
+        """
+        seeds, make = ((TUNING,), self.held_out) if tuning else (self.seeds, self.clients)
+        run: dict[str, Any] = {"rounds": self.setting.rounds, "eval_every": self.setting.rounds, "seeds": seeds}
+        run |= {"out": self.options.out, "config": self.config | {"tuning": tuning}}
+        results = sweep_each(name, build, values, make, **run)
+        left = [[(result.server, result.states) for result in of_seed] for of_seed in zip(*results, strict=True)]
+        local = [self.local(build, values, make(seed), seed, own) for seed, own in zip(seeds, left, strict=True)]
+        rows = []
+        for point, (of_point, scores) in enumerate(zip(results, zip(*local, strict=True), strict=True)):
+            row: Row = {"method": name, **shown} | {column: float(of[point]) for column, of in values.items()}
+            honest = of_point[0].statement["honest"]
+            row |= {who: float(honest[who]["epsilon"]) for who in ("aggregate", "upload")}
+            row |= {"local": list(scores), "global": row_of(name, of_point).mean}
+            sent = [result.metrics[-1]["participants"] * self.setting.rounds for result in of_point]
+            lost = [result.metrics[-1]["nonfinite"] for result in of_point]
+            rows.append(row | {"dropped": float(np.sum(lost) / np.sum(sent))})
+        return rows
 
-def released(epsilon: float, model: Model, setting: Setting) -> Algorithm:
-    """ADP-PFL whose clients release their risks with noise, and are stopped before they have spent epsilon."""
-    plan = client_noise(
-        budgets_of("ADP-PFL", setting),
-        epsilon,
-        participation=setting.rate,
-        release_share=setting.release_share,
-        delta=setting.delta,
-        accountant="rdp",
-    )
-    sampling = Full() if setting.rate == 1 else FixedSize(setting.cohort)
-    private: dict[str, Any] = {"risks": "private", "risk_bounds": setting.risk_bounds} | private_options(setting)
-    return adp_pfl(model, sampling=sampling, noise=plan, **private)
+    def local(
+        self, build: Build, values: Mapping[str, Sequence[float]], clients: Clients, seed: int, left: list[Tree]
+    ) -> list[float]:
+        """Accuracy after each client's own passes from what the points left behind, states of server and clients."""
+        columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
+        points = Points(lambda **point: self.tested_locally(build(**point)), columns)
+        key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, *states) for states in left])
+        scores = compile_evaluation(points, place(clients))(*stacked)
+        metrics, sizes = classification().metrics, np.asarray(clients.test_size)
+        of_each = ({name: np.asarray(value)[p] for name, value in scores.items()} for p in range(len(left)))
+        return [summarize(score, sizes, metrics)["accuracy"] for score in of_each]
 
+    def tested_locally(self, method: Algorithm) -> Algorithm:
+        """The method, tested after a round's passes of each client over its own examples, which nobody sees."""
 
-def baseline(method: str, model: Model, setting: Setting) -> Algorithm:
-    """A method without noise."""
-    if method == "local-only":
-        return local_only(model, sampling=FixedSize(setting.cohort), local=passes(setting))
-    mechanism = Mechanism(sampling=FixedSize(setting.cohort), denominator="participants")
-    return fedavg(model, mechanism=mechanism, terms=Terms(setting.delta), local=passes(setting))
+        def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
+            params = method.personalize(key, server, client, data)
+            return self.passes().train(key, method.model, params, data)[0]
 
+        return method._replace(personalize=personalize)
 
-def tested_locally(method: Algorithm, setting: Setting) -> Algorithm:
-    """The method, tested after further passes of each client over its own examples, which nobody sees."""
+    def tuned(self, schedule: str, epsilons: Sequence[float], clips: Sequence[float]) -> list[Row]:
+        """A row of each epsilon, at the clip bound that is best for local models on held-out examples."""
+        least = [self.least_noise(schedule, epsilon) for epsilon in epsilons]
+        build, points = self.honest(schedule), grid(least=least, clip=list(clips))
+        tried = self.rows(f"honest, {schedule}", build, points, tuning=True)
+        by_epsilon = [tried[i : i + len(clips)] for i in range(0, len(tried), len(clips))]
+        chosen = [max(rows, key=lambda row: row["local"][0])["clip"] for rows in by_epsilon]
+        rows = self.rows(f"honest, {schedule}", build, {"least": least, "clip": chosen}, method=schedule)
+        scores = [{f"{row['clip']:g}": row["local"][0] for row in of_epsilon} for of_epsilon in by_epsilon]
+        return [
+            row | {"epsilon": epsilon, "validation": validation}
+            for row, epsilon, validation in zip(rows, epsilons, scores, strict=True)
+        ]
 
-    def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
-        params = method.personalize(key, server, client, data)
-        return passes(setting).train(key, method.model, params, data)[0]
+    def floors(self) -> dict[str, Row]:
+        """What no noise is needed for: untrained, alone, and federated without noise."""
 
-    return method._replace(personalize=personalize)
+        def without_noise(learning_rate: Any) -> Algorithm:
+            mechanism = Mechanism(sampling=FixedSize(self.setting.cohort), denominator="participants")
+            return fedavg(self.model, mechanism=mechanism, local=self.passes(learning_rate))
+
+        values, untrained = {"learning_rate": [self.setting.learning_rate]}, []
+        for seed in self.seeds:
+            first = without_noise(self.setting.learning_rate).init(jax.random.key(seed), self.setting.clients)
+            untrained += self.local(without_noise, values, self.clients(seed), seed, [first])
+        (ceiling,) = self.rows("FedAvg without noise", without_noise, values)
+        return {"untrained": {"local": untrained}, "alone": self.alone(), "without noise": ceiling}
+
+    def alone(self) -> Row:
+        """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
+
+        def build(learning_rate: Any) -> Algorithm:
+            return local_only(self.model, local=self.passes(learning_rate))
+
+        rates, most = [0.03, 0.1, 0.3], 2 if self.options.smoke else 8
+        found = compare(
+            {"local-only": Candidate(build, grid(learning_rate=rates))},
+            self.clients,
+            rounds=most,
+            seeds=self.seeds,
+            tuning_seed=TUNING,
+            folder=run_folder(self.options.out, "local-only", self.config | {"rates": rates, "most": most}, 0),
+        )
+        (tuning,) = found.tuning
+        at = rates.index(tuning["chosen"]["learning_rate"])
+        curve = {int(number) * self.setting.epochs: scores[at] for number, scores in tuning["scores"].items()}
+        facts = {"learning_rate": rates[at], "passes": tuning["rounds"] * self.setting.epochs, "validation": curve}
+        return facts | {"local": [row["accuracy"] for row in found.rows]}

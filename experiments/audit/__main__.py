@@ -98,7 +98,8 @@ def published(clients: Clients) -> dict[str, tuple[Algorithm, int]]:
         "DP-pFedDSU, noise on the private mask": (
             dp_pfeddsu_paper(MODEL, noise_multiplier=z, clients=CLIENTS, claim=1.0, **shared), 3),
         "ADP-PFL, sensitivity C/m": (
-            adp_pfl_paper(MODEL, noise=paper_noise(budgets, delta=DELTA) / CLIENTS, claim=1.0, **shared), 3),
+            adp_pfl_paper(
+                MODEL, noise=paper_noise(budgets, delta=DELTA) / CLIENTS, sensitivity="C", claim=1.0, **shared), 3),
         "PADPFL, sensitivity 2C/m": (padpfl_paper(MODEL, epsilon=1.0, smallest=smallest, rounds=ROUNDS, **shared), 3),
         "PDP-FL, sensitivity 2C/m": (
             pdp_fl_paper(MODEL, budgets=asked, epsilon_max=1.0, smallest=smallest, **shared), 3),

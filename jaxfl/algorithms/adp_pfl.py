@@ -23,12 +23,12 @@ from jaxfl._validate import (
     up_to_infinity,
 )
 from jaxfl.algorithms.fedavg import fedavg, sends_weights
-from jaxfl.local.fisher import client_fisher, normalize_over_all
+from jaxfl.local.fisher import client_fisher, normalize_over_all, squared_gradient
 from jaxfl.local.leakage import client_risk
 from jaxfl.local.masks import sparsify, top_percentile_mask
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter, Release
-from jaxfl.privacy.sampling import Sampling
+from jaxfl.privacy.sampling import FixedSize, Sampling
 from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
@@ -41,6 +41,9 @@ _BROKEN = (
 MaskFn: TypeAlias = Callable[[Key[Array, ""], Model, Params, Tree, ClientData], Tree]
 """From a key, the model, its trained parameters, an update and the client's data to the mask of what is sent."""
 RiskFn: TypeAlias = Callable[[Key[Array, ""], Model, Params, ClientData], Float[Array, ""]]
+Square: TypeAlias = Literal["examples", "mean"]
+"""Fisher information: the mean of squared per-example gradients, or the square of their mean, as (13) is printed."""
+_FISHER = {"examples": client_fisher, "mean": squared_gradient}
 
 
 def _check_percentile(name: str, value: Any) -> Any:
@@ -55,17 +58,18 @@ def _check_threshold(name: str, value: Any) -> Any:
 
 
 @checked(percentile=_check_percentile)
-def fisher_percentile(percentile: Number) -> MaskFn:
+def fisher_percentile(percentile: Number, square: Square = "examples") -> MaskFn:
     """Coordinates whose Fisher information in the trained model is above a percentile of all, per client."""
-    return lambda key, model, params, sent, data: top_percentile_mask(client_fisher(model, params, data), percentile)
+    fisher = _FISHER[square]
+    return lambda key, model, params, sent, data: top_percentile_mask(fisher(model, params, data), percentile)
 
 
 @checked(threshold=_check_threshold)
-def fisher_threshold(threshold: Number) -> MaskFn:
+def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
     """Coordinates whose Fisher information, min-max scaled over all (14), is above tau."""
 
     def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        return jax.tree.map(lambda f: f > threshold, normalize_over_all(client_fisher(model, params, data)))
+        return jax.tree.map(lambda f: f > threshold, normalize_over_all(_FISHER[square](model, params, data)))
 
     return select
 
@@ -154,8 +158,9 @@ def adp_pfl(
         multiplier s / 2 and a released risk one with r; a client stops before they add up to less than
         `noise.least_total`, and fully adaptive composition gives the epsilon of that one Gaussian.
     Deviations from the paper: updates are sent, not weights; the noise is not scaled by the sparsity (Theorems 1 and 2
-        do not hold: supports differ between neighbours); uniform weights; Fisher information is the mean of squared
-        per-example gradients, of which the paper squares the mean; of equal values at the percentile some are kept.
+        do not hold: supports differ between neighbours); uniform weights, or public ones by
+        `dataclasses.replace(method.mechanism, weights=...)`; Fisher information is the mean of squared per-example
+        gradients unless `fisher_percentile(80.0, square="mean")`; of equal values at the percentile some are kept.
         The minimum in (12) is over the clients whose risk is known. A rule's noise for :math:`\epsilon_i^t` is
         that for :math:`\epsilon^t` over the share, which is exact for the classic rule.
     References: ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation and Sparsification.
@@ -195,6 +200,7 @@ def adp_pfl_paper(
     *,
     sampling: Sampling,
     noise: Number | Sequence[float] | np.ndarray | Float[Array, "T"],
+    sensitivity: Literal["C/m", "C"] = "C/m",
     risks: Literal["private"] | Sequence[float] | np.ndarray | None = None,
     risk_fn: RiskFn = client_risk,
     clip: Number = 1.0,
@@ -209,8 +215,10 @@ def adp_pfl_paper(
     Args:
         model: the network.
         sampling: who takes part.
-        noise: std over C of what each client adds when it has the whole budget of the round, a number or one per round
-            (`jaxfl.privacy.paper_noise`).
+        noise: std over the sensitivity of what each client adds when it has the whole budget of the round, a number or
+            one per round (`jaxfl.privacy.paper_noise`, with the `sparsity` of theorem 2).
+        sensitivity: "C/m": what one of m participants moves their mean by, at most (22), though it adds this noise to
+            an upload that it moves by C; `sampling` must fix m. "C": of an upload.
         risks: budgets by client: None: equal; numbers above 0 `[C]`: public risks, fixed; "private": measured, and
             sent to the server unchanged.
         risk_fn: as in `adp_pfl`.
@@ -221,23 +229,31 @@ def adp_pfl_paper(
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         claim: the epsilon that the paper states for `noise`.
 
-    Guarantee: client-level, what the noise gives without private risks; with them: none.
-    Deviations from the paper: those of `adp_pfl`, but for what is sent.
+    Guarantee: client-level, what the noise gives without private risks; with them: none. The statement has the epsilon
+        of the noise that is drawn: with "C/m" that is an m-th of what the rule asks for an upload.
+    Deviations from the paper: those of `adp_pfl`, but for what is sent. "C/m" is the paper's (22); its line 15 has C,
+        but with C = 1 only C/m gives accuracies like those of its table 2. Theorem 2 is in the noise that you give: a
+        share p of masked coordinates that follows from data (`fisher_threshold`) would make the noise follow from it.
     References: as for `adp_pfl`.
 
     >>> from jaxfl.models import mlp
-    >>> from jaxfl.privacy import Full
-    >>> adp_pfl_paper(mlp((8, 8, 1), 10), sampling=Full(), noise=9.0, risks="private").terms.broken[:33]
-    "each client's noise scale follows"
+    >>> from jaxfl.privacy import FixedSize
+    >>> method = adp_pfl_paper(mlp((8, 8, 1), 10), sampling=FixedSize(10), noise=9.0)
+    >>> float(method.mechanism.client_noise)
+    0.9
     """
+    m = 1 if sensitivity == "C" else sampling.size if isinstance(sampling, FixedSize) else None
+    if m is None:
+        raise ValueError(f"sampling={sampling!r} with sensitivity='C/m': give FixedSize(m), or sensitivity='C'")
     denominator, private = "expected" if upload == "updates" else "participants", isinstance(risks, str)
     bounded: dict[str, Any] = {"clip": clip, "sampling": sampling, "denominator": denominator}
-    added: Any = noise if traced(noise) else np.asarray(noise)
+    stds: Any = noise if traced(noise) else np.asarray(noise, np.float64)
+    added = stds / m
     if private:
         mechanism = PrivacyFilter(client_noise=added, release=Release(client_shares), **bounded)
     else:
-        mechanism = Mechanism(client_noise=added if risks is None else _public(noise, risks), **bounded)
-    rule = "budgets taken for epsilons that add up, or for their maximum"
+        mechanism = Mechanism(client_noise=added if risks is None else _public(added, risks), **bounded)
+    rule = f"sensitivity {sensitivity}; budgets taken for epsilons that add up, or for their maximum"
     terms = Terms(delta, None if claim is None else (claim, rule), _BROKEN if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")
     return _masked(base, local, mask, risk_fn if private else None, weights=upload == "weights")

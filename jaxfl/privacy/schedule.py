@@ -167,23 +167,32 @@ def client_noise(
     return ClientNoise(tuple((kappa / budgets).tolist()), least_total, release_noise)
 
 
-@checked(budgets=check_numbers, delta=probability)
+@checked(budgets=check_numbers, delta=probability, sparsity=functools.partial(check_fraction, zero=True, one=False))
 def paper_noise(
-    budgets: Float[np.ndarray, "T"], *, delta: float = 1e-5, rule: Literal["classic", "analytic"] = "classic"
+    budgets: Float[np.ndarray, "T"],
+    *,
+    delta: float = 1e-5,
+    rule: Literal["classic", "analytic"] = "classic",
+    sparsity: float = 0.0,
 ) -> Float[np.ndarray, "T"]:
-    r"""Noise (std over the clip bound) that a published rule gives a single round of sensitivity C.
+    r"""Noise (std over the sensitivity) that a published rule gives a single round.
 
     Args:
         budgets: epsilon of each round, above 0.
         delta: failure probability of each round.
         rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1, invalid from about 8.4 (at
             delta 1e-5); "analytic": the exact Gaussian mechanism's.
+        sparsity: p, the share of coordinates that a mask drops, for :math:`\sqrt{1 - p}` of the noise (ADP-PFL,
+            theorem 2); 0: all of the noise.
 
-    Guarantee: none for more than one round; published claims rest on it.
+    Guarantee: none for more than one round, and none with `sparsity`: masks of neighbouring data keep other
+        coordinates, so that the sensitivity does not shrink. Published claims rest on both.
 
     >>> paper_noise(np.array([0.5, 1.0])).round(3).tolist()
     [9.69, 4.845]
     """
     if rule == "classic":
-        return math.sqrt(2 * math.log(1.25 / delta)) / budgets
-    return np.array([dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets])
+        noise = math.sqrt(2 * math.log(1.25 / delta)) / budgets
+    else:
+        noise = np.array([dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets])
+    return math.sqrt(1 - sparsity) * noise

@@ -1,5 +1,6 @@
 """ADP-PFL and DP-LG: reductions to known methods, budgets that reach the noise, filters that stop clients."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
+from dp_accounting import get_epsilon_gaussian
 
 from jaxfl import simulate
 from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_fedavg, dp_lg, fedavg, local_only
@@ -54,7 +56,7 @@ def test_without_noise_it_is_fedavg_with_clipping():
 
 @pytest.mark.slow
 def test_weights_are_averaged_as_fedavg_does():
-    options: dict[str, Any] = {"upload": "weights", "mask": None, "clip": 1e6, "noise": 0.0}
+    options: dict[str, Any] = {"upload": "weights", "mask": None, "clip": 1e6, "noise": 0.0, "sensitivity": "C"}
     expected = run(fedavg(MODEL, mechanism=Mechanism(sampling=FixedSize(5), denominator="participants"), **LOCAL))
     found = run(adp_pfl_paper(MODEL, sampling=FixedSize(5), **options, **LOCAL))
     jax.tree.map(
@@ -106,7 +108,7 @@ def test_a_threshold_is_of_the_trained_models_scaled_fisher_information():
 @pytest.mark.slow
 def test_public_risks_scale_each_clients_noise():
     risks = np.arange(1.0, 1.0 + len(SIZES))
-    paper = adp_pfl_paper(MODEL, noise=(2.0, 1.0), risks=risks, **PRIVATE)
+    paper = adp_pfl_paper(MODEL, noise=(2.0, 1.0), sensitivity="C", risks=risks, **PRIVATE)
     plan = ClientNoise((2.0, 1.0), 0.1, 0.0)
     for algorithm in (paper, adp_pfl(MODEL, noise=plan, risks=risks, **PRIVATE)):
         result = run(algorithm, rounds=2)
@@ -115,7 +117,8 @@ def test_public_risks_scale_each_clients_noise():
 
 
 def test_published_client_budgets_follow_private_risks_and_have_no_epsilon():
-    result = run(adp_pfl_paper(MODEL, noise=2.0, risks="private", risk_fn=by_size, claim=3.0, **PRIVATE))
+    options: dict[str, Any] = {"sensitivity": "C", "risks": "private", "risk_fn": by_size, "claim": 3.0}
+    result = run(adp_pfl_paper(MODEL, noise=2.0, **options, **PRIVATE))
     took, noise = result.ledger.participants, result.ledger.client_noise
     np.testing.assert_array_equal(noise[0], 2.0)
     known = np.where(took[0], 1.0 + np.array(SIZES), 0.0)
@@ -221,6 +224,68 @@ def test_dp_lg_of_one_client_without_noise_trains_alone():
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         adp_pfl(MODEL, **{"noise": 1.0} | options | PRIVATE)
+
+
+def test_by_default_an_mth_of_the_noise_is_drawn_and_counted():
+    """(22): sensitivity C/m of the mean of m participants, all of whom are always there."""
+    options: dict[str, Any] = {**PRIVATE, "sampling": FixedSize(len(SIZES)), "mask": None}
+    found = run(adp_pfl_paper(MODEL, noise=(20.0, 10.0, 10.0), **options))
+    m = len(SIZES)
+    np.testing.assert_allclose(found.ledger.client_noise, np.array([[20.0], [10.0], [10.0]]) / m, rtol=1e-6)
+    by_hand = run(adp_pfl_paper(MODEL, noise=np.array([20.0, 10.0, 10.0]) / m, sensitivity="C", **options))
+    assert_same(found, by_hand)
+    total = (sum((2 * m / noise) ** 2 for noise in (20.0, 10.0, 10.0))) ** -0.5  # replace-one moves an upload by 2C
+    upload = found.statement["honest"]["upload"]["pld"]["total"]
+    assert upload == pytest.approx(get_epsilon_gaussian(total, found.statement["delta"]), rel=1e-3)
+
+
+def test_the_number_of_participants_must_be_known():
+    with pytest.raises(ValueError, match=r"sampling=Poisson.*give FixedSize\(m\), or sensitivity='C'"):
+        adp_pfl_paper(MODEL, noise=1.0, **PRIVATE)
+
+
+@pytest.mark.slow
+def test_weights_by_data_sizes_are_the_mechanisms():
+    """Line 23: sum |D_i| w_i / |D| over the participants."""
+    sizes = np.array(SIZES, float)
+    method = adp_pfl_paper(MODEL, noise=0.0, sampling=FixedSize(5), upload="weights", mask=None, clip=1e6, **LOCAL)
+    found = run(method._replace(mechanism=dataclasses.replace(method.mechanism, weights=sizes)), rounds=1)
+    mechanism = Mechanism(sampling=FixedSize(5), weights=sizes, denominator="participants")
+    expected = run(fedavg(MODEL, mechanism=mechanism, **LOCAL), rounds=1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.server.params, expected.server.params
+    )
+
+
+@pytest.mark.parametrize("build", [fisher_percentile, fisher_threshold])
+def test_masks_may_square_the_mean_gradient_instead(build):
+    """(13) to the letter: the coordinates that are kept are those of the squared gradient of the mean loss."""
+    at = 50.0 if build is fisher_percentile else 0.05
+    algorithm = adp_pfl(MODEL, noise=1.0, mask=build(at, square="mean"), **PRIVATE)
+    server, _ = algorithm.init(KEY, len(SIZES))
+    data = client_data()
+    message, _, _ = algorithm.client_update(KEY, server, (), data)
+    whole, _, _ = adp_pfl(MODEL, noise=1.0, mask=None, **PRIVATE).client_update(KEY, server, (), data)
+    inputs, labels = data.take(jnp.arange(int(data.size)))
+
+    def loss(params):
+        return MODEL.task.loss(MODEL.apply(params, MODEL.prepare(inputs)), labels).mean()
+
+    gradient = jax.grad(loss)(optax.tree.add(server.params, whole.update))
+    square, sent, all_ = (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (jax.tree.map(jnp.square, gradient), message.update, whole.update)
+    )
+    level = np.percentile(square, at) if build is fisher_percentile else square.max() * at
+    sure = np.abs(square - level) > 1e-4 * level  # rounding decides the others
+    assert 0 < (square > level).sum() < square.size
+    np.testing.assert_array_equal(sent[sure], np.where(square > level, all_, 0)[sure])
+
+
+@pytest.mark.parametrize("build", [fisher_percentile, fisher_threshold])
+def test_a_square_of_nothing_else(build):
+    with pytest.raises(ValueError, match="square='all'"):
+        build(0.5, square="all")
 
 
 @pytest.mark.parametrize("build", [fisher_percentile, largest, random_share])

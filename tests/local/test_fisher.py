@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from algorithms_table import small_clients
 
-from jaxfl.local.fisher import client_fisher, fisher_diagonal, normalize_per_layer
+from jaxfl.local.fisher import client_fisher, fisher_diagonal, normalize_per_layer, squared_gradient
 from jaxfl.models import digits_cnn, feddpa_cnn, lenet, lenet_groupnorm, mlp
 from jaxfl.types import ClientData
 
@@ -72,6 +72,33 @@ def test_a_clients_mean_ignores_padding_and_blocks(batch_size):
     own = rows[: int(size)]
     expected = jax.tree.map(lambda leaf: leaf / int(size), by_example(model, params, store[own], labels[own]))
     assert_close(found, expected)
+
+
+def test_the_square_of_the_mean_vanishes_where_examples_pull_apart():
+    """One image with two labels, and a model that gives both the same logit: each pulls by 1/2, both by nothing."""
+    model = mlp((2, 2, 1), 2, hidden=(3,))
+    params = model.init(jax.random.key(0))
+    params["head"] = jax.tree.map(jnp.zeros_like, params["head"])
+    image = jnp.full((2, 2, 2, 1), 7, jnp.uint8)
+    data = ClientData(image, jnp.array([0, 1]), jnp.array([0, 1]), jnp.int32(2))
+    np.testing.assert_allclose(client_fisher(model, params, data)["head"]["bias"], 0.25, rtol=1e-6)
+    for leaf in jax.tree.leaves(squared_gradient(model, params, data)):
+        np.testing.assert_allclose(leaf, 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch_size", [2, 64])
+def test_the_square_of_the_mean_is_that_of_the_mean_loss(batch_size):
+    clients, model = small_clients(extra_padding=3), mlp((8, 8, 1), hidden=(16,))
+    params = model.init(jax.random.key(0))
+    store, labels = jnp.asarray(clients.inputs), jnp.asarray(clients.labels)
+    data = ClientData(store, labels, jnp.asarray(clients.train[0]), jnp.asarray(clients.train_size[0]))
+    own = jnp.asarray(clients.train[0])[: int(data.size)]
+
+    def loss(params):
+        return model.task.loss(model.apply(params, model.prepare(store[own])), labels[own]).mean()
+
+    expected = jax.tree.map(jnp.square, jax.grad(loss)(params))
+    assert_close(squared_gradient(model, params, data, batch_size=batch_size), expected)
 
 
 def test_an_empty_client_has_no_information():

@@ -94,6 +94,17 @@ def test_published_rules_are_for_one_round(rule, single):
     assert total > 10
 
 
+@pytest.mark.parametrize("rule", ["classic", "analytic"])
+def test_theorem_2_divides_the_variance_and_the_epsilon_is_that_of_the_noise(rule):
+    budgets = round_budgets(50.0, 20)
+    full, less = (paper_noise(budgets, rule=rule, sparsity=p) for p in (0.0, 0.8))
+    np.testing.assert_allclose(less**2, 0.2 * full**2, rtol=1e-12)
+    m = Mechanism(clip=1.0, client_noise=less)
+    found = epsilon(planned_ledger(m, 1, 20), m, observer="upload", accountant="pld").value
+    total = (2.0**2 / (0.2 * full**2)).sum() ** -0.5
+    assert found == pytest.approx(get_epsilon_gaussian(total, 1e-5), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("present", "in_all", "zero_out", "replace_one"),
     [  # budgets that add up to 10; 10 in every round, in 10 rounds, and in 100

@@ -1,0 +1,301 @@
+"""ADP-PFL's table and figures: as published, with the floors that they lack, and honest.
+
+python -m experiments.adp_pfl table_2
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from experiments.adp_pfl.setting import Bench, Row
+from experiments.common import number, percent, run_each, starred
+from experiments.study import HERE, Options, Result, Study, agreement, command, markdown_table, source
+from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
+from jaxfl.privacy import paper_noise
+
+SCHEDULES = ("fixed", "round-level")
+SUFFIXES = {"mnist": "", "fashion_mnist": "_fashion_mnist", "cifar10": "_cifar10"}
+"""Of the names of studies, by data set."""
+EPSILONS, FIGURE_EPSILONS = (3.0, 6.0, 9.0), (1.0, 5.0, 10.0)
+CLIPS = (0.03, 0.1, 0.3, 1.0)
+PERCENTILES = (0.0, 40.0, 60.0, 80.0, 90.0)
+PRINTED = {
+    "mnist": {"fixed": (56.142, 92.220, 98.104), "round-level": (56.968, 93.443, 98.576)},
+    "fashion_mnist": {"fixed": (59.171, 89.035, 95.656), "round-level": (65.531, 93.534, 96.227)},
+    "cifar10": {"fixed": (53.340, 72.725, 79.987), "round-level": (58.096, 73.240, 81.712)},
+}
+"""Table 2 of the paper: accuracy of local models in percent at `EPSILONS`."""
+FLOORS = {"untrained": "five passes, untrained", "alone": "local-only", "without noise": "FedAvg without noise"}
+DEAF = "the fixed noise alone"
+LEVELS = (0.3, 0.4, 0.47678, 0.5025, 0.6, 0.8, 0.9)
+"""Accuracies of figure 4; the third and the fourth are those that the paper names."""
+
+
+def nothing(percentile: Any) -> None:
+    """No mask."""
+    del percentile
+
+
+def thinner(percentile: float) -> float:
+    """Noise that theorem 2 leaves, for a mask that drops a percentile."""
+    one = np.ones(1)
+    return float((paper_noise(one, sparsity=percentile / 100) / paper_noise(one))[0])
+
+
+def result_of(bench: Bench, rows: Sequence[Row]) -> dict[str, Any]:
+    """Settings, floors and rows."""
+    return {"setting": dataclasses.asdict(bench.setting), "floors": bench.floors(), "rows": rows}
+
+
+def table_2(data: str, options: Options) -> Result:
+    """Fixed and round-level budgets with the published noise, and that noise alone."""
+    bench = Bench(data, options)
+    rows, values = [], {"epsilon": EPSILONS}
+    for name in SCHEDULES:
+        rows += bench.rows(f"published, {name}", bench.published(name), values, method=name)
+    deaf = bench.published("fixed", nothing, local=bench.passes(epochs=0))
+    return result_of(bench, rows + bench.rows(DEAF, deaf, values))
+
+
+def honest(data: str, options: Options) -> Result:
+    """The same schedules with noise that costs epsilon, each at its best clip bound."""
+    bench = Bench(data, options)
+    rows = [row for schedule in SCHEDULES for row in bench.tuned(schedule, EPSILONS, CLIPS)]
+    done = HERE / "adp_pfl" / "results" / f"table_2{SUFFIXES[data]}.json"
+    known = done.exists() and not options.smoke
+    return result_of(bench, rows) | {
+        "published": (json.loads(done.read_text()) if known else table_2(data, options))["rows"]
+    }
+
+
+def figure_3(options: Options) -> Result:
+    """Methods by epsilon, all with the published noise for the same total."""
+    bench, values = Bench("mnist", options), {"epsilon": FIGURE_EPSILONS}
+    rows = bench.rows("DP-FedAvg", bench.published("fixed", nothing), values)
+    rows += bench.rows("ADP-PFL", bench.published("round-level", risks="private"), values)
+    rows += bench.rows("DP-LG", bench.published_dp_lg, values)
+    return result_of(bench, rows)
+
+
+def figure_5(options: Options) -> Result:
+    """Masks, with theorem 2's noise; and what of it is the mask's, what the noise's."""
+    bench, less = Bench("mnist", options), thinner(80.0)
+    values, middle = {"epsilon": FIGURE_EPSILONS, "thinner": [less] * 3}, {"epsilon": [5.0], "thinner": [less]}
+    rows = []
+    for name, mask in {"Fisher": fisher_percentile, "top-k": largest, "random": random_share}.items():
+        rows += bench.rows(name, bench.published("round-level", mask), values)
+    rows += bench.rows("no mask, as little noise", bench.published("round-level", nothing), middle)
+    for name, mask in {"no mask": nothing, "Fisher": fisher_percentile}.items():
+        full = bench.published("round-level", mask)
+        rows += bench.rows(f"{name}, all noise", full, {"epsilon": [5.0], "thinner": [1.0]})
+    return result_of(bench, rows)
+
+
+def figure_6(options: Options) -> Result:
+    """Percentiles of the mask at epsilon 5, with theorem 2's noise and with all of it."""
+    bench = Bench("mnist", options)
+    percentiles = PERCENTILES[::3] if options.smoke else PERCENTILES
+    build, values = bench.published("round-level"), {"epsilon": [5.0] * len(percentiles), "percentile": percentiles}
+    less = values | {"thinner": [thinner(percentile) for percentile in percentiles]}
+    rows = bench.rows("noise of theorem 2", build, less) + bench.rows("all noise", build, values)
+    return result_of(bench, rows)
+
+
+def figure_4(options: Options) -> Result:
+    """Budget consumed until an accuracy is reached, by ten clients that are always there; epsilon 1 in the mean."""
+    bench, rows = Bench("mnist", options, clients=10), []
+    own = bench.setting
+    one = float(paper_noise(np.ones(1), delta=own.delta)[0]) / own.cohort
+    for name, schedule in {**dict(zip(SCHEDULES, SCHEDULES)), "adaptive": "round-level"}.items():
+        build = bench.published(schedule, risks="private" if name == "adaptive" else None)
+        tested = bench.tested_locally(build(1.0))
+        run: dict[str, Any] = {"rounds": own.rounds, "seeds": bench.seeds, "out": options.out, "config": bench.config}
+        ((_, results),) = run_each({name: lambda _, tested=tested: tested}, bench.clients, eval_every=2, **run).items()
+        curves = []
+        for result in results:
+            ledger = result.ledger
+            noise = np.where(ledger.participants, ledger.client_noise, math.inf)
+            claimed = np.cumsum(one / noise, axis=0).mean(axis=1)
+            total = np.cumsum((2 / noise) ** 2, axis=0).max(axis=1)  # one Gaussian in all, replace-one
+            told = float(result.statement["honest"]["upload"]["epsilon"]) == math.inf
+            at = [int(row["round"]) for row in result.metrics]
+            seen = [
+                math.inf if told else dp_accounting.get_epsilon_gaussian(total[r - 1] ** -0.5, own.delta) for r in at
+            ]
+            curve = {
+                "local": [row["accuracy"] for row in result.metrics],
+                "claimed": claimed[np.array(at) - 1].tolist(),
+            }
+            curves.append({"round": at, "honest": seen} | curve)
+        rows.append({"method": name, "local": [curve["local"][-1] for curve in curves], "curves": curves})
+    return result_of(bench, rows)
+
+
+def lines_of(result: Result, column: str) -> list[list[str]]:
+    """A line for each method and a cell for each value of `column`; floors have the same cell everywhere."""
+    floors, rows = result["floors"], result["rows"]
+    values = sorted({row[column] for row in rows})
+    shown = {"chance of two labels": "50"} | {name: _cell(floors[floor]) for floor, name in FLOORS.items()}
+    lines = [[method] + [text] * len(values) for method, text in shown.items()]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = {row[column]: _cell(row) for row in rows if row["method"] == method}
+        lines.append([method] + [cells.get(value, "") for value in values])
+    return lines
+
+
+def _cell(row: Row) -> str:
+    """Local models (the global one) [epsilon against who sees sums, uploads]."""
+    text = percent(row["local"])
+    text += f" ({percent(row['global'])})" if "global" in row else ""
+    seen = [number(row[who]) for who in ("aggregate", "upload") if who in row]
+    return text + (f" [{', '.join(seen)}]" if len(seen) == 2 and seen != ["∞", "∞"] else "")
+
+
+def _flat(alone: Row) -> str:
+    """How the validation curve of local-only ends."""
+    curve = {int(passes): 100 * score for passes, score in alone["validation"].items()}
+    ends = ", ".join(
+        f"{curve[passes]:.1f}% after {passes}" for passes in sorted({min(curve), alone["passes"], max(curve)})
+    )
+    return f"Local-only, learning rate {alone['learning_rate']:g}, on held-out examples: {ends} passes."
+
+
+def by_column(result: Result, column: str, *more: str) -> str:
+    """Lines by epsilon or percentile, and what is below them."""
+    values = sorted({row[column] for row in result["rows"]})
+    table = markdown_table(
+        ["ε" if column == "epsilon" else column, *(f"{value:g}" for value in values)], lines_of(result, column)
+    )
+    lost = max(row["dropped"] for row in result["rows"])
+    own = result["setting"]
+    facts = (
+        f"{own['data']}: {own['clients']} clients of at most {own['examples']} examples, {own['cohort']} in each of "
+    )
+    facts += f"{own['rounds']} rounds. Updates dropped as not finite: at most {100 * lost:.1f}% of a cell's."
+    return "\n\n".join([table, *more, facts, _flat(result["floors"]["alone"]), source(result)])
+
+
+def table_2_markdown(result: Result) -> str:
+    """The table, the paper's beside it, and verdicts."""
+    printed, found = PRINTED.get(result["setting"]["data"], PRINTED["mnist"]), _means(result["rows"])
+    theirs, ours = ([x for name in SCHEDULES for x in of[name]] for of in (printed, found))
+    far, matched = np.abs(np.subtract(theirs, ours)).max(), agreement(theirs, ours)
+    verdict = f"not with at most {result['setting']['examples']} examples per client"
+    if far <= 10:
+        verdict = f"reproduced within {far:.1f} points"
+    elif matched.endswith("15 of 15 orderings"):
+        verdict = "ordering reproduced"
+    gains, claimed = (np.subtract(of["round-level"], of["fixed"]) for of in (found, printed))
+    text = (
+        f"Verdict: {verdict} ({matched}). Round-level above fixed: {_signed(gains)}; in the paper: {_signed(claimed)}. "
+    )
+    text += f"Fixed above its noise alone: {_signed(np.subtract(found['fixed'], found[DEAF]))}."
+    return by_column(result, "epsilon", _beside(printed, {"paper": printed, "reproduced": found}), text)
+
+
+def honest_markdown(result: Result) -> str:
+    """The table, beside the paper's numbers and the reproduced ones, and the clip bounds that were chosen."""
+    rows, printed = result["rows"], PRINTED.get(result["setting"]["data"], PRINTED["mnist"])
+    columns = {"paper": printed, "reproduced": _means(result["published"]), "honest": _means(rows)}
+    chosen = [
+        f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, {'clip': CLIPS})}" for row in rows
+    ]
+    text = f"Chosen on held-out examples (* an end of {', '.join(map(str, CLIPS))}): {'; '.join(chosen)}."
+    alone, own = 100 * np.mean(result["floors"]["alone"]["local"]), columns["honest"]
+    gains = "; ".join(f"{name} {_signed(np.subtract(own[name], alone))}" for name in SCHEDULES)
+    return by_column(result, "epsilon", _beside(printed, columns), text, f"Honest above training alone: {gains}.")
+
+
+def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Numbers from several sources in one cell."""
+    body = [
+        [name, *(" / ".join(f"{x:.1f}" for x in cell) for cell in zip(*(own[name] for own in columns.values())))]
+        for name in names
+    ]
+    return markdown_table([" / ".join(columns), *(f"ε {epsilon:g}" for epsilon in EPSILONS)], body)
+
+
+def _means(rows: Sequence[Row]) -> dict[str, list[float]]:
+    """Accuracy % of local models, by method."""
+    return {name: [100 * float(np.mean(r["local"])) for r in rows if r["method"] == name] for name in _names(rows)}
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row["method"] for row in rows))
+
+
+def _signed(values: Sequence[float] | np.ndarray) -> str:
+    return ", ".join(f"{value:+.1f}" for value in values)
+
+
+def figure_4_markdown(result: Result) -> str:
+    """Claimed budget of a client when an accuracy was first reached."""
+    head = ["accuracy of local models", *(f"{100 * level:g}%" for level in LEVELS), "at the end"]
+    lines = []
+    for row in result["rows"]:
+        cells = []
+        for level in LEVELS:
+            reached = []
+            for curve in row["curves"]:
+                first = next((i for i, score in enumerate(curve["local"]) if score >= level), None)
+                reached += [] if first is None else [(curve["claimed"][first], curve["honest"][first])]
+            claimed, honest = np.mean(reached, axis=0) if reached else (math.nan, math.nan)
+            all_of = len(row["curves"])
+            few = f", {len(reached)} of {all_of}" if len(reached) < all_of else ""
+            cells.append(f"{number(claimed)} [{number(honest)}]{few}" if reached else "–")
+        lines.append([row["method"], *cells, percent(row["local"])])
+    floors = result["floors"]
+    lines += [[name, *([""] * len(LEVELS)), percent(floors[floor]["local"])] for floor, name in FLOORS.items()]
+    return "\n\n".join([markdown_table(head, lines), _flat(floors["alone"]), source(result)])
+
+
+def draw(column: str, result: Result, path: pathlib.Path) -> None:
+    """Accuracy of local models by epsilon or percentile, mean over seeds, bars from least to largest."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for method in _names(result["rows"]):
+        rows = [row for row in result["rows"] if row["method"] == method]
+        scores = 100 * np.array([row["local"] for row in rows])
+        bars = np.abs(np.stack([scores.min(1), scores.max(1)]) - scores.mean(1))
+        axes.errorbar([row[column] for row in rows], scores.mean(1), bars, marker="o", capsize=2, label=method)
+    for (floor, name), style in zip(FLOORS.items(), (":", "--", "-.")):
+        axes.axhline(100 * np.mean(result["floors"][floor]["local"]), color="gray", linestyle=style, label=name)
+    axes.set(xlabel="ε" if column == "epsilon" else column, ylabel="accuracy of local models, %", ylim=(0, 101))
+    figure.legend(fontsize="small", loc="outside right upper")
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+def by_epsilon(run: Any, minutes: float) -> Study:
+    """A figure by epsilon."""
+    return Study(run, functools.partial(by_column, column="epsilon"), functools.partial(draw, "epsilon"), minutes)
+
+
+STUDIES = {
+    **{
+        f"{name}{suffix}": Study(functools.partial(run, data), markdown, minutes=minutes)
+        for data, suffix in SUFFIXES.items()
+        for name, run, markdown, minutes in (
+            ("table_2", table_2, table_2_markdown, 10),
+            ("honest", honest, honest_markdown, 20),
+        )
+    },
+    "figure_3": by_epsilon(figure_3, 20),
+    "figure_4": Study(figure_4, figure_4_markdown, minutes=10),
+    "figure_5": by_epsilon(figure_5, 20),
+    "figure_6": Study(
+        figure_6, functools.partial(by_column, column="percentile"), functools.partial(draw, "percentile"), 15
+    ),
+}
+
+if __name__ == "__main__":
+    command("adp_pfl", __doc__, STUDIES)

@@ -54,17 +54,17 @@ class Setting(NamedTuple):
     """Of the server; of the clients where they train alone."""
     fine_tuning: int = 2
     """Epochs."""
-    alone: int = 12
+    alone: int = 30
     """Most epochs of a role that trains alone; how many, and at which rate, validation decides."""
 
 
 CELLS = {"ε = 2": 2.0, "ε = 8": 8.0, "clipped, no noise": math.inf, "no clip, no noise": math.inf}
-PRIVATE_POINTS = grid(rate=(0.5, 2.0), clip=(0.03, 0.1, 0.3))
+PRIVATE_POINTS = grid(rate=(0.5, 2.0), clip=(0.1, 0.3, 1.0))
 POINTS = dict.fromkeys(CELLS, PRIVATE_POINTS) | {
     "no clip, no noise": {"rate": [0.125, 0.25, 0.5, 1.0, 2.0, 4.0], "clip": [NO_CLIP] * 6}
 }
 FINE_TUNING_RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-ALONE_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+ALONE_RATES = (0.03, 0.1, 0.3, 1.0, 2.0, 4.0)
 
 
 def clients_of(setting: Setting, *, validation: bool, every: int = 1) -> Clients:

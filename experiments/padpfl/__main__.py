@@ -186,10 +186,9 @@ def draw_region(result: Result, path: pathlib.Path) -> None:
         values = np.array([[gains(cell, index).mean() for index in range(len(result["ratios"]))] for cell in cells])
         x, y = np.arange(values.shape[1]), np.arange(values.shape[0])
         axes.imshow(values, origin="lower", cmap="PuOr_r", norm=scale, aspect="auto")
-        if values.min() < 0 < values.max():
-            axes.contour(x, y, values, levels=[0], colors="black")
         for i, j in np.ndindex(values.shape):
-            axes.text(j, i, f"{values[i, j]:+.2f}", ha="center", va="center", fontsize="small")
+            color = "white" if abs(values[i, j]) > 0.5 else "black"
+            axes.text(j, i, f"{values[i, j]:+.2f}", ha="center", va="center", fontsize="small", color=color)
         axes.set(
             title=f"scenario {NAMES.get(panel[0], str(panel[0]))[:10]}, T = {panel[1]}", xlabel="weaker over stronger ε"
         )

@@ -141,7 +141,7 @@ def data(name: str = "all", /) -> None:
 def doctor() -> None:
     """Show versions, devices and folders, and how many clients a second train here."""
     rows = [(name, importlib.metadata.version(name)) for name in ("jax", "jaxlib", "flax", "optax", "dp-accounting")]
-    devices = ", ".join(f"{device.platform} {device.device_kind}" for device in jax.devices())
+    devices = ", ".join(device.device_kind for device in jax.devices())
     rows = [("jaxfl", jaxfl.__version__), ("Python", platform.python_version()), *rows, ("devices", devices)]
     _show("This machine", ("", ""), [*rows, ("cache", str(cache_folder()))])
     print(f"LeNet, 28x28 pixels, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation")

@@ -182,7 +182,7 @@ SCRIPT = """
 import sys, time
 sys.path.insert(0, sys.argv[2])
 import conftest, jax
-from experiments.common import in_one_line
+from jaxfl.cli import in_one_line
 from test_simulation import OPTIONS, interruptible
 from jaxfl.run.simulate import _Run, simulate
 

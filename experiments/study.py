@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from experiments.common import Row, cli, compile_quickly, percent, seeds_of, versions
 from jaxfl._validate import check_path, checked
@@ -145,6 +147,21 @@ def facts_of(row: Row) -> dict[str, Any]:
     return facts | ({"local": list(row.local)} if row.local else {})
 
 
+def draw_curves(result: Result, path: pathlib.Path) -> None:
+    """Accuracy by round, mean over seeds, band from the least to the largest; after six colours, lines are dashed."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for index, (name, row) in enumerate(result["rows"].items()):
+        values = 100 * np.array(row["accuracy_by_round"])
+        color, style = f"C{index % 6}", "--" if index >= 6 else "-"
+        axes.plot(row["rounds"], values.mean(0), style, color=color, marker="os^Dv*"[index % 6], label=name)
+        axes.fill_between(row["rounds"], values.min(0), values.max(0), color=color, alpha=0.12)
+    axes.set(xlabel="round", ylabel="accuracy %")
+    figure.legend(fontsize="small", loc="outside right upper")
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """A table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
@@ -194,6 +211,6 @@ def listed(values: Iterable[Any]) -> str:
 
 
 __all__ = [
-    "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated", "facts_of", "listed",
-    "markdown_table", "percent", "render", "signed", "source",
+    "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated", "draw_curves",
+    "facts_of", "listed", "markdown_table", "percent", "render", "signed", "source",
 ]  # fmt: skip

@@ -146,7 +146,7 @@ def lines_of(result: Result, column: str) -> list[list[str]]:
     values = sorted({row[column] for row in rows})
     shown = {"chance of two labels": "50"} | {name: _cell(floors[floor]) for floor, name in FLOORS.items()}
     lines = [[method] + [text] * len(values) for method, text in shown.items()]
-    for method in dict.fromkeys(row["method"] for row in rows):
+    for method in _names(rows):
         cells = {row[column]: _cell(row) for row in rows if row["method"] == method}
         lines.append([method] + [cells.get(value, "") for value in values])
     return lines

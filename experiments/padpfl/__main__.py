@@ -136,7 +136,7 @@ def cells_of(result: Result, panel: tuple[int, int]) -> list[Mapping[str, Any]]:
     return [cell for cell in result["cells"] if (cell["scenario"], cell["rounds"]) == panel]
 
 
-def signed(values: Sequence[float] | np.ndarray) -> str:
+def mean_and_spread(values: Sequence[float] | np.ndarray) -> str:
     """Mean ± standard deviation of a difference."""
     spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
     return f"{np.mean(values):+.2f}{spread}"
@@ -149,7 +149,7 @@ def region_text(result: Result) -> str:
     for panel in panels(result):
         for cell in cells_of(result, panel):
             row = [gains(cell, index) for index in range(len(result["ratios"]))]
-            text = [f"**{signed(values)}**" if values.max() < 0 else signed(values) for values in row]
+            text = [f"**{mean_and_spread(values)}**" if values.max() < 0 else mean_and_spread(values) for values in row]
             name = NAMES.get(panel[0], str(panel[0]))
             lines.append([f"{name}: {SCENARIOS[panel[0]].best}", str(panel[1]), f"{cell['density']:g}", *text])
             held += [values.max() < 0 for values in row[1:]]
@@ -212,7 +212,7 @@ def orderings_text(result: Result) -> str:
             kind += ", full batch" if cell["full_batch"] else ", batches of 10"
             density = "sizes" if cell["scenario"] == 3 else f"{cell['density']:g}"
             names = [f"{FIGURES[cell['scenario']]}", kind, density, f"{best} < {other}"]
-            lines.append([*names, *held, signed(difference), seen])
+            lines.append([*names, *held, mean_and_spread(difference), seen])
     head = ["figure", "clients", "severe density", "ordering", "first", "second", "difference", "holds in"]
     told = []
     for figure in sorted({line[0] for line in lines}):

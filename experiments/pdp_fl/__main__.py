@@ -5,18 +5,26 @@ python -m experiments.pdp_fl table_2
 
 import dataclasses
 import math
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from experiments.common import number, row_of, run_each, starred
-from experiments.study import Options, Result, Study, agreement, command, facts_of, markdown_table, percent, source
+from experiments.study import (
+    Options,
+    Result,
+    Study,
+    agreement,
+    command,
+    draw_curves,
+    facts_of,
+    markdown_table,
+    percent,
+    source,
+)
 from jaxfl import Candidate, LocalSGD, compare, grid
 from jaxfl.algorithms import dp_fedavg, fedavg, local_only, pdp_fl, pdp_fl_paper
 from jaxfl.algorithms.pdp_fl import Budgets, personal_budgets, personal_examples
@@ -407,21 +415,6 @@ def trend_table(tests: Sequence[tuple[str, np.ndarray]]) -> str:
         seen = "reproduced" if np.min(values) > 0 else ("not" if np.max(values) <= 0 else "not in every seed")
         lines.append([text, seen, ", ".join(f"{value:+.1f}" for value in values)])
     return markdown_table(["the paper's trend", "here", "difference by seed, points"], lines)
-
-
-def draw_curves(result: Result, path: pathlib.Path) -> None:
-    """Accuracy by round, mean over seeds, band from the least to the largest."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, (name, row) in enumerate(result["rows"].items()):
-        values = 100 * np.array(row["accuracy_by_round"])
-        color, style = f"C{index % 6}", "--" if "base 2" in name else "-"
-        axes.plot(row["rounds"], values.mean(0), style, color=color, marker="os^Dv*"[index % 6], label=name)
-        axes.fill_between(row["rounds"], values.min(0), values.max(0), color=color, alpha=0.12)
-    axes.set(xlabel="round", ylabel="accuracy %")
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def trends_text(result: Result) -> str:

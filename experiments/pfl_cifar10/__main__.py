@@ -5,19 +5,16 @@ python -m experiments.pfl_cifar10 dirichlet
 """
 
 import functools
-import pathlib
 import time
 from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from experiments.common import number, percent
 from experiments.pfl_cifar10.network import Pfl
-from experiments.study import Options, Result, Study, command, markdown_table, source
+from experiments.study import Options, Result, Study, command, draw_curves, markdown_table, source
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import fedavg
 from jaxfl.data import Dataset, dirichlet, iid, load, make_clients
@@ -146,20 +143,8 @@ def markdown(result: Result) -> str:
     return f"{text}\n\n{markdown_table(head, lines)}\n\n{source(result)}"
 
 
-def draw(result: Result, path: pathlib.Path) -> None:
-    """Accuracy by round."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for (name, row), style in zip(result["rows"].items(), ("-", "--", "-.", ":", (0, (5, 1, 1, 1))), strict=False):
-        axes.plot(row["rounds"], 100 * np.mean(row["accuracy_by_round"], axis=0), linestyle=style, label=name)
-    axes.set(xlabel="round", ylabel="accuracy on the test set, %", title=f"CIFAR-10, {result['partition']}")
-    axes.legend(fontsize="small")
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-
-
 STUDIES = {
-    partition: Study(functools.partial(run, partition), markdown, draw, minutes=250)
+    partition: Study(functools.partial(run, partition), markdown, draw_curves, minutes=250)
     for partition in ("iid", "dirichlet")
 }
 

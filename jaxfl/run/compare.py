@@ -347,6 +347,11 @@ class _Runs(NamedTuple):
     folder: pathlib.Path | None
     options: dict[str, Any]
 
+    def states(self, clients: int) -> list[jax.ShapeDtypeStruct]:
+        """Shapes of what clients keep; empty if they keep nothing."""
+        _, states = jax.eval_shape(lambda key: self.algorithm.init(key, clients), jax.random.key(0))
+        return jax.tree.leaves(states)
+
     def run(
         self,
         columns: Mapping[str, Sequence[float]],
@@ -357,8 +362,7 @@ class _Runs(NamedTuple):
         every: int = 0,
     ) -> list[Result]:
         """One program for all columns, or for as many points as fit in memory; without what the runs leave behind."""
-        states = jax.eval_shape(lambda key: self.algorithm.init(key, clients.number)[1], jax.random.key(0))
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in self.states(clients.number))
         count = len(next(iter(columns.values()), (0,)))
         groups = np.array_split(np.arange(count), math.ceil(count / max(1, _STATE_BYTES // max(1, size))))
         results: list[Result] = []
@@ -382,10 +386,9 @@ def _levels(runs: _Runs, clients: int, rounds: int, epsilons: Sequence[float]) -
     if not runs.method.private:
         return {math.inf: 0.0}
     algorithm = runs.algorithm
-    states = jax.eval_shape(lambda key: algorithm.init(key, clients)[1], jax.random.key(0))
     options = {
         "mechanism": algorithm.mechanism,
-        "stateful": bool(jax.tree.leaves(states)),
+        "stateful": bool(runs.states(clients)),
         "delta": algorithm.terms.delta,
     }
     return {

@@ -17,6 +17,7 @@ if jax.config.values["jax_num_cpu_devices"] < 1:
 from jaxfl import algorithms, data, models, privacy, tasks
 from jaxfl.engine import compilation_cache
 from jaxfl.local import LocalSGD
+from jaxfl.run import callbacks
 from jaxfl.run.attack import membership
 from jaxfl.run.compare import Candidate, Comparison, compare, grid, spread
 from jaxfl.run.recorder import Result
@@ -30,6 +31,6 @@ compilation_cache.keep()
 
 __all__ = [
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Ledger", "LocalSGD", "Message", "Metric", "Model",
-    "Result", "Task", "Terms", "algorithms", "compare", "data", "grid", "membership", "models", "privacy", "simulate",
-    "spread", "sweep", "tasks",
+    "Result", "Task", "Terms", "algorithms", "callbacks", "compare", "data", "grid", "membership", "models", "privacy",
+    "simulate", "spread", "sweep", "tasks",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 import fractions
 import functools
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +16,13 @@ from algorithms_table import MODEL, small_clients
 from flax import nnx
 
 import jaxfl
-from jaxfl import LocalSGD, algorithms, data, models, privacy, tasks
+from jaxfl import LocalSGD, algorithms, callbacks, data, models, privacy, tasks
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
 from jaxfl.types import Terms
 
 KEY = jax.random.key(0)
+LOGGED = types.SimpleNamespace(log=print)
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS = ["1", None, True, [1.0], {}, 1j, object(), np.array([1.0, 2.0]), NAN, np.str_("1"), 10**400]
@@ -88,6 +90,8 @@ BAD: dict[str, list[Any]] = {
     "liars": [None, 3.5, "01", {}, object(), [-1], [0.5], ["a"], [NAN]],
     "quiet": [*NO_NOISE, 1.0],
     "function": [None, 3, "f", object(), [], 0.5],
+    "callbacks": [None, 3, "f", print, {}, object(), [None], ["f"]],
+    "logged": [None, 3, "run", object(), {}],
     "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
     "shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1)],
     "any shape": [*NO_SHAPE, ()],
@@ -221,7 +225,7 @@ QUIET = {"noise_multiplier": (0.0, "quiet"), "client_noise": (0.0, "quiet")}
 ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "simulate": (jaxfl.simulate, RUN | {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "states": ("device", "choice"),
-        "tensorboard": (False, "flag"),
+        "callbacks": ((), "callbacks"),
     }),
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
@@ -234,6 +238,14 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "columns"), "clip": ([1.0], "columns")}),
     "spread": (jaxfl.spread, {"number": (3, "count"), "rate": ((0.1, 0.2), "columns")}),
+    "early_stopping": (callbacks.early_stopping, {
+        "metric": ("loss", "text"), "patience": (3, "count"), "mode": ("min", "choice"),
+    }),
+    "epsilon_budget": (callbacks.epsilon_budget, {"epsilon": (2.0, "positive")}),
+    "csv": (callbacks.csv, {"path": ("rows.csv", "path")}),
+    "tensorboard": (callbacks.tensorboard, {"folder": ("events", "path")}),
+    "mlflow": (callbacks.mlflow, {"run_id": (None, "text?")}),
+    "wandb": (callbacks.wandb, {"run": (LOGGED, "logged")}),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
         "clients": (CLIENTS, "clients"), "of": ("upload", "choice"),

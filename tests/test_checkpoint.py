@@ -1,5 +1,6 @@
 """Damage to a folder, and two runs in one: results are those of the run, or there are none."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -20,9 +21,10 @@ from jaxfl.run import checkpoint
 from jaxfl.run import lock as locking
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.lock import Lock
+from jaxfl.run.recorder import Plan
 
 KEY = jax.random.key(1)
-FACTS = {"method": "mine", "rounds": 3}
+FACTS, PLAN = {"method": "mine"}, Plan(3, [1, 3])
 CLIENTS = 20
 LIKE = {"head": jax.ShapeDtypeStruct((CLIENTS, 3), np.float32), "mask": jax.ShapeDtypeStruct((CLIENTS, 5), np.uint8)}
 
@@ -45,26 +47,28 @@ def rows_of(round_, ids):
 def saved(tmp_path_factory):
     """A folder with checkpoints of rounds 2 and 3, and what they hold: a state and all rows."""
     folder, held = tmp_path_factory.mktemp("saved"), {}
-    checkpoints, store = Checkpoints(folder / "ckpt", FACTS), Store(folder / "states", LIKE, CLIENTS)
+    checkpoints, store = Checkpoints(folder / "ckpt", FACTS, PLAN), Store(folder / "states", LIKE, CLIENTS)
     store.start()
     for round_, ids in enumerate([range(CLIENTS), [1, 4], [4, 7]], 1):
         store.write(np.array(ids), rows_of(round_, ids))
         store.flush()
-        checkpoints.save(round_, state_of(round_) | {"states": store.saved()})
+        checkpoints.save(round_, state_of(round_) | {"states": store.saved()}, PLAN)
         store.commit()
         held[round_] = state_of(round_), store.read(np.arange(CLIENTS))
     return folder, held
 
 
-def restored(folder, facts=FACTS):
+def restored(folder, facts=FACTS, plan=PLAN):
     """The round that a folder goes on from, its state, and all rows."""
     store, found = Store(folder / "states", LIKE, CLIENTS), []
 
-    def take(round_, state):
+    def take(round_, state, made):
+        assert made == PLAN
         store.restore(**state.pop("states"))
         found.append((round_, state, store.read(np.arange(CLIENTS))))
 
-    rounds = Checkpoints(folder / "ckpt", facts).restore(state_of(0) | {"states": store.saved()}, take)
+    like = state_of(0) | {"states": store.saved()}
+    rounds = Checkpoints(folder / "ckpt", facts, plan).restore(lambda made: like, take)
     assert rounds == found[-1][0]
     return found[-1]
 
@@ -148,9 +152,9 @@ def test_rows_of_later_rounds_are_no_rows_of_this_checkpoint(saved, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(saved[0], copy)
     store = Store(copy / "states", LIKE, CLIENTS)
-    Checkpoints(copy / "ckpt", FACTS).restore(
-        state_of(0) | {"states": store.saved()}, lambda round_, state: store.restore(**state["states"])
-    )
+    like = state_of(0) | {"states": store.saved()}
+    checkpoints = Checkpoints(copy / "ckpt", FACTS, PLAN)
+    checkpoints.restore(lambda made: like, lambda round_, state, made: store.restore(**state["states"]))
     store.write(np.array([7]), rows_of(4, [7]))  # where round 2 has it
     store.flush()
     assert restored(copy)[0] == 3
@@ -164,12 +168,12 @@ def test_what_was_damaged_is_replaced(saved, tmp_path):
     shutil.copytree(saved[0], copy)
     (copy / "ckpt" / "3" / "manifest.json").unlink()
     (copy / "ckpt" / "unfinished").mkdir()  # by a kill
-    checkpoints = Checkpoints(copy / "ckpt", FACTS)
+    checkpoints = Checkpoints(copy / "ckpt", FACTS, PLAN)
     like = state_of(0) | {"states": Store(None, LIKE, CLIENTS).saved()}
-    assert checkpoints.restore(like, lambda *_: None) == 2
-    checkpoints.save(3, like)
-    assert Checkpoints(copy / "ckpt", FACTS).restore(like, lambda *_: None) == 3
-    checkpoints.save(5, like)
+    assert checkpoints.restore(lambda made: like, lambda *_: None) == 2
+    checkpoints.save(3, like, PLAN)
+    assert Checkpoints(copy / "ckpt", FACTS, PLAN).restore(lambda made: like, lambda *_: None) == 3
+    checkpoints.save(5, like, PLAN)
     assert sorted(path.name for path in (copy / "ckpt").iterdir()) == ["3", "5"]
 
 
@@ -177,18 +181,35 @@ def test_a_kill_in_a_save_leaves_the_one_before(saved, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(saved[0], copy)
     like = state_of(0) | {"states": Store(None, LIKE, CLIENTS).saved()}
-    checkpoints = Checkpoints(copy / "ckpt", FACTS)
-    checkpoints.restore(like, lambda *_: None)
+    checkpoints = Checkpoints(copy / "ckpt", FACTS, PLAN)
+    checkpoints.restore(lambda made: like, lambda *_: None)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            checkpoints.save(4, like)
+            checkpoints.save(4, like, PLAN)
     equal(restored(copy)[1:], saved[1][3])
 
 
 def test_another_run_is_not_taken_for_a_damaged_one(saved):
-    with pytest.raises(ValueError, match=r"holds another run\. What differs: rounds 3, not 4\."):
-        restored(saved[0], FACTS | {"rounds": 4})
+    with pytest.raises(ValueError, match=r"holds another run\. What differs: method mine, not yours\."):
+        restored(saved[0], {"method": "yours"})
+    with pytest.raises(ValueError, match=r"What differs: rounds 3, not 2; evaluations \[1, 3\], not \[2\]"):
+        restored(saved[0], plan=Plan(2, [2]))
+
+
+def test_the_same_run_of_more_rounds_goes_on(saved):
+    equal(restored(saved[0], plan=Plan(5, [5]))[1:], saved[1][3])
+
+
+def test_a_manifest_without_a_plan_is_of_an_older_version(saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    path = copy / "ckpt" / "3" / "manifest.json"
+    content = {name: part for name, part in json.loads(path.read_text()).items() if name in ("fingerprint", "files")}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest} | content))
+    with pytest.raises(ValueError, match="older version of jaxfl"):
+        restored(copy)
 
 
 def test_processes_of_other_programs_are_refused(saved, monkeypatch):

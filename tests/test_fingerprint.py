@@ -60,7 +60,7 @@ def method(
 
 
 def run(folder, algorithm=None, clients=None, **options):
-    defaults: dict[str, Any] = {"rounds": 1, "progress": False}
+    defaults: dict[str, Any] = {"rounds": 2, "eval_every": 2, "progress": False}
     return simulate(KEY, algorithm or method(), clients or small_clients(), folder=folder, **defaults | options)
 
 
@@ -118,7 +118,8 @@ OTHERS: dict[str, Any] = {
     "partition": ({"clients": lambda: changed("train", (0, 0), 1700)}, "What differs: the partition"),
     "size": ({"clients": lambda: changed("train_size", 0, 8)}, "numbers of training examples"),
     "tests": ({"clients": lambda: changed("test", (0, 0), 1700)}, "rows of test examples"),
-    "rounds": ({"rounds": lambda: 2}, "rounds 1, not 2"),
+    "evaluations": ({"eval_every": lambda: 1}, r"evaluations \[2\], not \[1, 2\]"),
+    "rounds": ({"rounds": lambda: 1}, "rounds 2, not 1"),
     "devices": ({"devices": lambda: jax.devices()[:1]}, "devices 2, not 1"),
 }
 
@@ -140,7 +141,7 @@ def test_the_same_run_is_read_whatever_its_speed(options, folder, monkeypatch):
 
 
 def test_what_is_in_another_function_changes_no_other_hash(folder):
-    (manifest,) = folder.glob("ckpt/1/manifest.json")
+    (manifest,) = folder.glob("ckpt/2/manifest.json")
     facts = json.loads(manifest.read_text())["fingerprint"]
     clip = next(name for name in facts if name.startswith("the engine's round"))
     assert fingerprint.differences(facts, facts | {clip: None, "labels": None, "jax": "0.1"}) == [

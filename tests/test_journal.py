@@ -10,7 +10,7 @@ from algorithms_table import MODEL, SIZES, small_clients
 from jaxfl.algorithms import fedavg
 from jaxfl.engine.round import Records
 from jaxfl.run import report
-from jaxfl.run.recorder import Journal
+from jaxfl.run.recorder import Journal, Plan
 from jaxfl.types import Ledger
 
 MAKE: Any = Records  # of host arrays, as a run reads them
@@ -29,8 +29,13 @@ def records():
     return MAKE(ledger, info, DROPPED, np.ones(6, bool))
 
 
+def record():
+    """Shapes of one round's."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), records())
+
+
 def finished(folder, **options):
-    journal = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), folder, **options)
+    journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), folder, **options)
     for index, done in enumerate(ROUNDS):
         part = MAKE(*(_cut(field, done) for field in records()))
         journal.record(part, done - 2, 2)
@@ -75,13 +80,13 @@ def test_public_reports_leave_out_exact_numbers(tmp_path):
 
 def test_a_journal_that_goes_on_has_the_rows_it_had():
     journal, result = finished(None)
-    other = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), None)
-    other.restore(journal.recorded, 4)
+    other = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
+    other.restore(journal.recorded, 4, Plan(6, ROUNDS))
     assert [repr(row) for row in other.metrics] == [repr(row) for row in result.metrics[:2]]
 
 
 def test_a_server_that_is_not_finite_is_told_with_its_round():
-    journal = Journal(fedavg(MODEL), small_clients(), ROUNDS, records(), None)
+    journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
     broken = records()._replace(server_finite=np.arange(6) < 3)
     with pytest.raises(FloatingPointError, match=r"round 4: lower the learning rate"):
         journal.record(broken, 0, 6)

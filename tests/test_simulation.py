@@ -53,26 +53,6 @@ def test_run_folder_has_everything(tmp_path):
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_tensorboard_gets_the_rows_of_the_metrics(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event  # pyrefly: ignore[missing-module-attribute]
-
-    quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path, eval_every=1, tensorboard=True)
-    records, (path,) = [], tmp_path.glob("events.*")
-    rest = path.read_bytes()
-    while rest:  # length, its checksum, the record, its checksum
-        length = int.from_bytes(rest[:8], "little")
-        records.append(Event.FromString(rest[12 : 12 + length]))
-        rest = rest[16 + length :]
-    found = {(r.step, r.summary.value[0].tag): r.summary.value[0].simple_value for r in records if r.summary.value}
-    for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
-        assert found[row["round"], "accuracy"] == pytest.approx(row["accuracy"], rel=1e-6)
-
-
-def test_tensorboard_needs_a_folder():
-    with pytest.raises(ValueError, match="folder=None"):
-        quiet(ALGORITHMS["fedavg"](), small_clients(), tensorboard=True)
-
-
 def test_another_run_in_the_folder_is_refused(tmp_path):
     quiet(ALGORITHMS["fedavg"](), small_clients(), folder=tmp_path)
     with pytest.raises(ValueError, match="method fedavg, not fedprox"):
@@ -170,7 +150,6 @@ def test_an_info_cannot_take_the_place_of_a_metric(name):
         ({"rounds": 0}, "rounds=0"),
         ({"eval_every": 0}, "eval_every=0"),
         ({"chunk": 0}, "chunk=0"),
-        ({"tensorboard": True}, "tensorboard"),
     ],
 )
 def test_wrong_arguments_name_themselves(options, name):

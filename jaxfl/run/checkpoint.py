@@ -1,5 +1,6 @@
 """Checkpoints of a run: all that a later call needs to resume bit-identically, or to see that it must not."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ from jaxfl.engine import processes
 from jaxfl.engine.state_file import DamagedError
 from jaxfl.files import write_json
 from jaxfl.run.fingerprint import Facts, differences
+from jaxfl.run.recorder import Plan
 from jaxfl.types import Tree
 
 _LOG = logging.getLogger("jaxfl")
@@ -28,14 +30,19 @@ class Checkpoints:
     Args:
         folder: for the checkpoints, inside the run's folder; made with the first one.
         fingerprint: facts that must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
+        plan: of this run, which may have more rounds than that of a state.
     """
 
-    def __init__(self, folder: pathlib.Path, fingerprint: Facts) -> None:
+    def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: Plan) -> None:
         self._folder, self._fingerprint = folder.absolute(), json.loads(json.dumps(fingerprint))
+        self._plan = plan
         self._whole: int | None = None  # rounds of the newest state that is known to be intact
 
-    def save(self, rounds: int, state: Tree) -> None:
-        """Write the state after `rounds` rounds; a kill at any moment leaves the previous one intact."""
+    def save(self, rounds: int, state: Tree, made: Plan) -> None:
+        """Write the state after `rounds` rounds; a kill at any moment leaves the previous one intact.
+
+        `made` is the plan whose first evaluations were made: before the run was extended, perhaps others than now.
+        """
         if rounds == self._whole:
             return
         unfinished, first = self._folder / _UNFINISHED, jax.process_index() == 0
@@ -46,7 +53,8 @@ class Checkpoints:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
         if first:
-            content = {"fingerprint": self._fingerprint, "files": _sums(unfinished)}
+            content = {"fingerprint": self._fingerprint, "plan": self._plan._asdict(), "made": made._asdict()}
+            content |= {"files": _sums(unfinished)}
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             shutil.rmtree(self._folder / str(rounds), ignore_errors=True)  # a damaged one
             unfinished.rename(self._folder / str(rounds))
@@ -54,10 +62,10 @@ class Checkpoints:
                 shutil.rmtree(self._folder / str(other))
         self._whole = rounds
 
-    def restore(self, like: Tree, take: Callable[[int, Tree], None]) -> int:
-        """Hand the newest intact state to `take`, with its number of rounds; return that number, 0 if there is none.
+    def restore(self, like: Callable[[Plan], Tree], take: Callable[[int, Tree, Plan], None]) -> int:
+        """Hand the newest intact state to `take`, with its rounds and plan; return its rounds, 0 if there is none.
 
-        The state is on the devices of `like`. `take` may refuse it as damaged; then the previous one is tried.
+        The state is on the devices of `like(plan)`. `take` may refuse it as damaged; then the previous one is tried.
 
         Raises:
             ValueError: the folder holds another run, or no intact checkpoint, or is not the same for all processes.
@@ -66,7 +74,7 @@ class Checkpoints:
         damaged: list[str] = []
         for rounds in reversed(self._steps()):
             try:
-                take(rounds, self._read(rounds, like))
+                take(rounds, *self._read(rounds, like))
             except DamagedError as error:
                 damaged.append(f"the checkpoint of round {rounds}: {error}")
                 continue
@@ -106,19 +114,23 @@ class Checkpoints:
     def _check_same(self) -> None:
         """Require that all processes see one folder, and belong to one run."""
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
-        digest = int(_of_json(self._fingerprint)[:6], 16)  # 24 bits, exact in float32
+        digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)  # 24 bits, exact in float32
         most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(f"folder={self._run!r} differs by process: give one that all of them share")
         if most_digest != -least_digest:
             raise ValueError("processes were started with arguments or data that differ: start all with the same")
 
-    def _read(self, rounds: int, like: Tree) -> Tree:
-        """An intact state of this run."""
-        folder, problem = self._folder / str(rounds), None
+    def _read(self, rounds: int, shapes: Callable[[Plan], Tree]) -> tuple[Tree, Plan]:
+        """An intact state of this run, and the plan that it was made by."""
+        folder, content, problem = self._folder / str(rounds), {}, None
         try:
             content = _manifest(folder)
-            if differing := "; ".join(differences(content["fingerprint"], self._fingerprint)):
+            planned = [content["plan"], self._plan._asdict()]
+            if planned[0]["rounds"] < self._plan.rounds:
+                planned = [{}, {}]  # this run extends that one
+            stored, current = (own | plan for own, plan in zip([content["fingerprint"], self._fingerprint], planned))
+            if differing := "; ".join(differences(stored, current)):
                 raise ValueError(f"folder={self._run!r} holds another run. What differs: {differing}. {_REMEDY}")
             if jax.process_index() == 0:
                 _check_files(folder, content["files"])
@@ -126,6 +138,8 @@ class Checkpoints:
             problem = error
         if processes.largest(problem is not None)[0]:
             raise problem or DamagedError("process 0 says in what way")
+        made = Plan(**content["made"])
+        like = shapes(made)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:
             with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
@@ -133,21 +147,22 @@ class Checkpoints:
         except Exception as error:  # whatever Orbax, which the fingerprint does not cover, cannot read
             cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             raise DamagedError(f"it cannot be read ({cause})") from error
-        return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in _by_name(like)])
+        return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in _by_name(like)]), made
 
 
 def _manifest(folder: pathlib.Path) -> Facts:
     path = folder / _MANIFEST
-    if not path.exists() and (folder / "fingerprint").is_dir():
+    content: Facts = {}
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
+        content = json.loads(path.read_bytes())
+        if content.pop("sha256") != _of_json(content):
+            content = {}
+    if "plan" in content:
+        return content
+    if content or (not path.exists() and (folder / "fingerprint").is_dir()):
         run = str(folder.parent.parent)
         text = f"folder={run!r} holds a run of an older version of jaxfl, which this one does not read"
         raise ValueError(f"{text}. {_REMEDY}")
-    try:
-        content = json.loads(path.read_bytes())
-        if content.pop("sha256") == _of_json(content):
-            return content
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
-        pass
     raise DamagedError(f"{_MANIFEST} is {'damaged' if path.exists() else 'missing'}")
 
 

@@ -1,6 +1,7 @@
 """One run as its host sees it: records of rounds and evaluations, the privacy cost, and reports in its folder."""
 
 import math
+import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -40,6 +41,13 @@ class Result(NamedTuple):
     """Of the canaries, where there were any."""
 
 
+class Plan(NamedTuple):
+    """How many rounds a run has, and after which of them all clients are evaluated."""
+
+    rounds: int
+    evaluations: list[int]
+
+
 class Recorded(NamedTuple):
     """Host arrays that grow with the run: by round, and by evaluation."""
 
@@ -48,29 +56,41 @@ class Recorded(NamedTuple):
 
 
 class Journal:
-    """A run's records so far; `finish` accounts for them, and states what it is `told` about the randomness."""
+    """A run's records so far; `finish` accounts for them, and states what it is `told` about the randomness.
+
+    `record` has the shapes of one round's.
+    """
 
     def __init__(
         self,
         algorithm: Algorithm,
         clients: Clients,
-        evaluations: list[int],
-        blank: Records,
+        plan: Plan,
+        record: Records,
         folder: pathlib.Path | None,
         *,
         public: bool = False,
         told: Mapping[str, Any] | None = None,
     ) -> None:
-        self.algorithm, self.evaluations, self.folder, self.public = algorithm, evaluations, folder, public
+        self.algorithm, self.plan, self.folder, self.public = algorithm, plan, folder, public
         self.test_size, self.number, self.told = np.asarray(clients.test_size), clients.number, told or {}
         self.epsilon = running_epsilon(algorithm.mechanism, clients.number, terms=algorithm.terms)
-        self.task = algorithm.model.task
-        shape = len(evaluations), clients.number
-        scores = {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)}
-        self.recorded = Recorded(jax.tree.map(np.zeros_like, blank), scores)
+        self.task, self.one = algorithm.model.task, record
+        self.recorded = self.blank(plan)
         self.metrics: list[dict[str, float | int]] = []
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def evaluations(self) -> list[int]:
+        """Numbers of the rounds after which all clients are evaluated."""
+        return self.plan.evaluations
+
+    def blank(self, plan: Plan) -> Recorded:
+        """Room for the records of all rounds and evaluations of a plan."""
+        records = jax.tree.map(lambda leaf: np.zeros((plan.rounds, *leaf.shape), leaf.dtype), self.one)
+        shape = len(plan.evaluations), self.number
+        return Recorded(records, {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)})
 
     def record(self, records: Records, done: int, count: int) -> None:
         """Keep a segment's records; raise if its server state is broken."""
@@ -94,10 +114,18 @@ class Journal:
         if self.folder is not None:
             files.write_metrics(self.folder / report.METRICS, self.metrics)
 
-    def restore(self, recorded: Recorded, done: int) -> None:
-        """Resume from what a checkpoint holds."""
-        self.recorded = jax.tree.map(np.array, recorded)
-        self.metrics = [self._row(i) for i, r in enumerate(self.evaluations) if r <= done]
+    def restore(self, recorded: Recorded, done: int, made: Plan) -> None:
+        """Resume from what a checkpoint of `done` rounds holds, of a plan of as many rounds or fewer."""
+        past = [r for r in made.evaluations if r <= done]
+        self.plan = Plan(self.plan.rounds, [*past, *(r for r in self.plan.evaluations if r > done)])
+        self.recorded = self.blank(self.plan)
+
+        def put(count: int, mine: Tree, stored: Tree) -> None:
+            jax.tree.map(lambda all_, rows: operator.setitem(all_, slice(count), rows[:count]), mine, stored)
+
+        put(done, self.recorded.records, recorded.records)
+        put(len(past), self.recorded.scores, recorded.scores)
+        self.metrics = [self._row(i) for i in range(len(past))]
 
     def finish(self, done: int, memory: Tree) -> Result:
         """Account for the finished rounds and write the reports; the result has no server and states yet.

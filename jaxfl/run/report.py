@@ -173,34 +173,6 @@ def progress_bar(name: str, rounds: int, show: bool) -> Iterator[Callable[[int, 
         yield lambda done, text: progress.update(task, completed=done, text=text)
 
 
-@contextlib.contextmanager
-def tensorboard_writer(folder: pathlib.Path | None, wanted: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that logs one row of metrics; does nothing unless wanted.
-
-    Raises:
-        ValueError: wanted, but there is no folder, or tensorboardX is not installed.
-    """
-    if not wanted:
-        yield lambda row: None
-        return
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ValueError("tensorboard=True needs tensorboardX: pip install 'jaxfl[tb]'") from None
-    if folder is None:
-        raise ValueError("tensorboard=True with folder=None: give the run a folder")
-    if jax.process_index() != 0:
-        yield lambda row: None
-        return
-    with SummaryWriter(str(folder)) as writer:
-
-        def log(row: dict[str, Any]) -> None:
-            for name in row.keys() - {"round"}:
-                writer.add_scalar(name, row[name], row["round"])
-
-        yield log
-
-
 def _json(value: Any) -> Any:
     """Values that JSON lacks, in full: configurations that differ must not look alike."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

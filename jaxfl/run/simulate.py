@@ -25,17 +25,20 @@ from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, Scores, audited, model_in, unaudited, with_final
 from jaxfl.run import fingerprint, report, signals
+from jaxfl.run.callbacks import Callback, check_callbacks
 from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.randomness import Streams
-from jaxfl.run.recorder import Journal, Result
-from jaxfl.run.report import tensorboard_writer
+from jaxfl.run.recorder import Journal, Plan, Result
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
 """Duration of the rounds of one call: short enough for progress and signals."""
+
+_SEGMENT_ROUNDS = 16
+"""At most so many rounds of one call, however many a run has: the program of a longer run is the same."""
 
 _CHECKPOINT_SECONDS = 30.0
 
@@ -86,7 +89,7 @@ class RunOptions(TypedDict, total=False):
 
 
 @_in_32_bits
-@checked(key=check_one_key, **CHECKS)
+@checked(key=check_one_key, callbacks=check_callbacks, **CHECKS)
 def simulate(
     key: Key[Array, ""] | int,
     algorithm: Algorithm,
@@ -95,16 +98,17 @@ def simulate(
     rounds: int,
     folder: str | os.PathLike | None = None,
     states: Literal["device", "host"] = "device",
-    tensorboard: bool = False,
+    callbacks: Sequence[Callback] = (),
     **options: Unpack[RunOptions],
 ) -> Result:
     """Run an algorithm for some rounds and account for its privacy.
 
     With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, curves.png and checkpoints, and a
     later call with the same arguments resumes where it stopped, whatever stopped it: bit-identically, unless another
-    chunk is measured. A finished run is read, even from a read-only folder. The folder is locked meanwhile. A run that
-    differs in anything that affects results is refused: in what the method's functions compute, in data, partition,
-    mechanism, key, rounds, or versions (see `jaxfl.run.fingerprint`).
+    chunk is measured. A finished run is read, even from a read-only folder; asked for more rounds, it goes on with
+    the noise that it has, and its epsilon grows. The folder is locked meanwhile. A run that differs in anything that
+    affects results is refused: in what the method's functions compute, in data, partition, mechanism, key, or versions
+    (see `jaxfl.run.fingerprint`).
 
     Args:
         key: the whole run's randomness, or a seed, which stands for `jax.random.key(seed)`.
@@ -115,7 +119,8 @@ def simulate(
         states: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
             temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
             cohort are sent ahead of its round. `states` of the result is then mapped and read-only.
-        tensorboard: also write event files into the folder (extra `[tb]`).
+        callbacks: called with all rows of metrics, the newest last, at each evaluation and before a resumed run goes
+            on. If one returns True, the run ends there (see `jaxfl.callbacks`). Each of several processes calls them.
         options: see `RunOptions`.
 
     Raises:
@@ -129,9 +134,9 @@ def simulate(
     assert isinstance(key, Array)  # seeds have become keys
     folder = None if folder is None else pathlib.Path(folder)
     settings = _Settings(rounds, states=states, **options)
-    with contextlib.closing(Lock(folder)) as lock, tensorboard_writer(folder, tensorboard) as log:
+    with contextlib.closing(Lock(folder)) as lock:
         run = _Run(key, [algorithm], None, clients, settings, lock, [folder])
-        return run.finish_after(algorithm.name, log)[0]
+        return run.finish_after(algorithm.name, callbacks)[0]
 
 
 @_in_32_bits
@@ -195,7 +200,7 @@ def sweep(
     settings = _Settings(rounds, paired_noise=paired_noise, **options)
     with contextlib.closing(Lock(root)) as lock:
         run = _Run(keys, algorithms, points, clients, settings, lock, folders)
-        return run.finish_after(f"{algorithms[0].name}, {count} points", lambda row: None)
+        return run.finish_after(f"{algorithms[0].name}, {count} points", ())
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
@@ -262,7 +267,7 @@ class _Run:
         self.update = check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
-        self.evaluations = sorted({*range(every, rounds + 1, every), rounds})
+        evaluations = sorted({*range(every, rounds + 1, every), rounds})
         folder = lock.folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
@@ -281,13 +286,12 @@ class _Run:
             states = None if folder is None else folder / report.STATES
             self.runner = Stream(init_key, keys, method, clients, settings.devices, chunk, states)
         else:
-            segment = int(max(np.diff([0, *self.evaluations])))
-            self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, segment)
-        blank = jax.tree.map(lambda leaf: np.zeros((rounds, *leaf.shape), leaf.dtype), self.runner.record())
+            self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, _SEGMENT_ROUNDS)
+        plan = Plan(rounds, evaluations)
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
-            Journal(algorithm, clients, self.evaluations, blank, path if writes else None, public=public, told=told)
+            Journal(algorithm, clients, plan, self.runner.record(), path if writes else None, public=public, told=told)
             for algorithm, path in zip(plain, folders, strict=True)
         ]
         self.first = self._models() if settings.audit is not None else []
@@ -295,16 +299,16 @@ class _Run:
         facts: fingerprint.Facts = {}
         if folder is not None or jax.process_count() > 1:
             facts = self._fingerprint(key, init_key, method, algorithms, settings) | settings.streams.facts(keys)
-            processes.agree({name: json.dumps(fact) for name, fact in facts.items()})
+            processes.agree({name: json.dumps(fact) for name, fact in (facts | plan._asdict()).items()})
         if folder is not None:
-            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts)
+            self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts, plan)
             if settings.resume == "never":
                 self.checkpoints.clear()
             else:
                 self._restore(lock)
         self.kept = self.done
 
-    def finish_after(self, name: str, log: Callable) -> list[Result]:
+    def finish_after(self, name: str, callbacks: Sequence[Callback]) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         self.watch = Watch(name, self.clients, [journal.algorithm for journal in self.journals])
         shown = self.progress and jax.process_index() == 0
@@ -315,7 +319,7 @@ class _Run:
             shown &= self.done < self.rounds
             with report.progress_bar(name, self.rounds, shown) as update, signals.deferred() as asked:
                 try:
-                    self.go(update, log, asked)
+                    self.go(update, callbacks, asked)
                 except KeyboardInterrupt:
                     raise signals.stopped(asked(), self._where()) from None
         except Exception as error:
@@ -347,27 +351,43 @@ class _Run:
         """Each run's model, on the host, where the server's state holds one."""
         return [model_in(server, self.update) for server in self._split(self.runner.center.server)]
 
-    def go(self, update: Callable, log: Callable, asked: Callable[[], int]) -> None:
-        """Run, evaluate and save until all rounds are done."""
+    def go(self, update: Callable, callbacks: Sequence[Callback], asked: Callable[[], int]) -> None:
+        """Run, evaluate and save until all rounds are done, or a callback ends it."""
         pace, program = math.inf, None
-        while self.done < self.rounds:
+        over = bool(self.journals[0].metrics) and self._call(callbacks)
+        while self.done < self.rounds and not processes.largest(over)[0]:
             program = program or self.runner.compile(self._facts())
             target = next(r for r in self.evaluations if r > self.done)
-            count = int(min(target - self.done, max(1, _SEGMENT_SECONDS // pace)))
+            count = int(min(target - self.done, _SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
             start = time.monotonic()
             records = self.runner.rounds(self.done, count)
             pace = (time.monotonic() - start) / count
             self._record(records, count)
             if self.done in self.evaluations:
                 self._evaluate()
-                log(self.journals[0].metrics[-1])
+                over = self._call(callbacks)
             update(self.done, f"{self._text()}  chunk {program.chunk}")
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-            pace, late, stop = processes.largest(pace, late, asked())
-            if self.checkpoints and (late or stop or self.done == self.rounds):
+            pace, late, stop, over = processes.largest(pace, late, asked(), over)
+            if self.checkpoints and (late or stop or over or self.done == self.rounds):
                 self._save(self.checkpoints)
             if stop:
                 raise KeyboardInterrupt
+
+    def _call(self, callbacks: Sequence[Callback]) -> bool:
+        """Call all of them; whether one ends the run. If one fails, what was computed is kept."""
+        rows = self.journals[0].metrics
+        try:
+            return any([bool(callback(list(rows))) for callback in callbacks])  # noqa: C419 (all are called)
+        except Exception:
+            if self.checkpoints and jax.process_count() == 1:  # others would not come to write their part
+                self._save(self.checkpoints)
+            raise
+
+    @property
+    def evaluations(self) -> list[int]:
+        """Numbers of the rounds after which all clients are evaluated."""
+        return self.journals[0].evaluations
 
     def _where(self) -> str:
         """The message of a run that a signal ends."""
@@ -401,26 +421,29 @@ class _Run:
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         return f"{headline} {score}  epsilon {epsilon:.3g} (RDP)"
 
-    def _state(self) -> dict[str, Tree]:
-        return self.runner.saved() | {"recorded": [journal.recorded for journal in self.journals]}
+    def _state(self, plan: Plan | None = None) -> dict[str, Tree]:
+        """What a checkpoint keeps; or the shapes of what one of another plan has kept."""
+        recorded = [journal.recorded if plan is None else journal.blank(plan) for journal in self.journals]
+        return self.runner.saved() | {"recorded": recorded}
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        self.runner.save(lambda: checkpoints.save(self.done, self._state()))
+        made = Plan(self.rounds, self.evaluations)
+        self.runner.save(lambda: checkpoints.save(self.done, self._state(), made))
         self.saved_at, self.kept = time.monotonic(), self.done
 
     def _restore(self, lock: Lock) -> None:
         """Resume from the folder, if it holds a state; a finished run is only read."""
         assert self.checkpoints is not None
         lock.take(shared=self.checkpoints.ends(self.rounds))
-        self.done = self.restored = self.checkpoints.restore(self._state(), self._take)
+        self.done = self.restored = self.checkpoints.restore(self._state, self._take)
         if self.done < self.rounds:  # the newest may have been damaged
             lock.take(shared=False)
 
-    def _take(self, done: int, state: dict[str, Tree]) -> None:
+    def _take(self, done: int, state: dict[str, Tree], made: Plan) -> None:
         """Resume from a state."""
         self.runner.restore(state)
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):
-            journal.restore(recorded, done)
+            journal.restore(recorded, done, made)
 
     def _each(self, work: Callable) -> Callable:
         """`work` for one run, or for every point."""
@@ -447,8 +470,8 @@ class _Run:
     ) -> fingerprint.Facts:
         population = self.runner.population
         values = self.points.values if self.points else {}
-        facts = {"method": algorithms[0].name, "model": algorithms[0].model.name, "rounds": self.rounds}
-        facts |= {"evaluations": self.evaluations, "states": settings.states}
+        facts: fingerprint.Facts = {"method": algorithms[0].name, "model": algorithms[0].model.name}
+        facts |= {"states": settings.states}
         facts |= {f"values of {name}": column.tolist() for name, column in values.items()}
         for p, algorithm in enumerate(algorithms):
             prefix = f"point {p}: " if self.points else ""

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import json
 import math
-import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -119,15 +118,6 @@ class Row(NamedTuple):
     metrics: list[list[dict[str, float | int]]]
     local: Sequence[float] = ()
     """Mean accuracy of local models at the end, where they are tested too."""
-
-
-def compile_quickly() -> None:
-    """Let programs of this process be compiled in a third of the time, and run slowly: for smoke scales, on a CPU.
-
-    Call it before JAX starts.
-    """
-    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"
 
 
 def model_for(name: str, dataset: Dataset) -> Model:

@@ -20,8 +20,9 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from experiments.common import Row, cli, compile_quickly, percent, seeds_of, versions
+from experiments.common import Row, cli, percent, seeds_of, versions
 from jaxfl._validate import check_path, checked
+from jaxfl.backend import compile_quickly
 from jaxfl.files import write_json
 
 HERE = pathlib.Path(__file__).parent

@@ -88,3 +88,12 @@ def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Options of XLA for programs on a mesh."""
     kind = of_devices(list(mesh.devices.flat))
     return {**kind.compiler, **kind.compiler_split} if mesh.size > 1 else {**kind.compiler}
+
+
+def compile_quickly() -> None:
+    """Let programs of this process be compiled in a third of the time, and run slowly: for smoke scales, on a CPU.
+
+    Call it before JAX starts.
+    """
+    quick = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick}"

@@ -1,7 +1,10 @@
-"""The command `jaxfl`: plan a deployment, see which data are there, and how fast this machine is."""
+"""The command `jaxfl`: run and compare methods, plan a deployment, see which data are here and this machine's speed."""
 
+import functools
 import importlib.metadata
+import itertools
 import json
+import pathlib
 import platform
 import sys
 import time
@@ -17,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jaxfl
-from jaxfl import privacy
+from jaxfl import privacy, quickstart, settings
 from jaxfl._validate import check_choice
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.backend import backend
@@ -29,6 +32,8 @@ from jaxfl.files import cache_folder
 from jaxfl.local import LocalSGD
 from jaxfl.models import lenet
 from jaxfl.run import signals
+from jaxfl.run.report import run_folder
+from jaxfl.run.simulate import simulate
 
 T = TypeVar("T")
 
@@ -39,8 +44,7 @@ def main() -> None:
         print(f"jaxfl {jaxfl.__version__}")
         return
     sys.excepthook = in_one_line
-    commands: dict[str, Callable[..., None]] = {"plan": plan, "data": data, "doctor": doctor}
-    tyro.extras.subcommand_cli_from_dict(commands, prog="jaxfl", description=__doc__)
+    tyro.extras.subcommand_cli_from_dict(_commands(), prog="jaxfl", description=__doc__)
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
@@ -72,6 +76,64 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
         print(f"error: {error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def _commands() -> dict[str, Callable[..., None]]:
+    """By name. Settings in the file after --config take the place of defaults."""
+    file = next((path for option, path in itertools.pairwise(sys.argv) if option == "--config"), None)
+    named = sys.argv[1] if file else ""
+    run_default = settings.read(settings.Run, file or "") if named == "run" else settings.Run()
+    compare_default = settings.read(settings.Compare, file or "") if named == "compare" else settings.Compare()
+
+    def run(
+        setting: tyro.conf.OmitArgPrefixes[settings.Run] = run_default,
+        *,
+        out: pathlib.Path = pathlib.Path("runs"),
+        config: pathlib.Path | None = None,
+    ) -> None:
+        """Run a method, and say how well it does at which epsilon.
+
+        Args:
+            setting: of the run.
+            out: folder of all runs; the same command goes on with a stopped one.
+            config: a YAML file of settings, which options replace.
+        """
+        dataset = setting.population.load()
+        algorithm = setting.build(setting.network(dataset))
+        folder = run_folder(out, setting.method, setting, setting.seed)
+        clients = setting.population.make(dataset, setting.seed)
+        result = simulate(setting.seed, algorithm, clients, rounds=setting.rounds, folder=folder)
+        row = result.metrics[-1]
+        worst = f"worst 10% of clients {row['accuracy_worst10']:.3f}"
+        print(f"accuracy {row['accuracy']:.3f}, {worst}, after round {row['round']}")
+        print(privacy.format_statement(result.statement))
+        print(f"folder: {folder}")
+
+    def compare(
+        setting: tyro.conf.OmitArgPrefixes[settings.Compare] = compare_default,
+        *,
+        out: pathlib.Path = pathlib.Path("runs/comparison"),
+        config: pathlib.Path | None = None,
+    ) -> None:
+        """Tune methods alike, run each over several seeds, and show accuracy by epsilon.
+
+        Args:
+            setting: of the comparison.
+            out: folder of all its runs; the same command goes on with a stopped one.
+            config: a YAML file of settings, which options replace.
+        """
+        dataset = setting.population.load()
+        found = jaxfl.compare(
+            setting.candidates(setting.network(dataset)),
+            functools.partial(setting.population.make, dataset),
+            rounds=setting.rounds,
+            epsilons=setting.epsilons,
+            seeds=setting.seeds,
+            folder=out,
+        )
+        print(found.to_markdown(), found.protocol, f"folder: {out}", sep="\n\n")
+
+    return {"quickstart": quickstart.main, "run": run, "compare": compare, "plan": plan, "data": data, "doctor": doctor}
 
 
 def plan(

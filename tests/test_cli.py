@@ -1,12 +1,16 @@
 import json
+import math
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 import jaxfl
-from jaxfl import cli, privacy
+from jaxfl import cli, privacy, settings
+from jaxfl.models import mlp
+from jaxfl.privacy import Full, Poisson
 
 
 def command(monkeypatch, capsys, *words):
@@ -46,6 +50,62 @@ def test_the_doctor_has_a_figure(monkeypatch, capsys):
     told = command(monkeypatch, capsys, "doctor")
     assert "1234 clients a second" in told
     assert "cpu" in told
+
+
+SMALL: dict[str, Any] = {"population": settings.Population(clients=12), "model": "mlp", "rounds": 2, "rate": 0.5}
+
+
+@pytest.mark.parametrize("name", settings.METHODS)
+def test_every_method_follows_its_settings(name):
+    model = mlp((8, 8, 1), 10, hidden=(4,))
+    method = settings.Run(method=name, clip=0.7, **SMALL).build(model)
+    assert method.mechanism.sampling == (Full() if name == "local_only" else Poisson(0.5))
+    if settings.private(name):
+        noisy = settings.Run(method=name, epsilon=5.0, clip=0.7, **SMALL).build(model).mechanism
+        assert (noisy.clip, method.mechanism.noise_multiplier) == (0.7, 0.0)
+        assert noisy.noise_multiplier == privacy.calibrate(5.0, clients=12, rounds=2, sampling=Poisson(0.5))
+        assert settings.private(name) == settings.Compare(methods=(name,), **SMALL).candidates(model)[name].private
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("method: [", "config=.*give a YAML file"),
+        ("3", "has 3: give some of population, model"),
+        ("metod: fedavg", "has 'metod': give some of"),
+        ("population: {client: 3}", "population, has 'client': give some of data, clients"),
+        ("method: fedavgg", "method='fedavgg': choose one of"),
+        ("{method: fedavg, epsilon: 3}", "epsilon=3: fedavg has no noise"),
+        ("{method: ditto, options: {mu: 3}}", "options='mu': ditto has no such number; it has penalty_weight"),
+    ],
+)
+def test_settings_that_do_not_fit_are_told(text, named, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        settings.read(settings.Run, path).build(mlp((8, 8, 1), 10, hidden=(4,)))
+
+
+def test_a_run_takes_a_file_and_options(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("{method: ditto, population: {clients: 12, partition: iid}, model: mlp, rounds: 5, epsilon: 8}")
+    words = ["run", "--config", str(path), "--rounds", "2", "--out", str(tmp_path / "runs")]
+    told = command(monkeypatch, capsys, *words)
+    (folder,) = (tmp_path / "runs" / "ditto").glob("*/seed=0")
+    stated = json.loads((folder / "privacy.json").read_text())
+    assert (stated["clients"], stated["rounds"]) == (12, 2)
+    assert stated["honest"]["aggregate"]["epsilon"] == pytest.approx(8.0, rel=0.01)
+    assert f"accuracy {json.loads((folder / 'metrics.jsonl').read_text().splitlines()[-1])['accuracy']:.3f}" in told
+
+
+@pytest.mark.slow
+def test_a_comparison_from_the_shell(monkeypatch, capsys, tmp_path):
+    words = ["--methods", "local_only", "dp_fedavg", "--epsilons", "2", "8", "--clients", "12", "--model", "mlp"]
+    more = ["--rounds", "2", "--points", "2", "--seeds", "0", "--out", str(tmp_path)]
+    told = command(monkeypatch, capsys, "compare", *words, *more)
+    found = jaxfl.Comparison.load(tmp_path / "comparison.json")
+    assert found.cells == [("local_only", math.inf), ("dp_fedavg", 2.0), ("dp_fedavg", 8.0)]
+    assert found.to_markdown() in told
 
 
 @pytest.mark.slow

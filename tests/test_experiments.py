@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import common, quickstart, render, study
+from experiments import common, render, study
 from experiments.adp_pfl import __main__ as adp_pfl
 from experiments.adp_pfl.setting import Bench
 from experiments.audit import __main__ as audit
@@ -30,7 +30,7 @@ def result_of(package, name):
 @pytest.mark.parametrize("seeds", [(0, 0), (3, 1, 3), (), (-1,), (0.5,)])
 def test_seeds_that_repeat_or_are_none_are_refused(seeds):
     with pytest.raises(ValueError, match=r"seeds=.*give"):
-        quickstart.Config(seeds=seeds)
+        Options(seeds=seeds)
 
 
 @pytest.mark.parametrize(

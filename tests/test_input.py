@@ -21,7 +21,6 @@ from algorithms_table import MODEL, small_clients
 
 import jaxfl
 from experiments.common import cli
-from experiments.quickstart import Config
 from jaxfl import Message, simulate
 from jaxfl._validate import show
 from jaxfl.algorithms import fedavg
@@ -29,6 +28,7 @@ from jaxfl.cli import in_one_line
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.train import LocalSGD, _shuffle
 from jaxfl.models import from_flax, lenet, mlp
+from jaxfl.quickstart import Config
 
 KEY = jax.random.key(0)
 SOURCE = str(pathlib.Path(jaxfl.__file__).parent)
@@ -348,8 +348,7 @@ def test_a_run_in_64_bits_is_the_same_run():
     ("options", "named"),
     [
         (["--rounds", "0"], "rounds=0: give a whole number of at least 1"),
-        (["--seeds"], "seeds=(): give one or more whole numbers of at least 0"),
-        (["--seeds", "-1"], "seeds=(-1,): give one or more whole numbers of at least 0"),
+        (["--seed", "-1"], "seed=-1: give a whole number of at least 0"),
         (["--clients", "-1"], "clients=-1: give a whole number of at least 1"),
         (["--rate", "0"], "rate=0.0: give a number in (0, 1]"),
         (["--delta", "nan"], "delta=nan: give a number in (0, 1)"),

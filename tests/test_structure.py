@@ -19,6 +19,7 @@ ROOMS = (
     ("engine",),
     ("run",),
     ("launch", "jaxfl"),
+    ("quickstart", "settings"),
     ("cli",),
 )
 """From the bottom up: a room imports from itself and from those above it in this list."""

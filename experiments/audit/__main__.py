@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import compile_quickly, versions
+from experiments.common import versions
 from experiments.study import Options, Result, Study, command, dated, markdown_table
 from jaxfl import LocalSGD, sweep
 from jaxfl.algorithms import (
@@ -31,6 +31,7 @@ from jaxfl.algorithms import (
 )
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
 from jaxfl.algorithms.pdp_fl import Budgets
+from jaxfl.backend import compile_quickly
 from jaxfl.data import iid, load, make_clients, matching
 from jaxfl.models import mlp
 from jaxfl.privacy import (

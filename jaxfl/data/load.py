@@ -122,7 +122,7 @@ def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int3
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
     """Load a dataset by name; images are uint8 [n, H, W, C].
 
-    `digits` (8x8x1, from scikit-learn, scaled from 0..16 to 0..255, one fixed stratified split) is
+    `digits` (8x8x1, scaled from 0..16 to 0..255, one fixed stratified split) is
     always available. The others are TFDS folders `<data_dir>/<name>/<version>`; the highest version counts.
     `emnist` is `emnist/digits`. EMNIST images, which TFDS keeps transposed, are turned upright, and the
     labels of `emnist/letters`, which start at 1 there, start at 0.
@@ -229,11 +229,10 @@ def from_arrays(
 
 
 def _digits() -> Dataset:
-    from sklearn.datasets import load_digits
-
-    digits: Any = load_digits()
-    images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[..., None]
-    labels = digits.target.astype(np.int32)
+    """Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (CC BY 4.0): scikit-learn's part."""
+    with np.load(Path(__file__).with_name("digits.npz")) as file:
+        images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)[..., None]
+        labels = file["labels"].astype(np.int32)
     rng, is_test = np.random.default_rng(0), np.zeros(len(labels), bool)
     for k in range(10):
         rows = rng.permutation(np.flatnonzero(labels == k))
@@ -266,8 +265,11 @@ def _remedy(name: str, root: Path) -> str:
 
 def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
     """Decode a TFDS folder, or say what is wrong with it."""
-    import tensorflow_datasets as tfds
-
+    try:
+        import array_record  # noqa: F401
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise ValueError(f"{folder}: reading it needs {error.name}: pip install 'jaxfl[data]'") from None
     try:
         builder = tfds.builder_from_directory(folder)
         file_format = builder.info.file_format and builder.info.file_format.value

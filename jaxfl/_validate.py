@@ -233,17 +233,22 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
         if isinstance(target, type):
             target.__init__ = decorate(target.__init__)  # pyrefly: ignore[bad-argument-type]
             return target
-        signature, hints = inspect.signature(target), get_type_hints(target)
-        kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
-        options = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
-        further_hint = hints.get(options)  # keyword arguments that a `TypedDict` names
-        fields = get_type_hints(get_args(further_hint)[0]) if get_origin(further_hint) is Unpack else {}
-        named = {name: hints[name] for name in kinds if name != options} | fields
-        by_name = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
-        assert set(checks) <= set(by_name), f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
+
+        @functools.cache  # at the first call: importing the package should not take the time
+        def prepared() -> tuple[inspect.Signature, str, dict[str, Any], dict[str, Check]]:
+            signature, hints = inspect.signature(target), get_type_hints(target)
+            kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
+            options = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
+            further_hint = hints.get(options)  # keyword arguments that a `TypedDict` names
+            fields = get_type_hints(get_args(further_hint)[0]) if get_origin(further_hint) is Unpack else {}
+            named = {name: hints[name] for name in kinds if name != options} | fields
+            by_name = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
+            assert set(checks) <= set(by_name), f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
+            return signature, options, fields, by_name
 
         @functools.wraps(target)
         def call(*args: Any, **kwargs: Any) -> Any:
+            signature, options, fields, by_name = prepared()
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:

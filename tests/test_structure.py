@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -9,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "jaxfl"
 ROOMS = (
     ("tasks",),
     ("types",),
-    ("_validate", "backend", "files"),
+    ("_validate", "backend", "files", "lazy"),
     ("server",),
     ("data",),
     ("models",),
@@ -81,3 +83,19 @@ def test_no_function_takes_more_than_twelve_arguments(module):
             named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
             count = sum(argument is not None for argument in named)
             assert count <= 12, f"{getattr(node, 'name', 'lambda')} takes {count}"
+
+
+def test_what_takes_long_to_import_waits_for_its_first_use():
+    slow = (
+        "dp_accounting",
+        "orbax",
+        "flax.nnx",
+        "scipy.stats",
+        "scipy.signal",
+        "matplotlib",
+        "sklearn",
+        "tensorflow_datasets",
+    )
+    code = f"import sys, jaxfl; print([name for name in {slow} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -9,13 +9,13 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jaxtyping import Shaped
 
 from jaxfl._validate import check_counts, check_layers, checked, show
 from jaxfl.backend import Form
+from jaxfl.lazy import nnx
 from jaxfl.models._rewrite import in_form
 from jaxfl.models.zoo import depth_order, normalize
 from jaxfl.tasks import Task, classification
@@ -90,7 +90,7 @@ def _check_nnx(name: str, value: Any) -> Any:
 
 @checked(module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=check_layers)
 def from_nnx(
-    module: nnx.Module | Callable[[nnx.Rngs], nnx.Module],
+    module: Any,
     input_shape: Sequence[int],
     *,
     head: Sequence[str] | None = None,

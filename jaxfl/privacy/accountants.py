@@ -25,16 +25,13 @@ over states obey the same bound. PLD accounting has this pair as `REPLACE_ONE`; 
 import functools
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import dp_accounting
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation
-from dp_accounting.pld import PLDAccountant
-from dp_accounting.rdp import RdpAccountant, compute_epsilon
+import scipy
 from jaxtyping import Float, Int
-from scipy.special import gammaln
 
+from jaxfl.lazy import dp_accounting
 from jaxfl.privacy.observers import View
 
 Accountant = Literal["pld", "rdp"]
@@ -88,7 +85,7 @@ def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1) ->
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
     spent = np.sum([count * view.amplified.divergences(level) for level, count in levels], axis=0)
-    value = float(compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
+    value = float(dp_accounting.rdp.compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
     if direct.values.max() <= value:
         return direct
     return Bound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
@@ -137,7 +134,7 @@ def _rdp_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repea
         if sampled:
             spent = np.array(ORDERS) / (2 * plain**2) if plain else np.full(len(ORDERS), math.inf)
             spent = spent + sum(count * replaced_divergences(level, rate) for level, count in sampled)
-            return float(compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
+            return float(dp_accounting.rdp.compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
     accountant = rdp_accountant(sampled=bool(sampled))
     return float(accountant.compose(_events(plain, sampled, rate), repeats).get_epsilon(delta))
 
@@ -164,14 +161,20 @@ def _pld_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repea
             single = plain / (2 if replaced else 1) / math.sqrt(repeats)
             return float(dp_accounting.get_epsilon_gaussian(single, delta))
     # REPLACE_ONE doubles the sensitivity of plain Gaussians itself.
-    relation = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.REPLACE_SPECIAL
-    accountant = PLDAccountant(relation, _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0))
+    relation = (
+        dp_accounting.NeighboringRelation.REPLACE_ONE if replaced else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    )
+    accountant = dp_accounting.pld.PLDAccountant(
+        relation, _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0)
+    )
     return float(accountant.compose(_events(plain, sampled, rate), repeats).get_epsilon(delta))
 
 
-def rdp_accountant(sampled: bool) -> RdpAccountant:
+def rdp_accountant(sampled: bool) -> Any:
     """An empty accountant under zero-out."""
-    return RdpAccountant(ORDERS if sampled else _PLAIN_ORDERS, NeighboringRelation.REPLACE_SPECIAL)
+    return dp_accounting.rdp.RdpAccountant(
+        ORDERS if sampled else _PLAIN_ORDERS, dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    )
 
 
 @_remember
@@ -208,16 +211,18 @@ def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x
     return np.where(u < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + u))
 
 
-def gaussians(plain: float, sampled: Float[np.ndarray, "R"], rate: float) -> DpEvent:
+def gaussians(plain: float, sampled: Float[np.ndarray, "R"], rate: float) -> Any:
     """One Gaussian, and a Poisson-sampled one per entry of `sampled`; infinite multipliers are skipped."""
     return _events(plain, _levels(sampled), rate)
 
 
-def _events(plain: float, sampled: Levels, rate: float) -> DpEvent:
-    events: list[DpEvent] = [GaussianDpEvent(plain)] if math.isfinite(plain) else []
+def _events(plain: float, sampled: Levels, rate: float) -> Any:
+    events = [dp_accounting.GaussianDpEvent(plain)] if math.isfinite(plain) else []
     for level, count in sampled:
         events.append(
-            dp_accounting.SelfComposedDpEvent(dp_accounting.PoissonSampledDpEvent(rate, GaussianDpEvent(level)), count)
+            dp_accounting.SelfComposedDpEvent(
+                dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(level)), count
+            )
         )
     return dp_accounting.ComposedDpEvent(events)
 
@@ -272,8 +277,8 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
 @_remember
 def without_replacement(multiplier: float, clients: int, size: int) -> Float[np.ndarray, "orders"]:
     """Replace-one Rényi divergences of a Gaussian on `size` of the clients; they bound the zero-out ones."""
-    accountant = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_ONE)
-    event = dp_accounting.SampledWithoutReplacementDpEvent(clients, size, GaussianDpEvent(multiplier))
+    accountant = dp_accounting.rdp.RdpAccountant(ORDERS, dp_accounting.NeighboringRelation.REPLACE_ONE)
+    event = dp_accounting.SampledWithoutReplacementDpEvent(clients, size, dp_accounting.GaussianDpEvent(multiplier))
     return np.array(accountant.compose(event).rdp)
 
 
@@ -296,7 +301,7 @@ def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
     z, plain = multiplier, np.array(ORDERS) / (2 * multiplier**2)
     most = max(order for order in ORDERS if order <= 256)
     k = np.arange(most + 1)
-    term = k * (k - 1) / (2 * z**2) - gammaln(k + 1)
+    term = k * (k - 1) / (2 * z**2) - scipy.special.gammaln(k + 1)
     power = _log_power(term, bins)
     u = np.arange(-45.0, 60.0, 0.02) - math.log(bins)
     x = np.arange(-14.0, 14.0, min(0.05, z / 10))
@@ -306,12 +311,12 @@ def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
     for i, order in enumerate(ORDERS):
         if order > most:
             break
-        up = gammaln(order + 1) - order * math.log(bins) + power[order]
+        up = scipy.special.gammaln(order + 1) - order * math.log(bins) + power[order]
         s = order - 1
         exponent = s * u + bins * transform
         if max(exponent[0], exponent[-1]) > exponent.max() - 40:
             continue
-        down = s * math.log(bins) - gammaln(s) + np.logaddexp.reduce(exponent) + math.log(u[1] - u[0])
+        down = s * math.log(bins) - scipy.special.gammaln(s) + np.logaddexp.reduce(exponent) + math.log(u[1] - u[0])
         larger = max(up, down, 0.0)
         divergences[i] = min((larger + 1e-10 * (1 + larger)) / s, plain[i])
     return divergences

@@ -6,12 +6,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import dp_accounting
 import numpy as np
-from dp_accounting.rdp import compute_epsilon
 from jaxtyping import Float
 
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show
+from jaxfl.lazy import dp_accounting
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, failure_probability, least_epsilon
 from jaxfl.privacy.dp_sgd import DPSGD
@@ -258,7 +257,7 @@ def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms(
         # The order, and so the last digit, depends on the rounds alone.
         for level, count in zip(*np.unique(sampled[sampled < math.inf], return_counts=True), strict=True):
             total += count * of_level(float(level))
-        return float(compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
+        return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
 
     return spent
 

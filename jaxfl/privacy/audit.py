@@ -26,7 +26,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +35,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxfl._validate import check_count, checked, traced
+from jaxfl.lazy import dp_accounting
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Mechanism, Participant, Total
 from jaxfl.privacy.noise import CANARY, derive, single
 from jaxfl.privacy.observers import Observer, View

@@ -8,13 +8,13 @@ import functools
 import math
 from typing import Literal, NamedTuple
 
-import dp_accounting
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
 
 from jaxfl._validate import at_least_0, check_fraction, check_numbers, checked, probability
+from jaxfl.lazy import dp_accounting
 from jaxfl.privacy.accountants import Accountant, failure_probability
 from jaxfl.privacy.accounting import calibrate
 from jaxfl.privacy.observers import ROUNDING

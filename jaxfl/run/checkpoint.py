@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxfl.engine import processes
 from jaxfl.engine.state_file import DamagedError
 from jaxfl.files import write_json
+from jaxfl.lazy import orbax as ocp
 from jaxfl.run.fingerprint import Facts, differences
 from jaxfl.run.recorder import Plan
 from jaxfl.types import Tree

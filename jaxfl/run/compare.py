@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.stats
-import scipy.stats.qmc
+import scipy
 
 from jaxfl._validate import (
     at_least_0,

@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.optimize
-import scipy.signal
+import scipy
 from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Key
-from scipy.special import expit
 
 from jaxfl._validate import check_count, check_numbers, checked, show
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism
@@ -231,7 +229,7 @@ def blt(buffers: int, rounds: int, separation: int = 1) -> BLT:
     turns = (np.arange(rounds) % separation == 0)[:, None]
 
     def numbers(point: Float[np.ndarray, "P"]) -> tuple[np.ndarray, np.ndarray]:
-        return np.exp(np.minimum(point[:buffers], 0.0)), expit(point[buffers:])
+        return np.exp(np.minimum(point[:buffers], 0.0)), scipy.special.expit(point[buffers:])
 
     def cost(point: Float[np.ndarray, "P"]) -> float:
         strategy = _blt(*numbers(point), rounds)

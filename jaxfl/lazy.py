@@ -1,0 +1,19 @@
+"""Libraries that take long to import, which many programs never use: imported at the first use."""
+
+import importlib
+from typing import Any
+
+
+class _Lazy:
+    """A module that is imported when an attribute of it is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+dp_accounting: Any = _Lazy("dp_accounting")
+nnx: Any = _Lazy("flax.nnx")
+orbax: Any = _Lazy("orbax.checkpoint")

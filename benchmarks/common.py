@@ -1,6 +1,7 @@
 """What benchmarks share: timing in turn, processes of their own, the machine, and a table, JSON and PNG of each."""
 
 import dataclasses
+import datetime
 import functools
 import importlib
 import importlib.metadata
@@ -142,6 +143,7 @@ def finish(
     Console(width=150).print(table)
     settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
     figures = {"headline": headline, "settings": settings, "machine": machine(), "rows": [dict(row) for row in rows]}
+    figures["date"] = datetime.date.today().isoformat()
     config.out.mkdir(parents=True, exist_ok=True)
     write_json(config.out / f"{name}.json", figures | dict(facts or {}))
     figure.savefig(config.out / f"{name}.png", dpi=120)

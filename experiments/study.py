@@ -99,31 +99,44 @@ def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -
     Raises:
         ValueError: a result without a place in the README, or a place without a result.
     """
-    path = HERE / package / "README.md"
+    results = {name: result for name, result in results_of(HERE / package).items() if name in studies}
+    blocks = {name: studies[name].markdown(result) for name, result in results.items()}
+    how = f"run `python -m experiments.{package} {{}}`"
+    done = fill(HERE / package / "README.md", blocks, how, check=check)
+    for name, result in results.items():
+        draw = studies[name].draw
+        if draw is not None and not check:
+            draw(result, HERE / package / name)
+            done.append(f"{HERE / package / name}.*")
+    return done
+
+
+def results_of(folder: pathlib.Path) -> dict[str, Any]:
+    """The committed results of a folder, by name."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))}
+
+
+def fill(path: pathlib.Path, blocks: Mapping[str, str], how: str, *, check: bool = False) -> list[str]:
+    """Write each block into its place in a document; return the path if that changes it (check) or was done.
+
+    Raises:
+        ValueError: a block without a place, or a place without a block; `how` to make one is told.
+    """
     before = text = path.read_text()
-    done = [str(path)]
     for name in re.findall(r"<!-- /(\w+) -->", text):
-        if name not in studies or not (HERE / package / "results" / f"{name}.json").exists():
-            raise ValueError(f"{path} has a place for {name}: run `python -m experiments.{package} {name}`")
-    for name, study in studies.items():
-        source = HERE / package / "results" / f"{name}.json"
-        if not source.exists():
-            continue
-        result = json.loads(source.read_text())
-        block = f"<!-- {name} -->\n{study.markdown(result).strip()}\n<!-- /{name} -->"
+        if name not in blocks:
+            raise ValueError(f"{path} has a place for {name}: {how.format(name)}")
+    for name, block in blocks.items():
         parts = re.split(rf"<!-- {name} -->.*?<!-- /{name} -->", text, flags=re.DOTALL)
         if len(parts) != 2:
             raise ValueError(
                 f"{path} has {len(parts) - 1} places for {name}: write <!-- {name} --><!-- /{name} --> once"
             )
-        text = block.join(parts)
-        if study.draw is not None and not check:
-            study.draw(result, HERE / package / name)
-            done.append(f"{HERE / package / name}.*")
+        text = f"<!-- {name} -->\n{block.strip()}\n<!-- /{name} -->".join(parts)
     if check:
         return [str(path)] if text != before else []
     path.write_text(text)
-    return done
+    return [str(path)]
 
 
 def all_studies() -> dict[str, Mapping[str, Study]]:

@@ -136,9 +136,7 @@ def head(options: Options) -> Result:
     """Head passes and clip bound chosen on held-out examples for each method, with noise and without."""
     bench = Bench(options)
     heads, clips = (HEADS[:1], CLIPS[:2]) if options.smoke else (HEADS, CLIPS)
-    rows = [
-        bench.tuned(method, 5, epsilon, heads, clips) for method in (*METHODS, WHOLE) for epsilon in (8.0, math.inf)
-    ]
+    rows = [row for method in (*METHODS, WHOLE) for row in bench.tuned(method, 5, (8.0, math.inf), heads, clips)]
     return result_of(bench, rows, (5,))
 
 

@@ -56,7 +56,7 @@ class Setting:
     """Training examples per client; the paper's have 2,500."""
     test: int = 100
     """Test examples per client."""
-    rounds: int = 15
+    rounds: int = 12
     batch_size: int = 25
     head_batch: int = 100
     epochs: int = 1
@@ -177,7 +177,7 @@ class Bench:
             seeds=(TUNING,) if tuning else self.seeds,
             out=self.options.out,
             config=dataclasses.asdict(own) | {"classes": classes, "tuning": tuning} | fixed,
-            eval_every=max(1, own.rounds // (1 if tuning or method == WHOLE else 5)),
+            eval_every=max(1, own.rounds // (1 if tuning or method == WHOLE else 4)),
             devices=jax.devices()[:1],
             chunk=1,
             progress=False,
@@ -222,23 +222,25 @@ class Bench:
         facts["worst10"] = [row["accuracy_worst10"] for row in found.rows]
         return facts | {"chosen": tuning["chosen"], "points": tuning["points"], "passes": tuning["rounds"]}
 
-    def tuned(self, method: str, classes: int, epsilon: float, heads: Sequence[int], clips: Sequence[float]) -> Row:
-        """A method at the head passes and the clip bound that are best on held-out examples."""
+    def tuned(
+        self, method: str, classes: int, epsilons: Sequence[float], heads: Sequence[int], clips: Sequence[float]
+    ) -> list[Row]:
+        """A row of each epsilon, at the head passes and the clip bound that are best on held-out examples."""
+        targets, bounds = zip(*itertools.product(epsilons, clips), strict=True)
+        columns = {"epsilon": targets, "clip": bounds}
         tried = [
-            row
-            for passes in heads
-            for row in self.rows(
-                method, classes, {"epsilon": [epsilon] * len(clips), "clip": clips}, tuning=True, head_epochs=passes
-            )
+            row for passes in heads for row in self.rows(method, classes, columns, tuning=True, head_epochs=passes)
         ]
-        scores = [row["accuracy"][0] for row in tried]
-        best = tried[int(np.argmax(scores))]
-        point = {"epsilon": [epsilon], "clip": [best["clip"]]}
-        (row,) = self.rows(method, classes, point, head_epochs=best["head_epochs"])
         pairs = list(itertools.product(heads, clips))
         points = {"head passes": [passes for passes, _ in pairs], "clip": [clip for _, clip in pairs]}
-        chosen = {"head passes": best["head_epochs"], "clip": best["clip"]}
-        return row | {"validation": scores, "points": points, "chosen": starred(chosen, points)}
+        rows = []
+        for epsilon in epsilons:
+            scores = [row["accuracy"][0] for row in tried if row["target"] == epsilon]
+            passes, clip = pairs[int(np.argmax(scores))]
+            (row,) = self.rows(method, classes, {"epsilon": [epsilon], "clip": [clip]}, head_epochs=passes)
+            chosen = starred({"head passes": passes, "clip": clip}, points)
+            rows.append(row | {"validation": scores, "points": points, "chosen": chosen})
+        return rows
 
 
 def sent_share(model: Model, density: float, sparse_layers: int) -> float:

@@ -118,6 +118,8 @@ class Bench:
             row["before"] = [of_seed[index] for of_seed in before]
             row["after"] = [result.metrics[-1]["accuracy"] for result in of_point]
             row |= bounds(row["noise_multiplier"], own)
+            stated = of_point[0].statement["honest"]
+            row |= {"honest": float(stated["aggregate"]["epsilon"]), "upload": float(stated["upload"]["epsilon"])}
             rows.append(row)
         return rows
 
@@ -255,6 +257,8 @@ def reference_markdown(result: Result) -> str:
     ]
     for row in result["rows"]:
         numbers = [number(row[name]) for name in ("claim", "same_delta", "honest", "upload")]
+        if not row["method"].startswith("FedDPA"):
+            numbers[0] = "–"
         clip = "–" if row["clip"] == NO_CLIP else f"{row['clip']:.2g}"
         point = [clip, f"{row['rate']:.2g}"]
         lines.append([row["method"], percent(row["before"]), percent(row["after"]), *point, *numbers])

@@ -313,16 +313,16 @@ def head_markdown(result: Result) -> str:
 
 draw_losses = functools.partial(draw_curves, values="train_loss", label="training loss", scale=1.0)
 STUDIES = {
-    "clip": Study(clip, clip_markdown, minutes=20),
-    "table_2": Study(by_classes, functools.partial(methods_markdown, axis="classes"), minutes=15),
+    "clip": Study(clip, clip_markdown, minutes=25),
+    "table_2": Study(by_classes, functools.partial(methods_markdown, axis="classes"), minutes=20),
     "table_3": Study(by_epsilon, functools.partial(methods_markdown, axis="target"), minutes=10),
     "table_4": Study(by_part, parts_markdown, minutes=4),
     **{
-        table: Study(functools.partial(by_number, table), functools.partial(number_markdown, table), minutes=8)
+        table: Study(functools.partial(by_number, table), functools.partial(number_markdown, table), minutes=6)
         for table in SWEPT
     },
-    "figure_2": Study(figure_2, figure_markdown, draw_losses, minutes=1),
-    "head": Study(head, head_markdown, minutes=25),
+    "figure_2": Study(figure_2, figure_markdown, draw_losses, minutes=10),
+    "head": Study(head, head_markdown, minutes=22),
 }
 
 if __name__ == "__main__":

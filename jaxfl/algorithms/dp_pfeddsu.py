@@ -163,7 +163,7 @@ def _sparse(model: Model, params: Params, number: int) -> list[str]:
     return kernels[max(0, len(kernels) - number) :]
 
 
-@checked(evaluation_epochs=count_from_0)
+@checked(penalty_weight=at_least_0, evaluation_epochs=count_from_0)
 def _sparsified(
     model: Model,
     mechanism: Mechanism,

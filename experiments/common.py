@@ -1,15 +1,15 @@
 """What experiments share: methods x seeds, tables, and plots of several methods."""
 
-import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
 import pathlib
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,18 +17,19 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from jaxfl import Result, simulate, sweep
+from jaxfl import LocalSGD, Result, simulate, sweep
 from jaxfl._validate import check_counts
 from jaxfl.cli import command_line
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
+from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
-from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.engine.program import Points
+from jaxfl.local.penalties import proximal
 from jaxfl.models import build, digits_cnn
-from jaxfl.privacy import Full
 from jaxfl.run.report import run_folder
-from jaxfl.types import Algorithm, Clients, Model
+from jaxfl.tasks import classification
+from jaxfl.types import Algorithm, ClientData, Clients, Model, Params, Tree
 
-Scale = Literal["smoke", "cpu", "paper", "large"]
 Method = Callable[[Clients], Algorithm]
 cli = command_line
 
@@ -127,6 +128,16 @@ def model_for(name: str, dataset: Dataset) -> Model:
     return build(name, dataset.train_inputs.shape[1:], dataset.classes)
 
 
+def fine_tuned(base: Algorithm, local: LocalSGD, penalty_weight: float = 0.0) -> Algorithm:
+    """The method, evaluated after each client has trained its whole model on its own data, near the server's or not."""
+
+    def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
+        penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
+        return local.train(key, base.model, base.personalize(key, server, client, data), data, penalty=penalty)[0]
+
+    return base._replace(name=f"{base.name}, fine-tuned", personalize=personalize)
+
+
 def dirichlet_clients(
     dataset: Dataset, clients: int, alpha: float, *, seed: int, minimum: int, examples: int | None = None
 ) -> Clients:
@@ -183,19 +194,6 @@ def run_each(
     return results
 
 
-def run_sweep(
-    method: str,
-    build: Callable[..., Algorithm],
-    values: Mapping[str, Sequence[float]],
-    make: Callable[[int], Clients],
-    **options: Any,
-) -> list[Row]:
-    """A row of each value, of `sweep_each`'s results."""
-    results = sweep_each(method, build, values, make, **options)
-    names = [", ".join([method, *(f"{name} = {value:g}" for name, value in point.items())]) for point in points(values)]
-    return [row_of(name, of_point) for name, of_point in zip(names, results, strict=True)]
-
-
 def sweep_each(
     method: str,
     build: Callable[..., Algorithm],
@@ -206,7 +204,7 @@ def sweep_each(
     seeds: Sequence[int],
     out: pathlib.Path,
     config: Mapping[str, Any],
-    eval_every: int | None = None,
+    **options: Any,
 ) -> list[list[Result]]:
     """Run a method with several values of its numbers on the same clients for every seed: by value, over seeds.
 
@@ -219,7 +217,7 @@ def sweep_each(
         seeds: one sweep per seed.
         out: root of the run folders.
         config: the resolved settings.
-        eval_every: as in `simulate`.
+        options: as in `sweep`.
     """
     results = [
         sweep(
@@ -228,25 +226,30 @@ def sweep_each(
             values,
             make(seed),
             rounds=rounds,
-            eval_every=eval_every,
             paired_noise=True,  # less noisy differences between points; nothing here is private
-            folder=sweep_folder(out, method, values, config, seed),
+            folder=run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed),
+            **options,
         )
         for seed in seeds
     ]
     return [list(of_point) for of_point in zip(*results, strict=True)]
 
 
-def sweep_folder(
-    out: pathlib.Path, method: str, values: Mapping[str, Sequence[float]], config: Mapping[str, Any], seed: int
-) -> pathlib.Path:
-    """Where the sweep of a seed is kept."""
-    return run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed)
-
-
-def points(values: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
-    """The values of each point of a sweep, by argument."""
-    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
+def evaluated(
+    build: Callable[..., Algorithm],
+    values: Mapping[str, Sequence[float]],
+    clients: Clients,
+    seed: int,
+    left: Sequence[Tree],
+) -> list[float]:
+    """Accuracy of each point as `build` has its clients tested, from states of server and clients that runs left."""
+    columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
+    key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, *states) for states in left])
+    scores = compile_evaluation(Points(build, columns), place(clients))(*stacked)
+    metrics, sizes = classification().metrics, np.asarray(clients.test_size)
+    of_each = ({name: np.asarray(value)[p] for name, value in scores.items()} for p in range(len(left)))
+    return [summarize(score, sizes, metrics)["accuracy"] for score in of_each]
 
 
 def row_of(method: str, results: Sequence[Result]) -> Row:
@@ -260,31 +263,6 @@ def row_of(method: str, results: Sequence[Result]) -> Row:
         statement=results[0].statement,
         metrics=[result.metrics for result in results],
     )
-
-
-def round_seconds(algorithm: Algorithm, clients: Clients) -> float:
-    """A round's seconds, by a round of a client per device with a part of its examples, the second of two.
-
-    Its time is proportional to them; the first round compiles.
-    """
-    number, examples = min(jax.device_count(), clients.number), min(200, clients.train.shape[1])
-    sizes = np.minimum(clients.train_size[:number], examples)
-    part = clients._replace(
-        train=clients.train[:number, :examples],
-        train_size=sizes,
-        test=clients.test[:number],
-        test_size=clients.test_size[:number],
-    )
-    expected = algorithm.mechanism.sampling.expected(clients.number) * np.mean(clients.train_size)
-    algorithm = algorithm._replace(mechanism=dataclasses.replace(algorithm.mechanism, sampling=Full()))
-    key, population, seconds = jax.random.key(0), place(part, None), 0.0
-    center, states = initialize(key, key, algorithm, population)
-    step = compile_rounds(algorithm, population, chunk=1, segment=1)
-    for _ in range(2):
-        start = time.monotonic()
-        center, states, _ = jax.block_until_ready(step(key, 0, 1, center, states))
-        seconds = time.monotonic() - start
-    return seconds * float(expected / sizes.sum())
 
 
 HEADER = ("method", "accuracy %", "worst 10 %", "best round %", "ε aggregate RDP / PLD", "ε upload", "ε claimed")
@@ -344,22 +322,6 @@ def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
     (out / "table.json").write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
     plot(out / "curves.png", title, rows)
     print(f"table and curves: {out}")
-
-
-def plot_metric(path: pathlib.Path, title: str, rows: Sequence[Row], metric: str, label: str) -> None:
-    """One metric by round, mean over seeds; process 0 draws it."""
-    if jax.process_index() != 0:
-        return
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for row in rows:
-        values = np.array([[entry[metric] for entry in metrics] for metrics in row.metrics])
-        axes.plot([entry["round"] for entry in row.metrics[0]], values.mean(0), marker=".", label=row.method)
-    axes.set(title=title, xlabel="round", ylabel=label)
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path, dpi=120)
-    print(f"{label}: {path}")
 
 
 def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:

@@ -161,17 +161,24 @@ def facts_of(row: Row) -> dict[str, Any]:
     return facts | ({"local": list(row.local)} if row.local else {})
 
 
-def draw_curves(result: Result, path: pathlib.Path) -> None:
-    """Accuracy by round, mean over seeds, band from the least to the largest; after six colours, lines are dashed."""
+def draw_curves(
+    result: Result,
+    path: pathlib.Path,
+    *,
+    values: str = "accuracy_by_round",
+    label: str = "accuracy %",
+    scale: float = 100.0,
+) -> None:
+    """A number by round, mean over seeds, band from the least to the largest; after six colours, lines are dashed."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for index, (name, row) in enumerate(result["rows"].items()):
-        values = 100 * np.array(row["accuracy_by_round"])
+        of_seeds = scale * np.array(row[values])
         color, style = f"C{index % 6}", "--" if index >= 6 else "-"
-        axes.plot(row["rounds"], values.mean(0), style, color=color, marker="os^Dv*"[index % 6], label=name)
-        axes.fill_between(row["rounds"], values.min(0), values.max(0), color=color, alpha=0.12)
-    axes.set(xlabel="round", ylabel="accuracy %")
+        axes.plot(row["rounds"], of_seeds.mean(0), style, color=color, marker="os^Dv*"[index % 6], label=name)
+        axes.fill_between(row["rounds"], of_seeds.min(0), of_seeds.max(0), color=color, alpha=0.12)
+    axes.set(xlabel="round", ylabel=label)
     figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path.with_suffix(".png"), dpi=110)
 

@@ -206,7 +206,7 @@ FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
     "threshold": (0.4, "at least 0"), "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"),
 }  # fmt: skip
 DP_PFEDDSU = MODELS | LOCAL | HEAD | PRIVATE | DELTA | WEIGHT | {
-    "density": (0.1, "fraction"), "sparse_layers": (1, "count from 0"),
+    "density": (0.1, "fraction"), "sparse_layers": (1, "count from 0"), "evaluation_epochs": (None, "count from 0?"),
 }  # fmt: skip
 ADP_PFL = MODELS | LOCAL | DELTA | {
     "sampling": (Full(), "sampling"), "noise": (1.0, "round noise"), "risks": (None, "risks?"),

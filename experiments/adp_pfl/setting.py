@@ -6,24 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from experiments.common import model_for, row_of, sweep_each
+from experiments.common import evaluated, model_for, row_of, sweep_each
 from experiments.study import Options
 from jaxfl import Candidate, LocalSGD, compare, grid
 from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg, local_only
 from jaxfl.algorithms.adp_pfl import MaskFn, fisher_percentile
 from jaxfl.data import hold_out, label_share, load, make_clients
-from jaxfl.engine.evaluate import compile_evaluation, summarize
-from jaxfl.engine.mesh import place
-from jaxfl.engine.program import Points
 from jaxfl.privacy import FixedSize, Mechanism, Poisson, calibrate, fixed_budgets, paper_noise, round_budgets
 from jaxfl.run.report import run_folder
-from jaxfl.tasks import classification
 from jaxfl.types import Algorithm, ClientData, Clients, Params, Tree
 
 Build = Callable[..., Algorithm]
@@ -167,14 +162,7 @@ class Bench:
         self, build: Build, values: Mapping[str, Sequence[float]], clients: Clients, seed: int, left: list[Tree]
     ) -> list[float]:
         """Accuracy after each client's own passes from what the points left behind, states of server and clients."""
-        columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
-        points = Points(lambda **point: self.tested_locally(build(**point)), columns)
-        key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, *states) for states in left])
-        scores = compile_evaluation(points, place(clients))(*stacked)
-        metrics, sizes = classification().metrics, np.asarray(clients.test_size)
-        of_each = ({name: np.asarray(value)[p] for name, value in scores.items()} for p in range(len(left)))
-        return [summarize(score, sizes, metrics)["accuracy"] for score in of_each]
+        return evaluated(lambda **point: self.tested_locally(build(**point)), values, clients, seed, left)
 
     def tested_locally(self, method: Algorithm) -> Algorithm:
         """The method, tested after a round's passes of each client over its own examples, which nobody sees."""

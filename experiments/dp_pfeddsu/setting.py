@@ -1,33 +1,22 @@
-"""What the tables of DP-pFedDSU share: the paper's setting, its scales, the methods, and how a table is run."""
+"""What the studies of DP-pFedDSU share: the paper's setting, its methods, and how they are run."""
 
 import dataclasses
 import functools
-import pathlib
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 import optax
 
-from experiments.common import (
-    HEADER,
-    Row,
-    Scale,
-    cells,
-    cli,
-    model_for,
-    percent,
-    round_seconds,
-    run_methods,
-    run_sweep,
-    seeds_of,
-    show,
-)
-from jaxfl import LocalSGD
-from jaxfl._validate import check_counts, checked
+from experiments.common import fine_tuned, model_for, row_of, starred, sweep_each
+from experiments.study import Options, facts_of
+from jaxfl import Candidate, LocalSGD, compare, grid
 from jaxfl.algorithms import (
     centaur,
+    dp_fedavg,
     dp_fedavg_fb,
     dp_pfeddsu,
     dp_pfeddsu_paper,
@@ -35,222 +24,229 @@ from jaxfl.algorithms import (
     pmtl_ft,
     ppsgd_centaur,
 )
-from jaxfl.data import Dataset, classes_per_client, load, make_clients
-from jaxfl.privacy import Full, Poisson, calibrate
+from jaxfl.data import classes_per_client, hold_out, load, make_clients
+from jaxfl.privacy import Full, calibrate
+from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
-Data = Literal["cifar10", "cifar100", "emnist", "fashion_mnist", "mnist", "digits"]
+Row = dict[str, Any]
+TUNING = 100
+"""The seed of tuning runs; results have others."""
+NO_CLIP = 1e6
+"""No update is as long."""
+METHODS = ("DP-FedAvg-fb", "PPSGD", "PMTL-FT", "CENTAUR", "DP-pFedDSU")
+"""The paper's, in its order."""
+PRINTED = "DP-pFedDSU as printed"
+WHOLE = "DP-FedAvg, whole network tuned"
+BY_EPSILON = {2: (1.0,), 5: (0.5, 1.0, 2.0), 10: (1.0,)}
+"""Of tables II and III, by the number of classes of a client."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The paper's setting for CIFAR-10; what it leaves open (batch, momentum, decay, delta, q = 1) is CENTAUR's."""
+    """The paper's for CIFAR-10 but for the network, the examples, the rounds and the passes of the extractor.
 
-    model: str = "resnet20"
+    What it leaves open (batch, momentum, decay, delta, all clients in every round) is CENTAUR's.
+    """
+
+    data: str = "cifar10"
+    model: str = "lenet_groupnorm"
     clients: int = 20
-    rate: float = 1.0
-    """Share of the clients in a round (Poisson), or 1: all."""
-    rounds: int = 100
-    examples: int | None = None
-    """Training examples per client, at most (None: all that it has)."""
-    batch_size: int = 100
-    epochs: int = 5
+    examples: int = 200
+    """Training examples per client; the paper's have 2,500."""
+    test: int = 100
+    """Test examples per client."""
+    rounds: int = 12
+    batch_size: int = 25
+    head_batch: int = 100
+    epochs: int = 1
     """Passes for the extractor; for DP-FedAvg-fb, for the whole network."""
     head_epochs: int = 15
-    local_epochs: int = 5
-    """Passes of local-only in each round; they cost no privacy, so that there may be more."""
+    alone: int = 40
+    """Passes of clients that train alone, at most."""
     learning_rate: float = 0.01
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float = 0.01
     density: float = 0.05
-    sparse_layers: int = 4
-    layer_sweep: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7, 8)
+    sparse_layers: int = 2
+    """Of LeNet's four layers with a kernel before the head; these two hold most of the weights."""
     penalty_weight: float = 0.2
     mean_weight: float = 2.0
     """Of PMTL-FT's penalty: lambda = 1 in CENTAUR's experiments, where it is not halved."""
     delta: float = 1e-5
 
 
-PAPER: dict[Data, Setting] = {
-    "cifar10": Setting(),
-    "cifar100": Setting(clients=100),
-    "emnist": Setting(rounds=50),
-    "fashion_mnist": Setting(rounds=50),
-    "mnist": Setting(rounds=50),
-    "digits": Setting(),
-}
-# Four layers with a kernel before the head: the two sparse ones hold most of the weights, as ResNet's four do.
-_LENET: dict[str, Any] = {"model": "lenet_groupnorm", "sparse_layers": 2, "layer_sweep": (1, 2, 3, 4), "epochs": 1}
-CHANGES: dict[Scale, dict[str, Any]] = {
-    "smoke": _LENET | {"clients": 10, "rounds": 2, "head_epochs": 1, "local_epochs": 1, "layer_sweep": (1, 2)},
-    "cpu": _LENET | {"rounds": 30, "examples": 250, "batch_size": 25, "local_epochs": 2},
-    "paper": {},
-    # Updates of norm 0.01 could not move the extractor, noise or not; the ratio to the noise stays.
-    "large": _LENET
-    | {"clients": 1000, "rate": 0.1, "rounds": 50, "examples": 50, "batch_size": 10, "clip": 0.5, "local_epochs": 5},
-}
+SMOKE: dict[str, Any] = {"data": "digits", "examples": 20, "test": 10, "rounds": 2, "alone": 2, "head_epochs": 1}
 
 
-@checked(classes=check_counts, seeds=seeds_of)
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Which data, how much of it, how often."""
+class Bench:
+    """Clients of some classes each, and how methods are run on them."""
 
-    dataset: Data = "cifar10"
-    classes: tuple[int, ...] = ()
-    """Classes per client, a table for each (default: the paper's)."""
-    scale: Scale = "cpu"
-    """smoke: seconds, on digits; cpu: LeNet with GroupNorm, 30 rounds, 250 examples per client; paper: as published;
-    large: 1,000 clients of 50 examples, a tenth of them per round."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    out: pathlib.Path = pathlib.Path("runs/dp_pfeddsu")
+    def __init__(self, options: Options) -> None:
+        self.setting = dataclasses.replace(Setting(), **SMOKE if options.smoke else {})
+        self.options, self.seeds = options, options.seeds
+        self.data = load(self.setting.data)
+        self.model = model_for(self.setting.model, self.data)
 
-
-class Entry(NamedTuple):
-    """A row of a table: a method, its target epsilon (None: no noise), and options that differ from the setting's.
-
-    Where numbers are swept, a row for each of their values, all in one compiled program.
-    """
-
-    method: str
-    epsilon: float | None = 1.0
-    options: Mapping[str, Any] = {}
-    swept: Mapping[str, Sequence[float]] = {}
-
-    @property
-    def name(self) -> str:
-        """Names the run folder as well: the same row of two tables is run once."""
-        target = {} if self.epsilon is None else {"ε": self.epsilon}
-        return ", ".join([self.method, *(f"{k} = {v:g}" for k, v in {**self.options, **target}.items())])
-
-    @property
-    def points(self) -> int:
-        """Number of rows."""
-        return len(next(iter(self.swept.values()))) if self.swept else 1
-
-    def first(self) -> dict[str, float]:
-        """The swept values of the first row."""
-        return {name: values[0] for name, values in self.swept.items()}
-
-
-class Shown(NamedTuple):
-    """One table that was printed."""
-
-    folder: pathlib.Path
-    title: str
-    rows: list[Row]
-
-
-LOCAL = Entry("local-only", None)
-SOUND = ("DP-FedAvg-fb", "PPSGD", "PMTL-FT", "CENTAUR", "DP-pFedDSU")
-METHODS = (*SOUND, "DP-pFedDSU as printed")
-"""All that add noise."""
-
-
-def builder(entry: Entry, model: Model, setting: Setting) -> Callable[..., Algorithm]:
-    """The method of a row, its noise calibrated to its epsilon over all rounds; takes what is swept."""
-    sampling = Full() if setting.rate == 1 else Poisson(setting.rate)
-    z = 0.0
-    if entry.epsilon is not None:
-        numbers = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
-        z = calibrate(entry.epsilon, sampling=sampling, accountant="rdp", **numbers)
-    sgd = optax.sgd(setting.learning_rate, momentum=setting.momentum)
-    decayed = optax.chain(optax.add_decayed_weights(setting.weight_decay), sgd)
-    private = {"clip": setting.clip, "noise_multiplier": z, "sampling": sampling, "delta": setting.delta}
-    local = LocalSGD(decayed, setting.batch_size, setting.epochs)
-    added = LocalSGD(optax.sgd(0.1, momentum=0.9), setting.batch_size)
-    tuned = {"local": local, "head": LocalSGD(sgd, setting.batch_size, setting.head_epochs)} | private
-    sparse = {"density": setting.density, "sparse_layers": setting.sparse_layers}
-    sparse |= {"penalty_weight": setting.penalty_weight} | tuned
-    alone = {"local": dataclasses.replace(local, epochs=setting.local_epochs), "sampling": sampling}
-    methods: dict[str, tuple[Callable[..., Algorithm], dict[str, Any]]] = {
-        "local-only": (local_only, alone),
-        "DP-FedAvg-fb": (dp_fedavg_fb, tuned),
-        "PPSGD": (ppsgd_centaur, tuned | {"head": added, "evaluation_epochs": setting.head_epochs}),
-        "PMTL-FT": (pmtl_ft, {"penalty_weight": setting.mean_weight} | tuned),
-        "CENTAUR": (centaur, tuned),
-        "DP-pFedDSU": (dp_pfeddsu, sparse),
-        "DP-pFedDSU as printed": (dp_pfeddsu_paper, {"clients": setting.clients, "claim": entry.epsilon} | sparse),
-    }
-    build, options = methods[entry.method]
-    return partial(build, model, **options | dict(entry.options))
-
-
-def split(data: Dataset, setting: Setting, classes: int, seed: int) -> Clients:
-    """Clients of some classes each, tested on disjoint examples of the same classes."""
-    train, test = classes_per_client(data.train_labels, data.test_labels, setting.clients, classes, seed=seed)
-    if setting.examples is not None:
+    @functools.cache  # noqa: B019 (as long as the program)
+    def clients(self, classes: int, seed: int) -> Clients:
+        """With as many examples each, tested on disjoint examples of the same classes."""
+        own, labels = self.setting, (self.data.train_labels, self.data.test_labels)
+        train, test = classes_per_client(*labels, own.clients, classes, seed=seed)
         rng = np.random.default_rng(seed)
-        train = [np.sort(rng.permutation(rows)[: setting.examples]) for rows in train]
-    return make_clients(data, train, test)
+        kept = ([np.sort(rng.permutation(rows)[:most]) for rows in lists] for lists, most in self._sizes(train, test))
+        return make_clients(self.data, *kept)
 
+    def _sizes(self, train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> list[tuple[Sequence, int]]:
+        return [(train, self.setting.examples), (test, self.setting.test)]
 
-def run(
-    table: str,
-    description: str | None,
-    classes: Mapping[Data, tuple[int, ...]],
-    entries: Callable[[Setting], Sequence[Entry]],
-    *,
-    scale: Scale = "cpu",
-) -> list[Shown]:
-    """Read the command line, run all rows for each number of classes, and print and write the tables.
+    def held_out(self, classes: int, seed: int) -> Clients:
+        """The same, tested on a fifth of their training examples, which they do not train on."""
+        return hold_out(self.clients(classes, seed), 0.2, seed=seed)
 
-    Args:
-        table: folder of the tables; runs are kept beside all tables' folders and shared by them.
-        description: help of the command.
-        classes: the paper's numbers of classes per client by dataset; others take those of CIFAR-10.
-        entries: the rows.
-        scale: what the command takes by default.
-    """
-    config = cli(Config, description, default=Config(scale=scale))
-    name: Data = "digits" if config.scale == "smoke" else config.dataset
-    setting = dataclasses.replace(PAPER[name], **CHANGES[config.scale])
-    seeds, counts = config.seeds, config.classes or classes.get(name, classes["cifar10"])
-    if config.scale == "smoke":
-        seeds, counts = seeds[:1], counts[:1]
-    data = load(name)
-    model = model_for(setting.model, data)
-    rows = entries(setting)
-    builders = {entry.name: builder(entry, model, setting) for entry in rows}
-    if config.scale in ("paper", "large"):
-        clients = split(data, setting, counts[0], seeds[0])
-        by_method = {entry.method: entry for entry in rows}
-        seconds = {method: round_seconds(builders[e.name](**e.first()), clients) for method, e in by_method.items()}
-        total = sum(seconds[entry.method] * entry.points for entry in rows)
-        hours = total * setting.rounds * len(counts) * len(seeds) / 3600
-        each = ", ".join(f"{method} {value:.1f}" for method, value in seconds.items())
-        print(f"about {hours:.1f} hours in all, and evaluations; seconds per round: {each}", flush=True)
-    shown = []
-    for count in counts:
-        common: dict[str, Any] = {
-            "make": functools.cache(partial(split, data, setting, count)),
-            "rounds": setting.rounds,
-            "seeds": seeds,
-            "out": config.out / "runs",
-            "config": dataclasses.asdict(setting) | {"dataset": data.name, "classes": count},
+    @functools.cache  # noqa: B019
+    def noise(self, epsilon: float) -> float:
+        """The least noise multiplier for an epsilon over all rounds."""
+        run: dict[str, Any] = {"clients": self.setting.clients, "rounds": self.setting.rounds, "sampling": Full()}
+        return 0.0 if math.isinf(epsilon) else calibrate(epsilon, delta=self.setting.delta, **run)
+
+    def local(self, epochs: int, rate: Any = None, *, head: bool = False) -> LocalSGD:
+        """Passes with the paper's learning rate, or another; a head has larger batches and no weight decay."""
+        own = self.setting
+        sgd = optax.sgd(own.learning_rate if rate is None else rate, momentum=own.momentum)
+        if head:
+            return LocalSGD(sgd, own.head_batch, epochs)
+        return LocalSGD(optax.chain(optax.add_decayed_weights(own.weight_decay), sgd), own.batch_size, epochs)
+
+    def build(
+        self, method: str, *, head_epochs: int | None = None, sparse_layers: int | None = None, **numbers: Any
+    ) -> Algorithm:
+        """A method of the paper, or one of its variants.
+
+        Args:
+            method: its name in the tables.
+            head_epochs: passes of the head in a round and before evaluation; None: the paper's.
+            sparse_layers: None: the setting's.
+            numbers: noise_multiplier, clip; of DP-pFedDSU penalty_weight and density; may be swept.
+        """
+        own, model = self.setting, self.model
+        passes = own.head_epochs if head_epochs is None else head_epochs
+        local, head = self.local(own.epochs), self.local(passes, head=True)
+        options: dict[str, Any] = {"sampling": Full(), "delta": own.delta, "local": local} | numbers
+        tuned: dict[str, Any] = {"head": head} | options
+        sparse: dict[str, Any] = {"density": own.density, "penalty_weight": own.penalty_weight} | tuned
+        sparse["sparse_layers"] = own.sparse_layers if sparse_layers is None else sparse_layers
+        # CENTAUR's experiments fit PPSGD's added head for a pass in a round, at a rate of its own.
+        added = LocalSGD(optax.sgd(0.1, momentum=own.momentum), own.head_batch, head_epochs or 1)
+        builders: dict[str, Callable[[], Algorithm]] = {
+            "DP-FedAvg-fb": lambda: dp_fedavg_fb(model, **tuned),
+            "PPSGD": lambda: ppsgd_centaur(model, **options, head=added, evaluation_epochs=passes),
+            "PMTL-FT": lambda: pmtl_ft(model, penalty_weight=own.mean_weight, **tuned),
+            "CENTAUR": lambda: centaur(model, **tuned),
+            "DP-pFedDSU": lambda: dp_pfeddsu(model, **sparse),
+            PRINTED: lambda: dp_pfeddsu_paper(model, clients=own.clients, **sparse),
+            WHOLE: lambda: fine_tuned(dp_fedavg(model, **options), self.local(passes)),
+            "head alone": lambda: centaur(model, **options | {"head": head, "local": self.local(0)}),
         }
-        results = []
-        for entry in rows:
-            build = builders[entry.name]
-            if entry.swept:
-                results += run_sweep(entry.name, build, entry.swept, **common)
-            else:
-                results += run_methods({entry.name: lambda _, build=build: build()}, **common)
-        title = f"{data.name}, {config.scale}: {setting.clients} clients of {count} classes, {setting.rounds} rounds"
-        shown.append(Shown(config.out / table / config.scale / data.name / f"s={count}", title, results))
-        show(title, results, shown[-1].folder)
-    _summarize(shown)
-    return shown
+        return builders[method]()
+
+    def rows(
+        self, method: str, classes: int, points: Mapping[str, Sequence[float]], *, tuning: bool = False, **fixed: Any
+    ) -> list[Row]:
+        """A row of each point, all of a seed's points in one program.
+
+        Args:
+            method: its name in the tables.
+            classes: s, of each client.
+            points: columns of numbers by argument of `build`, or epsilon in place of the noise multiplier.
+            tuning: one seed, tested on examples held out of the training splits.
+            fixed: other arguments of `build`.
+        """
+        own = self.setting
+        columns = {name: list(column) for name, column in points.items() if name != "epsilon"}
+        columns["noise_multiplier"] = [self.noise(epsilon) for epsilon in points["epsilon"]]
+        columns.setdefault("clip", [own.clip] * len(columns["noise_multiplier"]))
+        make = functools.partial(self.held_out if tuning else self.clients, classes)
+        results = sweep_each(
+            method,
+            functools.partial(self.build, method, **fixed),
+            columns,
+            make,
+            rounds=own.rounds,
+            seeds=(TUNING,) if tuning else self.seeds,
+            out=self.options.out,
+            config=dataclasses.asdict(own) | {"classes": classes, "tuning": tuning} | fixed,
+            eval_every=max(1, own.rounds // (1 if tuning or method == WHOLE else 4)),
+            devices=jax.devices()[:1],
+            chunk=1,
+            progress=False,
+        )
+        rows = []
+        for index, of_point in enumerate(results):
+            facts = facts_of(row_of(method, of_point)) | {"method": method, "classes": classes} | fixed
+            facts |= {name: float(column[index]) for name, column in columns.items()}
+            facts["target"] = float(points["epsilon"][index])
+            facts["train_loss"] = [[row["train_loss"] for row in result.metrics] for result in of_point]
+            facts["update_norm"] = [[row["update_norm"] for row in result.metrics] for result in of_point]
+            rows.append(facts)
+        return rows
+
+    def at_paper_clip(self, classes: int, methods: Sequence[str] = (*METHODS, PRINTED)) -> list[Row]:
+        """Every method at the paper's clip bound, with noise for each of the tables' epsilons; shared by them."""
+        epsilons = BY_EPSILON[classes]
+        return [row for method in methods for row in self.rows(method, classes, {"epsilon": epsilons})]
+
+    def floors(self, classes: int) -> dict[str, Row]:
+        """Local-only at its own optimum, and heads on an extractor that is never trained."""
+        (head,) = self.rows("head alone", classes, {"epsilon": [math.inf]})
+        return {"local-only": self.alone(classes), "head alone": head}
+
+    def alone(self, classes: int) -> Row:
+        """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
+        rates = [0.003, 0.01, 0.03][: 2 if self.options.smoke else None]
+        config = dataclasses.asdict(self.setting) | {"classes": classes, "rates": rates}
+        found = compare(
+            {"local-only": Candidate(lambda rate: local_only(self.model, local=self.local(1, rate)), grid(rate=rates))},
+            functools.partial(self.clients, classes),
+            rounds=self.setting.alone,
+            seeds=self.seeds,
+            tuning_seed=TUNING,
+            folder=run_folder(self.options.out, "local-only", config, TUNING),
+            devices=jax.devices()[:1],
+            chunk=1,
+            progress=False,
+        )
+        (tuning,) = found.tuning
+        facts = {name: [row[name] for row in found.rows] for name in ("accuracy", "loss")}
+        facts["worst10"] = [row["accuracy_worst10"] for row in found.rows]
+        return facts | {"chosen": tuning["chosen"], "points": tuning["points"], "passes": tuning["rounds"]}
+
+    def tuned(
+        self, method: str, classes: int, epsilons: Sequence[float], heads: Sequence[int], clips: Sequence[float]
+    ) -> list[Row]:
+        """A row of each epsilon, at the head passes and the clip bound that are best on held-out examples."""
+        targets, bounds = zip(*itertools.product(epsilons, clips), strict=True)
+        columns = {"epsilon": targets, "clip": bounds}
+        tried = [
+            row for passes in heads for row in self.rows(method, classes, columns, tuning=True, head_epochs=passes)
+        ]
+        pairs = list(itertools.product(heads, clips))
+        points = {"head passes": [passes for passes, _ in pairs], "clip": [clip for _, clip in pairs]}
+        rows = []
+        for epsilon in epsilons:
+            scores = [row["accuracy"][0] for row in tried if row["target"] == epsilon]
+            passes, clip = pairs[int(np.argmax(scores))]
+            (row,) = self.rows(method, classes, {"epsilon": [epsilon], "clip": [clip]}, head_epochs=passes)
+            chosen = starred({"head passes": passes, "clip": clip}, points)
+            rows.append(row | {"validation": scores, "points": points, "chosen": chosen})
+        return rows
 
 
-def _summarize(shown: Sequence[Shown]) -> None:
-    """Methods by classes per client, as the paper prints them: mean accuracy and, in brackets, the worst 10%."""
-    names = ["method", *(table.folder.name.replace("=", " = ") for table in shown), HEADER[4]]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    for rows in zip(*(table.rows for table in shown), strict=True):
-        scores = (f"{percent(row.mean)} ({percent(row.worst10)})" for row in rows)
-        lines.append("| " + " | ".join([rows[0].method, *scores, cells(rows[0])[4]]) + " |")
-    text = "\n".join(lines) + "\n"
-    print(f"accuracy % (worst 10 % of clients)\n\n{text}")
-    (shown[0].folder.parent / "summary.md").write_text(text)
+def sent_share(model: Model, density: float, sparse_layers: int) -> float:
+    """Share of an extractor's coordinates that DP-pFedDSU sends."""
+    local = LocalSGD(optax.sgd(0.1))
+    private: dict[str, Any] = {"sampling": Full(), "noise_multiplier": 1.0, "local": local, "head": local}
+    method = dp_pfeddsu(model, density=density, sparse_layers=sparse_layers, **private)
+    leaves = jax.tree.leaves(method.init(jax.random.key(0), 1)[0].support)
+    return float(sum(np.sum(leaf) for leaf in leaves) / sum(leaf.size for leaf in leaves))

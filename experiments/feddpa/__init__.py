@@ -1,1 +1,1 @@
-"""FedDPA (DynamicPFL): its published setting, and one where client-level privacy can work."""
+"""FedDPA: what its noise is worth, and what is left of its accuracy with noise that keeps the claim."""

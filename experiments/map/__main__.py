@@ -17,16 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.common import number, percent, starred
+from experiments.common import fine_tuned, number, percent, starred
 from experiments.study import Options, Result, Study, command, dated, markdown_table
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
-from jaxfl.local.penalties import proximal
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
 from jaxfl.run.report import run_folder
-from jaxfl.types import Algorithm, ClientData, Clients, Model, Params
+from jaxfl.types import Algorithm, Clients, Model
 
 EPSILONS = (1.0, 8.0, math.inf)
 TUNING_SEED = 100
@@ -148,16 +147,6 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
 def again(local: LocalSGD, epochs: int) -> LocalSGD:
     """The same steps, for some passes."""
     return dataclasses.replace(local, epochs=epochs)
-
-
-def fine_tuned(base: Algorithm, local: LocalSGD, penalty_weight: float = 0.0) -> Algorithm:
-    """The method, evaluated after each client has trained its whole model on its own data, near the server's or not."""
-
-    def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
-        penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
-        return local.train(key, base.model, base.personalize(key, server, client, data), data, penalty=penalty)[0]
-
-    return base._replace(name=f"{base.name}, fine-tuned", personalize=personalize)
 
 
 def banded(

@@ -1,7 +1,8 @@
 """DP-pFedDSU: a shared extractor with sparse private updates, and heads that never leave their clients."""
 
+import dataclasses
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import optax
@@ -39,9 +40,8 @@ def dp_pfeddsu(
     penalty_weight: Number = 0.2,
     mask_source: Literal["broadcast", "local_step", "public_random"] = "broadcast",
     backward_density: Number | None = None,
-    local: LocalSGD = _EXTRACTOR,
-    head: LocalSGD = _HEAD,
     delta: float | None = None,
+    **options: Any,
 ) -> Algorithm:
     r"""DP-pFedDSU: reparameterised training (RT) with a dynamic adaptive norm penalty (DAN).
 
@@ -68,9 +68,9 @@ def dp_pfeddsu(
             per round from a public key.
         backward_density: share that the backward pass moves, at least `density` (default: the same): the largest
             weights, or for "public_random" more random ones.
-        local: how a client trains the extractor in a round.
-        head: how it fits its head, in a round and before evaluation.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        options: how a client trains the extractor in a round, `local`; how it fits its head, `head`; and for how many
+            epochs before evaluation, `evaluation_epochs` (default: those of `head`).
 
     Guarantee: client-level, zero-out adjacency, sensitivity C. A public mask follows from earlier noisy broadcasts, and
         noise off its support is dropped afterwards; with "local_step" the noise is on all weights.
@@ -101,7 +101,7 @@ def dp_pfeddsu(
 
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
     private = mask_source == "local_step"
-    method = _sparsified(model, mechanism, masks, penalty_weight, local, head, private=private)
+    method = _sparsified(model, mechanism, masks, penalty_weight, private=private, **options)
     return method._replace(terms=Terms(delta))
 
 
@@ -116,10 +116,9 @@ def dp_pfeddsu_paper(
     density: Number = 0.05,
     sparse_layers: int = 4,
     penalty_weight: Number = 0.2,
-    local: LocalSGD = _EXTRACTOR,
-    head: LocalSGD = _HEAD,
     delta: float | None = None,
     claim: float | None = None,
+    **options: Any,
 ) -> Algorithm:
     r"""DP-pFedDSU as published: masks of the clients' own weights at every local step, and noise on those masks alone.
 
@@ -132,10 +131,9 @@ def dp_pfeddsu_paper(
         density: as in `dp_pfeddsu`.
         sparse_layers: as in `dp_pfeddsu`.
         penalty_weight: as in `dp_pfeddsu`.
-        local: as in `dp_pfeddsu`.
-        head: as in `dp_pfeddsu`.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
         claim: the epsilon that the paper states for `noise_multiplier`.
+        options: as in `dp_pfeddsu`.
 
     Guarantee: none, since the noise's support is private (see `PrivateMask`).
     Deviations from the paper: those of `dp_pfeddsu`.
@@ -154,7 +152,7 @@ def dp_pfeddsu_paper(
 
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
-    method = _sparsified(model, mechanism, masks, penalty_weight, local, head, private=True)
+    method = _sparsified(model, mechanism, masks, penalty_weight, private=True, **options)
     rule = "as if the noise were on all weights, whoever's mask they are on"
     return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, None if claim is None else (claim, rule)))
 
@@ -165,27 +163,34 @@ def _sparse(model: Model, params: Params, number: int) -> list[str]:
     return kernels[max(0, len(kernels) - number) :]
 
 
+@checked(penalty_weight=at_least_0, evaluation_epochs=count_from_0)
 def _sparsified(
     model: Model,
     mechanism: Mechanism,
     masks: Masks,
     penalty_weight: Number,
-    local: LocalSGD,
-    head: LocalSGD,
     *,
     private: bool,
+    local: LocalSGD = _EXTRACTOR,
+    head: LocalSGD = _HEAD,
+    evaluation_epochs: int | None = None,
 ) -> Algorithm:
     """The clients and the server of both builders; `private` masks follow the clients' own weights."""
+    before_evaluation = head
+    if evaluation_epochs is not None:
+        before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
     clip, server_optimizer = mechanism.clip, optax.sgd(1.0)
     check_bound(clip, "penalty_weight", penalty_weight)
     check_extractor(model)
 
-    def fit(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> Params:
+    def fit(
+        key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData, head: LocalSGD = before_evaluation
+    ) -> Params:
         return fit_head(key, model, {**keep(server.mask, server.params), **client}, data, local=head)[0]
 
     def client_update(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> tuple:
         first, second = jax.random.split(key)
-        _, fitted = split_head(model, fit(first, server, client, data))
+        _, fitted = split_head(model, fit(first, server, client, data, head))
 
         def now(params: Params) -> tuple[Tree, Tree]:
             return masks(params, server.public) if private else (server.mask, server.support)

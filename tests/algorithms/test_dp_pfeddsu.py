@@ -1,5 +1,6 @@
 """DP-pFedDSU: its oracles, and what its statement says of private masks."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -138,6 +139,17 @@ def test_the_first_forward_pass_is_on_masked_weights():
     params = algorithm.personalize(KEY, server, jax.tree.map(lambda a: a[0], heads), client_data())
     kept = jax.tree.map(lambda m, p: jnp.where(m, p, 0), server.mask, server.params)
     assert_same({name: params[name] for name in server.params}, kept)
+
+
+@pytest.mark.parametrize("build", [dp_pfeddsu, partial(dp_pfeddsu_paper, clients=len(SIZES))])
+def test_passes_before_evaluation_are_their_own_and_a_round_is_the_same(build):
+    usual, none = (build(MODEL, density=0.1, evaluation_epochs=n, **PRIVATE, **LOCAL) for n in (None, 0))
+    server, heads = usual.init(KEY, len(SIZES))
+    head = jax.tree.map(lambda leaf: leaf[0], heads)
+    tested = [method.personalize(KEY, server, head, client_data()) for method in (usual, none)]
+    moved = [np.any(params["head"]["kernel"] != head["head"]["kernel"]) for params in tested]
+    assert moved == [True, False]
+    assert_same(*(method.client_update(KEY, server, head, client_data())[:2] for method in (usual, none)))
 
 
 def test_wrong_arguments_name_themselves():

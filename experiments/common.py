@@ -2,7 +2,6 @@
 
 import functools
 import importlib.metadata
-import json
 import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
 from jaxfl import LocalSGD, Result, simulate, sweep
 from jaxfl._validate import check_counts
@@ -114,7 +108,6 @@ class Row(NamedTuple):
     method: str
     mean: list[float]
     worst10: list[float]
-    best: list[float]
     statement: dict[str, Any]
     metrics: list[list[dict[str, float | int]]]
     local: Sequence[float] = ()
@@ -147,16 +140,6 @@ def dirichlet_clients(
         dataset = dataset._replace(train_inputs=dataset.train_inputs[rows], train_labels=dataset.train_labels[rows])
     lists = dirichlet(dataset.train_labels, clients, alpha, seed=seed, minimum=minimum)
     return make_clients(dataset, lists, matching(lists, dataset.train_labels, dataset.test_labels, seed=seed))
-
-
-def claiming(method: Algorithm, epsilon: float, rule: str) -> Algorithm:
-    """The method, whose statement also has the epsilon that some rule would state for its noise."""
-    return method._replace(terms=method.terms._replace(claim=(epsilon, rule)))
-
-
-def run_methods(methods: Mapping[str, Method], make: Callable[[int], Clients], **options: Any) -> list[Row]:
-    """A row of every method, of `run_each`'s results."""
-    return [row_of(name, results) for name, results in run_each(methods, make, **options).items()]
 
 
 def run_each(
@@ -259,34 +242,9 @@ def row_of(method: str, results: Sequence[Result]) -> Row:
         method=method,
         mean=[row["accuracy"] for row in final],
         worst10=[row["accuracy_worst10"] for row in final],
-        best=[max(row["accuracy"] for row in result.metrics) for result in results],
         statement=results[0].statement,
         metrics=[result.metrics for result in results],
     )
-
-
-HEADER = ("method", "accuracy %", "worst 10 %", "best round %", "ε aggregate RDP / PLD", "ε upload", "ε claimed")
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of a table: percentages as mean ± standard deviation over seeds, then epsilons."""
-    honest, claim = row.statement["honest"], row.statement["claim"]
-    aggregate, upload = honest["aggregate"], honest["upload"]
-    return (
-        row.method,
-        percent(row.mean),
-        percent(row.worst10),
-        percent(row.best),
-        f"{number(aggregate['rdp']['total'])} / {number(aggregate['pld']['total'])}",
-        number(upload["rdp"]["total"]),
-        "–" if claim is None else number(claim["epsilon"]),
-    )
-
-
-def _example(row: Row) -> str:
-    """Epsilons of a single example, where local steps protect it."""
-    bounds = row.statement["examples"]
-    return f"{number(bounds['rdp']['total'])} / {number(bounds['pld']['total'])}" if bounds else "–"
 
 
 def percent(values: Sequence[float]) -> str:
@@ -300,44 +258,3 @@ def percent(values: Sequence[float]) -> str:
 def number(value: float | str) -> str:
     """An epsilon; infinity says that none is finite."""
     return "∞" if value == "inf" or (isinstance(value, float) and math.isinf(value)) else f"{value:.3g}"
-
-
-def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
-    """Print a table, and write it as Markdown and JSON, with one plot of all methods, into `out`; process 0 does."""
-    if jax.process_index() != 0:
-        return
-    header, body = HEADER, [cells(row) for row in rows]
-    if any(row.statement["examples"] for row in rows):
-        header, body = (*header, "ε example"), [(*line, _example(row)) for line, row in zip(body, rows)]
-    if any(row.local for row in rows):
-        header, body = (*header, "local models %"), [(*line, percent(row.local)) for line, row in zip(body, rows)]
-    table = Table(*header, title=title)
-    for line in body:
-        table.add_row(*line)
-    Console(width=150).print(table)
-    lines = ["| " + " | ".join(line) + " |" for line in (header, *body)]
-    lines.insert(1, "|" + "---|" * len(header))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(f"{title}\n\n" + "\n".join(lines) + "\n")
-    (out / "table.json").write_text(json.dumps([row._asdict() for row in rows], indent=1) + "\n")
-    plot(out / "curves.png", title, rows)
-    print(f"table and curves: {out}")
-
-
-def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:
-    """Accuracy by round (mean over seeds, band: least to largest), and worst 10% against mean at the end."""
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves, scatter = figure.subplots(1, 2, width_ratios=(3, 2))
-    if len(rows) > 10:  # the default colours repeat
-        curves.set_prop_cycle(color=list(map(tuple, colormaps["tab20"](np.arange(20)))))
-    for row in rows:
-        rounds = [entry["round"] for entry in row.metrics[0]]
-        accuracy = np.array([[entry["accuracy"] for entry in metrics] for metrics in row.metrics])
-        (line,) = curves.plot(rounds, accuracy.mean(0), marker=".", label=row.method)
-        curves.fill_between(rounds, accuracy.min(0), accuracy.max(0), color=line.get_color(), alpha=0.15)
-        scatter.plot(row.mean, row.worst10, "o", color=line.get_color(), label=row.method)
-    curves.set(title=title, xlabel="round", ylabel="mean accuracy over clients", ylim=(0, 1))
-    scatter.set(xlabel="mean accuracy over clients", ylabel="worst 10% of clients", ylim=(-0.02, 1))
-    figure.legend(*curves.get_legend_handles_labels(), fontsize="small", loc="outside right upper")
-    figure.savefig(path, dpi=120)

@@ -48,15 +48,9 @@ def test_a_stop_is_one_line_and_its_exit_code(stop, code, line, capsys):
     assert capsys.readouterr().err.strip() == line
 
 
-def test_a_table_without_tests_has_dashes(tmp_path):
-    names = ("accuracy", "accuracy_worst10", "accuracy_examples", "accuracy_std", "loss")
-    metrics = [{"round": r} | dict.fromkeys(names, math.nan) for r in (1, 2)]
-    bound = {"rdp": {"total": 1.0}, "pld": {"total": 1.0}}
-    statement = {"honest": {"aggregate": bound, "upload": bound}, "claim": None, "examples": None}
-    result: Any = types.SimpleNamespace(metrics=metrics, statement=statement)
-    row = common.row_of("untested", [result, result])
-    common.show("nothing to test", [row], tmp_path)
-    assert "| untested | – | – | – | 1 / 1 | 1 | – |" in (tmp_path / "table.md").read_text()
+def test_an_accuracy_that_is_not_known_is_a_dash():
+    assert common.percent([math.nan, 0.5]) == "–"
+    assert common.percent([0.5, 0.7]) == "60.0 ± 14.1"
 
 
 TOY = {"one": study.Study(lambda options: {"seen": list(options.seeds)}, lambda result: f"seen: {result['seen']}")}

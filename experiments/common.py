@@ -12,9 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +23,7 @@ from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.models import build, digits_cnn
 from jaxfl.privacy import Full
+from jaxfl.run import plots
 from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
@@ -357,35 +355,34 @@ def show(title: str, rows: Sequence[Row], out: pathlib.Path) -> None:
 
 
 def plot_metric(path: pathlib.Path, title: str, rows: Sequence[Row], metric: str, label: str) -> None:
-    """One metric by round, mean over seeds; process 0 draws it."""
+    """One metric by round, mean over seeds, band: least to largest; process 0 draws it."""
     if jax.process_index() != 0:
         return
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for row in rows:
-        values = np.array([[entry[metric] for entry in metrics] for metrics in row.metrics])
-        axes.plot([entry["round"] for entry in row.metrics[0]], values.mean(0), marker=".", label=row.method)
-    axes.set(title=title, xlabel="round", ylabel=label)
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    with plots.style():
+        figure = plots.new_figure(plots.DOUBLE, 3.2)
+        axes = figure.subplots()
+        for index, row in enumerate(rows):
+            _curve(axes, row, metric, index)
+        axes.set(title=title, ylabel=label)
+        plots.legend_beside(axes)
+    plots.save(figure, path)
     print(f"{label}: {path}")
 
 
 def plot(path: pathlib.Path, title: str, rows: Sequence[Row]) -> None:
     """Accuracy by round (mean over seeds, band: least to largest), and worst 10% against mean at the end."""
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    curves, scatter = figure.subplots(1, 2, width_ratios=(3, 2))
-    if len(rows) > 10:  # the default colours repeat
-        curves.set_prop_cycle(color=list(map(tuple, colormaps["tab20"](np.arange(20)))))
-    for row in rows:
-        rounds = [entry["round"] for entry in row.metrics[0]]
-        accuracy = np.array([[entry["accuracy"] for entry in metrics] for metrics in row.metrics])
-        (line,) = curves.plot(rounds, accuracy.mean(0), marker=".", label=row.method)
-        curves.fill_between(rounds, accuracy.min(0), accuracy.max(0), color=line.get_color(), alpha=0.15)
-        scatter.plot(row.mean, row.worst10, "o", color=line.get_color(), label=row.method)
-    curves.set(title=title, xlabel="round", ylabel="mean accuracy over clients", ylim=(0, 1))
-    scatter.set(xlabel="mean accuracy over clients", ylabel="worst 10% of clients", ylim=(-0.02, 1))
-    figure.legend(*curves.get_legend_handles_labels(), fontsize="small", loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    with plots.style():
+        figure = plots.new_figure(1.4 * plots.DOUBLE, 3.4)
+        scatter, curves = figure.subplots(1, 2, width_ratios=(2, 3))
+        for index, row in enumerate(rows):
+            _curve(curves, row, "accuracy", index)
+            scatter.plot(row.mean, row.worst10, **plots.series(index) | {"linestyle": ""})
+        curves.set_ylabel("mean accuracy over clients")
+        scatter.set(title=title, xlabel="mean accuracy over clients", ylabel="worst 10% of clients")
+        plots.legend_beside(curves)
+    plots.save(figure, path)
+
+
+def _curve(axes: Any, row: Row, metric: str, index: int) -> None:
+    values = np.array([[entry[metric] for entry in metrics] for metrics in row.metrics], float)
+    plots.by_round(axes, [entry["round"] for entry in row.metrics[0]], values, row.method, index)

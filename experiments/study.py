@@ -17,12 +17,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from experiments.common import Row, cli, compile_quickly, percent, seeds_of, versions
 from jaxfl._validate import check_path, checked
 from jaxfl.files import write_json
+from jaxfl.run import plots
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")
@@ -148,18 +147,15 @@ def facts_of(row: Row) -> dict[str, Any]:
 
 
 def draw_curves(result: Result, path: pathlib.Path) -> None:
-    """Accuracy by round, mean over seeds, band from the least to the largest; after six colours, lines are dashed."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, (name, row) in enumerate(result["rows"].items()):
-        values = 100 * np.array(row["accuracy_by_round"])
-        color, style = f"C{index % 6}", "--" if index >= 6 else "-"
-        axes.plot(row["rounds"], values.mean(0), style, color=color, marker="os^Dv*"[index % 6], label=name)
-        axes.fill_between(row["rounds"], values.min(0), values.max(0), color=color, alpha=0.12)
-    axes.set(xlabel="round", ylabel="accuracy %")
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    """Accuracy by round, mean over seeds, band from the least to the largest; after eight colours, lines are dashed."""
+    with plots.style():
+        figure = plots.new_figure(plots.DOUBLE, 3.2)
+        axes = figure.subplots()
+        for index, (name, row) in enumerate(result["rows"].items()):
+            plots.by_round(axes, row["rounds"], 100 * np.array(row["accuracy_by_round"]), name, index)
+        axes.set_ylabel("accuracy %")
+        plots.legend_beside(axes)
+    plots.save(figure, path.with_suffix(".png"))
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

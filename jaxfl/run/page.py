@@ -72,10 +72,11 @@ def _run(folder: pathlib.Path) -> str:
     if rows:
         plots.draw_curves(folder / PRINTED, title, rows, headline)
     ended = bool(statement) and last.get("round") == statement["rounds"]
-    state = f"{last.get('round', 0)} of {facts.get('rounds', '?')} rounds" if not ended else f"{last['round']} rounds"
+    of_all = f" of {facts['rounds']}" if "rounds" in facts else ""
+    state = f"{last['round']} rounds" if ended else f"{last.get('round', 0)}{of_all} rounds, not finished"
     told = [state, f"{statement['clients']} clients" if statement else "", _score(last, headline)]
     parts = [
-        _text("p", ", ".join(filter(None, told)) + ("" if ended else ": not finished"), "lead"),
+        _text("p", ", ".join(filter(None, told)), "lead"),
         _dropped(rows),
         _section("Privacy", _privacy(statement) if statement else _text("p", "No statement before the run's end.")),
         _section(

@@ -14,7 +14,7 @@ import shutil
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -83,12 +83,8 @@ def tell(text: str, shown: bool) -> None:
         _LOG.info("%s", text)
 
 
-class Told(Protocol):
-    """What a run tells while it goes on: rounds done, what it is at, and figures (None: as before)."""
-
-    def __call__(self, done: int, state: str, figures: str | None = None) -> None:  # noqa: D102
-        ...
-
+Told: TypeAlias = Callable[..., None]
+"""`told(done, state, figures=None)`: rounds done, what a run is at, and figures, which stay until there are others."""
 
 _ONE_LINE: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
 

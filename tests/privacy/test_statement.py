@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -284,3 +285,19 @@ def test_clients_must_be_the_ledgers():
     m = Mechanism(clip=1.0, noise_multiplier=9.0)
     with pytest.raises(ValueError, match=r"clients=3: give the 4 clients"):
         privacy_statement(planned_ledger(m, 4, 2), m, 3)
+
+
+def test_markdown_says_the_same_in_nested_lists():
+    m = Mechanism(clip=1.0, noise_multiplier=9.0, client_noise=2.0)
+    statement = state(m, claim=(1.0, "a_rule of <b>*ours*</b> [1] | 2"))
+    text, plain = format_statement(statement, markdown=True), format_statement(statement)
+    title, blank, *items = text.splitlines()
+    assert title == f"**{plain.splitlines()[0]}**"
+    assert not blank
+    assert all(re.fullmatch(r"( {2})?- \S.*", item) for item in items)
+    assert r"a\_rule of \<b\>\*ours\*\</b\> \[1\] \| 2" in text
+
+    def words(said):
+        return re.sub(r"\\(?=\W|_)|\*\*(?=Priv|$)", "", " ".join(said.replace("\n", " ").replace("- ", " ").split()))
+
+    assert words("\n".join([title[2:-2], *items])) == words(plain)

@@ -157,6 +157,20 @@ def test_dropped_updates_are_told(run, tmp_path):
     assert any(text.startswith("6 updates were not finite") for text in page.texts["p"])
 
 
+def test_an_audit_stands_beside_what_is_stated(run, tmp_path):
+    folder = shutil.copytree(run[0], tmp_path / "copy")
+    statement = json.loads((folder / report.PRIVACY).read_text())
+    audit = {"at_least": 0.25, "by": "one_run of sum", "estimate": 1.5, "canaries": 6}
+    (folder / report.PRIVACY).write_text(json.dumps(statement | {"audit": audit}))
+    np.savez(folder / report.AUDIT, taken=np.arange(6) % 2 == 0, sum=np.arange(6.0))
+    page = Page(write_report(folder))
+    (stated,) = page.table("protects")
+    assert stated[-2][1:] == ["audited from below", 0.25, "one_run of sum"]
+    pairs = {line[0]: line[1] for rows in page.tables for line in rows if len(line) == 2}
+    assert {name: pairs[name] for name in audit} == audit
+    assert "score of a canary" in page.texts["text"]
+
+
 def test_many_clients_are_listed_up_to_a_limit(run, tmp_path):
     folder = shutil.copytree(run[0], tmp_path / "copy")
     scores = np.linspace(1, 0, 3000, dtype=np.float32)

@@ -64,13 +64,14 @@ def style() -> Iterator[None]:
 
 
 def series(index: int) -> dict[str, Any]:
-    """Colour, marker and line of a curve: no two of the first 32 look alike, nor any of eight in grey.
+    """Colour, marker and line of a curve: without its line, or without colour, none of the first eight is like another.
 
-    >>> series(1)["color"], series(9)["color"] == series(1)["color"], series(9)["linestyle"]
-    ('#D55E00', True, '--')
+    >>> [series(index)["color"] for index in (0, 8)], [series(index)["marker"] for index in (0, 8)]
+    (['#0072B2', '#0072B2'], ['o', '^'])
     """
     turn, place = divmod(index, _SERIES)
-    return {"color": COLORS[place], "marker": _MARKERS[place], "linestyle": _DASHES[turn % len(_DASHES)]}
+    marker = _MARKERS[(place + 3 * turn) % _SERIES]
+    return {"color": COLORS[place], "marker": marker, "linestyle": _DASHES[turn % len(_DASHES)]}
 
 
 def new_figure(width: float, height: float) -> Figure:

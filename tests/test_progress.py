@@ -33,9 +33,9 @@ def clock(monkeypatch):
 
 def lines(bar, width=80):
     """What a terminal of some columns shows."""
-    console = Console(width=width, file=io.StringIO())
-    console.print(bar.get_renderable())
-    return console.file.getvalue().rstrip("\n").split("\n")
+    shown = io.StringIO()
+    Console(width=width, file=shown).print(bar.get_renderable())
+    return shown.getvalue().rstrip("\n").split("\n")
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

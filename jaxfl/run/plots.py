@@ -237,7 +237,7 @@ def comparison(
     return figure
 
 
-def by_round(axes: Axes, rounds: Sequence[float], values: np.ndarray, label: str, index: int) -> None:
+def by_round(axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, index: int) -> None:
     """One method's curve: the mean over seeds `[S, R]`, in a band from the least to the largest."""
     look = series(index)
     axes.plot(rounds, values.mean(0), label=label, markevery=_every(rounds), **look)
@@ -303,7 +303,7 @@ def _lines(axes: Axes, rows: Sequence[Row], names: Mapping[str, str], label: str
     whole_rounds(axes)
 
 
-def _every(rounds: Sequence[float] | np.ndarray) -> int:
+def _every(rounds: Sequence[int | float] | np.ndarray) -> int:
     """A dozen markers at most."""
     return max(1, math.ceil(len(rounds) / 12))
 

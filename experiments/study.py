@@ -17,13 +17,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from experiments.common import Row, cli, percent, seeds_of, versions
 from jaxfl._validate import check_path, checked
 from jaxfl.backend import compile_quickly
 from jaxfl.files import write_json
+from jaxfl.run import plots
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")
@@ -169,18 +168,15 @@ def draw_curves(
     label: str = "accuracy %",
     scale: float = 100.0,
 ) -> None:
-    """A number by round, mean over seeds, band from the least to the largest; after six colours, lines are dashed."""
-    figure = Figure(figsize=(8, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for index, (name, row) in enumerate(result["rows"].items()):
-        of_seeds = scale * np.array(row[values])
-        color, style = f"C{index % 6}", "--" if index >= 6 else "-"
-        axes.plot(row["rounds"], of_seeds.mean(0), style, color=color, marker="os^Dv*"[index % 6], label=name)
-        axes.fill_between(row["rounds"], of_seeds.min(0), of_seeds.max(0), color=color, alpha=0.12)
-    axes.set(xlabel="round", ylabel=label)
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    """A number by round, mean over seeds, band from the least to the largest; after eight colours, lines are dashed."""
+    with plots.style():
+        figure = plots.new_figure(plots.DOUBLE, 3.2)
+        axes = figure.subplots()
+        for index, (name, row) in enumerate(result["rows"].items()):
+            plots.by_round(axes, row["rounds"], scale * np.array(row[values]), name, index)
+        axes.set_ylabel(label)
+        plots.legend_beside(axes)
+    plots.save(figure, path.with_suffix(".png"))
 
 
 def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -19,7 +19,9 @@ from jaxfl.engine import compilation_cache
 from jaxfl.local import LocalSGD
 from jaxfl.run import callbacks
 from jaxfl.run.attack import membership
-from jaxfl.run.compare import Candidate, Comparison, compare, grid, spread
+from jaxfl.run.compare import Candidate, compare, grid, spread
+from jaxfl.run.comparison import Comparison
+from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
 from jaxfl.tasks import Metric, Task
@@ -32,5 +34,5 @@ compilation_cache.keep()
 __all__ = [
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Ledger", "LocalSGD", "Message", "Metric", "Model",
     "Result", "Task", "Terms", "algorithms", "callbacks", "compare", "data", "grid", "membership", "models", "privacy",
-    "simulate", "spread", "sweep", "tasks",
+    "simulate", "spread", "sweep", "tasks", "write_report",
 ]  # fmt: skip

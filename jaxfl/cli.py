@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import tyro
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -206,7 +207,7 @@ def doctor() -> None:
     devices = ", ".join(device.device_kind for device in jax.devices())
     rows = [("jaxfl", jaxfl.__version__), ("Python", platform.python_version()), *rows, ("devices", devices)]
     _show("This machine", ("", ""), [*rows, ("cache", str(cache_folder()))])
-    print(f"LeNet, 28x28 pixels, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation")
+    print(f"LeNet, 28x28, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation")
 
 
 def throughput(seconds: float = 5.0) -> float:
@@ -230,7 +231,9 @@ def throughput(seconds: float = 5.0) -> float:
 
 
 def _show(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    table = Table(*head, title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in head:
+        table.add_column(name, overflow="fold")  # a path is not cut
     for row in rows:
         table.add_row(*row)
     Console().print(table)

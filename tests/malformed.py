@@ -3,6 +3,8 @@
 import fractions
 import functools
 import math
+import pathlib
+import tempfile
 import types
 from collections.abc import Callable
 from typing import Any
@@ -117,6 +119,7 @@ BAD: dict[str, list[Any]] = {
     "shards": [3, "01", {}, object(), [-1], [0.5], ["a"]],
     "dataset": [*NO_CLASSES, "imagenet", "../digits", "Digits"],
     "path": [3, 0.5, [], {}, object(), b"", ""],
+    "run folder": [None, 3, 0.5, [], {}, object(), b"", "", "/", "no/such/folder"],
     "number list": [*NO_NUMBER_LISTS, [0.0]],
     "weights": [3.0, "1", {}, object(), [], [-1.0], [NAN, 1.0], [INF, 1.0], ["a"], [[[1.0]]], [True]],
     "impacts": [3.0, "1", {}, object(), [], [-1.0, 2.0], [NAN, 1.0], ["a"], [[[1.0]]], [0.5, 0.6], lambda t: "a"],
@@ -200,6 +203,8 @@ RUN = {
 RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (False, "flag")}
 RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_noise": (False, "flag")}
 RUN |= {"audit": (None, "audit?")}
+RUN_FOLDER = tempfile.TemporaryDirectory()
+(pathlib.Path(RUN_FOLDER.name) / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5, "loss": 1.0}\n')
 RESULT: Any = jaxfl.Result(algorithms.fedavg(MODEL).init(KEY, 2)[0], (), [], *[None] * 3, {})  # pyrefly: ignore
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
@@ -471,8 +476,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "terms": (Terms(), "terms"), "dp_sgd": (None, "dp_sgd?"), "randomness": ("seed", "choice"),
         "paired": (False, "flag"), "stateful": (False, "flag"),
     }),
+    "write_report": (jaxfl.write_report, {"folder": (RUN_FOLDER.name, "run folder")}),
     "format_statement": (privacy.format_statement, {
-        "statement": (privacy.privacy_statement(LEDGER, MECHANISM, 2), "statement"),
+        "statement": (privacy.privacy_statement(LEDGER, MECHANISM, 2), "statement"), "markdown": (False, "flag"),
     }),
     "fixed_budgets": (privacy.fixed_budgets, {"epsilon": (1.0, "positive"), "rounds": (2, "count")}),
     "round_budgets": (privacy.round_budgets, {

@@ -37,8 +37,17 @@ def test_data_that_are_absent_are_told_how_to_get(monkeypatch, capsys, tmp_path)
     listed = command(monkeypatch, capsys, "data")
     assert "in the package" in listed
     assert listed.count("absent") == len(jaxfl.data.NAMES) - 1
+    assert max(map(len, listed.splitlines())) <= 80
     with pytest.raises(ValueError, match="download_and_prepare"):
         command(monkeypatch, capsys, "data", "mnist")
+
+
+def test_long_paths_are_folded_and_not_cut(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    cli._show("Datasets", ("name", "where"), [("mnist", "/folder" * 20)])
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    assert "/folder" * 20 in "".join(told.partition("mnist")[2].split())
 
 
 def test_the_version(monkeypatch, capsys):
@@ -50,6 +59,7 @@ def test_the_doctor_has_a_figure(monkeypatch, capsys):
     told = command(monkeypatch, capsys, "doctor")
     assert "1234 clients a second" in told
     assert "cpu" in told
+    assert max(map(len, told.splitlines())) <= 80
 
 
 SMALL: dict[str, Any] = {"population": settings.Population(clients=12), "model": "mlp", "rounds": 2, "rate": 0.5}

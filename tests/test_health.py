@@ -146,3 +146,19 @@ def test_remedies_fit_the_cause(algorithm, text, caplog):
     caplog.set_level(logging.WARNING)
     watch(None, PLAIN, algorithm).end([records([1], [3])])
     assert caplog.records[0].getMessage().endswith(f"dropped: {text}") or text in caplog.text
+
+
+def test_dropped_updates_are_told_as_soon_as_they_are_a_tenth_and_once(caplog):
+    own, found = records([0, 1, 1, 1], [4, 4, 40, 4]), watch()
+    found.dropped([own], 0, 1)
+    assert not caplog.records
+    found.dropped([own], 0, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "run: 1 of 8 updates were not finite and were dropped: lower the learning rate, or clip updates"
+    ]
+    found.dropped([own], 0, 4)
+    found.updates([own], 0, 4)
+    assert len(caplog.records) == 1
+    few = watch()
+    few.dropped([own], 0, 3)  # 2 of 48
+    assert len(caplog.records) == 1

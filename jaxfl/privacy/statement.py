@@ -2,9 +2,10 @@
 
 import logging
 import math
+import re
 import textwrap
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from jaxfl.types import Ledger, Terms
 
 Randomness = Literal["seed", "secret"]
 
-_WIDTH = 100
+_WIDTH = 80
 
 _OBSERVERS: dict[Observer, tuple[str, str]] = {
     "aggregate": (
@@ -162,56 +163,89 @@ def _check_statement(name: str, value: Any) -> dict[str, Any]:
 
 
 @checked(statement=_check_statement)
-def format_statement(statement: dict[str, Any]) -> str:
-    """Format a statement in lines of up to 100 characters.
+def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> str:
+    """Format a statement in lines of up to 80 characters, or as a nested list in Markdown.
+
+    Args:
+        statement: of `privacy_statement`, or the `statement` of a result.
+        markdown: for a document: no wrapped lines, and what Markdown would read as markup is escaped.
 
     >>> from jaxfl.privacy.accounting import planned_ledger
     >>> mechanism, terms = Mechanism(clip=1.0, noise_multiplier=10.0), Terms(claim=(1.0, "one round's epsilon"))
     >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4, terms=terms)
     >>> print(format_statement(statement))  # doctest: +ELLIPSIS
     Privacy of one client (all of its data, 4 clients), delta 1e-05
-      mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, denominator expected, 100
-        rounds
-      guarantee against an observer of noisy sums and broadcasts (participation hidden):
+      mechanism: clip 1, noise multiplier 10, client noise 0, sampling full,
+        denominator expected, 100 rounds
+      guarantee against an observer of noisy sums and broadcasts (participation
+        hidden):
         epsilon 4.377 in total, 0.3407 for one round alone
         by: Gaussian, zero-out; PLD
         also: 4.73 and 0.3753 (Gaussian, zero-out; RDP)
-        zero-out: the client's clipped update is replaced by zero; the number of clients is public
+        zero-out: the client's clipped update is replaced by zero; the number of
+          clients is public
         with one example replaced: 9.997 (Gaussian, replace-one; PLD)
-      guarantee against an observer of every upload and every cohort (no amplification):
+      guarantee against an observer of every upload and every cohort (no
+        amplification):
         no finite epsilon: the server sees uploads without noise
       claimed, not verified: epsilon 1 (one round's epsilon)
       warning: noise from a known seed: ...
       no epsilon covers:
         - reported accuracies and losses, ...
+    >>> print(format_statement(statement, markdown=True))  # doctest: +ELLIPSIS
+    **Privacy of one client (all of its data, 4 clients), delta 1e-05**
+    <BLANKLINE>
+    - mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, denominator expected, 100 rounds
+    - guarantee against an observer of noisy sums and broadcasts (participation hidden):
+      - epsilon 4.377 in total, 0.3407 for one round alone
+      ...
     """
+    title, *rest = statement_lines(statement)
+    if not markdown:
+        return "\n".join(_wrap(f"{'  ' * depth}{'- ' * item}{text}") for depth, text, item in (title, *rest))
+    items = [f"{'  ' * (depth - 1)}- {re.sub(_MARKUP, _ESCAPED, text)}" for depth, text, _ in rest]
+    return "\n".join([f"**{re.sub(_MARKUP, _ESCAPED, title.text)}**", "", *items])
+
+
+_MARKUP, _ESCAPED = r"([\\`*_\[\]<>|#~])", r"\\\1"
+
+
+class Line(NamedTuple):
+    """A line of a statement."""
+
+    depth: int
+    """0 for the title, 1 for what belongs to it, 2 for what belongs to the line before."""
+    text: str
+    item: bool = False
+    """One of a list."""
+
+
+def statement_lines(statement: dict[str, Any]) -> list[Line]:
+    """What a statement says, line by line; statements of older versions lack some."""
     sampling = " ".join(str(value) for value in statement["sampling"].values())
-    lines = [
-        f"Privacy of one client (all of its data, {statement['clients']} clients), delta {statement['delta']:g}",
-        f"  mechanism: clip {_show(statement['clip'])}, noise multiplier {_span(statement['noise_multiplier'])}, "
+    title = f"Privacy of one client (all of its data, {statement['clients']} clients), delta {statement['delta']:g}"
+    mechanism = (
+        f"mechanism: clip {_show(statement['clip'])}, noise multiplier {_span(statement['noise_multiplier'])}, "
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
-        f"denominator {statement['denominator']}, {statement['rounds']} rounds",
-    ]
-    lines += [f"  {detail}" for detail in statement["details"]]
+        f"denominator {statement['denominator']}, {statement['rounds']} rounds"
+    )
+    lines = [Line(0, title), Line(1, mechanism), *(Line(1, detail) for detail in statement.get("details", ()))]
     for seen in statement["honest"].values():
-        lines += [f"  guarantee against an observer of {seen['sees']}:", *_observer_lines(seen)]
-    if examples := statement["examples"]:
-        lines += [
-            f"  guarantee for one example, against an observer of {examples['sees']}:",
-            *_observer_lines(examples),
-        ]
+        lines += [Line(1, f"guarantee against an observer of {seen['sees']}:"), *_observer_lines(seen)]
+    if examples := statement.get("examples"):
+        lines.append(Line(1, f"guarantee for one example, against an observer of {examples['sees']}:"))
+        lines += _observer_lines(examples)
     if audit := statement.get("audit"):
-        lines += [
-            f"  audited from below with {audit['canaries']} canaries: epsilon is at least {_show(audit['at_least'])} "
-            f"(95% confidence, {audit['by'].replace('_', ' ')}); estimate {_show(audit['estimate'])}"
-        ]
+        found = f"epsilon is at least {_show(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')})"
+        text = f"audited from below with {audit['canaries']} canaries: {found}; estimate {_show(audit['estimate'])}"
+        lines.append(Line(1, text))
     if claim := statement["claim"]:
-        lines.append(f"  {claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
-    lines += [f"  warning: {warning}" for warning in statement["warnings"]]
+        lines.append(Line(1, f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})"))
+    lines += [Line(1, f"warning: {warning}") for warning in statement["warnings"]]
     for name, title in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
-        if statement[name]:
-            lines += [f"  {title}:", *(f"    - {item}" for item in statement[name])]
-    return "\n".join(_wrap(line) for line in lines)
+        if statement.get(name):
+            lines += [Line(1, f"{title}:"), *(Line(2, item, item=True) for item in statement[name])]
+    return lines
 
 
 def _wrap(line: str) -> str:
@@ -294,27 +328,28 @@ def _entry(total: Epsilon) -> dict[str, Any]:
     return entry
 
 
-def _observer_lines(seen: dict[str, Any]) -> list[str]:
+def _observer_lines(seen: dict[str, Any]) -> list[Line]:
     if seen["reason"]:
-        return [f"    no finite epsilon: {seen['reason']}", *_spread(seen["rdp"], "RDP")]
+        lines = [f"no finite epsilon: {seen['reason']}", *_spread(seen["rdp"], "RDP")]
+        return [Line(2, text) for text in lines]
     alone = f", {_show(seen['one_round'])} for one round alone" if "one_round" in seen else ""
-    lines = [f"    epsilon {_show(seen['epsilon'])} in total{alone}", f"    by: {seen['by']}"]
+    lines = [f"epsilon {_show(seen['epsilon'])} in total{alone}", f"by: {seen['by']}"]
     for accountant in ("rdp", "pld"):
         bound = seen[accountant]
         if bound["theorem"] != seen["by"]:
             alone = f" and {_show(bound['one_round'])}" if "one_round" in bound else ""
-            lines.append(f"    also: {_show(bound['total'])}{alone} ({bound['theorem']})")
-    lines.append(f"    {seen['adjacency']}")
+            lines.append(f"also: {_show(bound['total'])}{alone} ({bound['theorem']})")
+    lines.append(seen["adjacency"])
     if other := seen.get("against_client"):
-        lines.append(f"    against another client, who knows its own noise: {_show(other['epsilon'])} ({other['by']})")
+        lines.append(f"against another client, who knows its own noise: {_show(other['epsilon'])} ({other['by']})")
     if example := seen.get("example"):
-        lines.append(f"    with one example replaced: {_show(example['epsilon'])} ({example['by']})")
-    return [*lines, *_spread(seen["pld"], "PLD")]
+        lines.append(f"with one example replaced: {_show(example['epsilon'])} ({example['by']})")
+    return [Line(2, text) for text in [*lines, *_spread(seen["pld"], "PLD")]]
 
 
 def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
     values = entry.get("per_client")
-    return [f"    by client: {_span(values)}, median {_show(values['median'])} ({accountant})"] if values else []
+    return [f"by client: {_span(values)}, median {_show(values['median'])} ({accountant})"] if values else []
 
 
 def _warnings(delta: float, clients: int, communicates: bool, seeded: bool, paired: bool) -> list[str]:

@@ -2,14 +2,12 @@
 
 import functools
 import inspect
-import itertools
-import json
 import math
 import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,16 +25,15 @@ from jaxfl._validate import (
     show,
 )
 from jaxfl.data.clients import hold_out
-from jaxfl.files import write_json
 from jaxfl.privacy.accounting import calibrate
 from jaxfl.run.check import check_clients, check_values
+from jaxfl.run.comparison import Comparison, Row
+from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
-from jaxfl.run.report import draw_comparison, progress_bar
+from jaxfl.run.report import COMPARISON, Whole, shared_bar
 from jaxfl.run.simulate import CHECKS, RunOptions, sweep
 from jaxfl.tasks import classification
 from jaxfl.types import Algorithm, Clients
-
-Row: TypeAlias = dict[str, Any]
 
 
 class Candidate(NamedTuple):
@@ -103,113 +100,6 @@ def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)  # after the origin
     unit = sequence.random(number)
     return dict(zip(axes, np.exp(low + unit * (high - low)).T.tolist(), strict=True))
-
-
-class Comparison(NamedTuple):
-    """What `compare` found.
-
-    `rows` has one row per method, epsilon and seed: `method`, `epsilon` (the target; infinite without noise),
-    `stated` (the statement's for the observer of sums; 0 for methods that send nothing, None where there is none),
-    `seed`, `chosen` (the point), and the last row of the run's metrics. `tuning` has, for each method and epsilon, the
-    points and, by the evaluated rounds that may be chosen, their scores on validation examples.
-    """
-
-    rows: list[Row]
-    tuning: list[Row]
-    headline: str
-    lower_is_better: bool
-    protocol: str
-    """For a caption."""
-
-    def mean(self, method: str, epsilon: float) -> tuple[float, float]:
-        """Mean and standard deviation over seeds of the headline metric."""
-        values = self._values(method, epsilon)
-        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-
-    def differences(self, reference: str, confidence: float = 0.95) -> list[Row]:
-        """Paired differences to a reference over seeds: their mean, and the interval of Student's t.
-
-        Args:
-            reference: a method of the comparison, at the same epsilon, or its only one.
-            confidence: of the interval, which is (None, None) for a single seed.
-        """
-        found = []
-        for method, epsilon in self.cells:
-            other = epsilon if (reference, epsilon) in self.cells else math.inf
-            if method == reference or (reference, other) not in self.cells:
-                continue
-            gains = np.subtract(self._values(method, epsilon), self._values(reference, other))
-            mean, half = float(gains.mean()), None
-            if len(gains) > 1:
-                error = gains.std(ddof=1) / math.sqrt(len(gains))
-                half = float(scipy.stats.t.ppf((1 + confidence) / 2, len(gains) - 1) * error)
-            interval = (None, None) if half is None else (mean - half, mean + half)
-            found.append(
-                {"method": method, "epsilon": epsilon, "difference": mean, "low": interval[0], "high": interval[1]}
-            )
-        if not found:
-            raise ValueError(f"reference={reference!r}: name one of {', '.join(sorted({m for m, _ in self.cells}))}")
-        return found
-
-    def to_pandas(self) -> Any:
-        """The rows as a DataFrame (needs pandas)."""
-        try:
-            import pandas  # pyrefly: ignore[missing-import]
-        except ImportError:
-            raise ValueError("to_pandas() needs pandas: pip install pandas") from None
-        return pandas.DataFrame(self.rows)
-
-    def to_markdown(self) -> str:
-        """Methods by epsilon, mean ± standard deviation over seeds."""
-        head, *lines = self._table(" ± ")
-        return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
-
-    def to_latex(self) -> str:
-        """The same as a `tabular` with the rules of booktabs."""
-        head, *lines = self._table(r" $\pm$ ")
-        rows = [
-            " & ".join(cell.replace("_", r"\_").replace("∞", r"$\infty$") for cell in line) for line in [head, *lines]
-        ]
-        body = [rf"{rows[0]} \\", r"\midrule", *(rf"{row} \\" for row in rows[1:])]
-        columns = "l" + "r" * (len(head) - 1)
-        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"])
-
-    def plot(self, path: str | os.PathLike) -> None:
-        """The headline metric against epsilon, with methods without noise as lines; PNG, PDF or SVG by the name."""
-        series = {method: {e: self.mean(method, e) for m, e in self.cells if m == method} for method, _ in self.cells}
-        sends = {row["method"] for row in self.rows if row["stated"] != 0}
-        draw_comparison(pathlib.Path(path), series, self.headline, sends)
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Write all of it as JSON (an infinite epsilon as Infinity)."""
-        write_json(pathlib.Path(path), self._asdict())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike) -> "Comparison":
-        """Read what `save` wrote."""
-        return cls(**json.loads(pathlib.Path(path).read_text()))
-
-    @property
-    def cells(self) -> list[tuple[str, float]]:
-        """Methods and epsilons, in order."""
-        return list(dict.fromkeys((row["method"], row["epsilon"]) for row in self.rows))
-
-    def _values(self, method: str, epsilon: float) -> list[float]:
-        return [row[self.headline] for row in self.rows if (row["method"], row["epsilon"]) == (method, epsilon)]
-
-    def _table(self, sign: str) -> list[list[str]]:
-        epsilons = sorted({epsilon for _, epsilon in self.cells})
-        head = [self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
-        lines = []
-        for method in dict.fromkeys(method for method, _ in self.cells):
-            line = [method]
-            for epsilon in epsilons:
-                mean, std = self.mean(method, epsilon) if (method, epsilon) in self.cells else (math.nan, math.nan)
-                line.append(
-                    "–" if math.isnan(mean) else f"{mean:.3f}" + ("" if math.isnan(std) else f"{sign}{std:.3f}")
-                )
-            lines.append(line)
-        return [head, *lines]
 
 
 def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
@@ -287,7 +177,8 @@ def compare(
         seeds: of the final runs.
         validation: share of each client's training examples that tuning holds out.
         tuning_seed: another one than `seeds`.
-        folder: every run has a folder in it and is resumed, and `comparison.json` has the result. None writes nothing.
+        folder: every run has a folder in it and is resumed; `comparison.json` has the result, and `report.html` shows
+            it (see `write_report`). None writes nothing.
         options: of the runs, see `RunOptions`; `progress` shows one bar over all.
 
     Raises:
@@ -302,26 +193,27 @@ def compare(
     shared: dict[str, Any] = {**options, "progress": False}
     rows: list[Row] = []
     tuning: list[Row] = []
-    shown, task = options.get("progress", True), classification()
-    with progress_bar("compare", len(methods) * (1 + len(tested)), shown) as update:
-        steps = itertools.count()
-        for name, method in methods.items():
-            at = _Runs(method, method.first(), None if root is None else root / name, shared)
-            length, task = method.rounds or rounds, at.algorithm.model.task
+    runs = {name: _Runs(name, method, method.first(), root, shared) for name, method in methods.items()}
+    work = sum(
+        at.work(held_out.number, [own.number for own in tested.values()], rounds, epsilons) for at in runs.values()
+    )
+    task = classification()
+    with shared_bar("compare", work, options.get("progress", True) and jax.process_index() == 0) as bar:
+        for name, at in runs.items():
+            method, length, task = at.method, at.method.rounds or rounds, at.algorithm.model.task
+            bar.say(f"{name}: calibrating")
             levels = _levels(at, held_out.number, length, epsilons)
-            update(next(steps), f"{name}: tuning")
-            chosen = _tuned(at, held_out, length, levels, tuning_seed)
+            chosen = _tuned(at, held_out, length, levels, tuning_seed, bar)
             tuning += [{"method": name} | row for row in chosen]
             for seed, own in tested.items():
-                update(next(steps), f"{name}: seed {seed}")
                 columns = {argument: [row["chosen"][argument] for row in chosen] for argument in method.points}
                 columns |= _noise(method, levels)
-                results = at.run(columns, own, seed, f"seed={seed}", chosen[0]["rounds"])
+                bar.skip(at.trained(own.number, length - chosen[0]["rounds"], len(levels)))
+                results = at.run(bar, columns, own, seed, f"seed={seed}", chosen[0]["rounds"])
                 for row, result in zip(chosen, results, strict=True):
                     last = {key: value for key, value in result.metrics[-1].items() if key != "epsilon"}
                     facts = {"epsilon": row["epsilon"], "stated": _stated(result.statement), "seed": seed}
                     rows.append({"method": name} | facts | {"chosen": row["chosen"]} | last)
-        update(next(steps), "done")
     points = " or ".join(map(str, sorted({method.number for method in methods.values()})))
     protocol = (
         f"{points} points of each method and epsilon, each tried once (seed {tuning_seed}) on {100 * validation:g}% of "
@@ -329,7 +221,8 @@ def compare(
     )
     comparison = Comparison(rows, tuning, task.headline, task.metrics[task.headline].lower_is_better, protocol)
     if root is not None and jax.process_index() == 0:
-        comparison.save(root / "comparison.json")
+        comparison.save(root / COMPARISON)
+        write_report(root)
     return comparison
 
 
@@ -340,11 +233,32 @@ _STATE_BYTES = 2**30
 class _Runs(NamedTuple):
     """The runs of a method."""
 
+    name: str
     method: Candidate
     algorithm: Algorithm
     """Its first point."""
-    folder: pathlib.Path | None
+    root: pathlib.Path | None
     options: dict[str, Any]
+
+    @property
+    def silent(self) -> bool:
+        """Whether it sends nothing."""
+        return not self.algorithm.mechanism.communicates
+
+    @property
+    def tuned(self) -> bool:
+        """Whether there is anything to choose: a point, or a round where none costs privacy."""
+        return self.method.number > 1 or self.silent
+
+    def trained(self, clients: int, rounds: int, points: int) -> float:
+        """How many clients some points train in all."""
+        return float(self.algorithm.mechanism.sampling.expected(clients) * rounds * points)
+
+    def work(self, held_out: int, tested: Sequence[int], rounds: int, epsilons: Sequence[float]) -> float:
+        """How many clients tuning and the final runs train, from the clients of these."""
+        levels, rounds = len(epsilons) if self.method.private else 1, self.method.rounds or rounds
+        tuning = self.trained(held_out, rounds, levels * self.method.number) if self.tuned else 0.0
+        return tuning + sum(self.trained(clients, rounds, levels) for clients in tested)
 
     def states(self, clients: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what clients keep; empty if they keep nothing."""
@@ -353,6 +267,7 @@ class _Runs(NamedTuple):
 
     def run(
         self,
+        bar: Whole,
         columns: Mapping[str, Sequence[float]],
         clients: Clients,
         seed: int,
@@ -367,15 +282,16 @@ class _Runs(NamedTuple):
         results: list[Result] = []
         for group in groups:
             part = name if len(groups) == 1 else f"{name}, points {group[0]} to {group[-1]}"
-            found = sweep(
-                jnp.broadcast_to(jax.random.key(seed), group.shape),
-                self.method.build,
-                {argument: [column[i] for i in group] for argument, column in columns.items()},
-                clients,
-                rounds=rounds,
-                folder=None if self.folder is None else self.folder / part,
-                **{"eval_every": every or rounds} | self.options,
-            )
+            with bar.part(f"{self.name}: {part}", self.trained(clients.number, rounds, len(group))):
+                found = sweep(
+                    jnp.broadcast_to(jax.random.key(seed), group.shape),
+                    self.method.build,
+                    {argument: [column[i] for i in group] for argument, column in columns.items()},
+                    clients,
+                    rounds=rounds,
+                    folder=None if self.root is None else self.root / self.name / part,
+                    **{"eval_every": every or rounds} | self.options,
+                )
             results += [result._replace(server=(), states=()) for result in found]
         return results
 
@@ -401,18 +317,20 @@ def _noise(method: Candidate, levels: Mapping[float, float], times: int = 1) -> 
     return {"noise_multiplier": [z for z in levels.values() for _ in range(times)]} if method.private else {}
 
 
-def _tuned(runs: _Runs, clients: Clients, rounds: int, levels: Mapping[float, float], seed: int) -> list[Row]:
+def _tuned(
+    runs: _Runs, clients: Clients, rounds: int, levels: Mapping[float, float], seed: int, bar: Whole
+) -> list[Row]:
     """The best point at each epsilon, with the scores of all; also the best round, where none costs privacy."""
-    method, task, silent = runs.method, runs.algorithm.model.task, not runs.algorithm.mechanism.communicates
+    method, task, silent = runs.method, runs.algorithm.model.task, runs.silent
     columns = {argument: list(column) * len(levels) for argument, column in method.points.items()}
     columns |= _noise(method, levels, method.number)
     points = {argument: list(column) for argument, column in method.points.items()}
-    if method.number == 1 and not silent:  # a single point needs no choice
+    if not runs.tuned:
         return [
             {"epsilon": epsilon, "chosen": method.point(0), "rounds": rounds, "points": points, "scores": {}}
             for epsilon in levels
         ]
-    results = runs.run(columns, clients, seed, "tuning", rounds, math.ceil(rounds / 20) if silent else rounds)
+    results = runs.run(bar, columns, clients, seed, "tuning", rounds, math.ceil(rounds / 20) if silent else rounds)
     choices = [result.metrics if silent else result.metrics[-1:] for result in results]
     numbers = [int(row["round"]) for row in choices[0]]
     scores = np.array([[row[task.headline] for row in rows] for rows in choices], float)

@@ -16,7 +16,7 @@ from jaxfl.types import Algorithm, Clients
 _LOG = logging.getLogger("jaxfl")
 
 _SHARE = 0.1
-"""Share of the updates between two evaluations: if more are dropped, a warning follows at once."""
+"""Share of the updates since an evaluation: if more are dropped, a warning follows at once."""
 
 
 class Watch:
@@ -32,8 +32,15 @@ class Watch:
         self.name, self.clients, self.algorithms = name, clients, algorithms
         self.told: set[str] = set()
 
+    def dropped(self, records: Sequence[Records], start: int, done: int) -> None:
+        """Warn where more than a tenth of the updates of some rounds were dropped."""
+        since = [jax.tree.map(lambda leaf: leaf[start:done], record) for record in records]
+        dropped, made = _count(since)
+        if dropped > _SHARE * made:
+            self._warn("updates", self._dropped(since, start))
+
     def updates(self, records: Sequence[Records], start: int, done: int) -> None:
-        """Warn where more than a tenth of the updates of some rounds were dropped.
+        """The same, at an evaluation, where a run may have to stop.
 
         Raises:
             FloatingPointError: all were, in every point, and no later round can change that.
@@ -42,9 +49,7 @@ class Watch:
         if all(self._stuck(record, recent, done) for record, recent in zip(records, since, strict=True)):
             text = f"{self.name}: {self._dropped(since, start)}; none would count from here on, so the run stops"
             raise FloatingPointError(f"{text}; the last checkpoint is intact")
-        dropped, made = _count(since)
-        if dropped > _SHARE * made:
-            self._warn("updates", self._dropped(since, start))
+        self.dropped(records, start, done)
 
     def scores(self, scores: Sequence[PerClient], done: int) -> None:
         """Warn where models have no finite scores after some rounds."""

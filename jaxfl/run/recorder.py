@@ -15,7 +15,7 @@ from jaxfl.engine.round import Records
 from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.audit import Scores, audit_report, told
 from jaxfl.privacy.statement import privacy_statement, with_audit
-from jaxfl.run import report
+from jaxfl.run import plots, report
 from jaxfl.run.health import remedy
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
@@ -167,7 +167,7 @@ class Journal:
             if not self.public:
                 arrays["participations"] = ledger.participants.sum(0)
             files.write_arrays(folder / report.PER_CLIENT, history | arrays)
-            report.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
+            plots.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
         if statement:
             files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
 

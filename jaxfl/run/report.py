@@ -1,24 +1,29 @@
-"""The run folder, progress, and curves."""
+"""The run folder, and progress."""
 
 import contextlib
+import contextvars
 import dataclasses
+import datetime
 import hashlib
 import json
 import logging
-import math
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+from rich.text import Text
 
-from jaxfl.files import replacing, write_json
+from jaxfl.files import write_json
 
 _LOG = logging.getLogger("jaxfl")
 
@@ -26,6 +31,7 @@ CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, CHECKPOINTS, STATES, NOISE_
     "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "audit.npz", "ckpt", "states",
     "noise.key",
 )  # fmt: skip
+PRINTED, PAGE, COMPARISON = "curves.pdf", "report.html", "comparison.json"
 
 
 def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
@@ -61,7 +67,7 @@ def clear(folder: pathlib.Path, points: bool) -> None:
     shutil.rmtree(folder / STATES, ignore_errors=True)
     (folder / NOISE_KEY).unlink(missing_ok=True)
     for run in [path for path in folder.glob("[0-9]*") if path.is_dir()] if points else [folder]:
-        for name in (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT):
+        for name in (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE):
             (run / name).unlink(missing_ok=True)
         if points and not any(run.iterdir()):
             run.rmdir()
@@ -70,107 +76,119 @@ def clear(folder: pathlib.Path, points: bool) -> None:
 def tell(text: str, shown: bool) -> None:
     """Print a text where progress is shown; otherwise log it."""
     if shown:
-        rich.console.Console().print(text, highlight=False, markup=False, soft_wrap=True)
+        console = Console()
+        lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)  # paths stay whole
     else:
         _LOG.info("%s", text)
 
 
-def draw_curves(path: pathlib.Path, title: str, rows: list[dict[str, Any]], headline: str = "accuracy") -> None:
-    """The headline metric over clients, training loss, and epsilon so far, by round, as one PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+Told: TypeAlias = Callable[..., None]
+"""`told(done, state, figures=None)`: rounds done, what a run is at, and figures, which stay until there are others."""
 
-    rounds = np.array([row["round"] for row in rows])
-
-    def column(name: str) -> np.ndarray:
-        return np.array([row.get(name, math.nan) for row in rows], float)
-
-    figure = Figure(figsize=(12, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    score, loss, epsilon = figure.subplots(1, 3)
-    mean, spread, worst = (column(f"{headline}{suffix}") for suffix in ("", "_std", "_worst10"))
-    share = not np.any((np.append(mean, worst) < 0) | (np.append(mean, worst) > 1))
-    high = np.minimum(mean + spread, 1 if share else math.inf)
-    score.fill_between(rounds, mean - spread, high, alpha=0.2, label="± std over clients")
-    score.plot(rounds, mean, marker=".", label="mean over clients")
-    score.plot(rounds, worst, marker=".", label="worst 10% of clients")
-    score.set(title=title, xlabel="round", ylabel=f"test {headline}", ylim=(0, 1) if share else None)
-    score.legend()
-    if np.isfinite(column("train_loss")).any():
-        loss.plot(rounds, column("train_loss"), marker=".", label="train, participants")
-    loss.plot(rounds, column("loss"), marker=".", label="test, all clients")
-    loss.set(xlabel="round", ylabel="loss")
-    loss.legend()
-    if np.isfinite(column("epsilon")).any():
-        epsilon.plot(rounds, column("epsilon"), marker=".")
-    else:
-        epsilon.text(0.5, 0.5, "no finite epsilon", ha="center", transform=epsilon.transAxes)
-    epsilon.set(xlabel="round", ylabel="epsilon so far (RDP, aggregate)")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=120, format="png")
+_ONE_LINE: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
 
 
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-"""Of Okabe and Ito: told apart by colour-blind readers too."""
-_MARKERS = "osD^vPX*"
+class _Bar(Progress):
+    """A bar, and a line of figures below it, that fit a terminal of 80 columns.
 
-
-def draw_comparison(
-    path: pathlib.Path, series: Mapping[str, Mapping[float, tuple[float, float]]], headline: str, sends: Collection[str]
-) -> None:
-    """A metric against epsilon, each method a curve of means with bars of one standard deviation over seeds.
-
-    A method without noise is a horizontal line, dotted where it sends nothing. At most eight curves share a panel;
-    every panel has all lines. Labels follow the curves' order at their right end.
-
-    Args:
-        path: its suffix is the format.
-        series: for each method, (mean, standard deviation) by epsilon.
-        headline: name of the metric.
-        sends: methods that send something.
+    The time left follows from the pace since `since`, when `base` was done.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    finite = sorted({e for points in series.values() for e in points if math.isfinite(e)})
-    places = {e: i for i, e in enumerate([*finite, math.inf])}
-    curves = [name for name, points in series.items() if any(map(math.isfinite, points))]
-    lines = [name for name in series if name not in curves]
-    panels = [curves[i : i + 8] for i in range(0, len(curves), 8)] or [[]]
-    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, names in zip(np.atleast_1d(figure.subplots(1, len(panels), sharey=True)), panels, strict=True):
-        ends = []
-        for i, name in enumerate(names):
-            points = sorted(series[name].items())
-            x, (mean, spread) = [places[e] for e, _ in points], zip(*(value for _, value in points), strict=True)
-            style = {"color": _COLORS[i], "marker": _MARKERS[i], "markersize": 4, "capsize": 2, "linewidth": 1.2}
-            axes.errorbar(x, mean, np.nan_to_num(spread), label=name, **style)
-            ends.append((mean[-1], name))
-        for i, name in enumerate(lines):
-            ((mean, _),) = series[name].values()
-            dash = "--" if name in sends else ":"
-            axes.axhline(mean, color=str(0.25 + 0.15 * (i % 4)), linestyle=dash, linewidth=1.2, label=name)
-            ends.append((mean, name))
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        order = [name for _, name in sorted(ends, key=lambda end: -np.nan_to_num(end[0]))]
-        axes.legend([handles[name] for name in order], order, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-        axes.set_xticks(list(places.values()), ["∞" if math.isinf(e) else f"{e:g}" for e in places])
-        axes.set(xlabel="epsilon", xlim=(-0.3, len(places) - 0.7))
-        axes.grid(alpha=0.25)
-    figure.axes[0].set_ylabel(f"{headline}, mean ± std over seeds")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=160, format=path.suffix.removeprefix(".") or "png")
+    def __init__(self, name: str, total: float, show: bool, count: Callable[[float, float], str]) -> None:
+        columns = (
+            TextColumn("{task.description}", markup=False, table_column=Column(max_width=24, **_ONE_LINE)),
+            BarColumn(None, table_column=Column(ratio=1, min_width=8)),
+            TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True)),
+            TextColumn("{task.fields[state]}", markup=False, table_column=Column(max_width=30, **_ONE_LINE)),
+            TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+        )
+        self.whole, self.count, self.figures = total, count, ""
+        super().__init__(*columns, disable=not show, expand=True)
+        self.done, self.base, self.since = 0.0, 0.0, time.monotonic()
+        self.line = self.add_task(name, total=total, count="", state="", left="")
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The bar, and the figures."""
+        yield from super().get_renderables()
+        yield Text(f"  {self.figures}", **_ONE_LINE)
+
+    def tell(self, done: float, state: str, figures: str | None = None) -> None:
+        """Move it."""
+        self.done, self.figures = done, self.figures if figures is None else figures
+        left = "-:--:--"
+        if done > self.base:
+            pace = (time.monotonic() - self.since) / (done - self.base)
+            left = str(datetime.timedelta(seconds=round(pace * (self.whole - done))))
+        self.update(
+            self.line, total=self.whole, completed=done, count=self.count(done, self.whole), state=state, left=left
+        )
+
+
+_WHOLE: contextvars.ContextVar[Callable[[int, int], Told] | None] = contextvars.ContextVar("whole", default=None)
+"""Within `shared_bar`, what a run of some rounds, the first of them restored, tells how far it is."""
 
 
 @contextlib.contextmanager
-def progress_bar(name: str, rounds: int, show: bool) -> Iterator[Callable[[int, str], None]]:
-    """A bar that `update(rounds_done, text)` moves."""
-    bar, done, left = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    columns = (TextColumn(name), bar, done, left, TextColumn("{task.fields[text]}"))
-    with Progress(*columns, disable=not show) as progress:
-        task = progress.add_task(name, total=rounds, text="compiling")
-        yield lambda done, text: progress.update(task, completed=done, text=text)
+def progress_bar(name: str, rounds: int, show: bool, start: int = 0) -> Iterator[Told]:
+    """A bar of a run that begins after round `start`; a part of a whole (see `shared_bar`) moves the bar of that."""
+    if (part := _WHOLE.get()) is not None:
+        yield part(rounds, start)
+        return
+    with _Bar(name, float(rounds), show, lambda done, whole: f"{done:.0f}/{whole:.0f}") as bar:
+
+        def told(done: int, state: str, figures: str | None = None) -> None:
+            if done == start:  # what comes before the first round has another pace
+                bar.base, bar.since = float(done), time.monotonic()
+                state += f", from round {start}" if start else ""
+            bar.tell(float(done), state, figures)
+
+        told(start, "starting")
+        yield told
+        bar.tell(bar.done, "finished")
+
+
+class Whole:
+    """Many runs, by the clients that they train."""
+
+    def __init__(self, bar: _Bar) -> None:
+        self._bar, self._before = bar, 0.0
+
+    @contextlib.contextmanager
+    def part(self, name: str, work: float) -> Iterator[None]:
+        """A run that trains `work` clients in all; rounds that it reads from its folder take no time."""
+
+        def of_run(rounds: int, start: int) -> Told:
+            def told(done: int, state: str, figures: str | None = None) -> None:
+                self._bar.tell(self._before + work * done / rounds, name, ": ".join(filter(None, [state, figures])))
+
+            self._bar.base += work * start / rounds
+            told(start, "from its folder" if start else "starting")
+            return told
+
+        token = _WHOLE.set(of_run)
+        try:
+            yield
+        finally:
+            _WHOLE.reset(token)
+        self._before += work
+        self.say(name)
+
+    def say(self, state: str) -> None:
+        """What is done between two runs."""
+        self._bar.tell(self._before, state, "")
+
+    def skip(self, work: float) -> None:
+        """Clients that need not be trained after all."""
+        self._bar.whole -= work
+
+
+@contextlib.contextmanager
+def shared_bar(name: str, work: float, show: bool) -> Iterator[Whole]:
+    """One bar over runs that train `work` clients together, each within a `part`."""
+    with _Bar(name, work, show, lambda done, whole: f"{done / whole:.0%}") as bar:
+        yield Whole(bar)
+        bar.tell(bar.done, "finished", "")
 
 
 def _json(value: Any) -> Any:

@@ -317,7 +317,8 @@ class _Run:
             report.tell(f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}", shown)
         try:
             shown &= self.done < self.rounds
-            with report.progress_bar(name, self.rounds, shown) as update, signals.deferred() as asked:
+            bar = report.progress_bar(name, self.rounds, shown, self.done)
+            with bar as update, signals.deferred() as asked:
                 try:
                     self.go(update, callbacks, asked)
                 except KeyboardInterrupt:
@@ -356,7 +357,10 @@ class _Run:
         pace, program = math.inf, None
         over = bool(self.journals[0].metrics) and self._call(callbacks)
         while self.done < self.rounds and not processes.largest(over)[0]:
-            program = program or self.runner.compile(self._facts())
+            if program is None:
+                update(self.done, "measuring the chunk" if self.runner.chunk == "auto" else "compiling")
+                program = self.runner.compile(self._facts())
+                update(self.done, "running")
             target = next(r for r in self.evaluations if r > self.done)
             count = int(min(target - self.done, _SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
             start = time.monotonic()
@@ -366,7 +370,7 @@ class _Run:
             if self.done in self.evaluations:
                 self._evaluate()
                 over = self._call(callbacks)
-            update(self.done, f"{self._text()}  chunk {program.chunk}")
+            update(self.done, "running", f"{self._text(count, count * pace)}, chunk {program.chunk}")
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
             pace, late, stop, over = processes.largest(pace, late, asked(), over)
             if self.checkpoints and (late or stop or over or self.done == self.rounds):
@@ -401,6 +405,8 @@ class _Run:
         for journal, part in zip(self.journals, self._split(records), strict=True):
             journal.record(part, self.done, count)
         self.done += count
+        evaluated = max((r for r in self.evaluations if r < self.done), default=0)
+        self.watch.dropped([journal.recorded.records for journal in self.journals], evaluated, self.done)
 
     def _evaluate(self) -> None:
         index = self.evaluations.index(self.done)
@@ -412,14 +418,17 @@ class _Run:
         for journal, part in zip(self.journals, scores, strict=True):
             journal.evaluated(index, part)
 
-    def _text(self) -> str:
-        """Headline metric and epsilon so far, for the progress bar."""
+    def _text(self, count: int, seconds: float) -> str:
+        """Headline metric, epsilon so far, and clients per second in the last rounds, for the progress bar."""
         headline = self.journals[0].task.headline
         scores = [journal.metrics[-1][headline] for journal in self.journals if journal.metrics]
         known = sorted({value for value in scores if not math.isnan(value)})
-        score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:])) or "-"
+        score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:]))
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
-        return f"{headline} {score}  epsilon {epsilon:.3g} (RDP)"
+        taken = [journal.recorded.records.info["participants"] for journal in self.journals]
+        rate = np.sum(taken, axis=0)[self.done - count : self.done].sum() / seconds
+        first = f"{headline} {score}, " if known else ""
+        return f"{first}epsilon {epsilon:.3g} (RDP), {rate:,.{0 if rate >= 10 else 1}f} clients/s"
 
     def _state(self, plan: Plan | None = None) -> dict[str, Tree]:
         """What a checkpoint keeps; or the shapes of what one of another plan has kept."""

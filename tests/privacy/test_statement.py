@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def test_where_the_noise_comes_from():
     assert (seed["randomness"], secret["randomness"]) == ("seed", "secret")
     paired = privacy_statement(record, m, 20, randomness="secret", paired=True)
     assert paired["warnings"] == ["the points of this sweep share their noise: at most one of them may be published"]
-    assert paired["warnings"][0] in format_statement(paired)
+    assert paired["warnings"][0] in " ".join(format_statement(paired).split())
     assert state(Mechanism(communicates=False))["warnings"] == []
 
 
@@ -173,7 +174,7 @@ def test_lines_are_short():
     steps = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.1, steps=10)
     m = Mechanism(1.0, 9.0, client_noise=3.0, sampling=Poisson(0.1))
     statement = state(m, rounds=3, dp_sgd=steps, claim=(1.0, "long " * 40))
-    assert max(map(len, format_statement(statement).splitlines())) <= 100
+    assert max(map(len, format_statement(statement).splitlines())) <= 80
 
 
 def test_the_same_is_accounted_once(monkeypatch):
@@ -284,3 +285,19 @@ def test_clients_must_be_the_ledgers():
     m = Mechanism(clip=1.0, noise_multiplier=9.0)
     with pytest.raises(ValueError, match=r"clients=3: give the 4 clients"):
         privacy_statement(planned_ledger(m, 4, 2), m, 3)
+
+
+def test_markdown_says_the_same_in_nested_lists():
+    m = Mechanism(clip=1.0, noise_multiplier=9.0, client_noise=2.0)
+    statement = state(m, claim=(1.0, "a_rule of <b>*ours*</b> [1] | 2"))
+    text, plain = format_statement(statement, markdown=True), format_statement(statement)
+    title, blank, *items = text.splitlines()
+    assert title == f"**{plain.splitlines()[0]}**"
+    assert not blank
+    assert all(re.fullmatch(r"( {2})?- \S.*", item) for item in items)
+    assert r"a\_rule of \<b\>\*ours\*\</b\> \[1\] \| 2" in text
+
+    def words(said):
+        return re.sub(r"\\(?=\W|_)|\*\*(?=Priv|$)", "", " ".join(said.replace("\n", " ").replace("- ", " ").split()))
+
+    assert words("\n".join([title[2:-2], *items])) == words(plain)

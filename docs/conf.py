@@ -1,7 +1,11 @@
 """Settings of the documentation."""
 
+import os
 import pathlib
 import sys
+
+# Small runs, in the notebooks' processes too: compiling them well would take most of the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)]
@@ -39,6 +43,7 @@ html_theme_options = {
 myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "cache"
+nb_render_markdown_format = "myst"  # with tables
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 300

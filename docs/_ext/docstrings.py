@@ -39,7 +39,7 @@ def signature(
         return f"({', '.join(fields)})", None
     function = inspect.unwrap(getattr(obj, "__func__", obj))
     if not inspect.isfunction(function):
-        return ("()", None) if inspect.isclass(obj) else None
+        return None
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     if not isinstance(tree, ast.FunctionDef):
         return None

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 
 class Page(NamedTuple):
-    """One page; `rows` are the small settings of `tests/algorithms_table.py` whose statements it shows."""
+    """One page; it shows statements of small settings of `tests/algorithms_table.py`.
+
+    Those are named as the builders are, unless `rows` names them and says what they are.
+    """
 
     slug: str
     title: str
@@ -15,7 +18,7 @@ class Page(NamedTuple):
     use: str
     avoid: str
     measured: tuple[str, ...] = ()
-    rows: tuple[str, ...] | None = None
+    rows: dict[str, str] | None = None
     note: str = ""
 
 
@@ -104,7 +107,7 @@ PAGES = (
         "As `server_optimizer=` of any method that sends updates, where coordinates need different rates.",
         "Under strong noise without tuning `tau`: noise enters the second moment too.",
         ("methods",),
-        (),
+        {},
         "The privacy of a run is that of the method: a server's step is post-processing.",
     ),
     Page(
@@ -129,7 +132,11 @@ PAGES = (
         " a filter stops each client at its budget.",
         "For a first private model: budgets by risk cost epsilon of their own.",
         ("adp_pfl", "audit"),
-        ("adp_pfl", "adp_pfl_released", "adp_pfl_paper"),
+        {
+            "adp_pfl": "`adp_pfl`",
+            "adp_pfl_released": "`adp_pfl`, private risks",
+            "adp_pfl_paper": "`adp_pfl_paper`, private risks",
+        },
     ),
     Page(
         "dp_lg", "LG-FedAvg with DP", ("dp_lg",),
@@ -149,7 +156,6 @@ PAGES = (
         "Where every client names its own epsilon for what it uploads.",
         "Where the server is trusted with uploads: noise on the sum alone is far less.",
         ("pdp_fl", "audit"),
-        ("pdp_fl", "pdp_fl_examples", "pdp_fl_paper"),
     ),
     Page(
         "feddpa", "FedDPA", ("feddpa", "feddpa_paper"),

@@ -44,7 +44,7 @@ def relink(text: str, source: pathlib.Path, page: pathlib.Path) -> str:
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)]*)?\)", target, text)
 
 
-def against(name: str, algorithm: Algorithm) -> str:
+def against(label: str, algorithm: Algorithm) -> str:
     """Who the method is private against, by the statement of a planned run."""
     clients = len(SIZES)
     plan = planned_ledger(algorithm.mechanism, clients, _ROUNDS, algorithm.dp_sgd)
@@ -53,7 +53,7 @@ def against(name: str, algorithm: Algorithm) -> str:
     statement = privacy_statement(plan, algorithm.mechanism, clients, **options)
     cells = [_cell(statement["honest"]["aggregate"]), _cell(statement["honest"]["upload"])]
     cells.append(_cell(statement["examples"] or statement["honest"]["aggregate"]["example"]))
-    return f"| `{name}` | " + " | ".join(cells) + " |"
+    return f"| {label} | " + " | ".join(cells) + " |"
 
 
 def _cell(seen: dict[str, Any]) -> str:
@@ -64,7 +64,9 @@ def _cell(seen: dict[str, Any]) -> str:
 
 def page(entry: Page) -> str:
     """The Markdown of a method's page."""
-    rows = entry.rows if entry.rows is not None else tuple(name for name in entry.names if name in ALGORITHMS)
+    rows = entry.rows
+    if rows is None:
+        rows = {name: f"`{name}`" for name in entry.names if name in ALGORITHMS}
     lines = [f"<!-- {MADE} -->", f"# {entry.title}", "", f"**When to use it.** {entry.use}", ""]
     lines += [f"**When not.** {entry.avoid}", ""]
     if rows:
@@ -72,9 +74,9 @@ def page(entry: Page) -> str:
             "**Who it is private against, and by which theorem.** Asked of the accountant for a small planned run of "
             "each builder; rates and numbers of steps are those of that run.",
             "",
-            "| builder | who sees sums and broadcasts | who sees every upload | one example |",
+            "| | who sees sums and broadcasts | who sees every upload | one example |",
             "| --- | --- | --- | --- |",
-            *(against(name, ALGORITHMS[name]()) for name in rows),
+            *(against(label, ALGORITHMS[name]()) for name, label in rows.items()),
             "",
         ]
     if entry.note:

@@ -134,7 +134,19 @@ def _commands() -> dict[str, Callable[..., None]]:
         )
         print(found.to_markdown(), found.protocol, f"folder: {out}", sep="\n\n")
 
-    return {"quickstart": quickstart.main, "run": run, "compare": compare, "plan": plan, "data": data, "doctor": doctor}
+    return {
+        "quickstart": quickstart.main, "run": run, "compare": compare, "report": report, "plan": plan, "data": data,
+        "doctor": doctor,
+    }  # fmt: skip
+
+
+def report(folder: tyro.conf.Positional[pathlib.Path]) -> None:
+    """Write report.html into the folder of a run, a sweep or a comparison.
+
+    Args:
+        folder: with metrics.jsonl, comparison.json, or the points of a sweep.
+    """
+    print(jaxfl.write_report(folder))
 
 
 def plan(

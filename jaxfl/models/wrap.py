@@ -40,7 +40,7 @@ def from_flax(
     task: Task = classification(),
     form: Form | None = None,
 ) -> Model:
-    """Wrap a Flax linen module that maps a batch [B, *input_shape] to outputs [B, ...], logits [B, K] by default.
+    """Wrap a Flax linen module that maps a batch `[B, *input_shape]` to outputs `[B, ...]`, logits `[B, K]` by default.
 
     Bytes are images, normalised to [-1, 1]; all other numbers, floats and tokens, are passed on unchanged. A
     module with methods `extract` (batch to features [B, F]) and `classify` (features to logits) has its head fitted on

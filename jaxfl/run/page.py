@@ -285,7 +285,8 @@ def _facts(folder: pathlib.Path) -> dict[str, Any]:
     for root in (folder, folder.parent):
         found = sorted((root / CHECKPOINTS).glob("[0-9]*/manifest.json"), key=lambda path: int(path.parent.name))
         if found:
-            return _json(found[-1]).get("fingerprint", {})
+            manifest = _json(found[-1])
+            return manifest.get("plan", {}) | manifest.get("fingerprint", {})
     return {}
 
 

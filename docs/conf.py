@@ -1,0 +1,59 @@
+"""Settings of the documentation."""
+
+import os
+import pathlib
+import sys
+
+# Small runs, in the notebooks' processes too: compiling them well would take most of the time.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+
+HERE = pathlib.Path(__file__).parent
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)]
+
+import jaxfl  # noqa: E402
+
+project, author = "jaxfl", "The jaxfl authors"
+copyright = "the jaxfl authors"
+release = version = jaxfl.__version__
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx-mathjax-offline",
+    "sphinx_copybutton",
+    "docstrings",
+    "pages",
+]
+exclude_patterns = ["_build", "README.md"]
+
+html_theme = "sphinx_book_theme"
+html_title = "jaxfl"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = html_show_sourcelink = False
+html_theme_options = {
+    "show_toc_level": 2,
+    "home_page_in_toc": False,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "navbar_persistent": [],
+}
+
+myst_enable_extensions = ["dollarmath", "deflist", "colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_render_markdown_format = "myst"  # with tables
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 300
+nb_execution_show_tb = True
+
+autosummary_generate = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+default_role = "name"
+napoleon_custom_sections = ["Guarantee", "Deviations from the paper", "Source"]
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 78
+copybutton_exclude = ".linenos, .gp, .go"

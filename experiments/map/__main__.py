@@ -22,7 +22,7 @@ from experiments.study import Options, Result, Study, command, dated, markdown_t
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
-from jaxfl.models import lenet, mlp
+from jaxfl.models import digits_cnn, lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
 from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
@@ -241,7 +241,8 @@ def run(cell: Cell, options: Options) -> Result:
         cell = cell._replace(data="digits", clients=40, batch_size=8, rounds=3, alone=3, points=2)
     data = load(cell.data)
     shape = data.train_inputs.shape[1:]
-    model = mlp(shape, data.classes, hidden=(16,)) if options.smoke else lenet(shape, data.classes)
+    small = digits_cnn(shape, data.classes) if cell.data == "digits" else lenet(shape, data.classes)
+    model = mlp(shape, data.classes, hidden=(16,)) if options.smoke else small
     found = compared(methods(model, cell), functools.partial(clients_of, data, cell), cell, options)
     if not options.smoke:
         seen = features_of(data)
@@ -335,6 +336,9 @@ STUDIES = {
         ("cifar10", "fashion_mnist"), {100: 300.0, 1000: 300.0, 10_000: 300.0}.items(), (2, 5)
     )
 }
+STUDIES["digits_300_3"] = Study(
+    functools.partial(run, Cell("digits", 300, 3, 0.3, 4, 100)), markdown, draw, minutes=30.0
+)
 
 if __name__ == "__main__":
     command("map", __doc__, STUDIES)

@@ -7,11 +7,17 @@ python -m experiments.render --check
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from experiments.common import cli
 from experiments.study import all_studies, fill, markdown_table, render, results_of
 
+PEERS = {
+    "torch, cpu": "PyTorch, 2 threads",
+    "torch, 2 processes": "PyTorch, 2 processes",
+    "bare local training": "bare training",
+}
 BENCHMARKS = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
@@ -36,12 +42,27 @@ def benchmark(result: dict[str, Any]) -> str:
     return f"{table}\n\n{result['headline']}. {where}; {result['date']}."
 
 
+def speed(results: Mapping[str, dict[str, Any]]) -> str:
+    """The table of the front page: workloads beside PyTorch."""
+    lines = []
+    for name, result in results.items():
+        if name.startswith("throughput_"):
+            rows = {row["round"]: row for row in result["rows"]}
+            ours, work = rows["jaxfl"], result["workload"]
+            times = [f"{rows[peer]['over_jaxfl']:.1f}" if peer in rows else "–" for peer in PEERS]
+            what = f"{result['settings']['workload']}: {work['clients']} clients, {work['steps']} steps of {work['batch_size']}"
+            lines.append([what, f"{ours['clients_per_s']:.0f}", *times, f"{100 * ours['share_of_peak']:.0f}%"])
+    head = ["workload", "clients/s", *(f"times {peer}" for peer in PEERS.values()), "of the matrix-product peak"]
+    return markdown_table(head, lines)
+
+
 def main(config: Config) -> None:
     """Render every package, and the benchmarks."""
     done = [path for package, studies in all_studies().items() for path in render(package, studies, check=config.check)]
     blocks = {name: benchmark(result) for name, result in results_of(BENCHMARKS).items()}
     how = "run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
     done += fill(BENCHMARKS / "README.md", blocks, how, check=config.check)
+    done += fill(BENCHMARKS.parent / "README.md", {"speed": speed(results_of(BENCHMARKS))}, how, check=config.check)
     print(*done, sep="\n")
     if config.check and done:
         sys.exit("not up to date: run `python -m experiments.render`")

@@ -2,11 +2,7 @@ import pathlib
 import re
 
 import jax
-import numpy as np
 import pytest
-
-from jaxfl import simulate
-from jaxfl.algorithms import fedavg
 
 KEY = jax.random.key(0)
 
@@ -34,23 +30,14 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_plan_keeps_its_budget(capsys):
-    smaller = {"clients=10_000": "clients=400", "cohort=500": "cohort=20", "rounds=100": "rounds=20", "100]": "20]"}
+    smaller = {"clients=10_000": "clients=400", "cohort=500": "cohort=20", "rounds=100": "rounds=20"}
     block = BLOCKS[1]
     for number, small in smaller.items():
         block = block.replace(number, small)
     best = run(block)["best"]
+    assert len(BLOCKS) == 2  # each is run here
     assert 1.99 < best.epsilon <= 2.0
     assert best.kind in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_data_task_models_and_method_of_ones_own_run():
-    assert len([line for line in BLOCKS[2].splitlines() if line]) < 60
-    names = run(BLOCKS[2])
-    assert names["result"].metrics[-1]["near"] > 0.45
-    result = simulate(KEY, fedavg(names["other"]), names["clients"], rounds=1, progress=False)
-    assert np.isfinite(result.metrics[-1]["loss"])
-    assert len(BLOCKS) == 3  # each is run here
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\(([^)]+)\)", README.read_text()))

@@ -50,8 +50,9 @@ def speed(results: Mapping[str, dict[str, Any]]) -> str:
             rows = {row["round"]: row for row in result["rows"]}
             ours, work = rows["jaxfl"], result["workload"]
             times = [f"{rows[peer]['over_jaxfl']:.1f}" if peer in rows else "–" for peer in PEERS]
-            what = f"{result['settings']['workload']}: {work['clients']} clients, {work['steps']} steps of {work['batch_size']}"
-            lines.append([what, f"{ours['clients_per_s']:.0f}", *times, f"{100 * ours['share_of_peak']:.0f}%"])
+            steps = f"{work['clients']} clients, {work['steps']} steps of {work['batch_size']}"
+            facts = f"{ours['clients_per_s']:.0f}", *times, f"{100 * ours['share_of_peak']:.0f}%"
+            lines.append([f"{result['settings']['workload']}: {steps}", *facts])
     head = ["workload", "clients/s", *(f"times {peer}" for peer in PEERS.values()), "of the matrix-product peak"]
     return markdown_table(head, lines)
 

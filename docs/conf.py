@@ -1,16 +1,15 @@
 """Settings of the documentation."""
 
-import os
 import pathlib
 import sys
-
-# Small runs, in the notebooks' processes too: compiling them well would take most of the time.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 
 HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)]
 
 import jaxfl  # noqa: E402
+from jaxfl.backend import compile_quickly  # noqa: E402
+
+compile_quickly()  # small runs, in the notebooks' processes too: compiling them well would take most of the time
 
 project, author = "jaxfl", "The jaxfl authors"
 copyright = "the jaxfl authors"

@@ -1,16 +1,8 @@
 import os
 import pathlib
 
-# Small models run once: compiling them well would take most of the time, and the new emitters half of the rest. Without
-# fused multiply-adds, which the old emitters place as operations happen to be fused, equal sums are equal to the bit.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false",
-        "--xla_cpu_max_isa=AVX",
-    ]
-)
+# Without fused multiply-adds, which are placed as operations happen to be fused, equal sums are equal to the bit.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
 
 # Many tests compile the same programs: once for all workers and what they start, and not again in the next run.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax")
@@ -18,6 +10,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest
+
+from jaxfl.backend import compile_quickly
+
+compile_quickly()  # small models run once: compiling them well would take most of the time
 
 # As the library does by default on a CPU: one device per core, here two whatever the machine has.
 jax.config.update("jax_num_cpu_devices", 2)

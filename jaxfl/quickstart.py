@@ -40,8 +40,8 @@ class Config:
     rounds: int = 40
     clip: float = 1.0
     seed: int = 0
-    scale: Literal["smoke", "cpu"] = "cpu"
-    """smoke: a few rounds of a small network and fewer clients, in seconds."""
+    scale: Literal["smoke", "full"] = "full"
+    """smoke: a few rounds of a small network and fewer clients, half a minute on one core."""
     out: pathlib.Path = pathlib.Path("runs/quickstart")
 
 

@@ -6,6 +6,7 @@ python -m experiments.map cifar10_1000_2
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import pathlib
 import shutil
@@ -18,7 +19,7 @@ import numpy as np
 import optax
 
 from experiments.common import fine_tuned, number, percent, starred
-from experiments.study import Options, Result, Study, command, dated, markdown_table
+from experiments.study import HERE, Options, Result, Study, command, dated, markdown_table
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
@@ -210,15 +211,19 @@ def compared(
     cell: Cell,
     options: Options,
 ) -> Comparison:
-    """Compare methods one by one; what a method's runs left behind, gigabytes of models, goes when it is done."""
+    """Compare methods one by one; what a method's runs left behind, gigabytes of models, goes when it is done.
+
+    What is done lies in `results/<cell>/`, so that a place on the map can be made in parts.
+    """
     given: dict[str, Any] = {"epsilons": EPSILONS, "seeds": options.seeds, "rounds": cell.rounds}
     parts = []
     for name, candidate in candidates.items():
-        facts = cell._asdict() | given | {"points": candidate.points}
-        folder = run_folder(options.out, f"{cell.data}-{cell.clients}-{cell.classes}, {name}", facts, TUNING_SEED)
-        path = folder / "comparison.json"
-        if not path.exists():
-            compare(
+        facts = json.loads(json.dumps(cell._asdict() | given | {"points": candidate.points}))
+        part = (options.out if options.smoke else HERE / "map/results") / name_of(cell) / f"{name}.json"
+        done = json.loads(part.read_text()) if part.exists() else {}
+        if done.get("facts") != facts:
+            folder = run_folder(options.out, f"{name_of(cell)}, {name}", facts, TUNING_SEED)
+            found = compare(
                 {name: candidate},
                 clients,
                 tuning_seed=TUNING_SEED,
@@ -228,8 +233,11 @@ def compared(
                 progress=False,
                 **given,
             )
-            shutil.rmtree(folder / name)
-        parts.append(Comparison.load(path))
+            done = {"facts": facts, "comparison": found._asdict()}
+            part.parent.mkdir(parents=True, exist_ok=True)
+            write_json(part, done)
+            shutil.rmtree(folder)
+        parts.append(Comparison(**done["comparison"]))
         print(parts[-1].to_markdown(), flush=True)
     rows, tuning = ([row for part in parts for row in getattr(part, field)] for field in ("rows", "tuning"))
     return parts[0]._replace(rows=rows, tuning=tuning)
@@ -250,6 +258,11 @@ def run(cell: Cell, options: Options) -> Result:
         also = compared(linear, functools.partial(clients_of, seen, cell), cell, options)
         found = found._replace(rows=found.rows + also.rows, tuning=found.tuning + also.tuning)
     return {"cell": cell._asdict(), "comparison": found._asdict()}
+
+
+def name_of(cell: Cell) -> str:
+    """Of its study."""
+    return f"{cell.data}_{cell.clients}_{cell.classes}"
 
 
 def markdown(result: Result) -> str:

@@ -23,6 +23,7 @@ from experiments.study import HERE, Options, Result, Study, command, dated, mark
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
+from jaxfl.files import write_json
 from jaxfl.models import digits_cnn, lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
 from jaxfl.run.report import run_folder

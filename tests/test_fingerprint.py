@@ -235,7 +235,7 @@ def test_programs_differ_by_what_they_compute_alone():
     def other(first, second):
         return jnp.sin(first) * second + 2.0
 
-    assert traced(one, 1.0, 2.0) == traced(other, 1.0, 2.0) == traced(jax.jit(one, inline=True), 1.0, 2.0)
+    assert traced(one, 1.0, 2.0) == traced(other, 1.0, 2.0)
     wrong = [lambda a, b: one(b, a), lambda a, b: one(a, b) * 1, lambda a, b: jnp.cos(a) * b + 2.0]
     wrong += [lambda a, b: jnp.sin(a) * b + np.nextafter(np.float32(2), np.float32(3))]
     assert all(traced(work, 1.0, 2.0) != traced(one, 1.0, 2.0) for work in wrong)

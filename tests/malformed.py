@@ -24,7 +24,7 @@ from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilt
 from jaxfl.types import Terms
 
 KEY = jax.random.key(0)
-LOGGED = types.SimpleNamespace(log=print)
+LOGGED = types.SimpleNamespace(log=print, log_metrics=print)
 
 NAN, INF = math.nan, math.inf
 NO_NUMBERS = ["1", None, True, [1.0], {}, 1j, object(), np.array([1.0, 2.0]), NAN, np.str_("1"), 10**400]
@@ -249,7 +249,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "epsilon_budget": (callbacks.epsilon_budget, {"epsilon": (2.0, "positive")}),
     "csv": (callbacks.csv, {"path": ("rows.csv", "path")}),
     "tensorboard": (callbacks.tensorboard, {"folder": ("events", "path")}),
-    "mlflow": (callbacks.mlflow, {"run_id": (None, "text?")}),
+    "mlflow": (callbacks.mlflow, {"library": (LOGGED, "logged"), "run_id": (None, "text?")}),
     "wandb": (callbacks.wandb, {"run": (LOGGED, "logged")}),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),

@@ -1,6 +1,5 @@
 import importlib
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -81,13 +80,6 @@ def test_a_process_of_its_own_gives_its_value_or_its_last_words():
     assert apart(json.dumps, [1, 2]) == "[1, 2]"
     with pytest.raises(RuntimeError, match=r"(?s)json.loads.*JSONDecodeError"):
         apart(json.loads, "{")
-
-
-@pytest.mark.parametrize("name", ["modules", "text", "lora"])
-def test_quoted_figures_are_those_of_the_results(name):
-    folder = pathlib.Path(__file__).parents[1] / "benchmarks"
-    headline = json.loads((folder / "results" / f"{name}.json").read_text())["headline"]
-    assert f"> {headline}\n" in (folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize("quick", [True, False])

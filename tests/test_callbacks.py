@@ -150,6 +150,6 @@ def test_mlflow_in_a_folder(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     with mlflow.start_run() as active:
-        result = run(callbacks=[callbacks.mlflow()])
+        result = run(callbacks=[callbacks.mlflow(mlflow)])
     history = mlflow.MlflowClient().get_metric_history(active.info.run_id, "accuracy")
     assert [(m.step, m.value) for m in history] == [(row["round"], row["accuracy"]) for row in result.metrics]

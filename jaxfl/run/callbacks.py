@@ -105,12 +105,10 @@ def wandb(run: Any) -> Callback:
 
 
 @checked()
-def mlflow(run_id: str | None = None) -> Callback:
-    """Log to a run of MLflow, the active one if none is named (extra `[mlflow]`)."""
-    try:
-        import mlflow as library
-    except ImportError:
-        raise ValueError("mlflow() needs mlflow: pip install 'jaxfl[mlflow]'") from None
+def mlflow(library: Any, run_id: str | None = None) -> Callback:
+    """Log to a run of MLflow (extra `[mlflow]`), the active one if none is named; `library` is `mlflow`, imported."""
+    if not callable(getattr(library, "log_metrics", None)):
+        raise TypeError(f"library={show(library)}: give the imported mlflow")
     return _by_first(_rest(lambda row: library.log_metrics(_scalars(row), int(row["round"]), run_id=run_id)))
 
 

@@ -403,7 +403,12 @@ def test_pld_is_asked_for_replace_one_of_sampled_examples_alone(monkeypatch):
         assert RdpAccountant(None, relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(4.7285, rel=1e-4)
     asked = []
     accountants._pld_epsilon.cache_clear()
-    monkeypatch.setattr(accountants, "PLDAccountant", lambda *args: (asked.append(args[0]), PLDAccountant(*args))[1])
+
+    def asking(relation, interval):
+        asked.append(relation)
+        return PLDAccountant(relation, interval)
+
+    monkeypatch.setattr(dp_accounting.pld, "PLDAccountant", asking)
     for sampling in (Full(), FixedSize(2), Poisson(0.5)):
         for observer in ("aggregate", "upload"):
             m = mechanism(3.0, client_noise=1.0, sampling=sampling)

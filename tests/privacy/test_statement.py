@@ -3,6 +3,7 @@ import math
 import re
 from typing import Any
 
+import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import get_epsilon_gaussian
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.files import write_json
-from jaxfl.privacy import accountants
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
@@ -181,8 +181,8 @@ def test_the_same_is_accounted_once(monkeypatch):
     """Seeds and points of a sweep repeat a run; 10 s each, where a schedule has many levels."""
     m = Mechanism(clip=1.0, noise_multiplier=tuple(np.linspace(5, 9, 4)), sampling=Poisson(0.1))
     first = state(m, rounds=4)
-    monkeypatch.setattr(accountants, "PLDAccountant", None)
-    monkeypatch.setattr(accountants, "RdpAccountant", None)
+    monkeypatch.setattr(dp_accounting.pld, "PLDAccountant", None)
+    monkeypatch.setattr(dp_accounting.rdp, "RdpAccountant", None)
     assert state(m, rounds=4) == first
 
 

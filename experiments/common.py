@@ -229,7 +229,8 @@ def evaluated(
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
     key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, *states) for states in left])
-    scores = compile_evaluation(Points(build, columns), place(clients))(*stacked)
+    devices = jax.devices()[:1]
+    scores = compile_evaluation(Points(build, columns), place(clients, devices))(*jax.device_put(stacked, devices[0]))
     metrics, sizes = classification().metrics, np.asarray(clients.test_size)
     of_each = ({name: np.asarray(value)[p] for name, value in scores.items()} for p in range(len(left)))
     return [summarize(score, sizes, metrics)["accuracy"] for score in of_each]

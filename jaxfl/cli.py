@@ -82,12 +82,12 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
 def _commands() -> dict[str, Callable[..., None]]:
     """By name. Settings in the file after --config take the place of defaults."""
     file = next((path for option, path in itertools.pairwise(sys.argv) if option == "--config"), None)
-    named = sys.argv[1] if file else ""
-    run_default = settings.read(settings.Run, file or "") if named == "run" else settings.Run()
-    compare_default = settings.read(settings.Compare, file or "") if named == "compare" else settings.Compare()
+
+    def given(command: str, kind: type[T]) -> T:
+        return settings.read(kind, file) if file and sys.argv[1] == command else kind()
 
     def run(
-        setting: tyro.conf.OmitArgPrefixes[settings.Run] = run_default,
+        setting: tyro.conf.OmitArgPrefixes[settings.Run] = given("run", settings.Run),
         *,
         out: pathlib.Path = pathlib.Path("runs"),
         config: pathlib.Path | None = None,
@@ -111,7 +111,7 @@ def _commands() -> dict[str, Callable[..., None]]:
         print(f"folder: {folder}")
 
     def compare(
-        setting: tyro.conf.OmitArgPrefixes[settings.Compare] = compare_default,
+        setting: tyro.conf.OmitArgPrefixes[settings.Compare] = given("compare", settings.Compare),
         *,
         out: pathlib.Path = pathlib.Path("runs/comparison"),
         config: pathlib.Path | None = None,

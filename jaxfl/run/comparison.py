@@ -84,9 +84,7 @@ class Comparison(NamedTuple):
     def to_latex(self) -> str:
         """The same as a `tabular` with the rules of booktabs."""
         head, *lines = self._table()
-        rows = [
-            " & ".join("".join(_LATEX.get(sign, sign) for sign in cell) for cell in line) for line in [head, *lines]
-        ]
+        rows = [" & ".join(map(_latex, line)) for line in [head, *lines]]
         body = [rf"{rows[0]} \\", r"\midrule", *(rf"{row} \\" for row in rows[1:])]
         columns = "l" + "r" * (len(head) - 1)
         return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"])

@@ -425,8 +425,8 @@ class _Run:
         known = sorted({value for value in scores if not math.isnan(value)})
         score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:]))
         epsilon = max(journal.epsilon(self.done) for journal in self.journals)
-        taken = [journal.recorded.records.info["participants"] for journal in self.journals]
-        rate = np.sum(taken, axis=0)[self.done - count : self.done].sum() / seconds
+        last = slice(self.done - count, self.done)
+        rate = sum(journal.recorded.records.info["participants"][last].sum() for journal in self.journals) / seconds
         first = f"{headline} {score}, " if known else ""
         return f"{first}epsilon {epsilon:.3g} (RDP), {rate:,.{0 if rate >= 10 else 1}f} clients/s"
 

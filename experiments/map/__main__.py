@@ -31,7 +31,8 @@ from jaxfl.types import Algorithm, Clients, Model
 
 EPSILONS = (1.0, 8.0, math.inf)
 TUNING_SEED = 100
-RATES, CLIPS, WEIGHTS = (0.01, 0.3), (0.03, 3.0), (0.01, 1.0)
+RATES, TUNING_RATES, CLIPS, WEIGHTS = (0.03, 0.5), (0.01, 0.3), (0.1, 3.0), (0.01, 1.0)
+"""Of training from the start, and of training further; of updates; of distances to the shared model."""
 
 
 class Cell(NamedTuple):
@@ -47,7 +48,7 @@ class Cell(NamedTuple):
     test: int
     """Examples that each client is tested on, all of its own classes."""
     rounds: int = 50
-    alone: int = 30
+    alone: int = 60
     """Passes of clients that train alone, at most."""
     points: int = 6
 
@@ -90,13 +91,13 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
         "local-only": Candidate(lambda rate: local_only(model, local=local(rate)), space(rate=RATES), cell.alone),
         "FedAvg": Candidate(free, space(rate=RATES)),
         "FedAvg, fine-tuned": Candidate(
-            lambda rate, tuning: fine_tuned(free(rate), local(tuning, 5)), space(rate=RATES, tuning=RATES)
+            lambda rate, tuning: fine_tuned(free(rate), local(tuning, 5)), space(rate=RATES, tuning=TUNING_RATES)
         ),
         "DP-FedAvg": private(dp_fedavg, lambda rate: {"local": local(rate)}),
         "DP-FedAvg, fine-tuned": private(
             lambda model, tuning, **options: fine_tuned(dp_fedavg(model, **options), tuning),
             lambda rate, tuning: {"local": local(rate), "tuning": local(tuning, 5)},
-            tuning=RATES,
+            tuning=TUNING_RATES,
         ),
         "DP-FedAvg-fb": private(
             dp_fedavg_fb, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=RATES
@@ -219,7 +220,8 @@ def compared(
     given: dict[str, Any] = {"epsilons": EPSILONS, "seeds": options.seeds, "rounds": cell.rounds}
     parts = []
     for name, candidate in candidates.items():
-        facts = json.loads(json.dumps(cell._asdict() | given | {"points": candidate.points}))
+        facts = cell._asdict() | given | {"alone": candidate.rounds, "points": candidate.points}
+        facts = json.loads(json.dumps(facts))
         part = (options.out if options.smoke else HERE / "map/results") / name_of(cell) / f"{name}.json"
         done = json.loads(part.read_text()) if part.exists() else {}
         if done.get("facts") != facts:

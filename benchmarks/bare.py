@@ -38,7 +38,7 @@ def bare_round(
         chunk: clients vectorised at a time on each device.
     """
     mesh, count = population.mesh, len(labels)
-    part = model.microbatch or batch_size
+    part = model.largest_part or batch_size
     order = np.arange(steps * batch_size).reshape(steps, -1, part) % labels.shape[1]
     fill = -count % mesh.size
     inputs, labels = (np.concatenate([a, a[:fill]]) for a in (inputs, labels))

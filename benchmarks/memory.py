@@ -79,7 +79,7 @@ def measure(workload: Name, examples: int, steps: int, population: int, cohort: 
     work = dataclasses.replace(WORKLOADS[workload], clients=population, examples=examples, steps=steps)
     placed = place(clients_of(*examples_of(work)))
     jax.block_until_ready(placed.clients)
-    data = sum(leaf.nbytes for leaf in placed.clients) / 1e6
+    data = sum(leaf.nbytes for leaf in jax.tree.leaves(placed.clients)) / 1e6
     gc.collect()
     _forget_peak()
     algorithm = algorithm_of(work, FixedSize(cohort))

@@ -137,7 +137,7 @@ def _parts(
 
     def gather(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
         def apply(params: Array, x: Array, _key: Array) -> Array:
-            return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.microbatch or work.batch_size, params.size))
+            return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.largest_part or work.batch_size, params.size))
 
         local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
         return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data_of(slot, clients), apply=apply)[0]

@@ -3,6 +3,7 @@
 Only this file names platforms. All formulations give the same results, up to rounding.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -49,9 +50,10 @@ _CPU = Backend(
     compiler_split={"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"},
 )
 
-# Vectorised clients have weights of their own: matrix products become batched, and convolutions become grouped, whose
-# backward passes are known to be slow.
-_ACCELERATOR = Backend(None, "auto", "im2col", None, {}, {})
+# Vectorised clients have weights of their own: matrix products become batched, and convolutions become grouped.
+_GPU = Backend(None, "auto", "im2col", None, {}, {})
+_TPU = Backend(None, "auto", "lax", None, {}, {})
+_BACKENDS = {"cpu": _CPU, "gpu": _GPU, "tpu": _TPU}
 
 
 def with_flags(flags: str) -> str:
@@ -68,16 +70,26 @@ def with_flags(flags: str) -> str:
     return flags if file or option in flags else f"{flags} {option}"
 
 
+_TRACED_FOR = jax.make_user_context(None)
+
+
 def backend(platform: str | None = None) -> Backend:
     """The formulation for a platform.
 
     Args:
-        platform: "cpu", or an accelerator's ("gpu", "tpu"); None: JAX's default.
+        platform: "cpu", or an accelerator's ("gpu", "tpu"); None: the one that a program is traced for (see
+            `traced_for`), else JAX's default.
 
-    >>> backend("cpu").convolution, backend("gpu").convolution
-    ('winograd', 'im2col')
+    >>> backend("cpu").convolution, backend("tpu").convolution
+    ('winograd', 'lax')
     """
-    return _CPU if (platform or jax.default_backend()) == "cpu" else _ACCELERATOR
+    name = platform or _TRACED_FOR.value or jax.default_backend()
+    return _BACKENDS.get({"cuda": "gpu", "rocm": "gpu"}.get(name, name), _GPU)
+
+
+def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager:
+    """Within it, models take the form for these devices, whatever JAX's default is."""
+    return _TRACED_FOR(mesh.devices.flat[0].platform)
 
 
 def of_devices(devices: Sequence[jax.Device] | None) -> Backend:

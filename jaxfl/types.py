@@ -6,7 +6,7 @@ T rounds, D examples in the store, d parameters.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int, Integer, Key, Shaped
 
+from jaxfl.backend import backend
 from jaxfl.tasks import Task, classification
 
 Params: TypeAlias = Any
@@ -36,6 +37,7 @@ class Clients(NamedTuple):
     """
 
     inputs: Inputs | HostInputs
+    """On devices: `Rows`."""
     labels: Shaped[Array | np.ndarray, "D ..."]
     train: Int[Array | np.ndarray, "C N"]
     train_size: Int[Array | np.ndarray, "C"]
@@ -55,6 +57,26 @@ class StepNoise(NamedTuple):
     """Std on the sum of clipped gradients over their clip bound, as in the ledger."""
     key: Any
     """For the batches and the noise."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A store of arrays as rows of numbers, indexed like an array.
+
+    The two innermost axes of an array are padded on a TPU: pixels of three colours would take 43 times their bytes.
+    """
+
+    flat: Any
+    shape_of_one: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, store: Any) -> "Rows":
+        """An array [D, ...] of host or device."""
+        return cls(store.reshape(len(store), -1) if store.size else store.reshape(len(store), 0), store.shape[1:])
+
+    def __getitem__(self, index: Int[Array, "..."]) -> Shaped[Array, "..."]:
+        return jnp.asarray(self.flat)[index].reshape(*jnp.shape(index), *self.shape_of_one)
 
 
 @jax.tree_util.register_dataclass
@@ -85,8 +107,8 @@ class ClientData:
         """Inputs and labels at some positions; zeros at padding."""
         rows, real = jnp.asarray(self._rows)[positions], positions < self.size
 
-        def read(store: Shaped[Array | np.ndarray, "D ..."]) -> Array:
-            values = jnp.asarray(store)[rows]
+        def read(store: Rows | Shaped[Array | np.ndarray, "D ..."]) -> Array:
+            values = (store if isinstance(store, Rows) else jnp.asarray(store))[rows]
             return jnp.where(jnp.expand_dims(real, tuple(range(real.ndim, values.ndim))), values, 0)
 
         return read(self._inputs), read(self._labels)
@@ -107,8 +129,9 @@ class Model(NamedTuple):
     `apply`, but its backward pass gives each parameter the sum over examples of the *squared*
     per-example gradient (see `jaxfl.local.fisher`); None if a model has no such rule. `extract` and
     `classify` split `apply` at the head; None if a model cannot be split. `microbatch` examples go through
-    the network at once in a local step (None: the whole batch); only speed and memory depend on it.
-    `ghost_norms(params, x, probe)` also has the values of `apply`, and its gradient by `probe` [B] is the squared norm
+    the network at once in a local step (None: the whole batch; "auto": what suits the devices, for large maps); only
+    speed and memory depend on it. `ghost_norms(params, x, probe)` also has the values of `apply`, and its gradient by
+    `probe` [B] is the squared norm
     of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it, so another `apply` needs other
     norms, or None. `input_shape` is that of an example (None: any that `prepare` takes). `frozen` are weights that are
     no parameters, and that its functions read by `jaxfl.models.frozen.current`.
@@ -123,11 +146,16 @@ class Model(NamedTuple):
     sum_grad_squared: Callable[[Params, Array], Array] | None
     layers: tuple[str, ...]
     head: tuple[str, ...]
-    microbatch: int | None = None
+    microbatch: int | Literal["auto"] | None = None
     ghost_norms: Callable[[Params, Array, Float[Array, "B"]], Array] | None = None
     input_shape: tuple[int, ...] | None = None
     task: Task = classification()
     frozen: Params = ()
+
+    @property
+    def largest_part(self) -> int | None:
+        """`microbatch`, for the devices of a run."""
+        return backend().microbatch if self.microbatch == "auto" else self.microbatch
 
 
 class Message(NamedTuple):

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.engine.mesh import Population, data_of
 from jaxfl.engine.program import Points, compile_for, over_points
+from jaxfl.local.lanes import longest
 from jaxfl.local.train import blocks_of
 from jaxfl.tasks import Metric, average
 from jaxfl.types import Algorithm, Clients, Params, Tree
@@ -92,7 +93,7 @@ def _client(
         def test(i: Int[Array, ""], sums: Tree) -> Tree:
             return jax.tree.map(jnp.add, sums, sums_of(params, x[i], labels[i], real[number, i]))
 
-        return lax.fori_loop(0, jnp.minimum(per_block, batches - number * per_block), test, sums)
+        return lax.fori_loop(0, longest(jnp.minimum(per_block, batches - number * per_block)), test, sums)
 
     def sums_of(params: Params, x: Array, labels: Array, tested: Bool[Array, "B"]) -> dict[str, Tree]:
         outputs, weights = model.apply(params, x), tested.astype(jnp.float32)
@@ -102,7 +103,7 @@ def _client(
     shapes = jax.eval_shape(lambda x, *rest: sums_of(params, model.prepare(x), *rest), *first)
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     batches = -(-size // batch)
-    sums = lax.fori_loop(0, -(-batches // per_block), block, none)
+    sums = lax.fori_loop(0, longest(-(-batches // per_block)), block, none)
     scores = {name: metric.value(sums[name]).astype(jnp.float32) for name, metric in metrics.items()}
     return jax.tree.map(lambda score: jnp.where((size > 0) & ~jnp.isnan(scores["loss"]), score, jnp.nan), scores)
 

@@ -1,6 +1,6 @@
 """Clients on a mesh of devices: each device holds its own clients, with their examples or all examples."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from jaxfl.data.clients import shard
-from jaxfl.types import ClientData, Clients, StepNoise, Tree
+from jaxfl.types import ClientData, Clients, Rows, StepNoise, Tree
 
 
 class Population(NamedTuple):
@@ -59,7 +59,13 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
         shards = [jax.device_put(block, devices[b]) for b, block in zip(local, np.split(blocks, len(local)))]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    return Population(jax.tree.map(put, shard(clients, mesh.size, local)), clients.number, mesh)
+    return Population(jax.tree.map(put, in_rows(shard(clients, mesh.size, local))), clients.number, mesh)
+
+
+def in_rows(clients: Clients) -> Clients:
+    """The clients with their examples as devices hold them."""
+    placed: Any = Rows.of(clients.inputs)
+    return clients._replace(inputs=placed)
 
 
 def everywhere(mesh: Mesh, tree: Tree) -> Tree:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from jaxfl.backend import compiler_options
+from jaxfl.backend import compiler_options, traced_for
 from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
 from jaxfl.models.frozen import given
@@ -136,12 +136,10 @@ def compile_for(
 ) -> functools.partial:
     """`jax.jit(work)` for the population's devices, with its frozen weights as a further argument."""
     options["compiler_options"] = compiler_options(population.mesh)
-    if not jax.tree.leaves(population.frozen):
-        return functools.partial(jax.jit(work, **options))
 
     @functools.wraps(work)
-    def run(*arguments: Any, frozen: Tree) -> Tree:
-        with given(_frozen_of(algorithm), frozen):
+    def run(*arguments: Any, frozen: Tree = ()) -> Tree:
+        with traced_for(population.mesh), given(_frozen_of(algorithm) if jax.tree.leaves(frozen) else (), frozen):
             return work(*arguments)
 
     return functools.partial(jax.jit(run, **options), frozen=population.frozen)

@@ -28,7 +28,7 @@ from jaxfl.engine.program import compile_for, first_states, freeze
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
 from jaxfl.privacy.mechanisms.gaussian import Cohort
-from jaxfl.types import Algorithm, Clients, Tree
+from jaxfl.types import Algorithm, Clients, Rows, Tree
 
 _BLOCK_BYTES = 2**24
 """Bytes of one block on all devices: small relative to memory, large relative to the cost of a call."""
@@ -56,7 +56,7 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     if jax.process_count() > 1:
         raise ValueError(f"states='host' is for one process, not {jax.process_count()}: give states='device'")
     mesh = mesh_of(clients, devices)
-    store = jax.device_put((clients.inputs, clients.labels), NamedSharding(mesh, P()))
+    store = jax.device_put((Rows.of(clients.inputs), clients.labels), NamedSharding(mesh, P()))
     by_client = P("clients")
     layout = Clients(P(), P(), by_client, by_client, by_client, by_client)  # pyrefly: ignore[bad-argument-type]
     return Population(Clients(*store, *map(np.asarray, clients[2:])), clients.number, mesh, layout)

@@ -9,6 +9,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Float, Shaped
 
+from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Model, Params, Tree
 
 
@@ -89,7 +90,7 @@ def _mean_over(sum_of: Callable[..., Tree], model: Model, params: Params, data: 
         return total, block(i + 1)
 
     start = (jax.tree.map(jnp.zeros_like, params), block(jnp.int32(0)))
-    total, _ = jax.lax.fori_loop(0, (data.size + batch_size - 1) // batch_size, step, start)
+    total, _ = jax.lax.fori_loop(0, longest((data.size + batch_size - 1) // batch_size), step, start)
     return jax.tree.map(lambda leaf: leaf / jnp.maximum(data.size, 1), total)
 
 

@@ -25,6 +25,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Float, Int, Key, Shaped
 
 from jaxfl._validate import check_choice, check_count, check_key, checked
+from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Model, Params
 
 
@@ -81,7 +82,7 @@ def client_risk(
             risks = probe_risk(jax.random.fold_in(probing, i), model, params, inputs, labels, probes)
         return total + jnp.sum(jnp.where(i * batch + jnp.arange(batch) < number, factor * risks, 0.0))
 
-    total = lax.fori_loop(0, -(-number // batch), block, jnp.zeros(()))
+    total = lax.fori_loop(0, longest(-(-number // batch)), block, jnp.zeros(()))
     return total / jnp.maximum(number, 1)
 
 
@@ -221,7 +222,8 @@ def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]
         losses = _losses(model, params, model.prepare(inputs), labels)
         return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
 
-    return lax.fori_loop(0, -(-data.size // batch), block, jnp.zeros(data.padded + -data.padded % batch))[: data.padded]
+    blocks = longest(-(-data.size // batch))
+    return lax.fori_loop(0, blocks, block, jnp.zeros(data.padded + -data.padded % batch))[: data.padded]
 
 
 def _draw(

@@ -13,8 +13,12 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_key, checked, count_from_0
+from jaxfl.local.lanes import hold, longest
 from jaxfl.local.masks import keep
 from jaxfl.types import ClientData, Model, Params, Tree
+
+STEP = "local_step"
+"""By this name a compiled program shows what is part of one."""
 
 _BLOCK_EXAMPLES = 128
 """Examples gathered and laid out at once: few enough that a small client among large ones stays cheap."""
@@ -82,7 +86,7 @@ class LocalSGD:
             mask=mask,
             penalty=penalty,
             gradient=gradient,
-            microbatch=model.microbatch,
+            microbatch=model.largest_part,
         )
 
     @property
@@ -167,7 +171,7 @@ def train(
 
         def goes_on(progress: tuple) -> Bool[Array, ""]:
             number, carry = progress
-            return (number * per_block < here) & ~_lost(carry[0])
+            return longest((number * per_block < here) & ~_lost(carry[0]))
 
         def block(progress: tuple) -> tuple:
             number, carry = progress
@@ -181,14 +185,16 @@ def train(
                 drawing = jax.random.fold_in(epoch_key, number * per_block + i)
                 batch = {"key": drawing, "x": x[i], "labels": labels[i], "weights": weights[i]}
                 of_batch = functools.partial(value_and_gradient, **batch)
-                return descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
+                new = descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
+                return hold(number * per_block + i < here, new, carry)
 
-            return number + 1, lax.fori_loop(0, jnp.minimum(per_block, here - number * per_block), step, carry)
+            steps = longest(jnp.minimum(per_block, here - number * per_block))
+            return number + 1, lax.fori_loop(0, steps, step, carry)
 
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
     start = (params, optimizer.init(params), jnp.zeros(()))
-    params, _, total_loss = lax.fori_loop(0, -(-total // jnp.maximum(batches, 1)), epoch, start)
+    params, _, total_loss = lax.fori_loop(0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 
@@ -226,7 +232,7 @@ def fit_head(
 
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
     features = jnp.zeros((len(positions), *shape.shape[1:]), shape.dtype)
-    features = lax.fori_loop(0, -(-data.size // batch), put, features)
+    features = lax.fori_loop(0, longest(-(-data.size // batch)), put, features)
     rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round)
     head = {name: params[name] for name in model.head}
     options: dict[str, Any] = {"local": local, "penalty": penalty, "loss": model.task.mean_loss}
@@ -241,6 +247,7 @@ def decayed(
     return optimizer if decay is None else optax.chain(optimizer, optax.scale(decay(data.round)))
 
 
+@jax.named_scope(STEP)
 def descend(
     optimizer: optax.GradientTransformation,
     gradient_fn: GradientFn,

@@ -35,16 +35,17 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
         form: see `jaxfl.models.layers`; "lax" is the function itself. None: "winograd" where the backend prefers it,
             else "lax".
     """
-    preferred = backend().convolution
-    form = form or (preferred if preferred == "winograd" else "lax")
     if form == "lax":
         return function
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
+        chosen = form or backend().convolution
+        if chosen == "lax" or (form is None and chosen == "im2col"):
+            return function(*args)
         # A new function each time: JAX would keep the trace, which what intercepts Flax's methods must change.
         closed, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)  # noqa: PLW0108
-        outputs = _evaluate(closed, form == "winograd")(*jax.tree.leaves(args))
+        outputs = _evaluate(closed, chosen == "winograd")(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return call

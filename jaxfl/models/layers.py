@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
@@ -109,10 +109,39 @@ def _plain(x: Array, kernel: Array, bias: Array, padding: int, stride: int, relu
     pads = ((padding, padding), (padding, padding))
     x = x.transpose(3, 1, 2, 0)
     y = lax.conv_general_dilated(x, kernel, (stride, stride), pads, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    y = y + bias[None, None, None]
-    y = nn.relu(y) if relu else y
-    y = lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID") if pool else y
-    return y.transpose(3, 1, 2, 0)
+    y = (_max_pool(y) if pool else y) + bias[None, None, None]
+    return (nn.relu(y) if relu else y).transpose(3, 1, 2, 0)
+
+
+@jax.custom_jvp
+def _max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 features"]:
+    """Largest of 2x2; the first one wins, and NaN over all.
+
+    Each pass is one elementwise kernel: the gradient of `lax.reduce_window` writes the maps four times.
+    """
+    return _largest(_quarters(y))[0]
+
+
+@_max_pool.defjvp
+def _max_pool_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    largest, place = _largest(_quarters(primals[0]))
+    return largest, sum(jnp.where(place == i, change, 0) for i, change in enumerate(_quarters(tangents[0])))
+
+
+def _quarters(y: Float[Array, "B H W features"]) -> list[Float[Array, "B H2 W2 features"]]:
+    """The four places of all windows; transposed, a concatenation."""
+    n, high, wide, features = y.shape
+    windows = y[:, : high // 2 * 2, : wide // 2 * 2].reshape(n, high // 2, 2, wide // 2, 2, features)
+    return [part[:, :, 0, :, 0] for row in lax.split(windows, (1, 1), 2) for part in lax.split(row, (1, 1), 4)]
+
+
+def _largest(quarters: list[Float[Array, "..."]]) -> tuple[Float[Array, "..."], Int[Array, "..."]]:
+    """The largest number of each window, and its place."""
+    best, place = quarters[0], jnp.zeros(quarters[0].shape, jnp.int8)
+    for i, other in enumerate(quarters[1:], 1):
+        stays = (best >= other) | jnp.isnan(best)
+        best, place = jnp.where(stays, best, other), jnp.where(stays, place, jnp.int8(i))
+    return lax.optimization_barrier((best, place))  # one kernel for both
 
 
 class Dense(nn.Module):

@@ -33,7 +33,7 @@ def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
     return normalize(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
 
 
-def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None) -> Float[Array, "maps H2 W2 B"]:
+def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None = None) -> Float[Array, "maps H2 W2 B"]:
     """Batch-minor feature maps; with a padding, in pairs of columns."""
     x = inputs.transpose(3, 1, 2, 0)  # still bytes: a quarter of the memory to move
     if padding:
@@ -167,14 +167,16 @@ def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[in
     >>> model.layers, model.head
     (('dense_0', 'dense_1', 'head'), ('head',))
     """
-    network = functools.partial(_Mlp, tuple(hidden), classes)
-    twin = network(ghost_norms=True)
+    twin = _Mlp(tuple(hidden), classes, ghost_norms=True)
+
+    def network(_form: Form, sum_grad_squared: bool) -> nn.Module:
+        return _Mlp(tuple(hidden), classes, sum_grad_squared)
 
     def ghost_norms(params: Any, x: Array, probe: Array) -> Any:
         probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
         return twin.apply({"params": probed}, x)
 
-    return _model("mlp", network, _flat, input_shape)._replace(ghost_norms=ghost_norms)
+    return _model("mlp", network, lambda _form, x: _flat(x), input_shape)._replace(ghost_norms=ghost_norms)
 
 
 @checked(input_shape=_check_shape)
@@ -187,7 +189,7 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
         input_shape: (H, W, C).
         classes: number of logits.
         form: of convolutions (see `jaxfl.models.layers`): "lax" if forward-mode differentiation is needed; None:
-            the best for JAX's default backend.
+            the best for the devices of a run.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
     62006
@@ -213,8 +215,8 @@ def lenet_groupnorm(
     >>> lenet_groupnorm().layers[:4]
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
     """
-    network = functools.partial(_NormLenet, check_choice("groups", groups, (1, 2)), classes, _form(form))
-    return _model("lenet_groupnorm", network, functools.partial(_maps, padding=None), input_shape)
+    network = functools.partial(_NormLenet, check_choice("groups", groups, (1, 2)), classes)
+    return _model("lenet_groupnorm", network, lambda _form, x: _maps(x), input_shape, form)
 
 
 _FEDDPA_CLASSES = {
@@ -278,9 +280,8 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
     """
     if 16 % groups:
         raise ValueError(f"groups={groups!r}: give a divisor of the 16 channels of the first stage")
-    network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes, _form(form))
-    model = _model("resnet20", network, functools.partial(_maps, padding=None), input_shape)
-    return model._replace(microbatch=backend().microbatch)
+    network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes)
+    return _model("resnet20", network, lambda _form, x: _maps(x), input_shape, form)._replace(microbatch="auto")
 
 
 @checked(input_shape=_check_shape)
@@ -313,29 +314,43 @@ def _cnn(
     form: Form | None,
     relu: bool = True,
 ) -> Model:
-    form = _form(form)
     # A product with few outputs is slow: pairs of columns double them, for (k + 1) / k times the operations.
     first, padding = convolutions[0], convolutions[0].get("padding", 0)
-    paired = form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
-    if paired:
-        convolutions = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
-    network = functools.partial(_Cnn, tuple(convolutions), widths, classes, relu, form)
-    return _model(name, network, functools.partial(_maps, padding=padding if paired else None), input_shape)
+    pairs = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
+
+    def paired(form: Form) -> bool:
+        return form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
+
+    def network(form: Form, sum_grad_squared: bool) -> nn.Module:
+        layers = tuple(pairs if paired(form) else convolutions)
+        return _Cnn(layers, widths, classes, relu, form, sum_grad_squared)
+
+    def prepare(form: Form, inputs: Array) -> Array:
+        return _maps(inputs, padding if paired(form) else None)
+
+    return _model(name, network, prepare, input_shape, form)
 
 
-def _form(form: Form | None) -> Form:
-    """The requested form, or the backend's."""
-    return backend().convolution if form is None else form
+def _model(
+    name: str,
+    network: Callable[[Form, bool], nn.Module],
+    layout: Callable[[Form, Array], Array],
+    shape: Shape,
+    form: Form | None = None,
+) -> Model:
+    """A model of networks by form, with or without squares of gradients; None: the form of the devices of a run."""
 
+    def chosen() -> Form:
+        return backend().convolution if form is None else form
 
-def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Array], Array], shape: Shape) -> Model:
-    module, twin = network(), network(sum_grad_squared=True)
+    def prepare(inputs: Array) -> Array:
+        return layout(chosen(), inputs)
 
     def init(key: Array) -> Any:
-        return module.init(key, prepare(jnp.zeros((1, *shape))))["params"]
+        return network(chosen(), False).init(key, prepare(jnp.zeros((1, *shape))))["params"]
 
-    def apply(module: nn.Module, method: str, params: Any, x: Array, _key: Array | None = None) -> Any:
-        return module.apply({"params": params}, x, method=method)
+    def apply(method: str, squares: bool, params: Any, x: Array, _key: Array | None = None) -> Any:
+        return network(chosen(), squares).apply({"params": params}, x, method=method)
 
     if any(0 in leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))):
         raise ValueError(
@@ -346,10 +361,10 @@ def _model(name: str, network: Callable[..., nn.Module], prepare: Callable[[Arra
         name=name,
         init=init,
         prepare=prepare,
-        extract=functools.partial(apply, module, "extract"),
-        classify=functools.partial(apply, module, "classify"),
-        apply=functools.partial(apply, module, "__call__"),
-        sum_grad_squared=functools.partial(apply, twin, "__call__"),
+        extract=functools.partial(apply, "extract", False),
+        classify=functools.partial(apply, "classify", False),
+        apply=functools.partial(apply, "__call__", False),
+        sum_grad_squared=functools.partial(apply, "__call__", True),
         layers=layers,
         head=layers[-1:],
         input_shape=shape,

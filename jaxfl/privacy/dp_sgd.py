@@ -12,6 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Float64, Int, Key
 
 from jaxfl._validate import check_fraction, check_noise, checked
+from jaxfl.local.lanes import hold, longest
 from jaxfl.local.train import Apply, BatchLoss, Decay, GradientFn, Mask, Penalty, decayed, descend, penalty_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
@@ -101,10 +102,10 @@ class DPSGD:
                 loss_part = noisy(derive(noise.key, i), params, data, self, drawing=jax.random.fold_in(key, i))
                 return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
-            return descend(optimizer, of_batch, carry, mask=mask)
+            return hold(i < total, descend(optimizer, of_batch, carry, mask=mask), carry)
 
         start = (params, optimizer.init(params), jnp.zeros(()))
-        params, _, total_loss = lax.fori_loop(0, total, step, start)
+        params, _, total_loss = lax.fori_loop(0, longest(total), step, start)
         steps = total.astype(jnp.float32)
         return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}
 
@@ -191,7 +192,7 @@ def noisy_gradient(
     # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
     original, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
     zero = (jnp.zeros(()), optax.tree.zeros_like(params))
-    value, total = lax.fori_loop(0, -(-count // chunk), add, zero)
+    value, total = lax.fori_loop(0, longest(-(-count // chunk)), add, zero)
     total = add_gaussian(noise_key, total, jnp.asarray(noise_multiplier * dp_sgd.clip, jnp.float32))
     expected = dp_sgd.rate * jnp.maximum(data.size, 1)
     mean = jax.tree.map(lambda leaf, old: (leaf / expected).astype(old.dtype), total, original)

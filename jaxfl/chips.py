@@ -1,0 +1,74 @@
+"""Accelerators that programs are compiled for without having one.
+
+XLA's compilers for TPUs and NVIDIA's GPUs run on any Linux machine: `pip install jaxfl[plan-tpu]`, `jaxfl[plan-gpu]`.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+
+class Chip(NamedTuple):
+    """A chip's data sheet."""
+
+    platform: str
+    flops: float
+    """A second, of matrix products as JAX makes them by default: rounded to bfloat16 on a TPU, float32 on a GPU."""
+    bandwidth: float
+    """Of its memory, bytes a second."""
+    memory: float
+    """Bytes."""
+    clock: float
+    """Cycles a second."""
+    described: Mapping[str, str]
+    """To its compiler."""
+
+
+def _gpu(architecture: str, cores: int, shared: int, cache: int, bandwidth: float, clock: float) -> dict[str, str]:
+    """A GPU as XLA's compiler takes it, as the text of a `GpuTargetConfig`."""
+    target = f"""
+    gpu_device_info {{
+      cuda_compute_capability {{ {architecture} }} core_count: {cores} fpus_per_core: 128
+      clock_rate_ghz: {clock / 1e9} memory_bandwidth: {bandwidth:.0f} device_memory_size: {80 * 10**9}
+      l2_cache_size: {cache} shared_memory_per_core: {shared + 1024} shared_memory_per_block_optin: {shared}
+      shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+      thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+      dnn_version: "9.10.0" device_address_bits: 64
+    }}
+    platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
+    """
+    return {"target_config": target, "topology": "1x1x1"}
+
+
+CHIPS = {
+    "v5e": Chip("tpu", 197e12, 819e9, 16 * 2**30, 1.5e9, {"topology_name": "v5e:2x2"}),
+    "v6e": Chip("tpu", 918e12, 1640e9, 32 * 2**30, 1.75e9, {"topology_name": "v6e:2x2"}),
+    "a100": Chip("cuda", 19.5e12, 2039e9, 80e9, 1.41e9, _gpu("major: 8", 108, 166_912, 40 * 2**20, 2039e9, 1.41e9)),
+    "h100": Chip(
+        "cuda", 66.9e12, 3352e9, 80e9, 1.98e9,
+        _gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 3352e9, 1.98e9),
+    ),
+}  # fmt: skip
+
+
+def device_of(chip: str) -> jax.Device:
+    """A device that programs can be compiled for, and that runs none.
+
+    Raises:
+        ValueError: its compiler is not installed.
+    """
+    described = CHIPS[chip]
+    # No machine of that kind is asked what it is.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    try:
+        return topologies.get_topology_desc(platform=described.platform, **described.described).devices[0]
+    except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
+        extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[described.platform]
+        raise ValueError(f"chip={chip!r}: its compiler does not start, `pip install 'jaxfl[{extra}]'`") from error

@@ -1,0 +1,54 @@
+"""Loops of vectorised clients whose lengths differ."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxfl.local.lanes import hold, longest
+
+BOUNDS = jnp.array([0, 3, 1])
+
+
+def counted(longest, hold):
+    """Counts a loop's steps, and adds them up."""
+
+    def count(bound, start):
+        def step(i, carry):
+            steps, total = carry
+            return hold(i < bound, (steps + 1, total + i), carry)
+
+        return lax.fori_loop(0, longest(bound), step, (0, start))
+
+    return count
+
+
+count, plain = counted(longest, hold), counted(lambda bound: bound, lambda active, new, old: new)
+
+
+def test_lanes_end_at_their_own_bounds():
+    steps, totals = jax.vmap(count)(BOUNDS, jnp.array([5.0, 6.0, 7.0]))
+    np.testing.assert_array_equal(steps, BOUNDS)
+    np.testing.assert_array_equal(totals, [5, 6 + 0 + 1 + 2, 7])
+
+
+@pytest.mark.parametrize(("function", "shape"), [(count, ()), (plain, (3,))])
+def test_all_lanes_share_the_index(function, shape):
+    program = jax.make_jaxpr(jax.vmap(function))(BOUNDS, jnp.zeros(3))
+    (loop,) = (equation for equation in program.eqns if equation.primitive.name == "while")
+    assert loop.outvars[0].aval.shape == shape
+
+
+def test_one_client_has_the_plain_program():
+    programs = [jax.jit(function).lower(2, 0.0).as_text() for function in (count, plain)]
+    assert programs[0] == programs[1]
+
+
+def test_lanes_of_lanes():
+    bounds = jnp.array([[0, 3], [2, 1]])
+    steps, totals = jax.vmap(jax.vmap(count))(bounds, jnp.zeros((2, 2)))
+    np.testing.assert_array_equal(steps, bounds)
+    np.testing.assert_array_equal(totals, [[0, 3], [1, 0]])
+    by_outer = jax.vmap(lambda bound: jax.vmap(count, (None, 0))(bound, jnp.zeros(2))[0])(BOUNDS)
+    np.testing.assert_array_equal(by_outer, np.repeat(BOUNDS[:, None], 2, 1))

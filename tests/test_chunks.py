@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
+from jaxfl.backend import backend
 from jaxfl.engine import chunk
 from jaxfl.engine.resident import Resident
 from jaxfl.run.simulate import simulate
@@ -19,7 +20,7 @@ KEY = jax.random.key(1)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(chunk, "_REMEMBERED", {})
-    monkeypatch.setattr(chunk, "_SIZES", (1, 4))
+    monkeypatch.setattr(chunk, "of_devices", lambda devices: backend("cpu")._replace(chunks=(1, 4)))
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def footprint(
     Args:
         chip: one of `jaxfl.chips.CHIPS`.
         algorithm: what a round does.
-        clients: host arrays, of which only shapes are read.
+        clients: host arrays, or their shapes (`jax.ShapeDtypeStruct`): nothing else is read.
         chunk: clients vectorised at a time.
         trips: how often the loop over local steps runs, and those around it, from the inside; a step then has its
             share of what they do besides. Of `LocalSGD`: steps in a block, blocks in an epoch, epochs.
@@ -96,7 +96,7 @@ def footprint(
 def described(clients: Clients, device: jax.Device) -> Population:
     """Clients on a device that need not be there: shapes in place of arrays."""
     mesh = Mesh(np.array([device]), ("clients",))
-    return Population(_shapes(mesh, in_rows(clients), P("clients")), clients.number, mesh)
+    return Population(_shapes(mesh, jax.eval_shape(in_rows, clients), P("clients")), clients.number, mesh)
 
 
 def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
@@ -292,7 +292,7 @@ def _computations(text: str) -> Iterator[tuple[str, list[_Operation]]]:
 
 def _size(shape: str) -> float:
     """Bytes of an array, or of all arrays of a tuple."""
-    return sum(
+    return 1.0 * sum(
         _SIZES.get(kind, 4) * math.prod(int(length) for length in lengths.split(",") if length)
         for kind, lengths in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape)
     )

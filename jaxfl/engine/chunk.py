@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -12,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxfl.backend import of_devices
 from jaxfl.engine import processes
 from jaxfl.files import cache_folder, write_json
 
 _LOG = logging.getLogger("jaxfl")
-_SIZES = (1, 8, 32, 128, 512)
 _REMEMBERED: dict[str, dict[str, Any]] = {}
 
 
@@ -64,6 +65,9 @@ def fitting(build: Build, chunk: int, arguments: tuple) -> Program:
 def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]) -> Program:
     """The program of the fastest of a few chunks, by the second of two calls; remembered, and logged.
 
+    They are those of the devices' `Backend`, as far as memory is expected to hold the next one, and as long as
+    vectorising more clients takes no longer.
+
     The choice is kept in this process, and in the cache folder (`JAXFL_CACHE_DIR`), by the arrays' shapes, the kind
     and number of devices, the version of JAX and `facts`.
 
@@ -83,14 +87,23 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
         program = fitting(build, known, arguments)
         _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
         return program
-    programs, seconds = {}, {}
-    for size in (size for size in _SIZES if size <= max(most, 1)):
-        if (tried := _tried(build, size, arguments, calls=2)) is None:
-            _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, max(seconds))
+    devices = list(mesh.devices.flat)
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
+    first, *larger = of_devices(devices).chunks
+    programs, seconds, last = {}, {}, first
+    for size in (first, *(size for size in larger if size <= most)):
+        if programs and programs[last].memory * size > limit:
             break
-        programs[size], seconds[size] = tried
-    slowest = dict(zip(seconds, processes.largest(*seconds.values()), strict=True))
-    best = programs[min(slowest, key=slowest.__getitem__)]
+        if (tried := _tried(build, size, arguments, calls=2)) is None:
+            if not programs:
+                return fitting(build, size // 2, arguments)
+            _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, last)
+            break
+        programs[size], (seconds[size],) = tried[0], processes.largest(tried[1])
+        if last > 1 and seconds[size] > seconds[last]:  # one client alone is other code
+            break
+        last = size
+    best = programs[min(seconds, key=seconds.__getitem__)]
     _remember(name, {"chunk": best.chunk, "device": device, "facts": facts, "seconds": seconds, "memory": best.memory})
     measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
     _LOG.info("chunk %d of %s; %s", best.chunk, measured, _megabytes(best), extra={"program": best})
@@ -139,7 +152,7 @@ def _recall(name: str) -> int | None:
     if name not in _REMEMBERED:
         try:
             choice = json.loads((cache_folder() / f"chunk-{name}.json").read_text())
-            if type(choice["chunk"]) is not int or choice["chunk"] not in _SIZES:
+            if type(choice["chunk"]) is not int or choice["chunk"] < 1:
                 return None
             _REMEMBERED[name] = choice
         except (OSError, ValueError, LookupError, TypeError, RecursionError):

@@ -201,7 +201,7 @@ def _cohort(
     chunks = -(-jnp.sum(slots.sampled) // chunk)
     order = jnp.nonzero(slots.sampled, size=-(-count // chunk) * chunk, fill_value=count)[0]
     if chunk > 1:  # vectorised clients go on until the largest one ends: those of like size go together
-        size = clients.train_size.at[order].get(mode="fill", fill_value=-1)
+        size = jnp.asarray(clients.train_size).at[order].get(mode="fill", fill_value=-1)
         order = order[jnp.argsort(-size)]
 
     @functools.partial(jax.jit, inline=True)

@@ -125,7 +125,8 @@ def _max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 featur
 @_max_pool.defjvp
 def _max_pool_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     largest, place = _largest(_quarters(primals[0]))
-    return largest, sum(jnp.where(place == i, change, 0) for i, change in enumerate(_quarters(tangents[0])))
+    moved = [jnp.where(place == i, change, 0) for i, change in enumerate(_quarters(tangents[0]))]
+    return largest, moved[0] + moved[1] + moved[2] + moved[3]
 
 
 def _quarters(y: Float[Array, "B H W features"]) -> list[Float[Array, "B H2 W2 features"]]:

@@ -1,0 +1,121 @@
+"""What a program costs on a chip, read off its compiler's text."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from algorithms_table import ALGORITHMS, small_clients
+
+from jaxfl import LocalSGD
+from jaxfl.algorithms import fedavg
+from jaxfl.chips import CHIPS, device_of
+from jaxfl.engine.ahead import footprint, step_cost, step_products
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.models import mlp
+
+TEXT = """HloModule jit_run
+
+%sliced (p0: f32[5,8,4], p1: s32[]) -> f32[8,4] {
+  %p0 = f32[5,8,4]{2,1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %same = f32[5,8,4]{2,1,0} bitcast(%p0)
+  %zero = s32[] constant(0)
+  %slice = f32[1,8,4]{2,1,0} dynamic-slice(%same, %p1, %zero, %zero), dynamic_slice_sizes={1,8,4}
+  ROOT %row = f32[8,4]{1,0} bitcast(%slice)
+}
+
+%part (carry: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %carry = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %w = f32[4]{0} get-tuple-element(%carry), index=1
+  %halved = f32[4]{0} negate(%w), metadata={op_name="jit(run)/while/body/local_step/neg"}
+  ROOT %out = (s32[], f32[4]{0}) tuple(%i, %halved)
+}
+
+%twice (carry: (s32[], f32[4])) -> pred[] {
+  %carry = (s32[], f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %two = s32[] constant(2)
+  ROOT %less = pred[] compare(%i, %two), direction=LT
+}
+
+%step (carry: (s32[], f32[5,8,4], f32[4])) -> (s32[], f32[5,8,4], f32[4]) {
+  %carry = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %data = f32[5,8,4]{2,1,0} get-tuple-element(%carry), index=1
+  %w = f32[4]{0} get-tuple-element(%carry), index=2
+  %batch = f32[8,4]{1,0} fusion(%data, %i), kind=kLoop, calls=%sliced, backend_config={"estimated_cycles":"70"}
+  %new = f32[4]{0} dot(%batch, %w), metadata={op_name="jit(run)/while/body/local_step/dot_general"}
+  %start = (s32[], f32[4]{0}) tuple(%i, %new)
+  %parts = (s32[], f32[4]{0}) while(%start), condition=%twice, body=%part
+  ROOT %out = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) tuple(%i, %data, %new)
+}
+
+%more (carry: (s32[], f32[5,8,4], f32[4])) -> pred[] {
+  %carry = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+ENTRY %main (data: f32[5,8,4], w: f32[4]) -> f32[4] {
+  %data = f32[5,8,4]{2,1,0} parameter(0)
+  %w = f32[4]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %laid = f32[5,8,4]{2,1,0} copy(%data)
+  %start = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) tuple(%zero, %laid, %w)
+  %loop = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) while(%start), condition=%more, body=%step
+  ROOT %result = f32[4]{0} get-tuple-element(%loop), index=2
+}
+"""
+
+
+def test_a_step_counts_what_its_kernels_touch():
+    sliced, product, halves = 2 * 128 + 4, 128 + 16 + 16, 2 * (16 + 16)
+    cost = step_cost(TEXT)
+    assert cost == (4, sliced + product + halves, 70)
+    assert step_cost(TEXT, (5.0,)) == (4 + 1 / 5, sliced + product + halves + 2 * 640 / 5, 70)
+
+
+def test_a_text_without_local_steps_costs_nothing():
+    assert step_cost("HloModule empty") == (0, 0, 0)
+
+
+def test_products_are_those_of_one_batch():
+    model = mlp((8, 8, 1), 10, hidden=(16,))
+    population = place(small_clients())
+    algorithm = fedavg(model, local=LocalSGD(optax.sgd(0.1), batch_size=4))
+    key = jax.random.key(0)
+    step: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
+    traced = step.func.trace(*step.args, key, 0, 1, *initialize(key, key, algorithm, population), **step.keywords)
+    # Forward, and backward by weights and, of the second layer, by inputs.
+    assert sum(step_products(traced.jaxpr.jaxpr)) == 2 * 4 * (2 * 64 * 16 + 3 * 16 * 10)
+
+
+def test_an_unknown_chip_is_refused():
+    with pytest.raises(ValueError, match="chip='v1'"):
+        footprint("v1", ALGORITHMS["fedavg"](), small_clients(), chunk=4)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_an_absent_compiler_says_what_to_install(platform, monkeypatch):
+    def absent(**_described):
+        raise NotImplementedError("no such compiler")
+
+    monkeypatch.setattr("jaxfl.chips.topologies.get_topology_desc", absent)
+    chip = next(name for name, sheet in CHIPS.items() if sheet.platform == platform)
+    with pytest.raises(ValueError, match=rf"chip='{chip}'.*pip install 'jaxfl\[plan-"):
+        device_of(chip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_method_is_exported_for_accelerators(name):
+    algorithm, clients = ALGORITHMS[name](), small_clients()
+    population = place(clients, jax.devices()[:1])
+    key = jax.random.key(0)
+    step: Any = compile_rounds(algorithm, population, chunk=4, segment=1)
+    arguments = (*step.args, key, np.int32(0), np.int32(1), *initialize(key, key, algorithm, population))
+    exported = jax.export.export(step.func, platforms=("cuda", "tpu"))(*arguments, **step.keywords)
+    assert "callback" not in exported.mlir_module()

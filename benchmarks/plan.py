@@ -22,7 +22,7 @@ import tyro
 
 from benchmarks.common import OUT, apart, bars, finish
 from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of
-from jaxfl.chips import CHIPS
+from jaxfl.chips import CHIPS, run_here
 from jaxfl.engine.ahead import footprint
 from jaxfl.local.train import blocks_of
 from jaxfl.types import Clients
@@ -48,7 +48,7 @@ class Config:
 
 def main(config: Config) -> None:
     """Compile each workload for each chip, in processes of their own."""
-    jax.config.update("jax_platforms", "cpu")  # nothing runs: compilers may be here without their devices
+    run_here()
     rows: list[dict[str, Any]] = []
     for chip in config.chips:
         for workload in config.workloads:

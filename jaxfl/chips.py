@@ -57,6 +57,14 @@ CHIPS = {
 }  # fmt: skip
 
 
+def run_here() -> None:
+    """Let JAX start on the processor: where a chip's compiler is installed, it would look for the chip.
+
+    Call it before JAX starts.
+    """
+    jax.config.update("jax_platforms", "cpu")
+
+
 def device_of(chip: str) -> jax.Device:
     """A device that programs can be compiled for, and that runs none.
 

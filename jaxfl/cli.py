@@ -4,13 +4,14 @@ import functools
 import importlib.metadata
 import itertools
 import json
+import math
 import pathlib
 import platform
 import sys
 import time
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -25,12 +26,15 @@ from jaxfl import privacy, quickstart, settings
 from jaxfl._validate import check_choice
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.backend import backend
+from jaxfl.chips import CHIPS, run_here
 from jaxfl.data import NAMES, from_arrays, iid, make_clients
 from jaxfl.data.load import find_prepared
+from jaxfl.engine.ahead import footprint
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.files import cache_folder
 from jaxfl.local import LocalSGD
+from jaxfl.local.train import blocks_of
 from jaxfl.models import lenet
 from jaxfl.run import signals
 from jaxfl.run.report import run_folder
@@ -151,16 +155,21 @@ def report(folder: tyro.conf.Positional[pathlib.Path]) -> None:
 
 def plan(
     *,
-    clients: int,
-    cohort: int,
-    rounds: int,
+    clients: int | None = None,
+    cohort: int | None = None,
+    rounds: int | None = None,
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     delta: float | None = None,
     stateful: bool = False,
+    device: Literal[tuple(CHIPS)] | None = None,  # pyrefly: ignore[invalid-literal]
+    chunk: int = 128,
+    config: pathlib.Path | None = None,
     as_json: bool = False,
 ) -> None:
     """Compare mechanisms for a deployment, the one that leaves the least noise on the model first.
+
+    With --device, say instead what a run's local steps would need of a chip that is not here.
 
     Args:
         clients: number of clients, N.
@@ -170,10 +179,20 @@ def plan(
         noise_multiplier: the noise on a sum over the clip bound, which determines epsilon.
         delta: failure probability (default: min(1e-5, 1 / (10 N))).
         stateful: clients keep a state from round to round.
+        device: compile a run for this chip; nothing runs on it.
+        chunk: clients vectorised at a time on the chip.
+        config: a YAML file with the settings of that run, as of `jaxfl run`.
         as_json: print JSON in place of a table.
     """
+    if device is not None:
+        _plan_for(device, chunk, settings.Run() if config is None else settings.read(settings.Run, config), as_json)
+        return
+    deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
+    for name, value in deployment.items():
+        if value is None:
+            raise ValueError(f"{name}=None: give --{name}, or the --device to compile a run for")
     budget = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
-    found = privacy.plan(clients=clients, cohort=cohort, rounds=rounds, stateful=stateful, **budget)
+    found = privacy.plan(**deployment, stateful=stateful, **budget)
     rows = [
         {
             "mechanism": row.kind,
@@ -191,6 +210,33 @@ def plan(
     title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {found[0].delta:.3g}"
     _show(title, rows[0], ([_text(value) for value in row.values()] for row in rows))
     print("Epsilon is of a client's whole data, zero-out, for who sees sums and models.")
+
+
+def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> None:
+    """Show what the local steps of a run need of a chip, by its compiler."""
+    run_here()
+    dataset = setting.population.load()
+    clients = setting.population.make(dataset, setting.seed)
+    blocks, steps = blocks_of(clients.train.shape[1], setting.local.batch_size)
+    algorithm, trips = setting.build(setting.network(dataset)), (steps, blocks, setting.local.epochs)
+    found = footprint(device, algorithm, clients, chunk=chunk, trips=trips)
+    rows: dict[str, Any] = {
+        "kernels of a step of all": found.kernels,
+        "MB moved, per client": found.bytes / 1e6,
+        "MFLOP, per client": found.flops / 1e6,
+        "us by memory's speed": found.bandwidth_us,
+        "us by the chip's peak": found.compute_us,
+        "us as its compiler expects": found.expected_us,
+        "MB of memory, per client": found.memory / 1e6,
+        "GB held by the run": found.held / 1e9,
+        "largest chunk": found.largest_chunk,
+    }
+    if as_json:
+        told = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in rows.items()}
+        print(json.dumps({"device": device, "chunk": chunk} | told, indent=1))
+        return
+    title = f"{setting.method} on {device}, {chunk} clients vectorised: a local step, planned"
+    _show(title, ("", ""), ((name, _text(value)) for name, value in rows.items()))
 
 
 def data(name: str = "all", /) -> None:

@@ -66,23 +66,32 @@ def busy_clock() -> Callable[[], float]:
     return time.process_time if jax.default_backend() == "cpu" else time.perf_counter
 
 
-def apart(function: Callable[..., Any], *arguments: Any, processes: int = 1, **environment: str) -> Any:
+def apart(
+    function: Callable[..., Any],
+    *arguments: Any,
+    processes: int = 1,
+    timeout: float | None = None,
+    **environment: str,
+) -> Any:
     """The value of a module-level function in a fresh process, or in the first of several that `jaxfl.launch` starts.
 
     Args:
         function: of JSON values, to a JSON value.
         arguments: its own.
         processes: that share the machine, and all call the function.
+        timeout: seconds, after which it is stopped (None: none).
         environment: variables beside this process's.
 
     Raises:
         RuntimeError: the process failed; its last words are in the message.
+        subprocess.TimeoutExpired: it took too long.
     """
     module = function.__globals__["__spec__"].name  # `__main__` has a name of its own only there
     launch = ["-m", "jaxfl.launch", "--processes", str(processes)] if processes > 1 else []
     call = ["-m", __name__, module, function.__name__, json.dumps(arguments)]
     command = [sys.executable, *launch, *call]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+    environment = os.environ | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
     if done.returncode:
         words = done.stderr.strip()[-2000:]
         raise RuntimeError(f"{module}.{function.__name__}{arguments} ended with {done.returncode}: {words}")

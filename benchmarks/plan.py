@@ -1,11 +1,11 @@
-"""What each workload's round needs of chips that are not there: compiled for them, not run.
+"""What each workload's round needs of a chip that is not there: compiled for it, not run.
 
-python -m benchmarks.plan
+python -m benchmarks.plan --chip h100
 
 Bytes and kernels are those of the optimized program's local steps, with their share of the loops around them. On a TPU
 the compiler counts cycles; for a GPU a bound stands in their place, the larger of bytes at the memory's full speed and
 operations at the chip's peak. Without a device a compiler tunes nothing: tiles may change there, kernels and bytes
-less. Needs `pip install jaxfl[plan-tpu,plan-gpu]`; a chip whose compiler is absent is left out, with a word.
+less. Needs the chip's compiler: `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
 With `--check`, figures are compared with those in a folder, and a growth by more than a tenth ends with an error.
 """
@@ -22,7 +22,7 @@ import tyro
 
 from benchmarks.common import OUT, apart, bars, finish
 from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of
-from jaxfl.chips import CHIPS, run_here
+from jaxfl.chips import run_here
 from jaxfl.engine.ahead import footprint
 from jaxfl.local.train import blocks_of
 from jaxfl.types import Clients
@@ -36,51 +36,41 @@ CHECKED = ("kernels", "megabytes", "memory_mb", "microseconds")
 class Config:
     """What to compile."""
 
-    chips: tuple[str, ...] = ("v5e", "h100")
+    chip: str = "h100"
+    """One of `jaxfl.chips.CHIPS`."""
     workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20")
     chunk: int = 128
     """Clients vectorised at a time."""
     clients: int = 10_000
     check: pathlib.Path | None = None
-    """A folder with an earlier `plan.json`."""
+    """A folder with earlier figures."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
     """Compile each workload for each chip, in processes of their own."""
     run_here()
-    rows: list[dict[str, Any]] = []
-    for chip in config.chips:
-        for workload in config.workloads:
-            found = apart(measure, chip, workload, config.chunk, config.clients, JAX_PLATFORMS="cpu")
-            if "error" in found:
-                print(found["error"])
-                break
-            rows.append({"chip": chip, "workload": workload} | found)
-    if not rows:
-        raise ValueError(f"chips={config.chips!r}: none has its compiler here, pip install 'jaxfl[plan-tpu,plan-gpu]'")
-    first = rows[0]
-    headline = f"{first['workload']} on {first['chip']}: planned {first['microseconds']:.3g} us a client-step"
-    drawn = {f"{row['workload']}, {row['chip']}": row["microseconds"] for row in rows}
-    figure = bars(drawn, "microseconds of a client's local step, planned", "compiled, not run")
+    sizes = (config.chunk, config.clients)
+    rows = [
+        {"workload": name} | apart(measure, config.chip, name, *sizes, JAX_PLATFORMS="cpu") for name in config.workloads
+    ]
+    headline = f"{config.chip}, planned: {rows[0]['workload']} {rows[0]['microseconds']:.3g} us a client-step"
+    drawn = {row["workload"]: row["microseconds"] for row in rows}
+    figure = bars(drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run")
     if config.check is not None:
-        _check(rows, json.loads((config.check / "plan.json").read_text())["rows"])
-    finish(config, "plan", headline, rows, figure)
+        _check(rows, json.loads((config.check / f"plan_{config.chip}.json").read_text())["rows"])
+    finish(config, f"plan_{config.chip}", headline, rows, figure)
 
 
 def measure(chip: str, workload: Name, chunk: int, clients: int) -> dict[str, Any]:
-    """Figures of one program, or the error of a compiler that is not there."""
+    """Figures of one program."""
     work = WORKLOADS[workload]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     begun = time.perf_counter()
-    try:
-        trips = (steps, blocks, 2 if work.feddpa else 1)
-        found = footprint(chip, algorithm_of(work), shapes_of(work, clients), chunk=chunk, trips=trips)
-    except ValueError as error:
-        if chip in CHIPS and "compiler" in str(error):
-            return {"error": str(error)}
-        raise
+    trips = (steps, blocks, 2 if work.feddpa else 1)
+    found = footprint(chip, algorithm_of(work), shapes_of(work, clients), chunk=chunk, trips=trips)
     return {
+        "chunk": found.chunk,
         "kernels": found.kernels,
         "megabytes": found.bytes / 1e6,
         "megaflops": found.flops / 1e6,
@@ -107,14 +97,14 @@ def shapes_of(work: Workload, clients: int) -> Clients:
 
 def _check(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
     """Require figures that have grown by a tenth at most."""
-    known = {(row["chip"], row["workload"]): row for row in before}
+    known = {row["workload"]: row for row in before}
     for row in rows:
         for name in CHECKED:
-            old = known[row["chip"], row["workload"]][name]
+            old = known[row["workload"]][name]
             if row[name] > GROWTH * old:
                 raise ValueError(
-                    f"{name} of {row['workload']} on {row['chip']} has grown from {old:.4g} to {row[name]:.4g}: find "
-                    "out why, or commit the new figures"
+                    f"{name} of {row['workload']} has grown from {old:.4g} to {row[name]:.4g}: find out why, or commit "
+                    "the new figures"
                 )
 
 

@@ -206,6 +206,45 @@ def fedavg_round(
     _finish(local, server, total, clip * noise_multiplier, len(inputs))
 
 
+def vmapped_round(
+    network: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    batch_size: int,
+    steps: int,
+    chunk: int,
+    lr: float = 0.01,
+    clip: float = 1.0,
+    noise_multiplier: float = 1.0,
+) -> None:
+    """`fedavg_round` with `chunk` clients at a time, by `torch.func.vmap`."""
+    server = {name: weights.detach() for name, weights in network.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(network, weights, (x,)), y)
+
+    gradients = torch.func.vmap(torch.func.grad(loss))
+    total = {name: torch.zeros_like(weights) for name, weights in server.items()}
+    for first in range(0, len(inputs), chunk):
+        x, y = inputs[first : first + chunk], labels[first : first + chunk]
+        local = {name: weights.expand(len(x), *weights.shape).clone() for name, weights in server.items()}
+        for i in range(steps):
+            start = i * batch_size % (x.shape[1] - batch_size + 1)
+            slopes = gradients(local, x[:, start : start + batch_size], y[:, start : start + batch_size])
+            for name, weights in local.items():
+                weights.sub_(slopes[name], alpha=lr)
+        moved = {name: weights - server[name] for name, weights in local.items()}
+        norm = sum(change.flatten(1).square().sum(1) for change in moved.values()) ** 0.5
+        factor = clip / norm.clamp(min=clip)
+        for name, change in moved.items():
+            total[name] += torch.einsum("c,c...->...", factor, change)
+    with torch.no_grad():
+        for name, weights in network.named_parameters():
+            noise = torch.randn_like(weights) * (clip * noise_multiplier)
+            weights.add_((total[name] + noise) / len(inputs))
+
+
 def feddpa_round(
     network: nn.Module,
     personal: list[list[Tensor]],

@@ -73,13 +73,14 @@ def model_of(work: Workload) -> Model:
     return build(work.model, work.input_shape, 10)
 
 
-def algorithm_of(work: Workload, sampling: Sampling = Full()) -> Algorithm:
-    """DP-FedAvg with SGD, or FedDPA."""
+def algorithm_of(work: Workload, sampling: Sampling = Full(), model: Model | None = None) -> Algorithm:
+    """DP-FedAvg with SGD, or FedDPA; of the workload's network, or of another form of it."""
+    model = model_of(work) if model is None else model
     private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling}
     if work.feddpa:
-        return feddpa(model_of(work), clip=0.5, local=LocalSGD(optax.adam(1e-3), work.batch_size, 2), **private)
+        return feddpa(model, clip=0.5, local=LocalSGD(optax.adam(1e-3), work.batch_size, 2), **private)
     local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
-    return dp_fedavg(model_of(work), clip=1.0, local=local, **private)
+    return dp_fedavg(model, clip=1.0, local=local, **private)
 
 
 def usual_chunk(algorithm: Algorithm, population: Population) -> int:
@@ -95,11 +96,12 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
 
 
 class Round(NamedTuple):
-    """A compiled round: `run` goes on from its last result. Seconds to compile, and temporary memory in MB."""
+    """A compiled round: `run` goes on from its last result. Seconds to compile, temporary memory in MB, its text."""
 
     run: Callable[[], None]
     compile_s: float
     temporary_mb: float
+    text: Callable[[], str]
 
 
 def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> Round:
@@ -117,7 +119,8 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
         jax.block_until_ready(state)
         done += 1
 
-    return Round(run, seconds, program.memory * chunk / 1e6)
+    compiled: Any = program.step
+    return Round(run, seconds, program.memory * chunk / 1e6, compiled.func.as_text)
 
 
 def _rounds_of(algorithm: Algorithm, population: Population) -> Build:

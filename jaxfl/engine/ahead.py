@@ -73,7 +73,7 @@ def footprint(
         chip: one of `jaxfl.chips.CHIPS`.
         algorithm: what a round does.
         clients: host arrays, or their shapes (`jax.ShapeDtypeStruct`): nothing else is read.
-        chunk: clients vectorised at a time.
+        chunk: clients vectorised at a time; halved where the chip's memory does not hold them.
         trips: how often the loop over local steps runs, and those around it, from the inside; a step then has its
             share of what they do besides. Of `LocalSGD`: steps in a block, blocks in an epoch, epochs.
 
@@ -82,8 +82,15 @@ def footprint(
     """
     sheet, population = CHIPS[chip], described(clients, device_of(chip))
     arguments = _arguments(algorithm, population)
-    step: Any = compile_rounds(algorithm, population, chunk=chunk, segment=1)
-    compiled = step.func.lower(*step.args, *arguments, **step.keywords).compile()
+    compiled = None
+    while compiled is None:
+        step: Any = compile_rounds(algorithm, population, chunk=chunk, segment=1)
+        try:
+            compiled = step.func.lower(*step.args, *arguments, **step.keywords).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error) or chunk == 1:
+                raise
+            chunk //= 2
     alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
     flops = sum(step_products(alone.func.trace(*alone.args, *arguments, **alone.keywords).jaxpr.jaxpr))
     memory, cost = compiled.memory_analysis(), step_cost(compiled.as_text(), trips)

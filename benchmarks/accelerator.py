@@ -1,0 +1,279 @@
+"""Everything that one accelerator can tell in a few minutes: each part in a process and with a limit of its own.
+
+python -m benchmarks.accelerator --minutes 8
+
+Parts are begun in the order of their worth until the time is over, and each result is printed and written at once: a
+part that fails, or takes too long, costs no other. Shares are of what the device itself reaches: a large matrix product
+at JAX's default precision, and a copy of a large array; bytes are those of the compiled program's kernels
+(`jaxfl.engine.ahead`). With `--tiny`, sizes at which it can be tried on a CPU.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import pathlib
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from benchmarks.common import OUT, apart, cores, in_turn, machine, medians
+from benchmarks.population import make
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    Workload,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    matrix_product,
+    round_flops,
+    usual_chunk,
+)
+from jaxfl import LocalSGD, simulate
+from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
+from jaxfl.backend import Form
+from jaxfl.engine import chunk as chunks
+from jaxfl.engine.ahead import step_cost
+from jaxfl.engine.evaluate import compile_evaluation
+from jaxfl.engine.mesh import Population, place
+from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.files import write_json
+from jaxfl.local.train import blocks_of
+from jaxfl.models import feddpa_cnn, lenet, mlp, resnet20, with_precision
+from jaxfl.privacy import Poisson
+from jaxfl.types import Algorithm
+
+METHODS: dict[str, Callable[..., Algorithm]] = {
+    "fedavg": fedavg, "dp_fedavg": dp_fedavg, "feddpa": feddpa, "dp_pfeddsu": dp_pfeddsu, "centaur": centaur,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How much to measure."""
+
+    minutes: float = 8.0
+    """No part is begun later."""
+    tiny: bool = False
+    out: pathlib.Path = OUT
+
+
+class Part(NamedTuple):
+    """A function of this module, its arguments, and how long it may take."""
+
+    function: Callable[..., dict[str, Any]]
+    arguments: tuple
+    seconds: float = 90.0
+
+
+def main(config: Config) -> None:
+    """Run the parts, and keep what each says."""
+    begun, results, environment = time.monotonic(), {}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if config.tiny:
+        environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+    config.out.mkdir(parents=True, exist_ok=True)
+    for name, part in parts(config.tiny, str(config.out)).items():
+        left = 60 * config.minutes - (time.monotonic() - begun)
+        if left <= 0:
+            results[name] = {"missing": "the time was over"}
+        else:
+            start = time.monotonic()
+            try:
+                found = apart(
+                    part.function, *part.arguments, timeout=part.seconds, XLA_PYTHON_CLIENT_PREALLOCATE="false"
+                )
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                found = {"failed": str(error)[-600:]}
+            results[name] = found | {"part_s": round(time.monotonic() - start, 1)}
+        write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": results})
+        told = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                         for key, value in results[name].items())  # fmt: skip
+        print(f"{name}: {told}", flush=True)
+
+
+def parts(tiny: bool, out: str) -> dict[str, Part]:
+    """All parts, the most telling first."""
+    sizes, clients = ((2, 4), 4) if tiny else ((128, 512, 2048, 8192), 2048)
+    found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))}
+    found |= {f"correct: {name}": Part(correct, (name,)) for name in METHODS}
+    for chunk in sizes[:1] if tiny else sizes[:2]:
+        found |= {
+            f"lenet, {form}, chunk {chunk}": Part(speed, ("lenet", form, chunk, None, max(clients, chunk)))
+            for form in ("lax", "im2col", "winograd")
+        }
+    found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (40 if tiny else 10_000, sizes[1]), 180)
+    found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
+    found["chunk auto"] = Part(auto, (clients,), 240)
+    for name in ("mlp", "feddpa", "resnet20"):
+        most = clients if tiny else 256 if name == "resnet20" else 1024
+        form = "winograd" if tiny else "lax"
+        found[f"{name}, {form}, chunk {sizes[0]}"] = Part(speed, (name, form, sizes[0], None, most), 180)
+    for chunk in sizes[2:]:
+        found[f"lenet, lax, chunk {chunk}"] = Part(speed, ("lenet", "lax", chunk, None, chunk), 120)
+    for precision in ("float32", "tf32", "bfloat16"):
+        part = Part(speed, ("lenet", "lax", sizes[1], precision, max(clients, sizes[1])))
+        found[f"lenet, lax, chunk {sizes[1]}, {precision}"] = part
+    found["population"] = Part(population, (1000 if tiny else 1_000_000,), 150)
+    found["out of memory"] = Part(out_of_memory, (clients if tiny else 32_768,), 240)
+    found["torch: mlp"] = Part(torch_speed, ("mlp", clients if tiny else 256, sizes[0]), 120)
+    return found | {"profile": Part(profile, (clients, sizes[0], out))}
+
+
+def device() -> dict[str, Any]:
+    """What it is, and how fast a matrix product and a copy go."""
+    here = place(
+        clients_of(*examples_of(dataclasses.replace(WORKLOADS["mlp"], clients=1, examples=1))), jax.devices()[:1]
+    )
+    return machine() | {"memory": (jax.devices()[0].memory_stats() or {}).get("bytes_limit")} | _peaks(here)
+
+
+def _peaks(population: Population) -> dict[str, float]:
+    product, flops = matrix_product(population)
+    size = 2**24 if jax.default_backend() == "cpu" else 2**28
+    source, copy = jnp.ones(size, jnp.float32), jax.jit(lambda x: x + 1)
+    seconds = medians(in_turn({"product": product, "copy": lambda: copy(source)}, 5))
+    return {"tflop_per_s": flops / seconds["product"] / 1e12, "gb_per_s": 8 * size / seconds["copy"] / 1e9}
+
+
+def evaluation(clients: int) -> dict[str, Any]:
+    """One evaluation at the usual chunk."""
+    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    where, algorithm, key = place(clients_of(*examples_of(work), tests=32)), algorithm_of(work), jax.random.key(0)
+    center, states = initialize(key, key, algorithm, where)
+    score = compile_evaluation(algorithm, where, chunk=min(128, clients))
+    scores = jax.device_get(score(key, center.server, states))
+    return {"finite": bool(np.isfinite(scores["loss"]).all()), "clients": len(scores["loss"])}
+
+
+def correct(name: str) -> dict[str, Any]:
+    """Largest difference of the shared model from a CPU's after 2 rounds at full precision, over its largest number."""
+    work = dataclasses.replace(WORKLOADS["mlp"], clients=8, examples=32)
+    clients, model = clients_of(*examples_of(work), tests=8), mlp(work.input_shape, hidden=(32,))
+    options: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.05), 8)}
+    if name != "fedavg":
+        options |= {"clip": 1.0, "noise_multiplier": 0.0, "sampling": Poisson(0.7)}
+    results = []
+    with jax.default_matmul_precision("float32"):
+        for device, chunk in ((jax.devices("cpu")[0], 1), (jax.devices()[0], 4)):
+            with jax.default_device(device):
+                run = simulate(0, METHODS[name](model, **options), clients, rounds=2, devices=[device], chunk=chunk,
+                               progress=False)  # fmt: skip
+            results.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(run.server.params)]))
+    return {"difference": float(np.abs(results[1] - results[0]).max() / np.abs(results[0]).max())}
+
+
+def _in_form(work: Workload, form: Form, precision: Any) -> Algorithm:
+    builders: dict[str, Callable[..., Any]] = {
+        "lenet": functools.partial(lenet, form=form), "mlp": mlp,
+        "feddpa_cnn": lambda shape: feddpa_cnn(form=form), "resnet20": functools.partial(resnet20, form=form),
+    }  # fmt: skip
+    model = builders[work.model](work.input_shape)
+    return algorithm_of(work, model=model if precision is None else with_precision(model, precision))
+
+
+def speed(name: Name, form: Form, chunk: int, precision: str | None, clients: int) -> dict[str, Any]:
+    """A workload's round: clients per second, and shares of the device's matrix products and memory."""
+    work = dataclasses.replace(WORKLOADS[name], clients=clients, examples=min(WORKLOADS[name].examples, 96))
+    return _measured(work, _in_form(work, form, precision), chunk)
+
+
+def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any]:
+    where = place(clients_of(*examples_of(work)), jax.devices()[:1])
+    compiled = compile_round(algorithm, where, chunk)
+    seconds = medians(in_turn({"round": compiled.run}, 3))["round"]
+    steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
+    cost, peaks = step_cost(compiled.text(), (steps, blocks)), _peaks(where)
+    moved = cost.bytes / chunk * work.clients * work.steps
+    return {
+        "clients_per_s": work.clients / seconds,
+        "us_per_client_step": 1e6 * seconds / work.clients / work.steps,
+        "share_of_products": round_flops(work) / seconds / 1e12 / peaks["tflop_per_s"],
+        "share_of_memory": moved / seconds / 1e9 / peaks["gb_per_s"],
+        "mb_per_client_step": moved / work.clients / work.steps / 1e6,
+        "kernels": cost.kernels,
+        "temporary_mb": compiled.temporary_mb,
+        "compile_s": compiled.compile_s,
+    }
+
+
+def ten_steps(clients: int, chunk: int) -> dict[str, Any]:
+    """LeNet, 10 steps of 32 for every client."""
+    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    found = _measured(work, algorithm_of(work), chunk)
+    return {"seconds": clients / found["clients_per_s"]} | found
+
+
+def auto(clients: int) -> dict[str, Any]:
+    """What "auto" chooses for LeNet, and how long that takes."""
+    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    where, begun = place(clients_of(*examples_of(work))), time.perf_counter()
+    chosen = usual_chunk(algorithm_of(work), where)
+    return {"chunk": chosen, "seconds": time.perf_counter() - begun}
+
+
+def population(number: int) -> dict[str, Any]:
+    """A round of a thousand of very many clients, whose states the device holds."""
+    model, key = mlp((8, 8, 1), hidden=(200, 64)), jax.random.key(0)
+    algorithm = centaur(model, sampling=Poisson(min(1.0, 1000 / number)), clip=1.0, noise_multiplier=1.0)
+    where = place(make(number, 20))
+    center, states = initialize(key, key, algorithm, where)
+    program: Any = compile_rounds(algorithm, where, chunk=128, segment=1)
+    times = []
+    for index in range(4):
+        begun = time.perf_counter()
+        center, states, _ = jax.block_until_ready(program(key, index, 1, center, states))
+        times.append(time.perf_counter() - begun)
+    return {"first_s": times[0], "round_s": float(np.median(times[1:]))}
+
+
+def out_of_memory(chunk: int) -> dict[str, Any]:
+    """The chunk that is left of one that is too large."""
+    work = dataclasses.replace(WORKLOADS["lenet"], clients=chunk, examples=32)
+    algorithm, where, key = algorithm_of(work), place(clients_of(*examples_of(work))), jax.random.key(0)
+    build = lambda size: compile_rounds(algorithm, where, chunk=size, segment=1)  # noqa: E731
+    arguments = (key, 0, 1, *initialize(key, key, algorithm, where))
+    return {"asked": chunk, "chunk": chunks.fitting(build, chunk, arguments).chunk}
+
+
+def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
+    """PyTorch's loop over clients, and `torch.func.vmap`, on the same device."""
+    if importlib.util.find_spec("torch") is None:
+        return {"missing": "PyTorch is not installed"}
+    from benchmarks import pytorch
+    from benchmarks.throughput import torch_tensors
+
+    work, target = dataclasses.replace(WORKLOADS[name], clients=clients, examples=96), pytorch.best_device(cores())
+    data = torch_tensors(*examples_of(work), target)
+    network, given = pytorch.NETWORKS[work.model](work.input_shape).to(target), (work.batch_size, work.steps)
+
+    def timed(round_fn: Callable[..., None], **options: Any) -> Callable[[], None]:
+        def run() -> None:
+            round_fn(network, *data, batch_size=given[0], steps=given[1], **options)
+            pytorch.wait(target)
+
+        return run
+
+    rounds = {"loop": timed(pytorch.fedavg_round), "vmap": timed(pytorch.vmapped_round, chunk=chunk)}
+    return {f"{kind}_clients_per_s": clients / value for kind, value in medians(in_turn(rounds, 3)).items()}
+
+
+def profile(clients: int, chunk: int, out: str) -> dict[str, Any]:
+    """A trace of one round of LeNet, for a viewer."""
+    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    compiled = compile_round(algorithm_of(work), place(clients_of(*examples_of(work))), chunk)
+    compiled.run()
+    with jax.profiler.trace(f"{out}/trace"):
+        compiled.run()
+    return {"files": sum(path.is_file() for path in pathlib.Path(out, "trace").rglob("*"))}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

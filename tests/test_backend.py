@@ -3,11 +3,13 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 import jaxfl
-from jaxfl.backend import backend, compiler_options, with_flags
+from jaxfl.backend import _TRACED_FOR, backend, compiler_options, traced_for, with_flags
+from jaxfl.models import resnet20
 
 
 def test_only_the_backend_names_platforms():
@@ -37,3 +39,24 @@ def test_cores_that_are_devices_run_no_threads_within_an_operation():
     assert "xla_cpu_multi_thread_eigen" not in compiler_options(one)
     assert compiler_options(two)["xla_cpu_multi_thread_eigen"] is False
     assert compiler_options(one).items() <= compiler_options(two).items()
+
+
+def test_a_model_takes_the_form_of_the_devices_that_it_is_traced_for():
+    model, x = resnet20((8, 8, 3)), jnp.zeros((2, 8, 8, 3), jnp.uint8)
+
+    @jax.jit
+    def outputs(params):
+        return model.apply(params, model.prepare(x))
+
+    def convolutions():
+        return "conv_general_dilated" in str(outputs.trace(jax.eval_shape(model.init, jax.random.key(0))).jaxpr)
+
+    assert not convolutions()
+    assert model.largest_part == backend("cpu").microbatch
+    with _TRACED_FOR("tpu"), traced_for(Mesh(np.array(jax.devices()[:1]), ("clients",))):
+        assert not convolutions()
+    with _TRACED_FOR("tpu"):
+        assert backend() == backend("tpu")
+        assert model.largest_part is None
+        assert convolutions()
+    assert not convolutions()

@@ -1,6 +1,8 @@
 import functools
 import logging
+import math
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,3 +131,27 @@ def test_rounds_move_nothing_by_themselves(monkeypatch):
     monkeypatch.setattr(Resident, "_arguments", implicit)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
         run(1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "limit", "tried", "best"),
+    [
+        ({8: 4.0, 32: 3.0, 128: 3.5, 512: 1.0}, math.inf, [8, 32, 128], 32),  # slower again: no larger one
+        ({8: 4.0, 32: 3.0, 128: 2.0, 512: 1.0}, 40.0, [8, 32], 32),  # each client takes a byte
+        ({1: 1.0, 8: 4.0, 32: 3.0}, math.inf, [1, 8, 32], 1),  # one alone is other code
+    ],
+)
+def test_measuring_goes_on_while_time_falls_and_memory_holds(seconds, limit, tried, best, monkeypatch):
+    mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
+    monkeypatch.setattr(chunk, "_memory", lambda mesh: limit)
+    monkeypatch.setattr(chunk, "of_devices", lambda devices: backend("cpu")._replace(chunks=tuple(seconds)))
+    made = []
+
+    def trial(build, size, arguments, calls):
+        made.append(size)
+        return chunk.Program(lambda: (), size, 1.0), seconds[size]
+
+    monkeypatch.setattr(chunk, "_tried", trial)
+    build: Any = lambda size: functools.partial(print)  # noqa: E731
+    assert chunk.fastest(build, 1000, (), mesh, ()).chunk == best
+    assert made == tried

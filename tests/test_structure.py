@@ -9,9 +9,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "jaxfl"
 ROOMS = (
-    ("tasks",),
+    ("backend", "chips", "tasks"),
     ("types",),
-    ("_validate", "backend", "files", "lazy"),
+    ("_validate", "files", "lazy"),
     ("server",),
     ("data",),
     ("models",),

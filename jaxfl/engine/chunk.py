@@ -87,12 +87,10 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
         program = fitting(build, known, arguments)
         _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
         return program
-    devices = list(mesh.devices.flat)
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit", math.inf)
-    first, *larger = of_devices(devices).chunks
+    first, *larger = of_devices(list(mesh.devices.flat)).chunks
     programs, seconds, last = {}, {}, first
     for size in (first, *(size for size in larger if size <= most)):
-        if programs and programs[last].memory * size > limit:
+        if programs and programs[last].memory * size > _memory(mesh):
             break
         if (tried := _tried(build, size, arguments, calls=2)) is None:
             if not programs:
@@ -131,6 +129,11 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
             raise
         return None
     return program, seconds
+
+
+def _memory(mesh: Mesh) -> float:
+    """Bytes of a device, where it tells."""
+    return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def _megabytes(program: Program) -> str:

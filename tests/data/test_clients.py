@@ -1,4 +1,7 @@
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -6,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfl.data import classes_per_client, describe, dirichlet, iid, load, make_clients, matching, shard
-from jaxfl.types import Clients
+from jaxfl.types import Clients, Rows
 
 EMPTY = np.zeros(0, np.int32)
 
@@ -162,3 +165,11 @@ def test_describe():
         "test_max": 1,
         "bytes": store + rows,
     }
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4, 3)])
+def test_rows_are_indexed_like_the_array(shape):
+    store = np.arange(5 * math.prod(shape)).reshape(5, *shape)
+    for index in (jnp.int32(2), jnp.array([[4, 0], [1, 1]])):
+        np.testing.assert_array_equal(Rows.of(store)[index], store[index])
+    assert Rows.of(store).flat.shape == (5, math.prod(shape))

@@ -5,7 +5,7 @@ python -m benchmarks.accelerator --minutes 8
 Parts are begun in the order of their worth until the time is over, and each result is printed and written at once: a
 part that fails, or takes too long, costs no other. Shares are of what the device itself reaches: a large matrix product
 at JAX's default precision, and a copy of a large array; bytes are those of the compiled program's kernels
-(`jaxfl.engine.ahead`). With `--tiny`, sizes at which it can be tried on a CPU.
+(`jaxfl.engine.kernels`). With `--tiny`, sizes at which it can be tried on a CPU.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
 from jaxfl.backend import Form
 from jaxfl.engine import chunk as chunks
-from jaxfl.engine.ahead import step_cost
 from jaxfl.engine.evaluate import compile_evaluation
+from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import Population, place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.files import write_json

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg, feddpa
 from jaxfl.backend import compiler_options, of_devices
 from jaxfl.data import from_arrays, make_clients
+from jaxfl.engine.ahead import products
 from jaxfl.engine.chunk import Build, compile_chunk, fastest
 from jaxfl.engine.mesh import Population
 from jaxfl.engine.program import compile_rounds, initialize
@@ -153,25 +153,6 @@ def forward_flops(work: Workload) -> list[float]:
     arguments = jax.eval_shape(model.init, jax.random.key(0)), jnp.zeros((1, *work.input_shape), jnp.uint8)
     forward = jax.make_jaxpr(lambda params, inputs: model.apply(params, model.prepare(inputs)))
     return list(products(forward(*arguments).jaxpr))
-
-
-def products(jaxpr: Any) -> Iterator[float]:
-    """Operations of each matrix product and convolution of a program, in order; a loop's body counts once."""
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name == "dot_general":
-            contracted = params["dimension_numbers"][0][0]
-            taps = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-        elif name == "conv_general_dilated":
-            kernel, features = equation.invars[1].aval.shape, params["dimension_numbers"].rhs_spec[0]
-            taps = math.prod(kernel) // kernel[features]
-        else:
-            for value in params.values():
-                inner = getattr(value, "jaxpr", value)
-                if hasattr(inner, "eqns"):
-                    yield from products(inner)
-            continue
-        yield 2.0 * taps * math.prod(equation.outvars[0].aval.shape)
 
 
 def matrix_product(population: Population) -> tuple[Callable[[], jax.Array], float]:

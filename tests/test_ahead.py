@@ -11,9 +11,11 @@ from algorithms_table import ALGORITHMS, small_clients
 from jaxfl import LocalSGD
 from jaxfl.algorithms import fedavg
 from jaxfl.chips import CHIPS, device_of
-from jaxfl.engine.ahead import footprint, step_cost, step_products
+from jaxfl.engine.ahead import footprint, products
+from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.local.train import STEP
 from jaxfl.models import mlp
 
 TEXT = """HloModule jit_run
@@ -90,7 +92,7 @@ def test_products_are_those_of_one_batch():
     step: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
     traced = step.func.trace(*step.args, key, 0, 1, *initialize(key, key, algorithm, population), **step.keywords)
     # Forward, and backward by weights and, of the second layer, by inputs.
-    assert sum(step_products(traced.jaxpr.jaxpr)) == 2 * 4 * (2 * 64 * 16 + 3 * 16 * 10)
+    assert sum(products(traced.jaxpr.jaxpr, STEP)) == 2 * 4 * (2 * 64 * 16 + 3 * 16 * 10)
 
 
 def test_an_unknown_chip_is_refused():

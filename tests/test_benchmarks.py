@@ -8,7 +8,8 @@ import tyro
 
 from benchmarks.common import apart
 from benchmarks.run_all import jobs, run
-from benchmarks.workloads import WORKLOADS, forward_flops, model_of, products, round_flops
+from benchmarks.workloads import WORKLOADS, forward_flops, model_of, round_flops
+from jaxfl.engine.ahead import products
 
 
 def _residual(side: int, before: int, width: int) -> list[float]:

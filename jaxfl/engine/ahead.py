@@ -1,12 +1,10 @@
 """A round compiled for a chip that is not there: its memory, and what one local step moves and computes.
 
-What a step costs is read off the compiler's optimized text: its kernels, the bytes that these read and write, and, on a
-TPU, the cycles that its compiler expects.
+What a step moves is read off the compiler's optimized text (`jaxfl.engine.kernels`), what it computes off the trace.
 """
 
 import functools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfl._validate import check_choice, check_count, check_positive, checked
 from jaxfl.chips import CHIPS, device_of
+from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import Population, in_rows
 from jaxfl.engine.program import compile_rounds, first_states
 from jaxfl.local.train import STEP
@@ -92,12 +91,14 @@ def footprint(
                 raise
             chunk //= 2
     alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
-    flops = sum(step_products(alone.func.trace(*alone.args, *arguments, **alone.keywords).jaxpr.jaxpr))
+    traced = alone.func.trace(*alone.args, *arguments, **alone.keywords).jaxpr.jaxpr
     memory, cost = compiled.memory_analysis(), step_cost(compiled.as_text(), trips)
     each, held = memory.temp_size_in_bytes / chunk, memory.argument_size_in_bytes
     expected = 1e6 * cost.cycles / sheet.clock / chunk if cost.cycles else math.nan
     largest = int(max(0.0, sheet.memory - held) / max(1.0, each))
-    return Footprint(chip, chunk, cost.kernels, cost.bytes / chunk, flops, each, held, largest, expected)
+    return Footprint(
+        chip, chunk, cost.kernels, cost.bytes / chunk, sum(products(traced, STEP)), each, held, largest, expected
+    )
 
 
 def described(clients: Clients, device: jax.Device) -> Population:
@@ -120,10 +121,18 @@ def _arguments(algorithm: Algorithm, population: Population) -> tuple:
     return *shared, _shapes(population.mesh, states, P("clients"))
 
 
-def step_products(jaxpr: Any, inside: bool = False) -> Iterator[float]:
-    """Operations of the products of a program's local steps, a multiply-add as two; a loop's body counts once."""
+def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[float]:
+    """Operations of each matrix product and convolution of a program, in order, a multiply-add as two.
+
+    A loop's body counts once.
+
+    Args:
+        jaxpr: the program.
+        scope: only those within `jax.named_scope` of this name.
+        inside: whether the program is within it.
+    """
     for equation in jaxpr.eqns:
-        within = inside or STEP in str(equation.source_info.name_stack)
+        within = inside or scope in str(equation.source_info.name_stack)
         name, params = equation.primitive.name, equation.params
         if name in ("dot_general", "conv_general_dilated"):
             if within:
@@ -132,7 +141,7 @@ def step_products(jaxpr: Any, inside: bool = False) -> Iterator[float]:
         for value in jax.tree.leaves(tuple(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from step_products(inner, within)
+                yield from products(inner, scope, within)
 
 
 def _operations(name: str, params: dict[str, Any], inputs: list[tuple[int, ...]], output: tuple[int, ...]) -> float:
@@ -141,165 +150,3 @@ def _operations(name: str, params: dict[str, Any], inputs: list[tuple[int, ...]]
     else:
         taps = math.prod(inputs[1]) // inputs[1][params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * taps * math.prod(output)
-
-
-class Cost(NamedTuple):
-    """Of all clients of a chunk."""
-
-    kernels: float = 0
-    bytes: float = 0
-    cycles: float = 0
-
-    def plus(self, other: "Cost", times: float = 1) -> "Cost":
-        """Added up."""
-        return Cost(*(mine + times * its for mine, its in zip(self, other, strict=True)))
-
-
-_SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8,
-          "u64": 8, "f64": 8, "c64": 8}  # fmt: skip
-"""Bytes of XLA's types; others have 4."""
-
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
-         "copy-start", "optimization-barrier"}  # fmt: skip
-"""Operations that no kernel is for."""
-
-
-class _Operation(NamedTuple):
-    name: str
-    shape: str
-    kind: str
-    operands: list[str]
-    rest: str
-
-
-def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
-    """Of the largest loop body that is a local step, off the text of an optimized program; of loops around it a share.
-
-    A kernel is an operation outside fusions; it reads its operands and writes its result. Of an operand that it only
-    slices or gathers from, and of a result that it only updates in place, what is touched counts. Loops in a step
-    count as often as they are known to run, and at least once.
-    """
-    computations = dict(_computations(text))
-    bodies = {
-        match[1]
-        for operations in computations.values()
-        for operation in operations
-        if operation.kind == "while" and (match := re.search(r"body=%?([\w.\-]+)", operation.rest))
-    }
-    steps = [name for name in bodies if any(_tagged(op) and op.kind not in _FREE for op in computations[name])]
-    nested = {inner for name in steps for inner in _below(computations, name)}
-    costs = {name: _cost(computations, name) for name in steps if name not in nested}
-    if not costs:
-        return Cost()
-    inner = max(costs, key=lambda name: costs[name].bytes)
-    total, share, outer = costs[inner], 1.0, {one: name for name in computations for one in _runs(computations[name])}
-    for times in trips:
-        share, inside = share / times, inner
-        inner = outer[inner]
-        total = total.plus(_cost(computations, inner, without=inside), share)
-    return total
-
-
-def _tagged(operation: _Operation) -> bool:
-    name = re.search(r'op_name="([^"]*)"', operation.rest)
-    return bool(name and f"/{STEP}/" in name[1])
-
-
-def _below(computations: dict[str, list[_Operation]], name: str) -> Iterator[str]:
-    """The computations that one runs, as loops and branches."""
-    for inner in _runs(computations[name]):
-        yield from (inner, *_below(computations, inner))
-
-
-def _runs(operations: list[_Operation]) -> Iterator[str]:
-    return (inner for operation in operations for inner in _inner(operation))
-
-
-def _cost(computations: dict[str, list[_Operation]], name: str, without: str = "") -> Cost:
-    """Of one run of a computation, loops and branches in it too, except one."""
-    operations = computations[name]
-    shapes, total = {operation.name: operation.shape for operation in operations}, Cost()
-    for operation in operations:
-        inner = _inner(operation)
-        if without in inner:
-            continue
-        if inner:
-            times = _times(computations, operation)
-            total = functools.reduce(lambda total, one: total.plus(_cost(computations, one), times), inner, total)
-        elif operation.kind not in _FREE and not operation.kind.endswith("-done"):
-            total = total.plus(_kernel(computations, operation, shapes))
-    return total
-
-
-def _inner(operation: _Operation) -> list[str]:
-    """The computations that a loop, a branch or a call runs."""
-    if operation.kind not in ("while", "conditional", "call"):
-        return []
-    return re.findall(r"(?:body|to_apply|true_computation|false_computation)=%?([\w.\-]+)", operation.rest)
-
-
-def _times(computations: dict[str, list[_Operation]], operation: _Operation) -> float:
-    """How often a loop runs, where its condition compares with a constant; else once."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest):
-        return float(known[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", operation.rest)
-    if not condition:
-        return 1
-    *_, last = inside = computations[condition[1]]
-    limits = [float(op.operands[0]) for op in inside if op.kind == "constant" and op.name in last.operands]
-    return limits[0] if limits and last.kind == "compare" else 1
-
-
-def _kernel(computations: dict[str, list[_Operation]], operation: _Operation, shapes: dict[str, str]) -> Cost:
-    called = re.search(r"calls=%?([\w.\-]+)", operation.rest)
-    inside = computations.get(called[1], []) if called else []
-    read = [_size(shapes.get(operand, "")) for operand in operation.operands]
-    written = _size(operation.shape)
-    if operation.kind in ("dynamic-slice", "gather"):
-        read = [written]
-    elif operation.kind == "dynamic-update-slice":
-        read, written = [], 2 * _size(shapes.get(operation.operands[1], ""))
-    parameters = {op.name: int(op.operands[0]) for op in inside if op.kind == "parameter"}
-    local = {op.name: op.shape for op in inside}
-    for name, index in parameters.items():
-        users = list(_users(inside, name))
-        if {op.kind for op, _ in users} <= {"dynamic-slice", "gather"} and all(
-            op.operands[0] == at for op, at in users
-        ):
-            read[index] = min(read[index], sum(_size(op.shape) for op, _ in users))
-        elif all(op.kind == "dynamic-update-slice" and op.operands[0] == at for op, at in users):
-            written += sum(_size(local[op.operands[1]]) for op, _ in users) - read[index]
-            read[index] = 0
-    cycles = re.search(r'"estimated_cycles":"(\d+)"', operation.rest)
-    return Cost(1, sum(read) + max(0.0, written), float(cycles[1]) if cycles else 0)
-
-
-def _users(operations: list[_Operation], name: str) -> Iterator[tuple[_Operation, str]]:
-    """What reads a value, with the name it has there: another one behind changes of shape."""
-    for operation in operations:
-        if name in operation.operands:
-            if operation.kind in ("bitcast", "reshape"):
-                yield from _users(operations, operation.name)
-            else:
-                yield operation, name
-
-
-def _computations(text: str) -> Iterator[tuple[str, list[_Operation]]]:
-    """Computations of a program by name."""
-    name, operations = "", []
-    for line in text.splitlines():
-        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name, operations = head[1], []
-        elif line == "}":
-            yield name, operations
-        elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
-            arguments, _, rest = found[4].partition(")")
-            operations.append(_Operation(found[1], found[2], found[3], re.findall(r"%?([\w.\-]+)", arguments), rest))
-
-
-def _size(shape: str) -> float:
-    """Bytes of an array, or of all arrays of a tuple."""
-    return 1.0 * sum(
-        _SIZES.get(kind, 4) * math.prod(int(length) for length in lengths.split(",") if length)
-        for kind, lengths in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape)
-    )

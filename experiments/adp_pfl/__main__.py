@@ -13,14 +13,13 @@ from typing import Any
 
 import dp_accounting
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from experiments.adp_pfl.setting import Bench, Row
 from experiments.common import number, percent, run_each, starred
 from experiments.study import HERE, Options, Result, Study, agreement, command, markdown_table, source
 from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.privacy import paper_noise
+from jaxfl.run import plots
 
 SCHEDULES = ("fixed", "round-level")
 SUFFIXES = {"mnist": "", "fashion_mnist": "_fashion_mnist", "cifar10": "_cifar10"}
@@ -260,19 +259,19 @@ def figure_4_markdown(result: Result) -> str:
 
 def draw(column: str, result: Result, path: pathlib.Path) -> None:
     """Accuracy of local models by epsilon or percentile, mean over seeds, bars from least to largest."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for method in _names(result["rows"]):
-        rows = [row for row in result["rows"] if row["method"] == method]
-        scores = 100 * np.array([row["local"] for row in rows])
-        bars = np.abs(np.stack([scores.min(1), scores.max(1)]) - scores.mean(1))
-        axes.errorbar([row[column] for row in rows], scores.mean(1), bars, marker="o", capsize=2, label=method)
-    for (floor, name), style in zip(FLOORS.items(), (":", "--", "-.")):
-        axes.axhline(100 * np.mean(result["floors"][floor]["local"]), color="gray", linestyle=style, label=name)
-    axes.set(xlabel="ε" if column == "epsilon" else column, ylabel="accuracy of local models, %", ylim=(0, 101))
-    figure.legend(fontsize="small", loc="outside right upper")
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    with plots.style():
+        figure = plots.new_figure(plots.DOUBLE, 3.2)
+        axes = figure.subplots()
+        for index, method in enumerate(_names(result["rows"])):
+            rows = [row for row in result["rows"] if row["method"] == method]
+            scores = 100 * np.array([row["local"] for row in rows])
+            bars = np.abs(np.stack([scores.min(1), scores.max(1)]) - scores.mean(1))
+            axes.errorbar([row[column] for row in rows], scores.mean(1), bars, label=method, **plots.series(index))
+        for (floor, name), style in zip(FLOORS.items(), (":", "--", "-.")):
+            axes.axhline(100 * np.mean(result["floors"][floor]["local"]), color="gray", linestyle=style, label=name)
+        axes.set(xlabel="ε" if column == "epsilon" else column, ylabel="accuracy of local models, %")
+        plots.legend_beside(axes)
+    plots.save(figure, path.with_suffix(".png"))
 
 
 def by_epsilon(run: Any, minutes: float) -> Study:

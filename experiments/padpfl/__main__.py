@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import SymLogNorm
-from matplotlib.figure import Figure
 
 from experiments.common import sweep_each
 from experiments.padpfl.setting import SCENARIOS, Setting, impacts, on_copy, sizes, split
@@ -22,6 +20,7 @@ from jaxfl import grid
 from jaxfl.algorithms import padpfl, padpfl_paper
 from jaxfl.data import load
 from jaxfl.models import mlp
+from jaxfl.run import plots
 from jaxfl.types import Algorithm
 
 WEAK = 100.0
@@ -178,25 +177,33 @@ def region_text(result: Result) -> str:
 def draw_region(result: Result, path: pathlib.Path) -> None:
     """Mean difference by level and density, a panel for each scenario and number of rounds."""
     shown = panels(result)
-    figure = Figure(figsize=(3.1 * len(shown) + 1, 3.4), layout="constrained")
-    FigureCanvasAgg(figure)
     scale = SymLogNorm(0.1, vmin=-2, vmax=2)
-    for axes, panel in zip(np.atleast_1d(figure.subplots(1, len(shown), sharey=True)), shown, strict=True):
-        cells = cells_of(result, panel)
-        values = np.array([[gains(cell, index).mean() for index in range(len(result["ratios"]))] for cell in cells])
-        x, y = np.arange(values.shape[1]), np.arange(values.shape[0])
-        axes.imshow(values, origin="lower", cmap="PuOr_r", norm=scale, aspect="auto")
-        for i, j in np.ndindex(values.shape):
-            color = "white" if abs(values[i, j]) > 0.5 else "black"
-            axes.text(j, i, f"{values[i, j]:+.2f}", ha="center", va="center", fontsize="small", color=color)
-        axes.set(
-            title=f"scenario {NAMES.get(panel[0], str(panel[0]))[:10]}, T = {panel[1]}", xlabel="weaker over stronger ε"
-        )
-        axes.set_xticks(x, [f"{ratio:g}" for ratio in result["ratios"]])
-        axes.set_yticks(y, [f"{cell['density']:g}" for cell in cells])
-    figure.axes[0].set_ylabel("density of severe noise")
-    figure.colorbar(ScalarMappable(scale, "PuOr_r"), ax=figure.axes, label="loss, unequal less equal factors")
-    figure.savefig(path.with_suffix(".png"), dpi=110)
+    with plots.style():
+        columns = min(3, len(shown))
+        figure = plots.new_figure(plots.DOUBLE, 2.3 * math.ceil(len(shown) / columns))
+        places = figure.subplots(-(-len(shown) // columns), columns, sharex=True, sharey=True, squeeze=False).ravel()
+        for axes in places[len(shown) :]:
+            axes.remove()
+        for axes, panel in zip(places, shown, strict=False):
+            cells = cells_of(result, panel)
+            values = np.array([[gains(cell, index).mean() for index in range(len(result["ratios"]))] for cell in cells])
+            x, y = np.arange(values.shape[1]), np.arange(values.shape[0])
+            axes.imshow(values, origin="lower", cmap="PuOr_r", norm=scale, aspect="auto")
+            axes.grid(visible=False)
+            for i, j in np.ndindex(values.shape):
+                color = "white" if abs(values[i, j]) > 0.3 else "black"
+                axes.text(j, i, f"{values[i, j]:+.2f}", ha="center", va="center", fontsize=6, color=color)
+            name = NAMES.get(panel[0], str(panel[0]))[:10]
+            axes.set_title(f"scenario {name}, T = {panel[1]}")
+            axes.set_xticks(x, [f"{ratio:g}" for ratio in result["ratios"]])
+            axes.tick_params(labelbottom=True)
+            axes.set_yticks(y, [f"{cell['density']:g}" for cell in cells])
+        figure.supxlabel("weaker over stronger ε", fontsize="medium")
+        figure.supylabel("density of severe noise", fontsize="medium")
+        ticks = [-1, -0.1, 0, 0.1, 1]
+        bar = figure.colorbar(ScalarMappable(scale, "PuOr_r"), ax=figure.axes, ticks=ticks, format="%g")
+        bar.set_label("loss, unequal less equal factors")
+    plots.save(figure, path.with_suffix(".png"))
 
 
 def orderings_text(result: Result) -> str:

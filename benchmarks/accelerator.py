@@ -9,7 +9,6 @@ at JAX's default precision, and a copy of a large array; bytes are those of the 
 """
 
 import dataclasses
-import functools
 import importlib.util
 import pathlib
 import subprocess
@@ -34,20 +33,22 @@ from benchmarks.workloads import (
     compile_round,
     examples_of,
     matrix_product,
+    model_of,
     round_flops,
+    rounds_of,
     usual_chunk,
 )
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import centaur, dp_fedavg, dp_pfeddsu, fedavg, feddpa
 from jaxfl.backend import Form
-from jaxfl.engine import chunk as chunks
+from jaxfl.engine.chunk import fitting
 from jaxfl.engine.evaluate import compile_evaluation
 from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import Population, place
-from jaxfl.engine.program import compile_rounds, initialize
+from jaxfl.engine.program import initialize
 from jaxfl.files import write_json
 from jaxfl.local.train import blocks_of
-from jaxfl.models import feddpa_cnn, lenet, mlp, resnet20, with_precision
+from jaxfl.models import mlp, with_precision
 from jaxfl.privacy import Poisson
 from jaxfl.types import Algorithm
 
@@ -90,9 +91,7 @@ def main(config: Config) -> None:
         else:
             start = time.monotonic()
             try:
-                found = apart(
-                    part.function, *part.arguments, timeout=part.seconds, XLA_PYTHON_CLIENT_PREALLOCATE="false"
-                )
+                found = apart(part.function, *part.arguments, timeout=part.seconds, **environment)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 found = {"failed": str(error)[-600:]}
             results[name] = found | {"part_s": round(time.monotonic() - start, 1)}
@@ -132,9 +131,7 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
 
 def device() -> dict[str, Any]:
     """What it is, and how fast a matrix product and a copy go."""
-    here = place(
-        clients_of(*examples_of(dataclasses.replace(WORKLOADS["mlp"], clients=1, examples=1))), jax.devices()[:1]
-    )
+    here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
     return machine() | {"memory": (jax.devices()[0].memory_stats() or {}).get("bytes_limit")} | _peaks(here)
 
 
@@ -147,8 +144,8 @@ def _peaks(population: Population) -> dict[str, float]:
 
 
 def evaluation(clients: int) -> dict[str, Any]:
-    """One evaluation at the usual chunk."""
-    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    """One evaluation, up to 128 clients at a time."""
+    work = _lenet(clients)
     where, algorithm, key = place(clients_of(*examples_of(work), tests=32)), algorithm_of(work), jax.random.key(0)
     center, states = initialize(key, key, algorithm, where)
     score = compile_evaluation(algorithm, where, chunk=min(128, clients))
@@ -175,21 +172,19 @@ def correct() -> dict[str, Any]:
     return found
 
 
-def _in_form(work: Workload, form: Form, precision: Any) -> Algorithm:
-    builders: dict[str, Callable[..., Any]] = {
-        "lenet": functools.partial(lenet, form=form), "mlp": mlp,
-        "feddpa_cnn": lambda shape: feddpa_cnn(form=form), "resnet20": functools.partial(resnet20, form=form),
-    }  # fmt: skip
-    model = builders[work.model](work.input_shape)
-    return algorithm_of(work, model=model if precision is None else with_precision(model, precision))
+def _lenet(clients: int) -> Workload:
+    """10 steps of 32 for so many clients, each of which has one batch."""
+    return dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
 
 
-def speed(name: Name, form: Form, chunk: int, precision: str | None, clients: int) -> dict[str, Any]:
+def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> dict[str, Any]:
     """A workload's round: clients per second, and shares of the device's matrix products and memory."""
     known, tiny = WORKLOADS[name], clients <= _TINY
     examples, steps = (known.batch_size, 1) if tiny else (min(known.examples, 96), known.steps)
     work = dataclasses.replace(known, clients=clients, examples=examples, steps=steps)
-    return _measured(work, _in_form(work, form, precision), chunk)
+    model = model_of(work, form)
+    model = model if precision is None else with_precision(model, precision)
+    return _measured(work, algorithm_of(work, model=model), chunk)
 
 
 def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any]:
@@ -213,14 +208,14 @@ def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any
 
 def ten_steps(clients: int, chunk: int) -> dict[str, Any]:
     """LeNet, 10 steps of 32 for every client."""
-    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    work = _lenet(clients)
     found = _measured(work, algorithm_of(work), chunk)
     return {"seconds": clients / found["clients_per_s"]} | found
 
 
 def auto(clients: int) -> dict[str, Any]:
     """What "auto" chooses for LeNet, and how long that takes."""
-    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    work = _lenet(clients)
     where, begun = place(clients_of(*examples_of(work))), time.perf_counter()
     chosen = usual_chunk(algorithm_of(work), where)
     return {"chunk": chosen, "seconds": time.perf_counter() - begun}
@@ -228,26 +223,18 @@ def auto(clients: int) -> dict[str, Any]:
 
 def population(number: int) -> dict[str, Any]:
     """A round of a thousand of very many clients, whose states the device holds."""
-    model, key = mlp((8, 8, 1), hidden=(200, 64)), jax.random.key(0)
-    algorithm = centaur(model, sampling=Poisson(min(1.0, 1000 / number)), clip=1.0, noise_multiplier=1.0)
-    where = place(make(number, 20))
-    center, states = initialize(key, key, algorithm, where)
-    program: Any = compile_rounds(algorithm, where, chunk=128, segment=1)
-    times = []
-    for index in range(4):
-        begun = time.perf_counter()
-        center, states, _ = jax.block_until_ready(program(key, index, 1, center, states))
-        times.append(time.perf_counter() - begun)
-    return {"first_s": times[0], "round_s": float(np.median(times[1:]))}
+    model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
+    algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
+    compiled = compile_round(algorithm, place(make(number, 20)), 128)
+    return {"compile_s": compiled.compile_s, "round_s": medians(in_turn({"round": compiled.run}, 3))["round"]}
 
 
 def out_of_memory(chunk: int) -> dict[str, Any]:
     """The chunk that is left of one that is too large."""
-    work = dataclasses.replace(WORKLOADS["lenet"], clients=chunk, examples=32)
+    work = _lenet(chunk)
     algorithm, where, key = algorithm_of(work), place(clients_of(*examples_of(work))), jax.random.key(0)
-    build = lambda size: compile_rounds(algorithm, where, chunk=size, segment=1)  # noqa: E731
     arguments = (key, 0, 1, *initialize(key, key, algorithm, where))
-    return {"asked": chunk, "chunk": chunks.fitting(build, chunk, arguments).chunk}
+    return {"asked": chunk, "chunk": fitting(rounds_of(algorithm, where), chunk, arguments).chunk}
 
 
 def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
@@ -274,7 +261,7 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
 
 def profile(clients: int, chunk: int, out: str) -> dict[str, Any]:
     """A trace of one round of LeNet, for a viewer."""
-    work = dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
+    work = _lenet(clients)
     compiled = compile_round(algorithm_of(work), place(clients_of(*examples_of(work))), chunk)
     compiled.run()
     with jax.profiler.trace(f"{out}/trace"):

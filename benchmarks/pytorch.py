@@ -219,7 +219,7 @@ def vmapped_round(
     noise_multiplier: float = 1.0,
 ) -> None:
     """`fedavg_round` with `chunk` clients at a time, by `torch.func.vmap`."""
-    server = {name: weights.detach() for name, weights in network.named_parameters()}
+    server = {name: weights.detach().clone() for name, weights in network.named_parameters()}
 
     def loss(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(torch.func.functional_call(network, weights, (x,)), y)
@@ -239,10 +239,8 @@ def vmapped_round(
         factor = clip / norm.clamp(min=clip)
         for name, change in moved.items():
             total[name] += torch.einsum("c,c...->...", factor, change)
-    with torch.no_grad():
-        for name, weights in network.named_parameters():
-            noise = torch.randn_like(weights) * (clip * noise_multiplier)
-            weights.add_((total[name] + noise) / len(inputs))
+    weights, std = list(network.parameters()), clip * noise_multiplier
+    _finish(weights, list(server.values()), list(total.values()), std, len(inputs))
 
 
 def feddpa_round(

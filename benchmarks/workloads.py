@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg, feddpa
-from jaxfl.backend import compiler_options, of_devices
+from jaxfl.backend import Form, compiler_options, of_devices
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine.ahead import products
 from jaxfl.engine.chunk import Build, compile_chunk, fastest
 from jaxfl.engine.mesh import Population
 from jaxfl.engine.program import compile_rounds, initialize
-from jaxfl.models import build, feddpa_cnn, lenet, mlp, resnet20
+from jaxfl.models import feddpa_cnn, lenet, mlp, resnet20
 from jaxfl.privacy import Full
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Clients, Model
@@ -68,9 +68,15 @@ def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Client
     return make_clients(from_arrays(*train, *test, classes=10), lists, [range(tests)] * len(lists))
 
 
-def model_of(work: Workload) -> Model:
-    """The workload's network."""
-    return build(work.model, work.input_shape, 10)
+def model_of(work: Workload, form: Form | None = None) -> Model:
+    """The workload's network, in the form of the devices or in another."""
+    builders: dict[str, Callable[[], Model]] = {
+        "lenet": functools.partial(lenet, work.input_shape, form=form),
+        "mlp": functools.partial(mlp, work.input_shape),
+        "feddpa_cnn": functools.partial(feddpa_cnn, form=form),
+        "resnet20": functools.partial(resnet20, work.input_shape, form=form),
+    }
+    return builders[work.model]()
 
 
 def algorithm_of(work: Workload, sampling: Sampling = Full(), model: Model | None = None) -> Algorithm:
@@ -92,7 +98,7 @@ def usual_chunk(algorithm: Algorithm, population: Population) -> int:
     key = jax.random.key(0)
     arguments = (key, 0, 1, *initialize(key, key, algorithm, population))
     most = population.clients.number // mesh.size
-    return fastest(_rounds_of(algorithm, population), most, arguments, mesh, ("benchmark",)).chunk
+    return fastest(rounds_of(algorithm, population), most, arguments, mesh, ("benchmark",)).chunk
 
 
 class Round(NamedTuple):
@@ -109,7 +115,7 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
     key = jax.random.key(0)
     state = list(initialize(key, key, algorithm, population))
     start = time.perf_counter()
-    program = compile_chunk(_rounds_of(algorithm, population), chunk, (key, 0, 1, *state))
+    program = compile_chunk(rounds_of(algorithm, population), chunk, (key, 0, 1, *state))
     seconds = time.perf_counter() - start
     done = 0
 
@@ -123,7 +129,8 @@ def compile_round(algorithm: Algorithm, population: Population, chunk: int) -> R
     return Round(run, seconds, program.memory * chunk / 1e6, compiled.func.as_text)
 
 
-def _rounds_of(algorithm: Algorithm, population: Population) -> Build:
+def rounds_of(algorithm: Algorithm, population: Population) -> Build:
+    """From a chunk to the program of one round."""
     return lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=1)
 
 
@@ -143,13 +150,7 @@ def round_flops(work: Workload) -> float:
 
 def forward_flops(work: Workload) -> list[float]:
     """Operations of each matrix product and convolution of one example's forward pass, in order."""
-    plain: dict[str, Callable[[], Model]] = {
-        "lenet": functools.partial(lenet, work.input_shape, form="lax"),
-        "mlp": functools.partial(mlp, work.input_shape),
-        "feddpa_cnn": functools.partial(feddpa_cnn, form="lax"),
-        "resnet20": functools.partial(resnet20, work.input_shape, form="lax"),
-    }
-    model = plain[work.model]()
+    model = model_of(work, "lax")
     arguments = jax.eval_shape(model.init, jax.random.key(0)), jnp.zeros((1, *work.input_shape), jnp.uint8)
     forward = jax.make_jaxpr(lambda params, inputs: model.apply(params, model.prepare(inputs)))
     return list(products(forward(*arguments).jaxpr))

@@ -27,12 +27,13 @@ class Chip(NamedTuple):
     """To its compiler."""
 
 
-def _gpu(architecture: str, cores: int, shared: int, cache: int, bandwidth: float, clock: float) -> dict[str, str]:
-    """A GPU as XLA's compiler takes it, as the text of a `GpuTargetConfig`."""
+def _gpu(architecture: str, cores: int, shared: int, cache: int, flops: float, bandwidth: float, clock: float) -> Chip:
+    """A GPU of 80 GB; XLA's compiler takes it as the text of a `GpuTargetConfig`."""
+    memory = 80e9
     target = f"""
     gpu_device_info {{
       cuda_compute_capability {{ {architecture} }} core_count: {cores} fpus_per_core: 128
-      clock_rate_ghz: {clock / 1e9} memory_bandwidth: {bandwidth:.0f} device_memory_size: {80 * 10**9}
+      clock_rate_ghz: {clock / 1e9} memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory:.0f}
       l2_cache_size: {cache} shared_memory_per_core: {shared + 1024} shared_memory_per_block_optin: {shared}
       shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
       threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
@@ -43,18 +44,15 @@ def _gpu(architecture: str, cores: int, shared: int, cache: int, bandwidth: floa
     }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
     """
-    return {"target_config": target, "topology": "1x1x1"}
+    return Chip("cuda", flops, bandwidth, memory, clock, {"target_config": target, "topology": "1x1x1"})
 
 
 CHIPS = {
     "v5e": Chip("tpu", 197e12, 819e9, 16 * 2**30, 1.5e9, {"topology_name": "v5e:2x2"}),
     "v6e": Chip("tpu", 918e12, 1640e9, 32 * 2**30, 1.75e9, {"topology_name": "v6e:2x2"}),
-    "a100": Chip("cuda", 19.5e12, 2039e9, 80e9, 1.41e9, _gpu("major: 8", 108, 166_912, 40 * 2**20, 2039e9, 1.41e9)),
-    "h100": Chip(
-        "cuda", 66.9e12, 3352e9, 80e9, 1.98e9,
-        _gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 3352e9, 1.98e9),
-    ),
-}  # fmt: skip
+    "a100": _gpu("major: 8", 108, 166_912, 40 * 2**20, 19.5e12, 2039e9, 1.41e9),
+    "h100": _gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 66.9e12, 3352e9, 1.98e9),
+}
 
 
 def run_here() -> None:

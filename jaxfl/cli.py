@@ -233,9 +233,9 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
     }
     if as_json:
         told = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in rows.items()}
-        print(json.dumps({"device": device, "chunk": chunk} | told, indent=1))
+        print(json.dumps({"device": device, "chunk": found.chunk} | told, indent=1))
         return
-    title = f"{setting.method} on {device}, {chunk} clients vectorised: a local step, planned"
+    title = f"{setting.method} on {device}, {found.chunk} clients vectorised: a local step, planned"
     _show(title, ("", ""), ((name, _text(value)) for name, value in rows.items()))
 
 

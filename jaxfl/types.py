@@ -5,6 +5,7 @@ T rounds, D examples in the store, d parameters.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -73,7 +74,7 @@ class Rows:
     @classmethod
     def of(cls, store: Any) -> "Rows":
         """An array [D, ...] of host or device."""
-        return cls(store.reshape(len(store), -1) if store.size else store.reshape(len(store), 0), store.shape[1:])
+        return cls(store.reshape(len(store), math.prod(store.shape[1:])), store.shape[1:])
 
     def __getitem__(self, index: Int[Array, "..."]) -> Shaped[Array, "..."]:
         return jnp.asarray(self.flat)[index].reshape(*jnp.shape(index), *self.shape_of_one)
@@ -131,10 +132,9 @@ class Model(NamedTuple):
     `classify` split `apply` at the head; None if a model cannot be split. `microbatch` examples go through
     the network at once in a local step (None: the whole batch; "auto": what suits the devices, for large maps); only
     speed and memory depend on it. `ghost_norms(params, x, probe)` also has the values of `apply`, and its gradient by
-    `probe` [B] is the squared norm
-    of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it, so another `apply` needs other
-    norms, or None. `input_shape` is that of an example (None: any that `prepare` takes). `frozen` are weights that are
-    no parameters, and that its functions read by `jaxfl.models.frozen.current`.
+    `probe` [B] is the squared norm of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it,
+    so another `apply` needs other norms, or None. `input_shape` is that of an example (None: any that `prepare` takes).
+    `frozen` are weights that are no parameters, and that its functions read by `jaxfl.models.frozen.current`.
     """
 
     name: str

@@ -180,8 +180,9 @@ def draw_region(result: Result, path: pathlib.Path) -> None:
     scale = SymLogNorm(0.1, vmin=-2, vmax=2)
     with plots.style():
         columns = min(3, len(shown))
-        figure = plots.new_figure(plots.DOUBLE, 2.3 * math.ceil(len(shown) / columns))
-        places = figure.subplots(-(-len(shown) // columns), columns, sharex=True, sharey=True, squeeze=False).ravel()
+        lines = math.ceil(len(shown) / columns)
+        figure = plots.new_figure(plots.DOUBLE, 2.3 * lines)
+        places = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel()
         for axes in places[len(shown) :]:
             axes.remove()
         for axes, panel in zip(places, shown, strict=False):

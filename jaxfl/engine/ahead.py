@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfl._validate import check_choice, check_count, check_positive, checked
 from jaxfl.chips import CHIPS, device_of
+from jaxfl.engine.chunk import fitting
 from jaxfl.engine.kernels import step_cost
 from jaxfl.engine.mesh import Population, in_rows
 from jaxfl.engine.program import compile_rounds, first_states
@@ -81,19 +82,13 @@ def footprint(
     """
     sheet, population = CHIPS[chip], described(clients, device_of(chip))
     arguments = _arguments(algorithm, population)
-    compiled = None
-    while compiled is None:
-        step: Any = compile_rounds(algorithm, population, chunk=chunk, segment=1)
-        try:
-            compiled = step.func.lower(*step.args, *arguments, **step.keywords).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error) or chunk == 1:
-                raise
-            chunk //= 2
-    alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
+    rounds_of: Any = functools.partial(compile_rounds, algorithm, population, segment=1)
+    program = fitting(lambda chunk: rounds_of(chunk=chunk), chunk, arguments, call=False)
+    compiled: Any = program.step
+    compiled, chunk, alone = compiled.func, program.chunk, rounds_of(chunk=1)
     traced = alone.func.trace(*alone.args, *arguments, **alone.keywords).jaxpr.jaxpr
-    memory, cost = compiled.memory_analysis(), step_cost(compiled.as_text(), trips)
-    each, held = memory.temp_size_in_bytes / chunk, memory.argument_size_in_bytes
+    cost, each = step_cost(compiled.as_text(), trips), program.memory
+    held = compiled.memory_analysis().argument_size_in_bytes
     expected = 1e6 * cost.cycles / sheet.clock / chunk if cost.cycles else math.nan
     largest = int(max(0.0, sheet.memory - held) / max(1.0, each))
     return Footprint(

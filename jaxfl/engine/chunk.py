@@ -50,13 +50,13 @@ def choose(
     return fastest(build, most, arguments, mesh, facts) if chunk == "auto" else fitting(build, chunk, arguments)
 
 
-def fitting(build: Build, chunk: int, arguments: tuple) -> Program:
+def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) -> Program:
     """The program for a chunk, halved as often as memory demands.
 
     Whether a program fits shows in one call on copies of the state, which need room beside it: even a call that fails
-    has donated its arguments.
+    has donated its arguments. Without a `call`, for a device that is not there, the compiler alone tells.
     """
-    while (tried := _tried(build, chunk, arguments, calls=int(chunk > 1))) is None:
+    while (tried := _tried(build, chunk, arguments, calls=int(call and chunk > 1))) is None:
         _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
         chunk //= 2
     return tried[0]

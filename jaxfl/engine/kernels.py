@@ -1,6 +1,5 @@
 """What local steps cost, off the text of XLA's optimized program: kernels, bytes that they read and write, cycles."""
 
-import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -46,12 +45,8 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
     count as often as they are known to run, and at least once.
     """
     computations = dict(_computations(text))
-    bodies = {
-        match[1]
-        for operations in computations.values()
-        for operation in operations
-        if operation.kind == "while" and (match := re.search(r"body=%?([\w.\-]+)", operation.rest))
-    }
+    loops = (op for operations in computations.values() for op in operations if op.kind == "while")
+    bodies = {body for loop in loops for body in _inner(loop)}
     steps = [name for name in bodies if any(_tagged(op) and op.kind not in _FREE for op in computations[name])]
     nested = {inner for name in steps for inner in _below(computations, name)}
     costs = {name: _cost(computations, name) for name in steps if name not in nested}
@@ -89,10 +84,9 @@ def _cost(computations: dict[str, list[_Operation]], name: str, without: str = "
         inner = _inner(operation)
         if without in inner:
             continue
-        if inner:
-            times = _times(computations, operation)
-            total = functools.reduce(lambda total, one: total.plus(_cost(computations, one), times), inner, total)
-        elif operation.kind not in _FREE and not operation.kind.endswith("-done"):
+        for one in inner:
+            total = total.plus(_cost(computations, one), _times(computations, operation))
+        if not inner and operation.kind not in _FREE and not operation.kind.endswith("-done"):
             total = total.plus(_kernel(computations, operation, shapes))
     return total
 
@@ -101,24 +95,29 @@ def _inner(operation: _Operation) -> list[str]:
     """The computations that a loop, a branch or a call runs."""
     if operation.kind not in ("while", "conditional", "call"):
         return []
-    return re.findall(r"(?:body|to_apply|true_computation|false_computation)=%?([\w.\-]+)", operation.rest)
+    names = (_named(operation, role) for role in ("body", "to_apply", "true_computation", "false_computation"))
+    return [name for name in names if name is not None]
+
+
+def _named(operation: _Operation, role: str) -> str | None:
+    """The computation that an operation has in a role."""
+    found = re.search(rf"\b{role}=%?([\w.\-]+)", operation.rest)
+    return found[1] if found else None
 
 
 def _times(computations: dict[str, list[_Operation]], operation: _Operation) -> float:
     """How often a loop runs, where its condition compares with a constant; else once."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest):
         return float(known[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", operation.rest)
-    if not condition:
+    if (condition := _named(operation, "condition")) is None:
         return 1
-    *_, last = inside = computations[condition[1]]
+    *_, last = inside = computations[condition]
     limits = [float(op.operands[0]) for op in inside if op.kind == "constant" and op.name in last.operands]
     return limits[0] if limits and last.kind == "compare" else 1
 
 
 def _kernel(computations: dict[str, list[_Operation]], operation: _Operation, shapes: dict[str, str]) -> Cost:
-    called = re.search(r"calls=%?([\w.\-]+)", operation.rest)
-    inside = computations.get(called[1], []) if called else []
+    inside = computations.get(_named(operation, "calls") or "", [])
     read = [_size(shapes.get(operand, "")) for operand in operation.operands]
     written = _size(operation.shape)
     if operation.kind in ("dynamic-slice", "gather"):

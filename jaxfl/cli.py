@@ -5,6 +5,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import os
 import pathlib
 import platform
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
         return
     sys.excepthook = in_one_line
     tyro.extras.subcommand_cli_from_dict(_commands(), prog="jaxfl", description=__doc__)
+    sys.stdout.flush()  # while a reader that has gone can still be told
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
@@ -67,8 +69,11 @@ def command_line(config: Callable[..., T], description: str | None, **options: A
 def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     """What our own checks say is for the user; anything else is a fault, and shows where.
 
-    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143).
+    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143), as does a reader that has gone (141).
     """
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is left
+        sys.exit(141)
     if isinstance(error, KeyboardInterrupt):
         if jax.process_index() == 0:
             print(f"\n{str(error) or 'stopped'}", file=sys.stderr)

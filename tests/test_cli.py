@@ -154,3 +154,13 @@ def test_errors_in_the_shell_are_one_line(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("error: data_dir=")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_gone_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    program = [sys.executable, "-c", "from jaxfl.cli import main; main()", "run", "--help"]
+    ended = subprocess.run(program, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")

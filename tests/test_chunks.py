@@ -1,4 +1,5 @@
 import functools
+import itertools
 import logging
 import math
 import types
@@ -11,8 +12,9 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl.backend import backend
-from jaxfl.engine import chunk
+from jaxfl.engine import chunk, resident
 from jaxfl.engine.resident import Resident
+from jaxfl.engine.streamed import Stream
 from jaxfl.run.simulate import simulate
 
 KEY = jax.random.key(1)
@@ -78,17 +80,20 @@ def test_the_fastest_chunk_is_taken(compiled, monkeypatch, caplog):
     assert "chunk 4 of 1: 3 s, 4: 2 s" in caplog.text
 
 
-def breaking_above(most, monkeypatch, message="RESOURCE_EXHAUSTED: Out of memory while trying to allocate"):
-    """Programs that take their arguments and fail where a chunk is larger than `most`."""
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
+
+
+def breaking_above(most, monkeypatch, message=FULL, after=0):
+    """Programs that take their arguments and fail, `after` some calls, where a chunk is larger than `most`."""
     original = chunk.compile_chunk
 
     def compile_chunk(build, chunk, arguments):
-        program = original(build, chunk, arguments)
+        program, calls = original(build, chunk, arguments), itertools.count()
 
         def step(*arguments):
             results = program.step(*arguments)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[-2:]))
-            if chunk > most:
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[-1]))
+            if next(calls) >= after and chunk > most:
                 raise jax.errors.JaxRuntimeError(message)
             return results
 
@@ -104,6 +109,36 @@ def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, capl
     assert_same(run(5), expected)
     assert compiled == [1, 5, 2]
     assert "chunk=5 does not fit the device's memory: going on with chunk=2" in caplog.text
+
+
+@pytest.mark.parametrize("states", ["device", pytest.param("host", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kept", "starts"), [(False, [0, 1, 0, 1]), (True, [0, 1, 1])])
+def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(states, kept, starts, monkeypatch, tmp_path, caplog):
+    runner = Resident if states == "device" else Stream
+    expected, rounds, seen = run(1, eval_every=1), runner.rounds, []
+    breaking_above(2, monkeypatch, after=2)  # to see whether it fits, and round 1
+    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
+    monkeypatch.setattr(runner, "rounds", lambda self, start, count: seen.append(start) or rounds(self, start, count))
+    found = run(4, eval_every=1, states=states, folder=tmp_path / "run" if kept else None)
+    assert_same(found, expected)
+    assert seen == starts
+    assert [row["round"] for row in found.metrics] == [1, 2]
+    assert "chunk=4 does not fit the device's memory: going on with chunk=2" in caplog.text
+
+
+def test_an_evaluation_that_memory_does_not_hold_is_halved(monkeypatch, caplog):
+    expected, original = run(1), resident.compile_evaluation
+
+    def compile_evaluation(algorithm, population, *, chunk):
+        if chunk > 2:
+            raise jax.errors.JaxRuntimeError(FULL)
+        return original(algorithm, population, chunk=chunk)
+
+    monkeypatch.setattr(resident, "compile_evaluation", compile_evaluation)
+    found = run(4)
+    assert_same(found, expected)
+    assert found.metrics[-1]["accuracy"] == expected.metrics[-1]["accuracy"]
+    assert caplog.text.count("going on with chunk=") == 1
 
 
 @pytest.mark.slow

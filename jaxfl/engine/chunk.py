@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jaxfl.backend import of_devices
 from jaxfl.engine import processes
 from jaxfl.files import cache_folder, write_json
 
+T = TypeVar("T")
 _LOG = logging.getLogger("jaxfl")
 _REMEMBERED: dict[str, dict[str, Any]] = {}
 
@@ -57,8 +58,7 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
     has donated its arguments. Without a `call`, for a device that is not there, the compiler alone tells.
     """
     while (tried := _tried(build, chunk, arguments, calls=int(call and chunk > 1))) is None:
-        _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
-        chunk //= 2
+        chunk = half(chunk)
     return tried[0]
 
 
@@ -108,16 +108,31 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
     return best
 
 
+def half(chunk: int) -> int:
+    """Of a chunk that does not fit; told."""
+    _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
+    return chunk // 2
+
+
 def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float] | None:
     """A program and the seconds of its last call on copies of the state; None if it does not fit in memory."""
-    seconds = 0.0
-    try:
-        program = compile_chunk(build, chunk, arguments)
+
+    def trial() -> tuple[Program, float]:
+        program, seconds = compile_chunk(build, chunk, arguments), 0.0
         for _ in range(calls):
             copies = jax.tree.map(jnp.copy, arguments[-2:])
             start = time.monotonic()
             jax.block_until_ready(program.step(*arguments[:-2], *copies))
             seconds = time.monotonic() - start
+        return program, seconds
+
+    return attempt(trial, chunk)
+
+
+def attempt(work: Callable[[], T], chunk: int) -> T | None:
+    """What `work` returns with this chunk; None if it does not fit in memory, and half of the chunk may."""
+    try:
+        return work()
     except jax.errors.JaxRuntimeError as error:
         # Of several processes, all would have to halve.
         if "RESOURCE_EXHAUSTED" not in str(error):
@@ -128,7 +143,6 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
             )
             raise
         return None
-    return program, seconds
 
 
 def _memory(mesh: Mesh) -> float:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl.engine.chunk import Program, choose
+from jaxfl.engine.chunk import Program, attempt, choose, half
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import everywhere, place
 from jaxfl.engine.program import Points, compile_rounds, freeze, initialize
@@ -42,14 +42,20 @@ class Resident:
         chunk: int | Literal["auto"],
         segment: int,
     ) -> None:
-        self.algorithm, self.population, self.chunk = algorithm, freeze(algorithm, place(clients, devices)), chunk
+        self.init_key, self.algorithm = init_key, algorithm
+        self.population = freeze(algorithm, place(clients, devices))
         self.keys = everywhere(self.population.mesh, keys)
-        self.center, self.states = initialize(init_key, self.keys.cohort, algorithm, self.population)
+        self.begin(chunk)
         self.program: Program | None = None
         population = self.population  # not `self`, which would keep programs until the garbage collector runs
         self._build = functools.cache(lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=segment))
         self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self._segment = segment
+
+    def begin(self, chunk: int | Literal["auto"]) -> None:
+        """Go back to the first state; the chunk is for the next compilation."""
+        self.chunk = chunk
+        self.center, self.states = initialize(self.init_key, self.keys.cohort, self.algorithm, self.population)
 
     @property
     def stateful(self) -> bool:
@@ -68,7 +74,7 @@ class Resident:
         mesh = self.population.mesh
         most = self.population.clients.number // mesh.size
         self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
-        self._evaluation = self._score(self.program.chunk)
+        self._tested = self.program.chunk
         return self.program
 
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
@@ -94,7 +100,13 @@ class Resident:
 
     def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
         """Scores of all clients, on the host."""
-        return jax.device_get(self._evaluation(key, self.center.server, self.states))
+
+        def scores() -> PerClient:
+            return jax.device_get(self._score(self._tested)(key, self.center.server, self.states))
+
+        while (found := attempt(scores, self._tested)) is None:
+            self._tested = half(self._tested)
+        return found
 
     def saved(self) -> dict[str, Tree]:
         """What a checkpoint keeps."""

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.engine.chunk import Program, choose
+from jaxfl.engine.chunk import Program, attempt, choose, half
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import Population, mesh_of
 from jaxfl.engine.program import compile_for, first_states, freeze
@@ -124,17 +124,24 @@ class Stream:
     ) -> None:
         self.init_key, self.algorithm = init_key, algorithm
         self.population = freeze(algorithm, place_examples(clients, devices))
-        self.chunk, mesh = chunk, self.population.mesh
+        self.folder, mesh = folder, self.population.mesh
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
-        self.keys, self.restored = jax.device_put(keys, self.everyone), False
-        self.center, self.store = open_store(init_key, self.keys.cohort, algorithm, self.population, folder)
+        self.keys = jax.device_put(keys, self.everyone)
+        self.begin(chunk)
         per_client = self.store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
         usual = algorithm.mechanism.sampling.usual(self.population.number)
         block = max(_BLOCK_BYTES // per_client, (1 if chunk == "auto" else chunk) * mesh.size)
         self.slots = self._whole(min(block, math.ceil(usual)))
         self.tested = self._whole(block)
         self._programs()
+
+    def begin(self, chunk: int | Literal["auto"]) -> None:
+        """Go back to the first state; the chunk is for the next compilation."""
+        self.chunk, self.restored = chunk, False
+        self.center, self.store = open_store(
+            self.init_key, self.keys.cohort, self.algorithm, self.population, self.folder
+        )
 
     @property
     def stateful(self) -> bool:
@@ -154,8 +161,7 @@ class Stream:
         arguments = clients, self.keys, block.index, block.cohort, ids, self.center, self.zero, states
         most = self.slots // mesh.size
         self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
-        score = self._score(self.program.chunk)
-        self.score = functools.partial(score.func, **score.keywords)
+        self._tested = self.program.chunk
         return self.program
 
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
@@ -205,12 +211,17 @@ class Stream:
         """Scores of all clients, on the host."""
 
         def score(first: int) -> PerClient:
-            ids = np.arange(first, first + self.tested, dtype=np.int32)
+            ids, step = np.arange(first, first + self.tested, dtype=np.int32), self._score(self._tested)
             _, clients, states = self._load(ids, tests=True)
-            return self.score(clients, jax.device_put(ids[0], self.everyone), key, self.center.server, states)
+            index = jax.device_put(ids[0], self.everyone)
+            return step.func(clients, index, key, self.center.server, states, **step.keywords)
 
-        scores = map(score, range(0, self.store.number, self.tested))
-        blocks = [jax.device_get(block) for block in _ahead(scores)]  # while the next one is at work
+        def scores() -> list[PerClient]:
+            blocks = map(score, range(0, self.store.number, self.tested))
+            return [jax.device_get(block) for block in _ahead(blocks)]  # while the next one is at work
+
+        while (blocks := attempt(scores, self._tested)) is None:
+            self._tested = half(self._tested)
         return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
 
     def saved(self) -> dict[str, Tree]:

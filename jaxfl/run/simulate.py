@@ -19,6 +19,7 @@ from jaxtyping import Key
 from jaxfl._validate import check_instance, check_key, check_path, checked
 from jaxfl.backend import of_devices
 from jaxfl.engine import processes
+from jaxfl.engine.chunk import attempt, half
 from jaxfl.engine.program import Points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Records
@@ -364,7 +365,10 @@ class _Run:
             target = next(r for r in self.evaluations if r > self.done)
             count = int(min(target - self.done, _SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
             start = time.monotonic()
-            records = self.runner.rounds(self.done, count)
+            records = attempt(functools.partial(self.runner.rounds, self.done, count), program.chunk)
+            if records is None:
+                program = self._begin_again(half(program.chunk))
+                continue
             pace = (time.monotonic() - start) / count
             self._record(records, count)
             if self.done in self.evaluations:
@@ -377,6 +381,13 @@ class _Run:
                 self._save(self.checkpoints)
             if stop:
                 raise KeyboardInterrupt
+
+    def _begin_again(self, chunk: int) -> None:
+        """Go back to the last checkpoint, or to the start: what a call that fails was given is lost."""
+        self.runner.begin(chunk)
+        for journal in self.journals:
+            journal.restore(journal.blank(journal.plan), 0, journal.plan)
+        self.done = 0 if self.checkpoints is None else self.checkpoints.restore(self._state, self._take)
 
     def _call(self, callbacks: Sequence[Callback]) -> bool:
         """Call all of them; whether one ends the run. If one fails, what was computed is kept."""

@@ -173,8 +173,9 @@ def test_the_map_shows_the_best_first_and_differences_by_seed():
 
 
 def test_the_map_tunes_all_methods_with_equal_budgets():
-    candidates = the_map.methods(mlp((8, 8, 1), 10), the_map.cell_of("cifar10", 1000, 2))
-    assert {candidate.number for candidate in candidates.values()} == {6}
+    cell = the_map.cell_of("cifar10", 1000, 2)
+    candidates = the_map.methods(mlp((8, 8, 1), 10), cell) | the_map.on_features((2, 2, 8), 10, cell)
+    assert {candidate.number for candidate in candidates.values()} == {cell.points}
 
 
 def test_few_honest_statements_are_refuted():

@@ -31,10 +31,20 @@ from jaxfl.types import Algorithm, Clients, Model
 
 EPSILONS = (1.0, 8.0, math.inf)
 TUNING_SEED = 100
-RATES, TUNING_RATES, STEP_RATES = (0.03, 0.5), (0.01, 0.3), (0.3, 5.0)
-"""Of training from the start, of training further, and of a single step in a round."""
-CLIPS, WEIGHTS = (0.1, 3.0), (0.01, 1.0)
-"""Of updates; of distances to the shared model."""
+CLIPS, WEIGHTS, STEP_RATES = (0.1, 3.0), (0.01, 1.0), (0.3, 5.0)
+"""Of updates; of distances to the shared model; of a single step in a round."""
+
+
+class Rates(NamedTuple):
+    """Of training from the start, of a head, and of training further."""
+
+    start: tuple[float, float]
+    head: tuple[float, float]
+    further: tuple[float, float]
+
+
+PERCEPTRON = Rates((0.01, 0.5), (0.003, 0.3), (0.003, 0.3))
+LENET = Rates((0.03, 0.5), (0.03, 0.5), (0.01, 0.3))
 
 
 class Cell(NamedTuple):
@@ -63,7 +73,8 @@ def cell_of(data: str, clients: int, classes: int) -> Cell:
     On CIFAR-10 networks see random features: a LeNet takes ten times as long, and learns less in as many rounds.
     """
     share, batch_size, test = {100: (0.2, 10, 100), 1000: (0.1, 10, 10), 10_000: (0.1, 3, 2)}[clients]
-    return Cell(data, clients, classes, share, batch_size, test, features=data == "cifar10")
+    cell = Cell(data, clients, classes, share, batch_size, test, features=data == "cifar10")
+    return cell._replace(alone=90, points=10) if cell.features else cell
 
 
 def clients_of(data: Dataset, cell: Cell, seed: int) -> Clients:
@@ -78,6 +89,7 @@ def clients_of(data: Dataset, cell: Cell, seed: int) -> Clients:
 def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
     """Every method with as many points, over its rate, its clip bound and one number of its own."""
     sampling, space = Poisson(cell.share), functools.partial(spread, cell.points)
+    rates = PERCEPTRON if cell.features else LENET
 
     def local(rate: float, epochs: int = 1) -> LocalSGD:
         return LocalSGD(optax.sgd(rate), cell.batch_size, epochs)
@@ -89,25 +101,25 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
             options = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
             return build(model, **options, **arguments(rate, **own))
 
-        return Candidate(at, space(**{"rate": RATES, "clip": CLIPS} | axes))
+        return Candidate(at, space(**{"rate": rates.start, "clip": CLIPS} | axes))
 
     def free(rate: float) -> Algorithm:
         return dp_fedavg(model, clip=math.inf, noise_multiplier=0.0, sampling=sampling, local=local(rate))
 
     found = {
-        "local-only": Candidate(lambda rate: local_only(model, local=local(rate)), space(rate=RATES), cell.alone),
-        "FedAvg": Candidate(free, space(rate=RATES)),
+        "local-only": Candidate(lambda rate: local_only(model, local=local(rate)), space(rate=rates.start), cell.alone),
+        "FedAvg": Candidate(free, space(rate=rates.start)),
         "FedAvg, fine-tuned": Candidate(
-            lambda rate, tuning: fine_tuned(free(rate), local(tuning, 5)), space(rate=RATES, tuning=TUNING_RATES)
+            lambda rate, tuning: fine_tuned(free(rate), local(tuning, 5)), space(rate=rates.start, tuning=rates.further)
         ),
         "DP-FedAvg": private(dp_fedavg, lambda rate: {"local": local(rate)}),
         "DP-FedAvg, fine-tuned": private(
             lambda model, tuning, **options: fine_tuned(dp_fedavg(model, **options), tuning),
             lambda rate, tuning: {"local": local(rate), "tuning": local(tuning, 5)},
-            tuning=TUNING_RATES,
+            tuning=rates.further,
         ),
         "DP-FedAvg-fb": private(
-            dp_fedavg_fb, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=RATES
+            dp_fedavg_fb, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=rates.head
         ),
         "Ditto": private(
             lambda model, penalty_weight, local, **options: fine_tuned(
@@ -127,7 +139,7 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
             lambda rate, penalty_weight: {"local": local(rate), "penalty_weight": penalty_weight},
             penalty_weight=WEIGHTS,
         ),
-        "CENTAUR": private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=RATES),
+        "CENTAUR": private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=rates.head),
         "PPSGD": private(
             ppsgd,
             lambda rate, personal: {
@@ -183,9 +195,9 @@ def on_features(shape: tuple[int, int, int], classes: int, cell: Cell) -> dict[s
     space = functools.partial(spread, cell.points)
     return {
         "linear, local-only": Candidate(
-            lambda rate: local_only(model, local=local(rate)), space(rate=RATES), cell.alone
+            lambda rate: local_only(model, local=local(rate)), space(rate=PERCEPTRON.start), cell.alone
         ),
-        "linear, DP-FedAvg": Candidate(federated, space(rate=RATES, clip=CLIPS)),
+        "linear, DP-FedAvg": Candidate(federated, space(rate=PERCEPTRON.start, clip=CLIPS)),
     }
 
 
@@ -280,12 +292,14 @@ def name_of(cell: Cell) -> str:
 def markdown(result: Result) -> str:
     """What the README says of a place."""
     cell, found = result["cell"], Comparison(**result["comparison"])
-    text = TEXT.format(**cell, cohort=round(cell["share"] * cell["clients"]))
+    network = "a perceptron of 64 units on random features" if cell["features"] else "LeNet"
+    text = TEXT.format(**cell, cohort=round(cell["share"] * cell["clients"]), network=network)
     return "\n\n".join([text, table(found), settings(found), stops(found, cell), f"{found.protocol} {dated(result)}."])
 
 
 TEXT = """{data}; {clients:,} clients with {classes} classes each, tested on {test} examples of those. {rounds} rounds
-with {cohort:,} of the clients expected in each, batches of {batch_size}.
+with {cohort:,} of the clients expected in each, batches of {batch_size}. The network is {network}; "linear" is a linear
+model of the features.
 
 ![accuracy against epsilon]({data}_{clients}_{classes}.png)"""
 

@@ -48,9 +48,9 @@ from jaxfl.engine.mesh import Population, place
 from jaxfl.engine.program import initialize
 from jaxfl.files import write_json
 from jaxfl.local.train import blocks_of
-from jaxfl.models import mlp, with_precision
+from jaxfl.models import digits_cnn, mlp, with_precision
 from jaxfl.privacy import Poisson
-from jaxfl.types import Algorithm
+from jaxfl.types import Algorithm, Model
 
 _TINY = 4
 """So many clients make a trial: a step of theirs is enough."""
@@ -105,11 +105,11 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     """All parts, the most telling first."""
     sizes, clients = ((2, 4), _TINY) if tiny else ((128, 512, 2048, 8192), 2048)
     found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))}
-    found["correct"] = Part(correct, (), 150)
+    found["correct"], found["kernels"] = Part(correct, (), 150), Part(kernels, ())
     for chunk in sizes[:1] if tiny else sizes[:2]:
         found |= {
             f"lenet, {form}, chunk {chunk}": Part(speed, ("lenet", form, chunk, None, max(clients, chunk)))
-            for form in ("lax", "im2col", "winograd")
+            for form in ("lax", "im2col", "winograd", *(() if tiny else ("pallas",)))  # interpreted where it is tiny
         }
     found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (40 if tiny else 10_000, sizes[1]), 180)
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
@@ -170,6 +170,21 @@ def correct() -> dict[str, Any]:
                 results.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(run.server.params)]))
         found[name] = float(np.abs(results[1] - results[0]).max() / np.abs(results[0]).max())
     return found
+
+
+def kernels() -> dict[str, Any]:
+    """Largest difference of the fused kernels' gradients from those of JAX's own convolutions, over the largest."""
+    inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), []
+    for form in ("lax", "pallas"):
+        model = digits_cnn(form=form)
+
+        def loss(params: Any, model: Model = model) -> jax.Array:
+            return jnp.sum(jnp.sin(model.apply(params, model.prepare(inputs))))
+
+        with jax.default_matmul_precision("float32"):
+            gradients = jax.jit(jax.grad(loss))(model.init(jax.random.key(0)))
+        found.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradients)]))
+    return {"difference": float(np.abs(found[1] - found[0]).max() / np.abs(found[0]).max())}
 
 
 def _lenet(clients: int) -> Workload:

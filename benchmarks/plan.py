@@ -21,9 +21,10 @@ import numpy as np
 import tyro
 
 from benchmarks.common import OUT, apart, bars, finish
-from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of
-from jaxfl.chips import run_here
-from jaxfl.engine.ahead import footprint
+from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of, model_of
+from jaxfl.backend import Form
+from jaxfl.chips import device_of, run_here
+from jaxfl.engine.ahead import described, footprint, step_flops
 from jaxfl.local.train import blocks_of
 from jaxfl.types import Clients
 
@@ -39,6 +40,8 @@ class Config:
     chip: str = "h100"
     """One of `jaxfl.chips.CHIPS`."""
     workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20")
+    form: Form | None = None
+    """Of convolutions; None: the one that the chip gets by itself."""
     chunk: int = 128
     """Clients vectorised at a time."""
     clients: int = 10_000
@@ -50,7 +53,8 @@ class Config:
 def main(config: Config) -> None:
     """Compile each workload for each chip, in processes of their own."""
     run_here()
-    sizes = (config.chunk, config.clients)
+    sizes = (config.form, config.chunk, config.clients)
+    name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
     rows = [
         {"workload": name} | apart(measure, config.chip, name, *sizes, JAX_PLATFORMS="cpu") for name in config.workloads
     ]
@@ -58,17 +62,21 @@ def main(config: Config) -> None:
     drawn = {row["workload"]: row["microseconds"] for row in rows}
     figure = bars(drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run")
     if config.check is not None:
-        _check(rows, json.loads((config.check / f"plan_{config.chip}.json").read_text())["rows"])
-    finish(config, f"plan_{config.chip}", headline, rows, figure)
+        _check(rows, json.loads((config.check / f"{name}.json").read_text())["rows"])
+    finish(config, name, headline, rows, figure)
 
 
-def measure(chip: str, workload: Name, chunk: int, clients: int) -> dict[str, Any]:
+def measure(chip: str, workload: Name, form: Form | None, chunk: int, clients: int) -> dict[str, Any]:
     """Figures of one program."""
     work = WORKLOADS[workload]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     begun = time.perf_counter()
     trips = (steps, blocks, 2 if work.feddpa else 1)
-    found = footprint(chip, algorithm_of(work), shapes_of(work, clients), chunk=chunk, trips=trips)
+    algorithm, population = algorithm_of(work, model=model_of(work, form)), shapes_of(work, clients)
+    found = footprint(chip, algorithm, population, chunk=chunk, trips=trips)
+    if form == "pallas":  # a kernel's operations show in no product
+        plain = algorithm_of(work, model=model_of(work, "lax"))
+        found = found._replace(flops=step_flops(plain, described(population, device_of(chip))))
     return {
         "chunk": found.chunk,
         "kernels": found.kernels,

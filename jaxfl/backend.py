@@ -12,7 +12,7 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-Form = Literal["winograd", "im2col", "lax"]
+Form = Literal["winograd", "im2col", "lax", "pallas"]
 """How a convolution is computed; see `jaxfl.models.layers`."""
 
 
@@ -54,7 +54,8 @@ _CPU = Backend(
 )
 
 # The form is by plan, not by measurement (see `benchmarks.plan`): products write every patch, so that LeNet's local
-# step moves 3.3 times the bytes of plain convolutions on an H100.
+# step moves 3.3 times the bytes of plain convolutions on an H100. "pallas" moves 0.6 of these, but no plan tells what
+# its kernels take besides bytes, and they have not run on a device yet.
 _ACCELERATOR = Backend(None, "auto", (128, 512, 2048, 8192), "lax", None, {}, {})
 
 
@@ -92,6 +93,11 @@ def backend(platform: str | None = None) -> Backend:
 def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager:
     """Within it, models take the form for these devices, whatever JAX's default is."""
     return _TRACED_FOR(mesh.devices.flat[0].platform)
+
+
+def on_gpu() -> bool:
+    """Whether programs are traced for GPUs; elsewhere, kernels that are written for them are interpreted."""
+    return (_TRACED_FOR.value or jax.default_backend()) == "gpu"
 
 
 def of_devices(devices: Sequence[jax.Device] | None) -> Backend:

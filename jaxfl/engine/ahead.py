@@ -85,15 +85,20 @@ def footprint(
     rounds_of: Any = functools.partial(compile_rounds, algorithm, population, segment=1)
     program = fitting(lambda chunk: rounds_of(chunk=chunk), chunk, arguments, call=False)
     compiled: Any = program.step
-    compiled, chunk, alone = compiled.func, program.chunk, rounds_of(chunk=1)
-    traced = alone.func.trace(*alone.args, *arguments, **alone.keywords).jaxpr.jaxpr
+    compiled, chunk = compiled.func, program.chunk
     cost, each = step_cost(compiled.as_text(), trips), program.memory
     held = compiled.memory_analysis().argument_size_in_bytes
     expected = 1e6 * cost.cycles / sheet.clock / chunk if cost.cycles else math.nan
     largest = int(max(0.0, sheet.memory - held) / max(1.0, each))
-    return Footprint(
-        chip, chunk, cost.kernels, cost.bytes / chunk, sum(products(traced, STEP)), each, held, largest, expected
-    )
+    flops = step_flops(algorithm, population)
+    return Footprint(chip, chunk, cost.kernels, cost.bytes / chunk, flops, each, held, largest, expected)
+
+
+def step_flops(algorithm: Algorithm, population: Population) -> float:
+    """Operations of the matrix products and convolutions of a client's local step."""
+    alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
+    traced = alone.func.trace(*alone.args, *_arguments(algorithm, population), **alone.keywords)
+    return sum(products(traced.jaxpr.jaxpr, STEP))
 
 
 def described(clients: Clients, device: jax.Device) -> Population:

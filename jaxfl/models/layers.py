@@ -3,14 +3,16 @@
 With few channels every elementwise, pooling and slicing operation then runs over a batch of contiguous floats,
 where channels-last would have only 6 to 32 of them. Flattening gives the order (channels, H, W), as in PyTorch.
 
-A convolution has three forms that load the same parameters:
+A convolution has four forms that load the same parameters:
 
 - "winograd": matrix products by minimal filtering, with its own differentiation rule, reverse mode only. Below
   float32 precision it is the next form.
 - "im2col": the same without the filtering, in one matrix product per pass.
-- "lax": `lax.conv_general_dilated` and `lax.reduce_window`, channels last, any mode of differentiation.
+- "lax": `lax.conv_general_dilated`, channels last, any mode of differentiation.
+- "pallas": for GPUs: float32 layers with ReLU and pooling are one kernel each way (`_fused`), reverse mode only; others
+  are as "lax". Interpreted, and slow, on other devices.
 
-A group normalisation has two: "lax", and the others, with their own differentiation rule.
+A group normalisation has two: with "lax" and "pallas" JAX's own, else with its own differentiation rule.
 
 A layer with `sum_grad_squared=True` has the same values, but its backward pass gives each parameter the sum over
 examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
@@ -30,6 +32,9 @@ from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
 from jaxfl.models._group_norm import Options as NormOptions
 from jaxfl.models._group_norm import normalize
+
+PLAIN: tuple[Form, ...] = ("lax", "pallas")
+"""Forms whose maps are computed as JAX would, where they are not fused."""
 
 # PyTorch's default: uniform in +-1/sqrt(fan_in), kernels and biases alike.
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -52,7 +57,7 @@ class Convolution(nn.Module):
         stride: 1, or 2 without pooling.
         bias: whether to add one.
         pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
-        form: "winograd", "im2col" or "lax", see the module's docstring.
+        form: "winograd", "im2col", "lax" or "pallas", see the module's docstring.
         sum_grad_squared: see the module's docstring.
     """
 
@@ -79,7 +84,11 @@ class Convolution(nn.Module):
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
             sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
             return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
-        if self.form == "lax" and not self.sum_grad_squared:
+        if self.form in PLAIN and not self.sum_grad_squared:
+            if self.form == "pallas" and self.relu and self.pool and self.stride == 1 and x.dtype == jnp.float32:
+                from jaxfl.models._fused import convolve_pooled  # Pallas takes long to import
+
+                return convolve_pooled(x, kernel, bias, padding)
             return _plain(x, kernel, bias, padding, self.stride, self.relu, self.pool)
         if self.stride == 2:
             x, kernel, padding = *_to_blocks(x, kernel, padding), 0
@@ -220,7 +229,7 @@ class GroupNorm(nn.Module):
         if self.is_initializing():
             return x
         options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
-        apply = _plain_norm if self.form == "lax" and not self.sum_grad_squared else normalize
+        apply = _plain_norm if self.form in PLAIN and not self.sum_grad_squared else normalize
         # Moments lose too many digits below float32.
         arrays = (x, shortcut, scale, bias)
         maps, shortcut, scale, bias = jax.tree.map(lambda array: array.astype(jnp.float32), arrays)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.common import cli
-from experiments.study import all_studies, fill, markdown_table, render, results_of
+from experiments.map import __main__ as the_map
+from experiments.study import HERE, all_studies, fill, markdown_table, render, results_of
 
 PEERS = {
     "torch, cpu": "PyTorch, 2 threads",
@@ -63,7 +64,11 @@ def main(config: Config) -> None:
     blocks = {name: benchmark(result) for name, result in results_of(BENCHMARKS).items()}
     how = "run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
     done += fill(BENCHMARKS / "README.md", blocks, how, check=config.check)
-    done += fill(BENCHMARKS.parent / "README.md", {"speed": speed(results_of(BENCHMARKS))}, how, check=config.check)
+    places = results_of(HERE / "map")
+    front = {"speed": speed(results_of(BENCHMARKS)), "answer": the_map.answer(places)}
+    done += fill(BENCHMARKS.parent / "README.md", front, how, check=config.check)
+    if not config.check:
+        the_map.draw_answer(places, HERE / "map/answer.png")
     print(*done, sep="\n")
     if config.check and done:
         sys.exit("not up to date: run `python -m experiments.render`")

@@ -172,6 +172,26 @@ def test_the_map_shows_the_best_first_and_differences_by_seed():
     )
 
 
+def test_the_front_page_says_who_is_above_training_alone():
+    accuracies = {
+        ("local-only", math.inf): (0.5, 0.5), ("good", 1.0): (0.6, 0.6), ("bad", 1.0): (0.4, 0.4),
+        ("good", math.inf): (0.7, 0.7), ("bad", math.inf): (0.8, 0.8), ("open", math.inf): (0.9, 0.9),
+    }  # fmt: skip
+    rows = [
+        {"method": m, "epsilon": e, "seed": s, "accuracy": a}
+        for (m, e), both in accuracies.items()
+        for s, a in enumerate(both)
+    ]
+    cell = the_map.cell_of("cifar10", 1000, 5)._asdict()
+    text = the_map.answer({"x": {"cell": cell, "comparison": Comparison(rows, [], "accuracy", False, "")._asdict()}})
+    # Equal gains in both seeds: intervals of no width.
+    assert text.splitlines()[-1] == (
+        "- **cifar10, 1,000 clients with 5 classes each**: training alone 50.0 ± 0.0%. Best, with the difference and "
+        "its 95% interval: ε 1 good 60.0 (+10.0, +10.0 to +10.0); ε ∞ bad 80.0 (+30.0, +30.0 to +30.0). At ε 1 above "
+        "training alone: good. Below: bad."
+    )
+
+
 def test_the_map_tunes_all_methods_with_equal_budgets():
     cell = the_map.cell_of("cifar10", 1000, 2)
     candidates = the_map.methods(mlp((8, 8, 1), 10), cell) | the_map.on_features((2, 2, 8), 10, cell)

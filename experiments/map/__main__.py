@@ -26,6 +26,7 @@ from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.files import write_json
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
+from jaxfl.run import plots
 from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
@@ -297,9 +298,9 @@ def markdown(result: Result) -> str:
     return "\n\n".join([text, table(found), settings(found), stops(found, cell), f"{found.protocol} {dated(result)}."])
 
 
-TEXT = """{data}; {clients:,} clients with {classes} classes each, tested on {test} examples of those. {rounds} rounds
-with {cohort:,} of the clients expected in each, batches of {batch_size}. The network is {network}; "linear" is a linear
-model of the features.
+TEXT = """{clients:,} clients with {classes} classes of {data} each, tested on {test} examples of those. {rounds} rounds with
+{cohort:,} of the clients expected in each, batches of {batch_size}. The network is {network}; "linear" is a
+linear model of the features.
 
 ![accuracy against epsilon]({data}_{clients}_{classes}.png)"""
 
@@ -365,6 +366,63 @@ def stops(found: Comparison, cell: Mapping[str, Any]) -> str:
 def draw(result: Result, path: pathlib.Path) -> None:
     """Accuracy against epsilon."""
     Comparison(**result["comparison"]).plot(path.with_suffix(".png"))
+
+
+FRONT = ("DP-FedAvg-fb", "DP-FedAvg, fine-tuned", "FedDPA", "PPSGD", "CENTAUR", "Ditto", "DP-pFedDSU", "DP-FedAvg")
+"""Methods of the front page's picture, beside training alone."""
+
+
+def _places(results: Mapping[str, Result]) -> list[tuple[Mapping[str, Any], Comparison]]:
+    """Cells and comparisons in order of their clients."""
+    known = [(result["cell"], Comparison(**result["comparison"])) for result in results.values()]
+    return sorted(known, key=lambda place: (place[0]["data"], -place[0]["classes"], place[0]["clients"]))
+
+
+def _title(cell: Mapping[str, Any]) -> str:
+    return f"{cell['data']}, {cell['clients']:,} clients with {cell['classes']} classes each"
+
+
+def answer(results: Mapping[str, Result]) -> str:
+    """For the front page: at each place what training alone reaches, what is best, and who is above and below."""
+    return "\n".join(
+        ["![accuracy against epsilon](experiments/map/answer.png)\n", *(_line(*place) for place in _places(results))]
+    )
+
+
+def _line(cell: Mapping[str, Any], found: Comparison) -> str:
+    private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
+    gains = [row for row in found.differences("local-only") if row["method"] in private]
+    alone = percent([row[found.headline] for row in found.rows if row["method"] == "local-only"])
+    best = []
+    for epsilon in sorted({row["epsilon"] for row in gains}):
+        row = max((row for row in gains if row["epsilon"] == epsilon), key=lambda row: row["difference"])
+        mean, ends = found.mean(row["method"], epsilon)[0], f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"
+        best.append(f"ε {number(epsilon)} {row['method']} {100 * mean:.1f} ({100 * row['difference']:+.1f}, {ends})")
+    least = min(row["epsilon"] for row in gains)
+    ranked = sorted((row for row in gains if row["epsilon"] == least), key=lambda row: -row["difference"])
+    above, below = (
+        "; ".join(row["method"] for row in ranked if beyond(row)) or "none"
+        for beyond in (lambda row: row["low"] > 0, lambda row: row["high"] < 0)
+    )
+    return (
+        f"- **{_title(cell)}**: training alone {alone}%. Best, with the difference and its 95% interval: "
+        f"{'; '.join(best)}. At ε {number(least)} above training alone: {above}. Below: {below}."
+    )
+
+
+def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
+    """The places of CIFAR-10 with 5 classes, a panel for each number of clients."""
+    shown = [(cell, found) for cell, found in _places(results) if (cell["data"], cell["classes"]) == ("cifar10", 5)]
+    with plots.style():
+        figure = plots.new_figure(min(plots.DOUBLE, 2.4 * len(shown) + 2.2), 2.7)
+        panels = figure.subplots(1, len(shown), sharey=True, squeeze=False).ravel()
+        for axes, (cell, found) in zip(panels, shown, strict=True):
+            means = {m: {e: found.mean(m, e) for own, e in found.cells if own == m} for m in (*FRONT, "local-only")}
+            plots.against_epsilon(axes, means, FRONT)
+            axes.set_title(f"{cell['clients']:,} clients")
+        panels[0].set_ylabel("accuracy, mean ± std over seeds")
+        plots.legend_beside(panels[-1])
+    plots.save(figure, path)
 
 
 STUDIES = {

@@ -204,11 +204,7 @@ def comparison(
         headline: name of the metric.
         sends: methods that send something.
     """
-    finite = sorted({e for points in found.values() for e in points if math.isfinite(e)})
-    noisy = [name for name, points in found.items() if any(map(math.isfinite, points))]
-    reached = [math.inf] if not noisy or any(math.inf in found[name] for name in noisy) else []
-    places = {e: i for i, e in enumerate([*finite, *reached])}
-    lines = [name for name in found if name not in noisy]
+    lines, noisy = _by_noise(found)
     parts = [noisy[i : i + _SERIES] for i in range(0, len(noisy), _SERIES)] or [[]]
     columns = min(2, len(parts))
     rows = math.ceil(len(parts) / columns)
@@ -218,23 +214,38 @@ def comparison(
         for axes in grid.ravel()[len(parts) :]:
             axes.set_axis_off()
         for axes, names in zip(grid.ravel(), parts, strict=False):
-            for i, name in enumerate(names):
-                points = sorted(found[name].items())
-                aside = 0.05 * (i - (len(names) - 1) / 2)  # so that bars do not cover each other
-                mean, spread = zip(*(value for _, value in points), strict=True)
-                axes.errorbar(
-                    [places[e] + aside for e, _ in points], mean, np.nan_to_num(spread), label=name, **series(i)
-                )
-            for i, name in enumerate(lines):
-                ((mean, _),) = found[name].values()
-                dash = "--" if name in sends else ":"
-                axes.axhline(mean, color=str(0.25 + 0.15 * (i % 4)), linestyle=dash, label=name)
+            against_epsilon(axes, {name: found[name] for name in [*names, *lines]}, sends)
             legend_beside(axes)
-            axes.set_xticks(list(places.values()), ["∞" if math.isinf(e) else f"{e:g}" for e in places])
-            axes.set(xlabel="ε", xlim=(-0.4, len(places) - 0.6))
         for axes in grid[:, 0]:
             axes.set_ylabel(f"{headline}, mean ± std over seeds")
     return figure
+
+
+def against_epsilon(
+    axes: Axes, found: Mapping[str, Mapping[float, tuple[float, float]]], sends: Collection[str]
+) -> None:
+    """One panel of `comparison`, without its legend and the name of its metric."""
+    lines, noisy = _by_noise(found)
+    finite = sorted({e for points in found.values() for e in points if math.isfinite(e)})
+    reached = [math.inf] if not noisy or any(math.inf in found[name] for name in noisy) else []
+    places = {e: i for i, e in enumerate([*finite, *reached])}
+    for i, name in enumerate(noisy):
+        points = sorted(found[name].items())
+        aside = 0.05 * (i - (len(noisy) - 1) / 2)  # so that bars do not cover each other
+        mean, spread = zip(*(value for _, value in points), strict=True)
+        axes.errorbar([places[e] + aside for e, _ in points], mean, np.nan_to_num(spread), label=name, **series(i))
+    for i, name in enumerate(lines):
+        ((mean, _),) = found[name].values()
+        dash = "--" if name in sends else ":"
+        axes.axhline(mean, color=str(0.25 + 0.15 * (i % 4)), linestyle=dash, label=name)
+    axes.set_xticks(list(places.values()), ["∞" if math.isinf(e) else f"{e:g}" for e in places])
+    axes.set(xlabel="ε", xlim=(-0.4, len(places) - 0.6))
+
+
+def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list[str]]:
+    """Methods without noise, and those with some."""
+    noisy = [name for name, points in found.items() if any(map(math.isfinite, points))]
+    return [name for name in found if name not in noisy], noisy
 
 
 def by_round(axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, index: int) -> None:

@@ -298,9 +298,9 @@ def markdown(result: Result) -> str:
     return "\n\n".join([text, table(found), settings(found), stops(found, cell), f"{found.protocol} {dated(result)}."])
 
 
-TEXT = """{clients:,} clients with {classes} classes of {data} each, tested on {test} examples of those. {rounds} rounds with
-{cohort:,} of the clients expected in each, batches of {batch_size}. The network is {network}; "linear" is a
-linear model of the features.
+TEXT = """{clients:,} clients with {classes} classes of {data} each, tested on {test} examples of those. {rounds} rounds
+with {cohort:,} of the clients expected in each, batches of {batch_size}. The network is {network}; "linear"
+is a linear model of the features.
 
 ![accuracy against epsilon]({data}_{clients}_{classes}.png)"""
 

@@ -75,8 +75,9 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
         return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(model.apply)(params, x_shape)))
 
     expected = {form: operations(form=form) for form in get_args(Form)}
-    assert len(set(expected.values())) == 3
-    assert {form: "conv_general_dilated" in text for form, text in expected.items()} == {
+    own = {form: expected[form] for form in ("winograd", "im2col", "lax")}  # "pallas" is "lax" where nothing is fused
+    assert len(set(own.values())) == 3
+    assert {form: "conv_general_dilated" in text for form, text in own.items()} == {
         "winograd": False, "im2col": False, "lax": True,
     }  # fmt: skip
     for form in get_args(Form):

@@ -174,7 +174,8 @@ def test_the_map_shows_the_best_first_and_differences_by_seed():
 
 def test_the_front_page_says_who_is_above_training_alone():
     accuracies = {
-        ("local-only", math.inf): (0.5, 0.5), ("good", 1.0): (0.6, 0.6), ("bad", 1.0): (0.4, 0.4),
+        ("local-only", math.inf): (0.5, 0.5), ("linear, local-only", math.inf): (0.4, 0.4),
+        ("good", 1.0): (0.6, 0.6), ("bad", 1.0): (0.4, 0.4),
         ("good", math.inf): (0.7, 0.7), ("bad", math.inf): (0.8, 0.8), ("open", math.inf): (0.9, 0.9),
     }  # fmt: skip
     rows = [
@@ -186,9 +187,9 @@ def test_the_front_page_says_who_is_above_training_alone():
     text = the_map.answer({"x": {"cell": cell, "comparison": Comparison(rows, [], "accuracy", False, "")._asdict()}})
     # Equal gains in both seeds: intervals of no width.
     assert text.splitlines()[-1] == (
-        "- **cifar10, 1,000 clients with 5 classes each**: training alone 50.0 ± 0.0%. Best, with the difference and "
-        "its 95% interval: ε 1 good 60.0 (+10.0, +10.0 to +10.0); ε ∞ bad 80.0 (+30.0, +30.0 to +30.0). At ε 1 above "
-        "training alone: good. Below: bad."
+        "- **cifar10, 1,000 clients with 5 classes each**: training alone 50.0 ± 0.0%, a linear model 40.0 ± 0.0%. "
+        "Best, with the difference and its 95% interval: ε 1 good 60.0 (+10.0, +10.0 to +10.0); ε ∞ bad 80.0 (+30.0, "
+        "+30.0 to +30.0). At ε 1 above training alone: good. Below: bad."
     )
 
 

@@ -392,7 +392,10 @@ def answer(results: Mapping[str, Result]) -> str:
 def _line(cell: Mapping[str, Any], found: Comparison) -> str:
     private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
     gains = [row for row in found.differences("local-only") if row["method"] in private]
-    alone = percent([row[found.headline] for row in found.rows if row["method"] == "local-only"])
+    alone, linear = (
+        percent([row[found.headline] for row in found.rows if row["method"] == method])
+        for method in ("local-only", "linear, local-only")
+    )
     best = []
     for epsilon in sorted({row["epsilon"] for row in gains}):
         row = max((row for row in gains if row["epsilon"] == epsilon), key=lambda row: row["difference"])
@@ -405,7 +408,8 @@ def _line(cell: Mapping[str, Any], found: Comparison) -> str:
         for beyond in (lambda row: row["low"] > 0, lambda row: row["high"] < 0)
     )
     return (
-        f"- **{_title(cell)}**: training alone {alone}%. Best, with the difference and its 95% interval: "
+        f"- **{_title(cell)}**: training alone {alone}%, a linear model {linear}%. Best, with the difference and its 95% "
+        "interval: "
         f"{'; '.join(best)}. At ε {number(least)} above training alone: {above}. Below: {below}."
     )
 

@@ -408,8 +408,8 @@ def _line(cell: Mapping[str, Any], found: Comparison) -> str:
         for beyond in (lambda row: row["low"] > 0, lambda row: row["high"] < 0)
     )
     return (
-        f"- **{_title(cell)}**: training alone {alone}%, a linear model {linear}%. Best, with the difference and its 95% "
-        "interval: "
+        f"- **{_title(cell)}**: training alone {alone}%, a linear model {linear}%. Best, with the difference and its "
+        "95% interval: "
         f"{'; '.join(best)}. At ε {number(least)} above training alone: {above}. Below: {below}."
     )
 

@@ -56,7 +56,7 @@ def main(config: Config) -> None:
     sizes = (config.form, config.chunk, config.clients)
     name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
     rows = [
-        {"workload": name} | apart(measure, config.chip, name, *sizes, JAX_PLATFORMS="cpu") for name in config.workloads
+        {"workload": work} | apart(measure, config.chip, work, *sizes, JAX_PLATFORMS="cpu") for work in config.workloads
     ]
     headline = f"{config.chip}, planned: {rows[0]['workload']} {rows[0]['microseconds']:.3g} us a client-step"
     drawn = {row["workload"]: row["microseconds"] for row in rows}

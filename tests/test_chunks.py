@@ -83,8 +83,8 @@ def test_the_fastest_chunk_is_taken(compiled, monkeypatch, caplog):
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate"
 
 
-def breaking_above(most, monkeypatch, message=FULL, after=0):
-    """Programs that take their arguments and fail, `after` some calls, where a chunk is larger than `most`."""
+def breaking_above(most, monkeypatch, message=FULL, after=0, donated=2):
+    """Programs that take their last arguments and fail, `after` some calls, where a chunk is larger than `most`."""
     original = chunk.compile_chunk
 
     def compile_chunk(build, chunk, arguments):
@@ -92,7 +92,7 @@ def breaking_above(most, monkeypatch, message=FULL, after=0):
 
         def step(*arguments):
             results = program.step(*arguments)
-            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[-1]))
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[-donated:]))
             if next(calls) >= after and chunk > most:
                 raise jax.errors.JaxRuntimeError(message)
             return results
@@ -116,7 +116,9 @@ def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, capl
 def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(states, kept, starts, monkeypatch, tmp_path, caplog):
     runner = Resident if states == "device" else Stream
     expected, rounds, seen = run(1, eval_every=1), runner.rounds, []
-    breaking_above(2, monkeypatch, after=2)  # to see whether it fits, and round 1
+    breaking_above(
+        2, monkeypatch, after=2, donated=2 if states == "device" else 1
+    )  # to see whether it fits, and round 1
     monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     monkeypatch.setattr(runner, "rounds", lambda self, start, count: seen.append(start) or rounds(self, start, count))
     found = run(4, eval_every=1, states=states, folder=tmp_path / "run" if kept else None)

@@ -71,7 +71,7 @@ class Cell(NamedTuple):
 def cell_of(data: str, clients: int, classes: int) -> Cell:
     """Cohorts of 20, 100 and 1,000, batches of 10 unless a client has 5 examples.
 
-    On CIFAR-10 networks see random features: a LeNet takes ten times as long, and learns less in as many rounds.
+    On CIFAR-10 networks see random features: LeNets would take several times as long.
     """
     share, batch_size, test = {100: (0.2, 10, 100), 1000: (0.1, 10, 10), 10_000: (0.1, 3, 2)}[clients]
     cell = Cell(data, clients, classes, share, batch_size, test, features=data == "cifar10")
@@ -421,8 +421,8 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
         figure = plots.new_figure(min(plots.DOUBLE, 2.4 * len(shown) + 2.2), 2.7)
         panels = figure.subplots(1, len(shown), sharey=True, squeeze=False).ravel()
         for axes, (cell, found) in zip(panels, shown, strict=True):
-            means = {m: {e: found.mean(m, e) for own, e in found.cells if own == m} for m in (*FRONT, "local-only")}
-            plots.against_epsilon(axes, means, FRONT)
+            means = found.means()
+            plots.against_epsilon(axes, {method: means[method] for method in (*FRONT, "local-only")}, FRONT)
             axes.set_title(f"{cell['clients']:,} clients")
         panels[0].set_ylabel("accuracy, mean ± std over seeds")
         plots.legend_beside(panels[-1])

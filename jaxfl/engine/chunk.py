@@ -57,9 +57,7 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
     Whether a program fits shows in one call on copies of the state, which need room beside it: even a call that fails
     has donated its arguments. Without a `call`, for a device that is not there, the compiler alone tells.
     """
-    while (tried := _tried(build, chunk, arguments, calls=int(call and chunk > 1))) is None:
-        chunk = half(chunk)
-    return tried[0]
+    return halved(lambda chunk: _tried(build, chunk, arguments, calls=int(call and chunk > 1))[0], chunk)[0]
 
 
 def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]) -> Program:
@@ -92,7 +90,7 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
     for size in (first, *(size for size in larger if size <= most)):
         if programs and programs[last].memory * size > _memory(mesh):
             break
-        if (tried := _tried(build, size, arguments, calls=2)) is None:
+        if (tried := attempt(functools.partial(_tried, build, size, arguments, calls=2), size)) is None:
             if not programs:
                 return fitting(build, size // 2, arguments)
             _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, last)
@@ -108,25 +106,28 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
     return best
 
 
+def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float]:
+    """A program and the seconds of its last call on copies of the state."""
+    program, seconds = compile_chunk(build, chunk, arguments), 0.0
+    for _ in range(calls):
+        copies = jax.tree.map(jnp.copy, arguments[-2:])
+        start = time.monotonic()
+        jax.block_until_ready(program.step(*arguments[:-2], *copies))
+        seconds = time.monotonic() - start
+    return program, seconds
+
+
+def halved(work: Callable[[int], T], chunk: int) -> tuple[T, int]:
+    """What `work` returns with this chunk, or with half of it as often as memory demands; and the chunk."""
+    while (found := attempt(functools.partial(work, chunk), chunk)) is None:
+        chunk = half(chunk)
+    return found, chunk
+
+
 def half(chunk: int) -> int:
     """Of a chunk that does not fit; told."""
     _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
     return chunk // 2
-
-
-def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float] | None:
-    """A program and the seconds of its last call on copies of the state; None if it does not fit in memory."""
-
-    def trial() -> tuple[Program, float]:
-        program, seconds = compile_chunk(build, chunk, arguments), 0.0
-        for _ in range(calls):
-            copies = jax.tree.map(jnp.copy, arguments[-2:])
-            start = time.monotonic()
-            jax.block_until_ready(program.step(*arguments[:-2], *copies))
-            seconds = time.monotonic() - start
-        return program, seconds
-
-    return attempt(trial, chunk)
 
 
 def attempt(work: Callable[[], T], chunk: int) -> T | None:

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl.engine.chunk import Program, attempt, choose, half
+from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import everywhere, place
 from jaxfl.engine.program import Points, compile_rounds, freeze, initialize
@@ -101,11 +101,10 @@ class Resident:
     def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
         """Scores of all clients, on the host."""
 
-        def scores() -> PerClient:
-            return jax.device_get(self._score(self._tested)(key, self.center.server, self.states))
+        def scores(chunk: int) -> PerClient:
+            return jax.device_get(self._score(chunk)(key, self.center.server, self.states))
 
-        while (found := attempt(scores, self._tested)) is None:
-            self._tested = half(self._tested)
+        found, self._tested = halved(scores, self._tested)
         return found
 
     def saved(self) -> dict[str, Tree]:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 
 from jaxfl.backend import compiler_options
-from jaxfl.engine.chunk import Program, attempt, choose, half
+from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import Population, mesh_of
 from jaxfl.engine.program import compile_for, first_states, freeze
@@ -210,18 +210,18 @@ class Stream:
     def evaluate(self, key: Key[Array, ""]) -> PerClient:
         """Scores of all clients, on the host."""
 
-        def score(first: int) -> PerClient:
-            ids, step = np.arange(first, first + self.tested, dtype=np.int32), self._score(self._tested)
+        def score(step: functools.partial, first: int) -> PerClient:
+            ids = np.arange(first, first + self.tested, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
             index = jax.device_put(ids[0], self.everyone)
             return step.func(clients, index, key, self.center.server, states, **step.keywords)
 
-        def scores() -> list[PerClient]:
-            blocks = map(score, range(0, self.store.number, self.tested))
+        def scores(chunk: int) -> list[PerClient]:
+            step = functools.partial(score, self._score(chunk))
+            blocks = map(step, range(0, self.store.number, self.tested))
             return [jax.device_get(block) for block in _ahead(blocks)]  # while the next one is at work
 
-        while (blocks := attempt(scores, self._tested)) is None:
-            self._tested = half(self._tested)
+        blocks, self._tested = halved(scores, self._tested)
         return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
 
     def saved(self) -> dict[str, Tree]:

@@ -95,8 +95,11 @@ class Comparison(NamedTuple):
 
     def figure(self) -> Any:
         """The same as a figure of matplotlib."""
-        found = {method: {e: self.mean(method, e) for m, e in self.cells if m == method} for method, _ in self.cells}
-        return plots.comparison(found, self.headline, {row["method"] for row in self.rows if row["stated"] != 0})
+        return plots.comparison(self.means(), self.headline, {row["method"] for row in self.rows if row["stated"] != 0})
+
+    def means(self) -> dict[str, dict[float, tuple[float, float]]]:
+        """For each method, the mean and the standard deviation over seeds by epsilon."""
+        return {method: {e: self.mean(method, e) for m, e in self.cells if m == method} for method, _ in self.cells}
 
     def save(self, path: str | os.PathLike) -> None:
         """Write all of it as JSON (an infinite epsilon as Infinity)."""

@@ -367,7 +367,8 @@ class _Run:
             start = time.monotonic()
             records = attempt(functools.partial(self.runner.rounds, self.done, count), program.chunk)
             if records is None:
-                program = self._begin_again(half(program.chunk))
+                self._begin_again(half(program.chunk))
+                program = None
                 continue
             pace = (time.monotonic() - start) / count
             self._record(records, count)

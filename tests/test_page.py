@@ -1,6 +1,7 @@
 """The page of a run, a sweep or a comparison: read back, element by element."""
 
 import html.parser
+import importlib.util
 import json
 import math
 import shutil
@@ -255,3 +256,16 @@ def test_compare_writes_its_page_with_each_methods_statement(tmp_path):
     assert first[2] == found.rows[0]["stated"]
     assert second[2] == "∞"
     assert third[2] == 0
+
+
+def test_without_matplotlib_a_run_and_its_page_have_no_pictures(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    algorithm = dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4))
+    simulate(0, algorithm, small_clients(), rounds=1, folder=tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert not {*tmp_path.glob("*.png"), *tmp_path.glob("*.pdf")}
+    assert "<svg" not in page
+    assert "pip install &#x27;jaxfl[plot]&#x27;" in page
+    with pytest.raises(ValueError, match=r"pip install 'jaxfl\[plot\]'"):
+        MADE.plot(tmp_path / "plot.png")

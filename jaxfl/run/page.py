@@ -6,7 +6,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,7 @@ def _run(folder: pathlib.Path) -> str:
     title = str(facts.get("method") or config.get("method") or folder.name)
     if rows:
         plots.draw_curves(folder / PRINTED, title, rows, headline)
+    drawn = plots.panels(rows, headline) if rows else {}
     ended = bool(statement) and last.get("round") == statement["rounds"]
     of_all = f" of {facts['rounds']}" if "rounds" in facts else ""
     state = f"{last['round']} rounds" if ended else f"{last.get('round', 0)}{of_all} rounds, not finished"
@@ -81,7 +83,7 @@ def _run(folder: pathlib.Path) -> str:
         _section("Privacy", _privacy(statement) if statement else _text("p", "No statement before the run's end.")),
         _section(
             "By round",
-            _figures({name: plots.alone(draw) for name, draw in plots.panels(rows, headline).items()} if rows else {}),
+            _figures({name: partial(plots.alone, draw) for name, draw in drawn.items()}),
             _details("All figures by round", _table(list(rows[-1]) if rows else [], (row.values() for row in rows))),
         ),
         _clients(arrays, rows, headline, statement),
@@ -121,7 +123,7 @@ def _comparison(folder: pathlib.Path) -> str:
         _section(
             "Results",
             _text("p", f"{found.headline} on test examples, over seeds; {better} is better."),
-            _figures({"comparison": found.figure()}, wide=True),
+            _figures({"comparison": found.figure}, wide=True),
             _table(["method", "ε", "ε stated (sums)", found.headline, "std over seeds"], results),
         ),
     ]
@@ -235,7 +237,7 @@ def _clients(arrays: Mapping[str, np.ndarray], rows: Sequence[dict], headline: s
     return _section(
         "Over clients",
         _text("p", f"{note}Round {last['round']}; the worst first."),
-        _figures({"clients": plots.distribution(finite, headline)} if finite.size else {}),
+        _figures({"clients": partial(plots.distribution, finite, headline)} if finite.size else {}),
         _table(list(columns), lines[:_WORST]),
         _details(f"Clients: {told}", _table(list(columns), lines)) if len(lines) > _WORST else "",
     )
@@ -247,10 +249,8 @@ def _audit(audit: Mapping[str, Any], folder: pathlib.Path) -> str:
     if {"taken", "sum"} - arrays.keys():
         return pairs
     inside = arrays["taken"].astype(bool)
-    figure = plots.overlaid(
-        {"took part": arrays["sum"][inside], "left out": arrays["sum"][~inside]}, "score of a canary"
-    )
-    return _figures({"canaries": figure}) + pairs
+    groups = {"took part": arrays["sum"][inside], "left out": arrays["sum"][~inside]}
+    return _figures({"canaries": partial(plots.overlaid, groups, "score of a canary")}) + pairs
 
 
 def _dropped(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -347,11 +347,13 @@ def _text(tag: str, text: str, kind: str = "") -> str:
     return f"<{tag}{f' class={kind}' if kind else ''}>{html.escape(text)}</{tag}>"
 
 
-def _figures(figures: Mapping[str, Any], *, wide: bool = False) -> str:
+def _figures(figures: Mapping[str, Callable[[], Any]], *, wide: bool = False) -> str:
     """Pictures side by side where there is room; a wide one by itself, in proportion to its inches."""
+    if figures and not plots.available():
+        return _text("p", plots.MISSING)
     made = "\n".join(
         f'<figure style="max-width: {9 * figure.get_figwidth():g}rem">{plots.svg(figure, name)}</figure>'
-        for name, figure in figures.items()
+        for name, figure in ((name, draw()) for name, draw in figures.items())
     )
     return f'<div class="{"wide" if wide else "figures"}">\n{made}\n</div>' if made else ""
 

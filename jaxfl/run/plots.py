@@ -1,7 +1,8 @@
-"""Pictures in one style: those of a run, of a comparison, and of experiments."""
+"""Pictures in one style: those of a run, of a comparison, and of experiments. They need matplotlib (`jaxfl[plot]`)."""
 
 import contextlib
 import html
+import importlib.util
 import io
 import math
 import os
@@ -54,9 +55,19 @@ _STYLE = {
 }
 
 
+MISSING = "pictures need matplotlib: pip install 'jaxfl[plot]'"
+
+
+def available() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Matplotlib's settings for all pictures, within the block only."""
+    """Matplotlib's settings for all pictures, within the block only; raises ValueError without matplotlib."""
+    if not available():
+        raise ValueError(MISSING)
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -146,8 +157,9 @@ def curves(title: str, rows: Sequence[Row], headline: str = "accuracy") -> Figur
 
 
 def draw_curves(path: pathlib.Path, title: str, rows: Sequence[Row], headline: str = "accuracy") -> None:
-    """Write `curves`; the path's suffix is the format."""
-    save(curves(title, rows, headline), path)
+    """Write `curves`, unless matplotlib is missing; the path's suffix is the format."""
+    if available():
+        save(curves(title, rows, headline), path)
 
 
 def alone(draw: Callable[[Axes], None], height: float = 2.4) -> Figure:

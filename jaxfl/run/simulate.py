@@ -104,12 +104,12 @@ def simulate(
 ) -> Result:
     """Run an algorithm for some rounds and account for its privacy.
 
-    With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, curves.png and checkpoints, and a
-    later call with the same arguments resumes where it stopped, whatever stopped it: bit-identically, unless another
-    chunk is measured. A finished run is read, even from a read-only folder; asked for more rounds, it goes on with
-    the noise that it has, and its epsilon grows. The folder is locked meanwhile. A run that differs in anything that
-    affects results is refused: in what the method's functions compute, in data, partition, mechanism, key, or versions
-    (see `jaxfl.run.fingerprint`).
+    With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, checkpoints and, with matplotlib,
+    curves.png, and a later call with the same arguments resumes where it stopped, whatever stopped it:
+    bit-identically, unless another chunk is measured. A finished run is read, even from a read-only folder; asked
+    for more rounds, it goes on with the noise that it has, and its epsilon grows. The folder is locked meanwhile. A
+    run that differs in anything that affects results is refused: in what the method's functions compute, in data,
+    partition, mechanism, key, or versions (see `jaxfl.run.fingerprint`).
 
     Args:
         key: the whole run's randomness, or a seed, which stands for `jax.random.key(seed)`.

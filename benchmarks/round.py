@@ -43,6 +43,7 @@ from benchmarks.workloads import (
 from jaxfl.engine.evaluate import compile_evaluation
 from jaxfl.engine.mesh import Population, place
 from jaxfl.engine.program import initialize
+from jaxfl.engine.states import States
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.train import LocalSGD
@@ -111,7 +112,7 @@ def _split(name: Name, config: Config) -> list[dict[str, Any]]:
 
 
 def _parts(
-    work: Workload, algorithm: Algorithm, population: Population, chunk: int, server: Any, states: Tree
+    work: Workload, algorithm: Algorithm, population: Population, chunk: int, server: Any, states: States
 ) -> dict[str, Callable[[], Any]]:
     """A program for each part, on the round's shapes."""
     key, model, mechanism = jax.random.key(0), algorithm.model, algorithm.mechanism
@@ -119,9 +120,6 @@ def _parts(
 
     def data_of(slot: Array, clients: Clients) -> ClientData:
         return ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
-
-    def state_of(slot: Array, states: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: leaf[slot], states)
 
     def of_clients(work_fn: Callable[..., Tree]) -> Callable[[], Tree]:
         program = sum_over_clients(work_fn, population, (P(), by_client, by_client), chunk)
@@ -131,26 +129,26 @@ def _parts(
         sampled = mechanism.sampling.sample(key, population.number, 0)
         return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
 
-    def client_update(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+    def client_update(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         client_key = jax.random.fold_in(key, slot)
-        return algorithm.client_update(client_key, server, state_of(slot, states), data_of(slot, clients))[0].update
+        return algorithm.client_update(client_key, server, states[slot], data_of(slot, clients))[0].update
 
-    def gather(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+    def gather(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         def apply(params: Array, x: Array, _key: Array) -> Array:
             return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.largest_part or work.batch_size, params.size))
 
         local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
         return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data_of(slot, clients), apply=apply)[0]
 
-    def fisher(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
-        return client_fisher(model, state_of(slot, states), data_of(slot, clients))
+    def fisher(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
+        return client_fisher(model, states[slot], data_of(slot, clients))
 
-    def masks(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
-        old = state_of(slot, states)
+    def masks(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
+        old = states[slot]
         personal = fisher_mask(normalize_per_layer(jax.tree.map(jnp.square, old)), 0.4)
         return merge(personal, old, server.params)
 
-    def clipped(slot: Array, server: Any, states: Tree, clients: Clients) -> Tree:
+    def clipped(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         return clip(jax.tree.map(lambda leaf: leaf * (1 + slot), server.params), mechanism.clip)[0]  # differs by client
 
     draw, noise = jax.jit(sampling), jax.jit(add_gaussian)

@@ -62,7 +62,7 @@ def runner(algorithm, clients, *, chunk=1, devices=1):
             places = jax.tree.map(lambda leaf: leaf.sharding, left)
             left = jax.device_put(jax.device_get(left), places)
         center, states, records = step.func(population.clients, run_key, cut, rounds - cut, *left)
-        states = jax.tree.map(lambda leaf: leaf[: clients.number], states)
+        states = jax.tree.map(lambda leaf: leaf[: clients.number], states.tree())
         return jax.device_get((center.server, states, records))
 
     return rounds_of

@@ -156,7 +156,7 @@ def compile_and_run(algorithm, rounds=1, **options):
     population = place(small_clients(), jax.devices()[:1])
     step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
     center, states, records = step(all_keys(KEY), 0, rounds, *initialize(KEY, KEY, algorithm, population))
-    return center.server, states, records
+    return center.server, states.tree(), records
 
 
 @pytest.mark.parametrize("sent", ["updates", "weights"])

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.engine.mesh import Population, data_of
 from jaxfl.engine.program import Points, compile_for, over_points
+from jaxfl.engine.states import States
 from jaxfl.local.lanes import longest
 from jaxfl.local.train import blocks_of
 from jaxfl.tasks import Metric, average
@@ -40,9 +41,9 @@ def compile_evaluation(
     For `Points`, all have a leading axis P.
     """
 
-    def evaluate(clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: Tree) -> PerClient:
-        def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: Tree) -> PerClient:
-            def local(ids: Int[Array, "C"], server: Tree, states: Tree, clients: Clients) -> PerClient:
+    def evaluate(clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: States) -> PerClient:
+        def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: States) -> PerClient:
+            def local(ids: Int[Array, "C"], server: Tree, states: States, clients: Clients) -> PerClient:
                 def score(slot: Int[Array, ""]) -> PerClient:
                     return _client(algorithm, key, slot, ids[slot], server, states, clients)
 
@@ -72,13 +73,12 @@ def _client(
     slot: Int[Array, ""],
     number: Int[Array, ""],
     server: Tree,
-    states: Tree,
+    states: States,
     clients: Clients,
 ) -> PerClient:
     model, size, data = algorithm.model, clients.test_size[slot], data_of(clients, slot, number)
     metrics = {"loss": average(model.task.loss), **model.task.metrics}
-    state = jax.tree.map(lambda leaf: leaf[slot], states)
-    params = algorithm.personalize(jax.random.fold_in(key, number), server, state, data)
+    params = algorithm.personalize(jax.random.fold_in(key, number), server, states[slot], data)
     width = max(1, clients.test.shape[1])
     batch = -(-width // -(-width // _BATCH))  # batches of one size, with little padding
     blocks, per_block = blocks_of(width, batch)

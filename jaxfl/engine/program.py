@@ -15,6 +15,7 @@ from jaxtyping import Float, Int, Key
 from jaxfl.backend import compiler_options, traced_for
 from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
+from jaxfl.engine.states import States
 from jaxfl.models.frozen import given
 from jaxfl.privacy.noise import derive
 from jaxfl.types import Algorithm, Clients, StepNoise, Tree
@@ -37,7 +38,7 @@ class Points(NamedTuple):
 
 def initialize(
     key: Key[Array, "*P"], memory_key: Key[Array, "..."], algorithm: Algorithm | Points, population: Population
-) -> tuple[Center, Tree]:
+) -> tuple[Center, States]:
     """Server state and mechanism memory, replicated, and client states, on the devices of their clients."""
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
     init = over_points(functools.partial(first_states, population=population), algorithm)
@@ -47,7 +48,7 @@ def initialize(
 
 def first_states(
     algorithm: Algorithm, key: Key[Array, ""], memory_key: Key[Array, "*S"], population: Population
-) -> tuple[Center, Tree]:
+) -> tuple[Center, States]:
     """First states of the server, the mechanism and the clients of one run; the second key is for its cohorts."""
     server, states = algorithm.init(key, population.clients.number)
 
@@ -58,7 +59,7 @@ def first_states(
 
     shapes = functools.partial(jax.eval_shape, sent, population.clients)  # of a client's update
     memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), shapes, population.number)
-    return Center(server, memory), states
+    return Center(server, memory), States.of(states)
 
 
 def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
@@ -89,7 +90,7 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
 
 def compile_rounds(
     algorithm: Algorithm | Points, population: Population, *, chunk: int, segment: int
-) -> functools.partial[tuple[Center, Tree, Records]]:
+) -> functools.partial[tuple[Center, States, Records]]:
     """One program for up to `segment` rounds: `(keys, start, rounds, center, states) -> (center, states, records)`.
 
     `start` and `rounds` are dynamic, so one compilation serves a whole run; `center` and `states` are
@@ -103,12 +104,12 @@ def compile_rounds(
         segment: the largest number of rounds per call.
     """
 
-    def run(clients: Clients, keys: Any, start: Any, rounds: Any, center: Center, states: Tree) -> tuple:
+    def run(clients: Clients, keys: Any, start: Any, rounds: Any, center: Center, states: States) -> tuple:
         keys = keys if isinstance(keys, Keys) else all_keys(keys)
 
-        def rounds_of(algorithm: Algorithm, keys: Keys, center: Center, states: Tree) -> tuple:
+        def rounds_of(algorithm: Algorithm, keys: Keys, center: Center, states: States) -> tuple:
             @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
-            def step(index: Int[Array, ""], center: Center, states: Tree) -> tuple[Center, Tree, Records]:
+            def step(index: Int[Array, ""], center: Center, states: States) -> tuple[Center, States, Records]:
                 placed = population._replace(clients=clients)
                 return one_round(algorithm, placed, chunk, keys, index, center, states)
 

@@ -14,6 +14,7 @@ from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import everywhere, place
 from jaxfl.engine.program import Points, compile_rounds, freeze, initialize
 from jaxfl.engine.round import Keys, Records
+from jaxfl.engine.states import States
 from jaxfl.types import Algorithm, Clients, Tree
 
 
@@ -120,8 +121,15 @@ class Resident:
         self.center, self.states = saved["center"], saved["states"]
 
     def all_states(self) -> Tree:
-        """Client states."""
-        return self.states
+        """Client states [C, ...]: on the host, since leaves apart may not fit beside rows; of several processes, not.
+
+        There they have rows of no client, too, as many as make the devices' parts equal.
+        """
+        if jax.process_count() > 1:
+            return jax.jit(States.tree)(self.states)
+        real = slice(self.population.number)
+        real = real if isinstance(self.algorithm, Algorithm) else (slice(None), real)
+        return jax.tree.map(lambda leaf: leaf[real], jax.device_get(self.states)).tree()
 
     def _arguments(self, start: int, count: int) -> tuple:
         """Arguments of a call; the numbers are on all devices, so that the call transfers nothing."""

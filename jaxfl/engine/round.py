@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.states import States
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, derive
 from jaxfl.privacy.sums import add, add_up, widen
@@ -96,8 +97,8 @@ def one_round(
     keys: Keys,
     index: Int[Array, ""],
     center: Center,
-    states: Tree,
-) -> tuple[Center, Tree, Records]:
+    states: States,
+) -> tuple[Center, States, Records]:
     """A round whose clients are all in memory; the keys are the run's."""
     cohort = draw(algorithm, population.number, keys, index, center)
     keys = keys.at(index)
@@ -122,15 +123,15 @@ def add_participants(
     ids: Int[Array, "S"],
     total: Sums | None,
     center: Center,
-    states: Tree,
-) -> tuple[Sums, Tree]:
+    states: States,
+) -> tuple[Sums, States]:
     """Add the population's participants to `total`, and return their states, the new ones in place.
 
     `ids` numbers the clients of the population's and the states' rows: all clients, or a part of them; a number of C
     or more is no client. `total=None` starts from zero.
     """
 
-    def add(total: Sums | None, slots: _Slots, center: Center, states: Tree, clients: Clients) -> tuple[Sums, Tree]:
+    def add(total: Sums | None, slots: _Slots, center: Center, states: States, clients: Clients) -> tuple[Sums, States]:
         total = jax.tree.map(lambda leaf: leaf[0], total)
         most = algorithm.mechanism.sampling.most(population.number)
         total, states = _cohort(algorithm, chunk, most, keys, index, slots, total, center, states, clients)
@@ -192,9 +193,9 @@ def _cohort(
     slots: _Slots,
     total: Sums | None,
     center: Center,
-    states: Tree,
+    states: States,
     clients: Clients,
-) -> tuple[Sums, Tree]:
+) -> tuple[Sums, States]:
     """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number."""
     count = slots.ids.shape[0]
     chunk = min(chunk, count)
@@ -205,7 +206,7 @@ def _cohort(
         order = order[jnp.argsort(-size)]
 
     @functools.partial(jax.jit, inline=True)
-    def client(slot: Int[Array, ""], states: Tree) -> tuple[Sums, Tree, Tree]:
+    def client(slot: Int[Array, ""], states: States) -> tuple[Sums, Tree, Tree]:
         share, state = _participant(algorithm, keys, index, slots, slot, center, states, clients)
         return share._replace(given=share.given._replace(rows=())), share.given.rows, state
 
@@ -218,8 +219,7 @@ def _cohort(
         added, row, state = of_chunk(slot, states)
         rank = slots.rank.at[slot].get(mode="fill", fill_value=most)
         rows = jax.tree.map(lambda all_, new: all_.at[rank].set(new, mode="drop"), rows, row)
-        states = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), states, state)
-        return optax.tree.add(part, added), rows, states
+        return optax.tree.add(part, added), rows, states.put(slot, state)
 
     def settle(part: Sums) -> Sums:
         part = jax.tree.map(lambda leaf: leaf[None], part) if chunk == 1 else part
@@ -257,14 +257,14 @@ def _participant(
     slots: _Slots,
     slot: Int[Array, ""],
     center: Center,
-    states: Tree,
+    states: States,
     clients: Clients,
 ) -> tuple[Sums, Tree]:
     """One client's share of the sums, and its new state; a slot beyond the last contributes zero."""
     mechanism, (server, memory) = algorithm.mechanism, center
     real = slot < slots.ids.shape[0]
     number, weight, scale = slots.ids[slot], *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale))
-    old = jax.tree.map(lambda leaf: leaf[slot], states)
+    old = states[slot]
     private = algorithm.dp_sgd is not None
     noise = StepNoise(slots.example_noise[slot], derive(keys.noise, CLIENT, number)) if private else None
     data = data_of(clients, slot, number, noise, index)

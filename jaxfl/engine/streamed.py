@@ -27,6 +27,7 @@ from jaxfl.engine.mesh import Population, mesh_of
 from jaxfl.engine.program import compile_for, first_states, freeze
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
+from jaxfl.engine.states import States
 from jaxfl.privacy.mechanisms.gaussian import Cohort
 from jaxfl.types import Algorithm, Clients, Rows, Tree
 
@@ -74,7 +75,7 @@ def open_store(
     def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
         return first_states(algorithm, key, memory_key, population)[0]
 
-    like = jax.eval_shape(lambda key: algorithm.init(key, population.number)[1], key)
+    like = jax.eval_shape(lambda key: States.of(algorithm.init(key, population.number)[1]), key)
     everyone = NamedSharding(population.mesh, P())
     return jax.jit(center, out_shardings=everyone)(key, memory_key), Store(folder, like, population.number)
 
@@ -84,10 +85,10 @@ def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, stor
     store.start()
     size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
 
-    def rows(key: Key[Array, ""], first: Int[Array, ""]) -> Tree:
+    def rows(key: Key[Array, ""], first: Int[Array, ""]) -> States:
         # States that are broadcast to all clients never exist in full: the compiler slices the source.
         states = algorithm.init(key, population.number)[1]
-        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
+        return States.of(jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states))
 
     program = jax.jit(rows, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
     for first in range(0, store.number, size):
@@ -182,7 +183,7 @@ class Stream:
         """Run `count` rounds from number `start`; return their records, on the host."""
         total, before, records = self.zero, None, []
 
-        def settle(block: Block, states: Tree, record: Records | None) -> None:
+        def settle(block: Block, states: States, record: Records | None) -> None:
             real = block.ids < self.store.number
             self.store.write(block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states)))
             if record is not None:
@@ -241,7 +242,7 @@ class Stream:
 
     def all_states(self) -> Tree:
         """Client states, mapped and read-only."""
-        return self.store.states()
+        return self.store.states().tree()
 
     def _programs(self) -> None:
         # Closures hold no `self`: programs would stay until the garbage collector runs.
@@ -260,15 +261,15 @@ class Stream:
             ids: Int[Array, "S"],
             center: Center,
             total: Sums | None,
-            states: Tree,
-        ) -> tuple[Sums, Tree]:
+            states: States,
+        ) -> tuple[Sums, States]:
             block = population._replace(clients=clients)
             return add_participants(algorithm, block, chunk, keys.at(index), index, cohort, ids, total, center, states)
 
         def finish(keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center) -> tuple:
             return finish_round(algorithm, population.mesh, keys.at(index), cohort, total, center)
 
-        def renew(states: Tree, before: Tree, source: Int[Array, "S"]) -> Tree:
+        def renew(states: States, before: States, source: Int[Array, "S"]) -> States:
             return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
 
         @functools.cache
@@ -304,14 +305,14 @@ class Stream:
                     row[: len(part)] = part
                 yield Block(index, cohort, ids.reshape(-1).astype(np.int32), first + self.slots >= len(members))
 
-    def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, Tree]:
+    def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, States]:
         """Some clients' rows on the devices, with or without test examples; an empty slot has any client's."""
         clients, rows = self.population.clients, np.minimum(ids, self.store.number - 1)
         clients = clients if tests else clients._replace(test=clients.test[:, :0])
         loaded = Clients(*clients[:2], *(array[rows] for array in clients[2:]))
         return jax.device_put((ids, loaded, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
 
-    def _renew(self, ids: Int[np.ndarray, "S"], states: Tree, before: Block, new: Tree) -> Tree:
+    def _renew(self, ids: Int[np.ndarray, "S"], states: States, before: Block, new: States) -> States:
         """The same rows, with the newest states of clients that were in the previous block."""
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)

@@ -23,7 +23,8 @@ from jaxfl.types import Algorithm, Clients, Ledger, Tree
 class Result(NamedTuple):
     """The outcome of a run.
 
-    `metrics` has one row per evaluation; `scores` are per client at the last one, `history` at all of them.
+    `metrics` has one row per evaluation; `scores` are per client at the last one, `history` at all of them. `states`
+    [C, ...] are on the host; those of several processes stay on their devices, with rows that fill these up.
     """
 
     server: Tree

@@ -94,7 +94,7 @@ def test_rounds_in_bfloat16_keep_float32_state():
     population = place(clients)
     center, states = initialize(jax.random.key(0), jax.random.key(0), algorithm, population)
     data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
-    client = jax.tree.map(lambda leaf: leaf[0], states)
+    client = states[0]
     message, *_ = jax.eval_shape(algorithm.client_update, jax.random.key(1), center.server, client, data)
     assert {leaf.dtype for leaf in jax.tree.leaves(message.update)} == {jnp.dtype("float32")}
     step = compile_rounds(algorithm, population, chunk=1, segment=1)

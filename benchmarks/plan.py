@@ -42,9 +42,9 @@ class Config:
     workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20")
     form: Form | None = None
     """Of convolutions; None: the one that the chip gets by itself."""
-    chunk: int = 128
-    """Clients vectorised at a time."""
-    clients: int = 10_000
+    chunks: tuple[int, ...] = (128,)
+    """Clients vectorised at a time: of several, the one whose step is the fastest."""
+    clients: int = 1000
     check: pathlib.Path | None = None
     """A folder with earlier figures."""
     out: pathlib.Path = OUT
@@ -53,7 +53,7 @@ class Config:
 def main(config: Config) -> None:
     """Compile each workload for each chip, in processes of their own."""
     run_here()
-    sizes = (config.form, config.chunk, config.clients)
+    sizes = (config.form, config.chunks, config.clients)
     name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
     rows = [
         {"workload": work} | apart(measure, config.chip, work, *sizes, JAX_PLATFORMS="cpu") for work in config.workloads
@@ -66,14 +66,15 @@ def main(config: Config) -> None:
     finish(config, name, headline, rows, figure)
 
 
-def measure(chip: str, workload: Name, form: Form | None, chunk: int, clients: int) -> dict[str, Any]:
-    """Figures of one program."""
+def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int) -> dict[str, Any]:
+    """Figures of the program of the fastest chunk."""
     work = WORKLOADS[workload]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     begun = time.perf_counter()
     trips = (steps, blocks, 2 if work.feddpa else 1)
     algorithm, population = algorithm_of(work, model=model_of(work, form)), shapes_of(work, clients)
-    found = footprint(chip, algorithm, population, chunk=chunk, trips=trips)
+    tried = (footprint(chip, algorithm, population, chunk=chunk, trips=trips) for chunk in chunks)
+    found = min(tried, key=lambda one: one.microseconds)
     if form == "pallas":  # a kernel's operations show in no product
         plain = algorithm_of(work, model=model_of(work, "lax"))
         found = found._replace(flops=step_flops(plain, described(population, device_of(chip))))
@@ -86,6 +87,7 @@ def measure(chip: str, workload: Name, form: Form | None, chunk: int, clients: i
         "compute_us": found.compute_us,
         "microseconds": found.microseconds,
         "memory_mb": found.memory / 1e6,
+        "held_mb": found.held / 1e6,
         "largest_chunk": found.largest_chunk,
         "compile_s": time.perf_counter() - begun,
     }

@@ -36,7 +36,7 @@ class States:
         """The states [C, ...] again; of rows with further leading axes, with these."""
         return self._split(self.rows)
 
-    def __getitem__(self, slot: Int[Array, "..."]) -> Tree:
+    def __getitem__(self, slot: Int[Array, "..."] | int) -> Tree:
         return self._split({dtype: rows[slot] for dtype, rows in self.rows.items()})
 
     def put(self, slot: Int[Array, "..."], new: Tree) -> "States":

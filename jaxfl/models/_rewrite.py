@@ -32,20 +32,19 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     Args:
         function: of pytrees of arrays.
-        form: see `jaxfl.models.layers`; "lax" is the function itself. None: "winograd" where the backend prefers it,
-            else "lax".
+        form: "winograd" or "im2col", see `jaxfl.models.layers`; any other is the function itself. None: "winograd"
+            where the backend prefers it.
     """
-    if form == "lax":
+    if form not in (None, "winograd", "im2col"):
         return function
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        chosen = form or backend().convolution
-        if chosen == "lax" or (form is None and chosen == "im2col"):
+        if form is None and backend().convolution != "winograd":
             return function(*args)
         # A new function each time: JAX would keep the trace, which what intercepts Flax's methods must change.
         closed, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)  # noqa: PLW0108
-        outputs = _evaluate(closed, chosen == "winograd")(*jax.tree.leaves(args))
+        outputs = _evaluate(closed, form != "im2col")(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return call

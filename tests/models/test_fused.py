@@ -12,7 +12,7 @@ from jaxfl.algorithms import fedavg
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import _fused
 from jaxfl.models._fused import convolve_pooled
-from jaxfl.models.layers import _plain
+from jaxfl.models.layers import Convolution
 from jaxfl.models.zoo import _cnn
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full
@@ -22,7 +22,8 @@ KEY = jax.random.key(3)
 
 
 def plain(x, kernel, bias, padding):
-    return _plain(x, kernel, bias, padding, 1, True, True)
+    layer = Convolution(len(bias), len(kernel), padding=padding, form="lax")
+    return layer.apply({"params": {"kernel": kernel, "bias": bias}}, x)
 
 
 def arrays(channels, high, wide, batch, size, features):

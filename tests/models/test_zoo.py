@@ -58,7 +58,7 @@ def test_forms_agree_in_values_and_gradients(name):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target)))(params)
 
     a, da = value(fast)
-    for form in ("im2col", "lax"):
+    for form in ("im2col", "lax", "blocks"):
         b, db = value(MODELS[name](form=form))
         assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
         jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
@@ -127,14 +127,15 @@ def test_convolution_against_numpy():
         expected[:, i, j] = np.einsum("chwn,hwcf->fn", window, kernel) + bias[:, None]
     expected = np.maximum(expected, 0)
     for pool in (False, True):
-        for form in ("winograd", "im2col", "lax"):
+        for form in ("winograd", "im2col", "lax", "blocks"):
             found = jnp.asarray(Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x)))
             pooled = expected[:, :6].reshape(4, 3, 2, 3, 2, 3).max((2, 4)) if pool else expected
             np.testing.assert_allclose(found, pooled, rtol=1e-4, atol=1e-4)
 
 
-def test_the_first_maximum_of_a_tie_takes_the_gradient():
-    layer = Convolution(1, 1)
+@pytest.mark.parametrize("form", ["winograd", "lax", "blocks"])
+def test_the_first_maximum_of_a_tie_takes_the_gradient(form):
+    layer = Convolution(1, 1, form=form)
     params = {"params": {"kernel": jnp.ones((1, 1, 1, 1)), "bias": jnp.zeros(1)}}
     gradient = jax.grad(lambda x: jnp.sum(jnp.asarray(layer.apply(params, x))))(jnp.ones((1, 4, 4, 1)))
     expected = np.zeros((4, 4))
@@ -144,6 +145,33 @@ def test_the_first_maximum_of_a_tie_takes_the_gradient():
         jnp.ones((1, 4, 4, 1))
     )
     np.testing.assert_array_equal(gradient, reference)
+
+
+def test_pooled_maps_that_are_no_number_or_infinite_stay_so():
+    layer, params = Convolution(1, 1, relu=False, form="lax"), {"kernel": jnp.ones((1, 1, 1, 1)), "bias": jnp.zeros(1)}
+    x = jnp.array([[1.0, np.nan, -np.inf, -np.inf], [2.0, 0.0, -np.inf, -np.inf]])
+    found = layer.apply({"params": params}, x[None, :, :, None])
+    np.testing.assert_array_equal(np.asarray(found).ravel(), [np.nan, -np.inf])
+
+
+@pytest.mark.parametrize("form", ["lax", "blocks"])
+def test_pooling_has_second_derivatives(form):
+    """Those of the plain maximum, which agrees where no two numbers are equal."""
+    params = Convolution(3, 3).init(jax.random.key(0), jnp.zeros((2, 8, 7, 4)))["params"]
+    x = jax.random.normal(jax.random.key(1), (2, 8, 7, 4))
+
+    def pooled(x):
+        return Convolution(3, 3, form=form).apply({"params": params}, x)
+
+    def plain(x):
+        maps = jnp.asarray(Convolution(3, 3, pool=False, form="lax").apply({"params": params}, x))
+        return maps[:, :6, :4].reshape(3, 3, 2, 2, 2, 4).max((2, 4))
+
+    def curvature(network):
+        slope = jax.grad(lambda x: jnp.sum(jnp.sin(network(x))))
+        return jax.jit(jax.grad(lambda x: jnp.sum(slope(x) ** 2)))(x)
+
+    np.testing.assert_allclose(curvature(pooled), curvature(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

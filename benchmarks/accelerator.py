@@ -109,20 +109,27 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     for chunk in sizes[:1] if tiny else sizes[:2]:
         found |= {
             f"lenet, {form}, chunk {chunk}": Part(speed, ("lenet", form, chunk, None, max(clients, chunk)))
-            for form in ("lax", "im2col", "winograd", *(() if tiny else ("pallas",)))  # interpreted where it is tiny
+            for form in (
+                "grouped",
+                "lax",
+                "blocks",
+                "im2col",
+                "winograd",
+                *(() if tiny else ("pallas",)),
+            )  # interpreted if tiny
         }
     found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (40 if tiny else 10_000, sizes[1]), 180)
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
     found["chunk auto"] = Part(auto, (clients,), 240)
     for name in ("mlp", "feddpa", "resnet20"):
         most = clients if tiny else 256 if name == "resnet20" else 1024
-        form = "winograd" if tiny else "lax"
+        form = "winograd" if tiny else "grouped"
         found[f"{name}, {form}, chunk {sizes[0]}"] = Part(speed, (name, form, sizes[0], None, most), 180)
     for chunk in sizes[2:]:
-        found[f"lenet, lax, chunk {chunk}"] = Part(speed, ("lenet", "lax", chunk, None, chunk), 120)
+        found[f"lenet, grouped, chunk {chunk}"] = Part(speed, ("lenet", "grouped", chunk, None, chunk), 120)
     for precision in ("float32", "tf32", "bfloat16"):
-        part = Part(speed, ("lenet", "lax", sizes[1], precision, max(clients, sizes[1])))
-        found[f"lenet, lax, chunk {sizes[1]}, {precision}"] = part
+        part = Part(speed, ("lenet", "grouped", sizes[1], precision, max(clients, sizes[1])))
+        found[f"lenet, grouped, chunk {sizes[1]}, {precision}"] = part
     found["population"] = Part(population, (1000 if tiny else 1_000_000,), 150)
     found["out of memory"] = Part(out_of_memory, (clients if tiny else 32_768,), 240)
     found["torch: mlp"] = Part(torch_speed, ("mlp", clients if tiny else 256, sizes[0]), 120)

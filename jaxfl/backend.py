@@ -12,7 +12,7 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-Form = Literal["winograd", "im2col", "lax", "blocks", "pallas"]
+Form = Literal["winograd", "im2col", "lax", "grouped", "blocks", "pallas"]
 """How a convolution is computed; see `jaxfl.models.layers`."""
 
 
@@ -56,11 +56,11 @@ _CPU = Backend(
 # The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, so that LeNet's local
 # step moves 3.3 times the bytes of plain convolutions on an H100. "pallas" moves 0.6 of these, but no plan tells what
 # its kernels take besides bytes, and they have not run on a device yet.
-_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "lax", None, {}, {})
+_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", None, {}, {})
 
 # By the compiler's cycles LeNet's step takes 0.6 of the time of "lax" on a v5e: pixels of few channels waste registers.
 # Of the MLP, 64 clients take half the time that 128 take for each, whose weights do not fit beside the registers.
-_TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512, 2048))
+_TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512))
 
 
 def with_flags(flags: str) -> str:

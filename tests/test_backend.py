@@ -25,6 +25,9 @@ def test_each_platform_has_its_formulation():
     assert backend("cpu").chunk == 1
     assert backend("gpu").chunk == backend("tpu").chunk == "auto"
     assert not backend("gpu").compiler
+    assert {name: backend(name).convolution for name in ("cpu", "gpu", "tpu")} == {
+        "cpu": "winograd", "gpu": "grouped", "tpu": "blocks"
+    }  # fmt: skip
 
 
 def test_flags_are_added_to_those_that_are_set():

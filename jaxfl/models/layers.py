@@ -3,18 +3,20 @@
 With few channels every elementwise, pooling and slicing operation then runs over a batch of contiguous floats,
 where channels-last would have only 6 to 32 of them. Flattening gives the order (channels, H, W), as in PyTorch.
 
-A convolution has five forms that load the same parameters:
+A convolution has six forms that load the same parameters:
 
 - "winograd": matrix products by minimal filtering, with its own differentiation rule, reverse mode only. Below
   float32 precision it is the next form.
 - "im2col": the same without the filtering, in one matrix product per pass.
 - "lax": `lax.conv_general_dilated`, channels last, any mode of differentiation.
-- "blocks": for TPUs: the same, but a layer with pooling takes blocks of 2x2 pixels as one, and has the four places of a
+- "grouped": for GPUs: the same, but the gradients of vectorised clients are those of one grouped convolution
+  (`_plain`), reverse mode only.
+- "blocks": for TPUs: as "lax", but a layer with pooling takes blocks of 2x2 pixels as one, and has the four places of a
   pooling window as channels. ((k + 1) / k)^2 times the operations, and a quarter of the positions, four times as full.
-- "pallas": for GPUs: float32 layers with ReLU and pooling are one kernel each way (`_fused`), reverse mode only; others
-  are as "lax". Interpreted, and slow, on other devices.
+- "pallas": for GPUs: float32 layers with ReLU and pooling are one kernel each way (`_fused`), others are as
+  "grouped". Reverse mode only; interpreted, and slow, on other devices.
 
-A group normalisation has two: with "lax", "blocks" and "pallas" JAX's own, else with its own differentiation rule.
+A group normalisation has two: batch-minor for "winograd" and "im2col", reverse mode only, and JAX's own for the others.
 
 A layer with `sum_grad_squared=True` has the same values, but its backward pass gives each parameter the sum over
 examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
@@ -36,8 +38,10 @@ from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
 from jaxfl.models._group_norm import Options as NormOptions
 from jaxfl.models._group_norm import normalize
+from jaxfl.models._plain import Options as PlainOptions
+from jaxfl.models._plain import convolve_grouped, convolve_plain
 
-PLAIN: tuple[Form, ...] = ("lax", "blocks", "pallas")
+PLAIN: tuple[Form, ...] = ("lax", "grouped", "blocks", "pallas")
 """Forms whose maps are computed as JAX would, where they are not fused."""
 
 # PyTorch's default: uniform in +-1/sqrt(fan_in), kernels and biases alike.
@@ -61,7 +65,7 @@ class Convolution(nn.Module):
         stride: 1, or 2 without pooling.
         bias: whether to add one.
         pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
-        form: "winograd", "im2col", "lax", "blocks" or "pallas", see the module's docstring.
+        form: one of `jaxfl.backend.Form`, see the module's docstring.
         sum_grad_squared: see the module's docstring.
     """
 
@@ -88,6 +92,8 @@ class Convolution(nn.Module):
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
             sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
             return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
+        # The backward pass is traced outside the caller's precision context: it takes the precision from here.
+        precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         if self.form in PLAIN and not self.sum_grad_squared:
             if self.form == "pallas" and self.relu and self.pool and self.stride == 1 and x.dtype == jnp.float32:
                 from jaxfl.models._fused import convolve_pooled  # Pallas takes long to import
@@ -96,14 +102,13 @@ class Convolution(nn.Module):
             if self.form == "blocks" and self.pool:
                 y = _largest(_blocks(x, kernel, padding), (3,))[0]
             else:
-                y = _plain(x, kernel, padding, self.stride)
+                plain = convolve_grouped if self.form in ("grouped", "pallas") else convolve_plain
+                y = plain(x.transpose(3, 1, 2, 0), kernel, PlainOptions(padding, self.stride, precision))
                 y = _largest(_windows(y), (2, 4))[0] if self.pool else y
             y = y + bias[None, None, None]
             return (nn.relu(y) if self.relu else y).transpose(3, 1, 2, 0)
         if self.stride == 2:
             x, kernel, padding = *_to_blocks(x, kernel, padding), 0
-        # The backward pass is traced outside the caller's precision context: it takes the precision from here.
-        precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         filtered = self.form == "winograd" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
         precision = "highest" if filtered else precision
         sides = ((padding, padding), (padding, padding))
@@ -124,16 +129,12 @@ def _to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     return x, kernel
 
 
-def _plain(x: Array, kernel: Array, padding: int, stride: int) -> Float[Array, "B H2 W2 features"]:
-    pads, layout = ((padding, padding), (padding, padding)), ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x.transpose(3, 1, 2, 0), kernel, (stride, stride), pads, dimension_numbers=layout)
-
-
 def _blocks(x: Array, kernel: Array, padding: int) -> Float[Array, "B H2 W2 4 features"]:
     """Maps by window and place in it: each place is a kernel shifted by a pixel, of one convolution with stride 2."""
     shifts = [((i, 1 - i), (j, 1 - j), (0, 0), (0, 0)) for i in range(2) for j in range(2)]
     kernels = jnp.concatenate([jnp.pad(kernel, shift) for shift in shifts], 3)
-    y = _plain(*_to_blocks(x, kernels, padding), 0, 1)
+    x, kernels = _to_blocks(x, kernels, padding)
+    y = convolve_plain(x.transpose(3, 1, 2, 0), kernels)
     return y.reshape(*y.shape[:3], 4, -1)
 
 
@@ -264,8 +265,41 @@ class GroupNorm(nn.Module):
 
 def _plain_norm(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions) -> Array:
     groups = x.reshape(options.groups, -1, *x.shape[1:])
-    mean, var = groups.mean((1, 2, 3), keepdims=True), groups.var((1, 2, 3), keepdims=True)
-    y = ((groups - mean) * lax.rsqrt(var + options.epsilon)).reshape(x.shape)
+    y = _normalized(groups, options.epsilon).reshape(x.shape)
     y = y * scale[:, None, None, None] + bias[:, None, None, None]
     y = y if shortcut is None else y + shortcut
-    return nn.relu(y) if options.relu else y
+    return _relu(y) if options.relu else y
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _normalized(x: Float[Array, "G channels H W B"], epsilon: float) -> Float[Array, "G channels H W B"]:
+    """Each group of an example with mean 0 and variance 1."""
+    return _standardized(x, epsilon)[0]
+
+
+@_normalized.defjvp
+def _normalized_jvp(epsilon: float, x: tuple[Array], change: tuple[Array]) -> tuple[Array, Array]:
+    """By dy = (dx - mean(dx) - y mean(y dx)) / std, whose transpose reads the maps twice."""
+    y, slope = _standardized(x[0], epsilon)
+    mean = functools.partial(jnp.mean, axis=(1, 2, 3), keepdims=True)
+    return y, slope * (change[0] - mean(change[0]) - y * mean(y * change[0]))
+
+
+def _standardized(x: Array, epsilon: float) -> tuple[Array, Array]:
+    """The same, and 1 / std."""
+    mean = functools.partial(jnp.mean, axis=(1, 2, 3), keepdims=True)
+    center, square = mean(x), mean(x * x)
+    slope = lax.rsqrt(jnp.maximum(square - center * center, 0) + epsilon)
+    return (x - center) * slope, slope
+
+
+@jax.custom_jvp
+def _relu(x: Array) -> Array:
+    return jnp.maximum(x, 0)
+
+
+@_relu.defjvp
+def _relu_jvp(x: tuple[Array], change: tuple[Array]) -> tuple[Array, Array]:
+    """By the sign of its value, which the next layer reads too: XLA would read again what that was made of."""
+    y = lax.optimization_barrier(_relu(x[0]))
+    return y, jnp.where(y > 0, change[0], 0)

@@ -1,8 +1,8 @@
 """JAX's own convolution, and one whose kernel gradients are, for vectorised clients, that of one grouped convolution.
 
-A convolution of clients with kernels of their own is a grouped one. If the gradient of its kernel is vectorised instead,
-it is a convolution with batch and channels exchanged, before which XLA copies all maps into that order on a GPU; cuDNN
-has the gradient of a grouped convolution as it is.
+A convolution of clients with kernels of their own is a grouped one. If the gradient of its kernel is vectorised
+instead, it is a convolution with batch and channels exchanged, before which XLA copies all maps into that order on a
+GPU; cuDNN has the gradient of a grouped convolution as it is.
 """
 
 import functools
@@ -37,7 +37,7 @@ def convolve_grouped(x: Array, kernel: Array, options: Options = Options()) -> A
 
 
 def _forward(x: Any, kernel: Any, options: Options) -> tuple[Array, tuple]:
-    return convolve_grouped(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
+    return convolve_plain(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
 
 
 def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
@@ -53,31 +53,29 @@ def _input_gradient(like: Array, kernel: Array, dy: Array, options: Options) -> 
     return jax.linear_transpose(lambda x: convolve_plain(x, kernel, options), like)(dy)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _kernel_gradient(x: Array, dy: Array, options: Options, shape: tuple[int, ...]) -> Array:
-    def gradient(x: Array, dy: Array, groups: int) -> Array:
-        like = jax.ShapeDtypeStruct((*shape[:-1], groups * shape[-1]), x.dtype)
-        return jax.linear_transpose(lambda kernel: convolve_plain(x, kernel, options, groups), like)(dy)[0]
-
-    one = jax.custom_batching.custom_vmap(functools.partial(gradient, groups=1))
+    one = jax.custom_batching.custom_vmap(lambda x, dy: _transposed(x, dy, options, shape))
 
     @one.def_vmap
     def of_clients(count: int, batched: list[bool], *maps: Array) -> tuple[Array, bool]:
         """With the clients' channels side by side in the last axis."""
         own = (a if mine else jnp.broadcast_to(a, (count, *a.shape)) for a, mine in zip(maps, batched, strict=True))
         x, dy = (jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1) for a in own)
-        return jnp.moveaxis(gradient(x, dy, count).reshape(*shape[:-1], count, -1), -2, 0), True
+        gradient = _transposed(x, dy, options, (*shape[:-1], count * shape[-1]), count)
+        return jnp.moveaxis(gradient.reshape(*shape[:-1], count, -1), -2, 0), True
 
     return one(x, dy)
 
 
-def _gradient_forward(x: Array, dy: Array, options: Options, shape: tuple[int, ...]) -> tuple[Array, tuple]:
-    return _kernel_gradient(x, dy, options, shape), (x, dy)
+@_kernel_gradient.defjvp
+def _kernel_gradient_jvp(options: Options, shape: tuple[int, ...], maps: Any, changes: Any) -> tuple[Array, Array]:
+    (x, dy), (x_change, dy_change) = maps, changes
+    change = _transposed(x_change, dy, options, shape) + _transposed(x, dy_change, options, shape)
+    return _kernel_gradient(x, dy, options, shape), change
 
 
-def _gradient_backward(options: Options, shape: tuple[int, ...], saved: tuple, change: Array) -> tuple[Array, Array]:
-    x, dy = saved  # the gradient is that of <dy, conv(x, kernel)>
-    return _input_gradient(x, change, dy, options), convolve_grouped(x, change, options)
-
-
-_kernel_gradient.defvjp(_gradient_forward, _gradient_backward)
+def _transposed(x: Array, dy: Array, options: Options, shape: tuple[int, ...], groups: int = 1) -> Array:
+    """The gradient of a kernel of a shape."""
+    kernel = jax.ShapeDtypeStruct(shape, x.dtype)
+    return jax.linear_transpose(lambda kernel: convolve_plain(x, kernel, options, groups), kernel)(dy)[0]

@@ -53,13 +53,13 @@ _CPU = Backend(
     compiler_split={"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"},
 )
 
-# The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, so that LeNet's local
-# step moves 3.3 times the bytes of plain convolutions on an H100. "pallas" moves 0.6 of these, but no plan tells what
-# its kernels take besides bytes, and they have not run on a device yet.
+# The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, and the gradients of
+# plain convolutions copy the maps. "pallas" moves fewer bytes than "grouped", but no plan tells what its kernels take
+# besides bytes, and they have not run on a device yet.
 _GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", None, {}, {})
 
-# By the compiler's cycles LeNet's step takes 0.6 of the time of "lax" on a v5e: pixels of few channels waste registers.
-# Of the MLP, 64 clients take half the time that 128 take for each, whose weights do not fit beside the registers.
+# By the compiler's cycles, too: pixels of few channels waste registers, and the weights of 64 MLPs stay beside these,
+# where those of 128 do not fit.
 _TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512))
 
 

@@ -18,6 +18,7 @@ from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import Points
+from jaxfl.engine.states import States
 from jaxfl.local.penalties import proximal
 from jaxfl.models import build, digits_cnn
 from jaxfl.run.report import run_folder
@@ -223,12 +224,12 @@ def evaluated(
     values: Mapping[str, Sequence[float]],
     clients: Clients,
     seed: int,
-    left: Sequence[Tree],
+    left: Sequence[tuple[Tree, Tree]],
 ) -> list[float]:
     """Accuracy of each point as `build` has its clients tested, from states of server and clients that runs left."""
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
     key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, *states) for states in left])
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, server, States.of(own)) for server, own in left])
     devices = jax.devices()[:1]
     scores = compile_evaluation(Points(build, columns), place(clients, devices))(*jax.device_put(stacked, devices[0]))
     metrics, sizes = classification().metrics, np.asarray(clients.test_size)

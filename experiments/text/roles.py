@@ -22,6 +22,7 @@ from jaxfl.data import by_owner, make_clients
 from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import Points
+from jaxfl.engine.states import States
 from jaxfl.models import gru
 from jaxfl.privacy import Poisson, calibrate
 from jaxfl.run.recorder import Result
@@ -110,7 +111,7 @@ def evaluate(
     population = place(clients, jax.devices()[:1])
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
     keys = jax.random.split(jax.random.key(TUNING_SEED), len(rates))
-    scores = jax.device_get(compile_evaluation(points, population)(keys, stacked, ()))
+    scores = jax.device_get(compile_evaluation(points, population)(keys, stacked, States.of(())))
     sizes, metrics = np.asarray(clients.test_size), model.task.metrics
     return [summarize({name: of[p] for name, of in scores.items()}, sizes, metrics) for p in range(len(rates))]
 

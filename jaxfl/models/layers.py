@@ -102,8 +102,8 @@ class Convolution(nn.Module):
             if self.form == "blocks" and self.pool:
                 y = _largest(_blocks(x, kernel, padding), (3,))[0]
             else:
-                plain = convolve_grouped if self.form in ("grouped", "pallas") else convolve_plain
-                y = plain(x.transpose(3, 1, 2, 0), kernel, PlainOptions(padding, self.stride, precision))
+                plain, own = (convolve_plain, None) if self.form in ("lax", "blocks") else (convolve_grouped, precision)
+                y = plain(x.transpose(3, 1, 2, 0), kernel, PlainOptions(padding, self.stride, own))
                 y = _largest(_windows(y), (2, 4))[0] if self.pool else y
             y = y + bias[None, None, None]
             return (nn.relu(y) if self.relu else y).transpose(3, 1, 2, 0)
@@ -265,7 +265,8 @@ class GroupNorm(nn.Module):
 
 def _plain_norm(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions) -> Array:
     groups = x.reshape(options.groups, -1, *x.shape[1:])
-    y = _normalized(groups, options.epsilon).reshape(x.shape)
+    wide = groups.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = _normalized(wide, options.epsilon).reshape(x.shape).astype(x.dtype)
     y = y * scale[:, None, None, None] + bias[:, None, None, None]
     y = y if shortcut is None else y + shortcut
     return _relu(y) if options.relu else y
@@ -286,7 +287,7 @@ def _normalized_jvp(epsilon: float, x: tuple[Array], change: tuple[Array]) -> tu
 
 
 def _standardized(x: Array, epsilon: float) -> tuple[Array, Array]:
-    """The same, and 1 / std."""
+    """The same, and 1 / std; the variance is that of squares less the squared mean, which reads the maps once."""
     mean = functools.partial(jnp.mean, axis=(1, 2, 3), keepdims=True)
     center, square = mean(x), mean(x * x)
     slope = lax.rsqrt(jnp.maximum(square - center * center, 0) + epsilon)

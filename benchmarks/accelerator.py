@@ -180,7 +180,7 @@ def correct() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """Of 3 clients' gradients by each form, the largest difference from JAX's own convolutions, over the largest number."""
+    """Of 3 clients, the largest difference of a form's gradients from those of JAX's convolutions, over the largest."""
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
     for form in ("lax", "grouped", "blocks", "pallas"):
         model = digits_cnn(form=form)

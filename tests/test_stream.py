@@ -13,6 +13,7 @@ from jaxfl.algorithms import fedavg
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import all_keys
 from jaxfl.engine.state_file import Store
+from jaxfl.engine.states import States
 from jaxfl.engine.streamed import Stream, place_examples
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
@@ -93,7 +94,7 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
         steps = [int(path.name) for path in (kill / "ckpt").glob("*") if path.name.isdigit()]
         if steps:
             states, rows = saved[max(steps)]
-            store = Store(kill / "states", whole.states, 11)
+            store = Store(kill / "states", States.of(whole.states), 11)
             store.restore(**states)
             equal(store.read(np.arange(11)), rows)
             checked.add((max(steps), kill.name.split("-")[1]))

@@ -32,6 +32,8 @@ class Backend(NamedTuple):
     """What "auto" measures, as far as time falls and memory holds it."""
     convolution: Form
     """The form of convolutions whose model names none."""
+    joined: bool
+    """Whether a client's state is one row of numbers, or one for each of its arrays."""
     microbatch: int | None
     """Examples at once through a network whose maps of a whole batch exceed the caches; None: the whole batch."""
     compiler: Mapping[str, Any]
@@ -46,6 +48,7 @@ _CPU = Backend(
     chunk=1,
     chunks=(1, 8, 32, 128, 512),
     convolution="winograd",
+    joined=False,
     microbatch=8,
     # A FedDPA round on two cores takes 0.8 of the time with this width, if the processor has such vectors.
     compiler={"xla_cpu_prefer_vector_width": 512},
@@ -56,7 +59,7 @@ _CPU = Backend(
 # The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, and the gradients of
 # plain convolutions copy the maps. "pallas" moves fewer bytes than "grouped", but no plan tells what its kernels take
 # besides bytes, and they have not run on a device yet.
-_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", None, {}, {})
+_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", True, None, {}, {})
 
 # By the compiler's cycles, too: pixels of few channels waste registers, and the weights of 64 MLPs stay beside these,
 # where those of 128 do not fit.

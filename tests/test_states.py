@@ -37,6 +37,14 @@ def test_a_client_has_one_row_of_each_dtype():
     assert_same(States.of(some_states()).tree(), some_states())
 
 
+def test_or_one_of_each_array():
+    apart = States.of(some_states(), joined=False)
+    assert [leaf.shape[1] for leaf in apart.rows.values()] == [1, 1, 4, 6, 2, 0]
+    new = jax.tree.map(lambda leaf: leaf[0], some_states())
+    expected = jax.tree.map(lambda leaf: jnp.asarray(leaf).at[3].set(leaf[0]), some_states())
+    assert_same(jax.jit(States.put)(apart, jnp.int32(3), new).tree(), expected)
+
+
 @pytest.mark.parametrize("slot", [3, np.array([4, 0]), np.array([[1, 2], [2, 4]])])
 def test_rows_are_read_as_leaves_would_be(slot):
     found = jax.jit(lambda states, slot: states[slot])(States.of(some_states()), jnp.asarray(slot))

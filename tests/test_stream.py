@@ -94,7 +94,7 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
         steps = [int(path.name) for path in (kill / "ckpt").glob("*") if path.name.isdigit()]
         if steps:
             states, rows = saved[max(steps)]
-            store = Store(kill / "states", States.of(whole.states), 11)
+            store = Store(kill / "states", States.of(whole.states, joined=False), 11)
             store.restore(**states)
             equal(store.read(np.arange(11)), rows)
             checked.add((max(steps), kill.name.split("-")[1]))

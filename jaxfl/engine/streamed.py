@@ -24,7 +24,7 @@ from jaxfl.backend import compiler_options
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
 from jaxfl.engine.mesh import Population, mesh_of
-from jaxfl.engine.program import compile_for, first_states, freeze
+from jaxfl.engine.program import compile_for, first_states, freeze, states_in_rows
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
 from jaxfl.engine.states import States
@@ -75,7 +75,7 @@ def open_store(
     def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
         return first_states(algorithm, key, memory_key, population)[0]
 
-    like = jax.eval_shape(lambda key: States.of(algorithm.init(key, population.number)[1]), key)
+    like = jax.eval_shape(lambda key: states_in_rows(algorithm.init(key, population.number)[1], population), key)
     everyone = NamedSharding(population.mesh, P())
     return jax.jit(center, out_shardings=everyone)(key, memory_key), Store(folder, like, population.number)
 
@@ -88,7 +88,9 @@ def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, stor
     def rows(key: Key[Array, ""], first: Int[Array, ""]) -> States:
         # States that are broadcast to all clients never exist in full: the compiler slices the source.
         states = algorithm.init(key, population.number)[1]
-        return States.of(jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states))
+        return states_in_rows(
+            jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states), population
+        )
 
     program = jax.jit(rows, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
     for first in range(0, store.number, size):

@@ -106,17 +106,11 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     sizes, clients = ((2, 4), _TINY) if tiny else ((128, 512, 2048, 8192), 2048)
     found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))}
     found["correct"], found["kernels"] = Part(correct, (), 150), Part(kernels, ())
+    forms = ("grouped", "lax", "blocks", "im2col", "winograd", *(() if tiny else ("pallas",)))  # interpreted if tiny
     for chunk in sizes[:1] if tiny else sizes[:2]:
         found |= {
             f"lenet, {form}, chunk {chunk}": Part(speed, ("lenet", form, chunk, None, max(clients, chunk)))
-            for form in (
-                "grouped",
-                "lax",
-                "blocks",
-                "im2col",
-                "winograd",
-                *(() if tiny else ("pallas",)),
-            )  # interpreted if tiny
+            for form in forms
         }
     found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (40 if tiny else 10_000, sizes[1]), 180)
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)

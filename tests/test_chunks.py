@@ -116,9 +116,8 @@ def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, capl
 def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(states, kept, starts, monkeypatch, tmp_path, caplog):
     runner = Resident if states == "device" else Stream
     expected, rounds, seen = run(1, eval_every=1), runner.rounds, []
-    breaking_above(
-        2, monkeypatch, after=2, donated=2 if states == "device" else 1
-    )  # to see whether it fits, and round 1
+    donated = 2 if states == "device" else 1
+    breaking_above(2, monkeypatch, after=2, donated=donated)  # to see whether it fits, and round 1
     monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     monkeypatch.setattr(runner, "rounds", lambda self, start, count: seen.append(start) or rounds(self, start, count))
     found = run(4, eval_every=1, states=states, folder=tmp_path / "run" if kept else None)

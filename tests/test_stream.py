@@ -42,10 +42,8 @@ def test_results_are_those_of_the_device_store(monkeypatch):
     # The first call is one round; the other three are streamed without a pause.
     assert (present[2:] & present[1:-1]).any(), "nobody is in two cohorts that follow each other"
     np.testing.assert_array_equal(present, host.ledger.participants)
-    found, expected = (
-        (host.server, host.states, host.ledger, host.history),
-        (device.server, device.states, *device[5:3:-1]),
-    )
+    found = host.server, host.states, host.ledger, host.history
+    expected = device.server, device.states, *device[5:3:-1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 

@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfl.backend import Form, backend
 from jaxfl.models import _convolution, _windows
+from jaxfl.models.layers import PLAIN
 
 
 def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., Any]:
@@ -35,7 +36,7 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
         form: "winograd" or "im2col", see `jaxfl.models.layers`; any other is the function itself. None: "winograd"
             where the backend prefers it.
     """
-    if form not in (None, "winograd", "im2col"):
+    if form in PLAIN:
         return function
 
     @functools.wraps(function)

@@ -282,16 +282,18 @@ def _normalized(x: Float[Array, "G channels H W B"], epsilon: float) -> Float[Ar
 def _normalized_jvp(epsilon: float, x: tuple[Array], change: tuple[Array]) -> tuple[Array, Array]:
     """By dy = (dx - mean(dx) - y mean(y dx)) / std, whose transpose reads the maps twice."""
     y, slope = _standardized(x[0], epsilon)
-    mean = functools.partial(jnp.mean, axis=(1, 2, 3), keepdims=True)
-    return y, slope * (change[0] - mean(change[0]) - y * mean(y * change[0]))
+    return y, slope * (change[0] - _group_mean(change[0]) - y * _group_mean(y * change[0]))
 
 
 def _standardized(x: Array, epsilon: float) -> tuple[Array, Array]:
     """The same, and 1 / std; the variance is that of squares less the squared mean, which reads the maps once."""
-    mean = functools.partial(jnp.mean, axis=(1, 2, 3), keepdims=True)
-    center, square = mean(x), mean(x * x)
+    center, square = _group_mean(x), _group_mean(x * x)
     slope = lax.rsqrt(jnp.maximum(square - center * center, 0) + epsilon)
     return (x - center) * slope, slope
+
+
+def _group_mean(x: Array) -> Array:
+    return x.mean((1, 2, 3), keepdims=True)
 
 
 @jax.custom_jvp

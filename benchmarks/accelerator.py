@@ -14,6 +14,7 @@ import pathlib
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any, NamedTuple
 
 import jax
@@ -80,50 +81,58 @@ class Part(NamedTuple):
 
 def main(config: Config) -> None:
     """Run the parts, and keep what each says."""
-    begun, results, environment = time.monotonic(), {}, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    begun, results = time.monotonic(), {}
+    config.out.mkdir(parents=True, exist_ok=True)
+    whole = parts(config.tiny, str(config.out))
+    # Nothing that is tiny is timed in earnest, so that every core can have a part.
+    with ThreadPoolExecutor(cores() if config.tiny else 1) as pool:
+        running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
+        for future in as_completed(running):
+            results[running[future]] = found = future.result()
+            kept = {name: results[name] for name in whole if name in results}
+            write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": kept})
+            told = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                             for key, value in found.items())  # fmt: skip
+            print(f"{running[future]}: {told}", flush=True)
+
+
+def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
+    """What a part says, or why it says nothing; and how long it took."""
+    start, environment = time.monotonic(), {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if start - begun >= 60 * config.minutes:
+        return {"missing": "the time was over"}
     if config.tiny:
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    config.out.mkdir(parents=True, exist_ok=True)
-    for name, part in parts(config.tiny, str(config.out)).items():
-        left = 60 * config.minutes - (time.monotonic() - begun)
-        if left <= 0:
-            results[name] = {"missing": "the time was over"}
-        else:
-            start = time.monotonic()
-            try:
-                found = apart(part.function, *part.arguments, timeout=part.seconds, **environment)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                found = {"failed": str(error)[-600:]}
-            results[name] = found | {"part_s": round(time.monotonic() - start, 1)}
-        write_json(config.out / "accelerator.json", {"tiny": config.tiny, "parts": results})
-        told = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                         for key, value in results[name].items())  # fmt: skip
-        print(f"{name}: {told}", flush=True)
+    try:
+        found = apart(part.function, *part.arguments, timeout=part.seconds, **environment)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        found = {"failed": str(error)[-600:]}
+    return found | {"part_s": round(time.monotonic() - start, 1)}
 
 
 def parts(tiny: bool, out: str) -> dict[str, Part]:
     """All parts, the most telling first."""
     sizes, clients = ((2, 4), _TINY) if tiny else ((128, 512, 2048, 8192), 2048)
+    form: Form = "winograd" if tiny else "grouped"
     found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))}
     found["correct"], found["kernels"] = Part(correct, (), 150), Part(kernels, ())
     forms = ("grouped", "lax", "blocks", "im2col", "winograd", *(() if tiny else ("pallas",)))  # interpreted if tiny
     for chunk in sizes[:1] if tiny else sizes[:2]:
         found |= {
-            f"lenet, {form}, chunk {chunk}": Part(speed, ("lenet", form, chunk, None, max(clients, chunk)))
-            for form in forms
+            f"lenet, {each}, chunk {chunk}": Part(speed, ("lenet", each, chunk, None, max(clients, chunk)))
+            for each in forms
         }
-    found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (40 if tiny else 10_000, sizes[1]), 180)
+    found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (8 if tiny else 10_000, sizes[1]), 180)
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
     found["chunk auto"] = Part(auto, (clients,), 240)
     for name in ("mlp", "feddpa", "resnet20"):
         most = clients if tiny else 256 if name == "resnet20" else 1024
-        form = "winograd" if tiny else "grouped"
         found[f"{name}, {form}, chunk {sizes[0]}"] = Part(speed, (name, form, sizes[0], None, most), 180)
     for chunk in sizes[2:]:
-        found[f"lenet, grouped, chunk {chunk}"] = Part(speed, ("lenet", "grouped", chunk, None, chunk), 120)
+        found[f"lenet, {form}, chunk {chunk}"] = Part(speed, ("lenet", form, chunk, None, chunk), 120)
     for precision in ("float32", "tf32", "bfloat16"):
-        part = Part(speed, ("lenet", "grouped", sizes[1], precision, max(clients, sizes[1])))
-        found[f"lenet, grouped, chunk {sizes[1]}, {precision}"] = part
+        part = Part(speed, ("lenet", form, sizes[1], precision, max(clients, sizes[1])))
+        found[f"lenet, {form}, chunk {sizes[1]}, {precision}"] = part
     found["population"] = Part(population, (1000 if tiny else 1_000_000,), 150)
     found["out of memory"] = Part(out_of_memory, (clients if tiny else 32_768,), 240)
     found["torch: mlp"] = Part(torch_speed, ("mlp", clients if tiny else 256, sizes[0]), 120)

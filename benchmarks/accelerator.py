@@ -54,7 +54,7 @@ from jaxfl.privacy import Poisson
 from jaxfl.types import Algorithm, Model
 
 _TINY = 4
-"""So many clients make a trial: a step of theirs is enough."""
+"""At most so many clients make a trial: a step of theirs is enough."""
 
 METHODS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg, "dp_fedavg": dp_fedavg, "feddpa": feddpa, "dp_pfeddsu": dp_pfeddsu, "centaur": centaur,
@@ -112,11 +112,13 @@ def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
 
 def parts(tiny: bool, out: str) -> dict[str, Part]:
     """All parts, the most telling first."""
-    sizes, clients = ((2, 4), _TINY) if tiny else ((128, 512, 2048, 8192), 2048)
+    sizes, clients = ((2, _TINY), 2) if tiny else ((128, 512, 2048, 8192), 2048)
     form: Form = "winograd" if tiny else "grouped"
     found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))}
     found["correct"], found["kernels"] = Part(correct, (), 150), Part(kernels, ())
-    forms = ("grouped", "lax", "blocks", "im2col", "winograd", *(() if tiny else ("pallas",)))  # interpreted if tiny
+    forms = ("grouped", "packed", "lax", "blocks", "im2col", "winograd", "pallas")
+    if tiny:
+        forms = forms[:-1]  # "pallas" would be interpreted
     for chunk in sizes[:1] if tiny else sizes[:2]:
         found |= {
             f"lenet, {each}, chunk {chunk}": Part(speed, ("lenet", each, chunk, None, max(clients, chunk)))
@@ -130,7 +132,7 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
         found[f"{name}, {form}, chunk {sizes[0]}"] = Part(speed, (name, form, sizes[0], None, most), 180)
     for chunk in sizes[2:]:
         found[f"lenet, {form}, chunk {chunk}"] = Part(speed, ("lenet", form, chunk, None, chunk), 120)
-    for precision in ("float32", "tf32", "bfloat16"):
+    for precision in ("bfloat16",) if tiny else ("float32", "tf32", "bfloat16"):
         part = Part(speed, ("lenet", form, sizes[1], precision, max(clients, sizes[1])))
         found[f"lenet, {form}, chunk {sizes[1]}, {precision}"] = part
     found["population"] = Part(population, (1000 if tiny else 1_000_000,), 150)
@@ -185,7 +187,7 @@ def correct() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """Of 3 clients, the largest difference of a form's gradients from those of JAX's convolutions, over the largest."""
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
-    for form in ("lax", "grouped", "blocks", "pallas"):
+    for form in ("lax", "grouped", "packed", "blocks", "pallas"):
         model = digits_cnn(form=form)
 
         def loss(params: Any, model: Model = model) -> jax.Array:
@@ -203,11 +205,16 @@ def _lenet(clients: int) -> Workload:
     return dataclasses.replace(WORKLOADS["lenet"], clients=clients, examples=32)
 
 
-def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> dict[str, Any]:
-    """A workload's round: clients per second, and shares of the device's matrix products and memory."""
+def _of(name: Name, clients: int) -> Workload:
+    """A workload for so many clients, with at most 96 examples each; a trial's steps are one."""
     known, tiny = WORKLOADS[name], clients <= _TINY
     examples, steps = (known.batch_size, 1) if tiny else (min(known.examples, 96), known.steps)
-    work = dataclasses.replace(known, clients=clients, examples=examples, steps=steps)
+    return dataclasses.replace(known, clients=clients, examples=examples, steps=steps)
+
+
+def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> dict[str, Any]:
+    """A workload's round: clients per second, and shares of the device's matrix products and memory."""
+    work = _of(name, clients)
     model = model_of(work, form)
     model = model if precision is None else with_precision(model, precision)
     return _measured(work, algorithm_of(work, model=model), chunk)
@@ -216,7 +223,7 @@ def speed(name: Name, form: Form, chunk: int, precision: Any, clients: int) -> d
 def _measured(work: Workload, algorithm: Algorithm, chunk: int) -> dict[str, Any]:
     where = place(clients_of(*examples_of(work)), jax.devices()[:1])
     compiled = compile_round(algorithm, where, chunk)
-    seconds = medians(in_turn({"round": compiled.run}, 3))["round"]
+    seconds = medians(in_turn({"round": compiled.run}, 1 if work.clients <= _TINY else 3))["round"]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     cost, peaks = step_cost(compiled.text(), (steps, blocks)), _peaks(where)
     moved = cost.bytes / chunk * work.clients * work.steps
@@ -270,7 +277,7 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
     from benchmarks import pytorch
     from benchmarks.throughput import torch_tensors
 
-    work, target = dataclasses.replace(WORKLOADS[name], clients=clients, examples=96), pytorch.best_device(cores())
+    work, target = _of(name, clients), pytorch.best_device(cores())
     data = torch_tensors(*examples_of(work), target)
     network, given = pytorch.NETWORKS[work.model](work.input_shape).to(target), (work.batch_size, work.steps)
 

@@ -12,7 +12,7 @@ import jax
 import jaxlib.version
 from jax.sharding import Mesh
 
-Form = Literal["winograd", "im2col", "lax", "grouped", "blocks", "pallas"]
+Form = Literal["winograd", "im2col", "lax", "grouped", "packed", "blocks", "pallas"]
 """How a convolution is computed; see `jaxfl.models.layers`."""
 
 

@@ -58,7 +58,7 @@ def test_forms_agree_in_values_and_gradients(name):
         return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target)))(params)
 
     a, da = value(fast)
-    for form in ("im2col", "lax", "grouped", "blocks"):
+    for form in ("im2col", "lax", "grouped", "packed", "blocks"):
         b, db = value(MODELS[name](form=form))
         assert a == pytest.approx(float(b), rel=1e-4, abs=1e-4)
         jax.tree.map(lambda u, v: np.testing.assert_allclose(u, v, rtol=1e-3, atol=1e-4), da, db)
@@ -86,18 +86,18 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
         assert operations() == expected[form]
 
 
-@pytest.mark.parametrize("form", [pytest.param("winograd", marks=pytest.mark.slow), "grouped"])
+@pytest.mark.parametrize("form", [pytest.param("winograd", marks=pytest.mark.slow), "grouped", "packed"])
 def test_clients_vectorised_equal_a_loop(form):
-    model = digits_cnn(form=form)
-    params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
-    x = jnp.stack([images("digits_cnn", seed=s) for s in range(3)])
+    model, count = digits_cnn(form=form), 10  # two groups of five are packed
+    params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), count))
+    x = jnp.stack([images("digits_cnn", seed=s) for s in range(count)])
 
     @jax.jit
     def gradient(p, x):
         return jax.grad(lambda p: jnp.sum(jnp.sin(model.apply(p, model.prepare(x)))))(p)
 
     together = jax.jit(jax.vmap(gradient))(params, x)
-    for i in range(3):
+    for i in range(count):
         alone = gradient(jax.tree.map(lambda leaf, i=i: leaf[i], params), x[i])
         jax.tree.map(lambda t, a, i=i: np.testing.assert_allclose(t[i], a, rtol=1e-4, atol=1e-5), together, alone)
 
@@ -127,7 +127,7 @@ def test_convolution_against_numpy():
         expected[:, i, j] = np.einsum("chwn,hwcf->fn", window, kernel) + bias[:, None]
     expected = np.maximum(expected, 0)
     for pool in (False, True):
-        for form in ("winograd", "im2col", "lax", "grouped", "blocks"):
+        for form in ("winograd", "im2col", "lax", "grouped", "packed", "blocks"):
             found = jnp.asarray(Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x)))
             pooled = expected[:, :6].reshape(4, 3, 2, 3, 2, 3).max((2, 4)) if pool else expected
             np.testing.assert_allclose(found, pooled, rtol=1e-4, atol=1e-4)
@@ -154,7 +154,7 @@ def test_pooled_maps_that_are_no_number_or_infinite_stay_so():
     np.testing.assert_array_equal(np.asarray(found).ravel(), [np.nan, -np.inf])
 
 
-@pytest.mark.parametrize("form", ["lax", "grouped", "blocks"])
+@pytest.mark.parametrize("form", ["lax", "grouped", "packed", "blocks"])
 def test_pooling_has_second_derivatives(form):
     """Those of the plain maximum, which agrees where no two numbers are equal."""
     params = Convolution(3, 3).init(jax.random.key(0), jnp.zeros((2, 8, 7, 4)))["params"]

@@ -236,10 +236,59 @@ def _signed(values: Sequence[float] | np.ndarray) -> str:
     return ", ".join(f"{value:+.1f}" for value in values)
 
 
+def verdict(claims: Mapping[str, bool], where: str = "") -> str:
+    """Whether what the paper says of the order is found."""
+    said = "; ".join(f"{claim}: {'yes' if found else 'no'}" for claim, found in claims.items())
+    return f"Verdict{where}: {'ordering reproduced' if all(claims.values()) else 'not'} ({said})."
+
+
+def figure_3_markdown(result: Result) -> str:
+    """Methods by epsilon."""
+    found = _means(result["rows"])
+    (own, *others), free = found.items(), 100 * float(np.mean(result["floors"]["without noise"]["local"]))
+    claims = {
+        f"{own[0]} above {name} at ε {epsilon:g}": mine > its
+        for name, values in others
+        for epsilon, mine, its in zip(FIGURE_EPSILONS, own[1], values)
+        if epsilon > 1
+    }
+    gap = f"{own[0]} at ε 10 is {free - own[1][-1]:.1f} points below FedAvg without noise."
+    return by_column(result, "epsilon", "![accuracy by epsilon](figure_3.png)", f"{verdict(claims)} {gap}")
+
+
+def figure_5_markdown(result: Result) -> str:
+    """Masks by epsilon."""
+    found, rows = _means(result["rows"]), result["rows"]
+    claims = {
+        f"Fisher above {name} at ε {epsilon:g}": mine > its
+        for name in ("top-k", "random")
+        for epsilon, mine, its in zip(FIGURE_EPSILONS, found["Fisher"], found[name])
+    }
+    one = [f"{row['method']} {percent(row['local'])}" for row in rows if _names(rows).index(row["method"]) > 2]
+    text = f"{verdict(claims)} At ε 5 besides: {', '.join(one)}."
+    return by_column(result, "epsilon", "![accuracy by epsilon](figure_5.png)", text)
+
+
+def figure_6_markdown(result: Result) -> str:
+    """Percentiles of the mask."""
+    found = {name: {} for name in _names(result["rows"])}
+    for row in result["rows"]:
+        found[row["method"]][row["percentile"]] = float(np.mean(row["local"]))
+    claims = {
+        name: {
+            "every mask above none": min(of[p] for p in of if p) > of[0.0],
+            "the 80th percentile best": max(of, key=of.__getitem__) == 80.0,
+        }
+        for name, of in found.items()
+    }
+    text = " ".join(verdict(claim, f", {name}") for name, claim in claims.items())
+    return by_column(result, "percentile", "![accuracy by percentile](figure_6.png)", text)
+
+
 def figure_4_markdown(result: Result) -> str:
     """Claimed budget of a client when an accuracy was first reached."""
     head = ["accuracy of local models", *(f"{100 * level:g}%" for level in LEVELS), "at the end"]
-    lines = []
+    lines, needed = [], {}
     for row in result["rows"]:
         cells = []
         for level in LEVELS:
@@ -248,13 +297,18 @@ def figure_4_markdown(result: Result) -> str:
                 first = next((i for i, score in enumerate(curve["local"]) if score >= level), None)
                 reached += [] if first is None else [(curve["claimed"][first], curve["honest"][first])]
             claimed, honest = np.mean(reached, axis=0) if reached else (math.nan, math.nan)
-            all_of = len(row["curves"])
+            needed[row["method"], level], all_of = float(claimed), len(row["curves"])
             few = f", {len(reached)} of {all_of}" if len(reached) < all_of else ""
             cells.append(f"{number(claimed)} [{number(honest)}]{few}" if reached else "–")
         lines.append([row["method"], *cells, percent(row["local"])])
+    claims = {
+        f"adaptive above round-level at {100 * level:g}%": needed["adaptive", level] > needed["round-level", level]
+        for level in LEVELS
+        if math.isfinite(needed["adaptive", level] + needed["round-level", level])
+    }
     floors = result["floors"]
     lines += [[name, *([""] * len(LEVELS)), percent(floors[floor]["local"])] for floor, name in FLOORS.items()]
-    return "\n\n".join([markdown_table(head, lines), _flat(floors["alone"]), source(result)])
+    return "\n\n".join([markdown_table(head, lines), verdict(claims), _flat(floors["alone"]), source(result)])
 
 
 def draw(column: str, result: Result, path: pathlib.Path) -> None:
@@ -274,11 +328,6 @@ def draw(column: str, result: Result, path: pathlib.Path) -> None:
     plots.save(figure, path.with_suffix(".png"))
 
 
-def by_epsilon(run: Any, minutes: float) -> Study:
-    """A figure by epsilon."""
-    return Study(run, functools.partial(by_column, column="epsilon"), functools.partial(draw, "epsilon"), minutes)
-
-
 STUDIES = {
     **{
         f"{name}{suffix}": Study(functools.partial(run, data), markdown, minutes=minutes)
@@ -288,12 +337,10 @@ STUDIES = {
             ("honest", honest, honest_markdown, 20),
         )
     },
-    "figure_3": by_epsilon(figure_3, 20),
+    "figure_3": Study(figure_3, figure_3_markdown, functools.partial(draw, "epsilon"), 20),
     "figure_4": Study(figure_4, figure_4_markdown, minutes=10),
-    "figure_5": by_epsilon(figure_5, 20),
-    "figure_6": Study(
-        figure_6, functools.partial(by_column, column="percentile"), functools.partial(draw, "percentile"), 15
-    ),
+    "figure_5": Study(figure_5, figure_5_markdown, functools.partial(draw, "epsilon"), 20),
+    "figure_6": Study(figure_6, figure_6_markdown, functools.partial(draw, "percentile"), 15),
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ the compiler counts cycles; for a GPU a bound stands in their place, the larger 
 operations at the chip's peak. Without a device a compiler tunes nothing: tiles may change there, kernels and bytes
 less. Needs the chip's compiler: `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
-With `--check`, figures are compared with those in a folder, and a growth by more than a tenth ends with an error.
+Figures of workloads that `--out` has from before and that are not asked for stay there; a row says which chunks were
+tried. With `--check`, figures are compared with those in a folder, and a growth by over a tenth ends with an error.
 """
 
 import dataclasses
@@ -58,12 +59,18 @@ def main(config: Config) -> None:
     rows = [
         {"workload": work} | apart(measure, config.chip, work, *sizes, JAX_PLATFORMS="cpu") for work in config.workloads
     ]
-    headline = f"{config.chip}, planned: {rows[0]['workload']} {rows[0]['microseconds']:.3g} us a client-step"
-    drawn = {row["workload"]: row["microseconds"] for row in rows}
-    figure = bars(drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run")
     if config.check is not None:
-        _check(rows, json.loads((config.check / f"{name}.json").read_text())["rows"])
-    finish(config, name, headline, rows, figure)
+        _check(rows, _rows(config.check / f"{name}.json"))
+    every = {row["workload"]: row for row in (*_rows(config.out / f"{name}.json"), *rows)}
+    whole = [every[work] for work in WORKLOADS if work in every]
+    headline = f"{config.chip}, planned: {rows[0]['workload']} {rows[0]['microseconds']:.3g} us a client-step"
+    drawn = {row["workload"]: row["microseconds"] for row in whole}
+    figure = bars(drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run")
+    finish(config, name, headline, whole, figure)
+
+
+def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["rows"] if path.exists() else []
 
 
 def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int) -> dict[str, Any]:
@@ -89,6 +96,7 @@ def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...
         "memory_mb": found.memory / 1e6,
         "held_mb": found.held / 1e6,
         "largest_chunk": found.largest_chunk,
+        "tried": ", ".join(map(str, chunks)),
         "compile_s": time.perf_counter() - begun,
     }
 

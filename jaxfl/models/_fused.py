@@ -81,18 +81,12 @@ def _forward_rule(x: Array, kernel: Array, bias: Array, padding: int) -> tuple[A
 def _backward_rule(padding: int, saved: tuple, dy: Array) -> tuple[Array, Array, Array]:
     pairs, route, kernel, x = saved
     (shape, _), features = _shape(x.shape, len(kernel), padding), len(dy)
-    tile = features // route.shape[1]
-    places = (route[:, :, None] >> _BITS * jnp.arange(tile).reshape(1, 1, tile, 1, 1)) & (2**_BITS - 1)
-    maps = len(route), features, *route.shape[2:]
-    grad = dy.transpose(1, 0, 2, 3)
+    grad, maps = dy.transpose(1, 0, 2, 3), (len(route), features, *route.shape[2:])
     grad = jnp.pad(grad, [(0, whole - part) for whole, part in zip(maps, grad.shape, strict=True)])
     margins = [(shape.reach, shape.reach), (0, 0), (shape.reach, shape.wide - shape.across), (0, 0)]
-    with_margins = jnp.pad(route, margins), jnp.pad(grad, margins)
-    return (
-        _from_pairs(_call(_to_inputs, shape)(*with_margins, kernel), x.shape, padding),
-        _call(_to_kernel, shape)(route, grad, pairs),
-        jnp.where(places.reshape(maps) == _DEAD, 0.0, grad).sum((0, 2, 3)),
-    )
+    inputs = _call(_to_inputs, shape)(jnp.pad(route, margins), jnp.pad(grad, margins), kernel)
+    kernels, biases = _call(_to_weights, shape)(route, grad, pairs)
+    return _from_pairs(inputs, x.shape, padding), kernels, biases[0, 0]
 
 
 convolve_pooled.defvjp(_forward_rule, _backward_rule)
@@ -213,12 +207,15 @@ def _forward(shape: _Shape, x: Array, kernel: Array, bias: Array) -> tuple:
     return body, (shape.lines, features // tile), [(pooled, jnp.float32), (routes, jnp.int32)]
 
 
-def _to_kernel(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
-    """The kernel's gradient; a program for one of its lines, a channel and some features, over all lines of maps."""
-    channels, batch, features = x.shape[2], x.shape[-1], grad.shape[2]
-    tile, in_word = _tile(features, shape.size, shape.across * batch), features // route.shape[2]
+def _to_weights(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
+    """The kernel's gradient and the bias's, the latter once for each program of as many features.
 
-    def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any) -> None:
+    A program is for a line of the kernel, a channel and some features, over all lines of maps.
+    """
+    channels, batch, features = x.shape[2], x.shape[-1], grad.shape[2]
+    tile, in_word = _tile(features, shape.size + 1, shape.across * batch), features // route.shape[2]
+
+    def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any, bias: Any) -> None:
         client, a, c, part = at
         first = part * tile
         zero, columns = _zeros(x[client, 0, c, pl.ds(0, shape.across), :]), pl.ds(0, shape.across)
@@ -227,6 +224,8 @@ def _to_kernel(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
             sums = sums.copy()
             winners = [_place_of(route, client, i, first + f, columns, in_word) for f in range(tile)]
             grads = [grad[client, i, first + f] for f in range(tile)]
+            for f, (winner, g) in enumerate(zip(winners, grads)):
+                sums[shape.size * tile + f] = sums[shape.size * tile + f] + jnp.where(winner == _DEAD, zero, g)
             for dy in range(2):
                 u = a + dy
                 sent = [[jnp.where(w == 2 * dy + dx, g, zero) for w, g in zip(winners, grads)] for dx in range(2)]
@@ -240,13 +239,15 @@ def _to_kernel(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
                                 sums[at] = sums[at] + seen * sent[dx][f]
             return sums
 
-        sums = lax.fori_loop(0, shape.lines, line, [zero] * (shape.size * tile))
+        sums = lax.fori_loop(0, shape.lines, line, [zero] * ((shape.size + 1) * tile))
         for b in range(shape.size):
             for f in range(tile):
                 kernel[client, a, b, c, first + f] = jnp.sum(sums[b * tile + f])
+        for f in range(tile):
+            bias[client, a, c, first + f] = jnp.sum(sums[shape.size * tile + f])
 
-    whole = shape.size, shape.size, channels, features
-    return body, (shape.size, channels, features // tile), [(whole, jnp.float32)]
+    kernels, biases = (shape.size, shape.size, channels, features), (shape.size, channels, features)
+    return body, (shape.size, channels, features // tile), [(kernels, jnp.float32), (biases, jnp.float32)]
 
 
 def _to_inputs(shape: _Shape, route: Array, grad: Array, kernel: Array) -> tuple:

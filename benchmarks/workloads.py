@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg, feddpa
-from jaxfl.backend import Form, compiler_options, of_devices
+from jaxfl.backend import Form, compiler_options, of_mesh
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine.ahead import products
 from jaxfl.engine.chunk import Build, compile_chunk, fastest
@@ -92,7 +92,7 @@ def algorithm_of(work: Workload, sampling: Sampling = Full(), model: Model | Non
 def usual_chunk(algorithm: Algorithm, population: Population) -> int:
     """Clients vectorised at a time unless another number is asked for: as in `simulate`."""
     mesh = population.mesh
-    chunk = of_devices(list(mesh.devices.flat)).chunk
+    chunk = of_mesh(mesh).chunk
     if chunk != "auto":
         return chunk
     key = jax.random.key(0)

@@ -112,9 +112,14 @@ def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
     return backend(devices[0].platform if devices else None)
 
 
+def of_mesh(mesh: Mesh) -> Backend:
+    """The formulation for a mesh's devices."""
+    return backend(mesh.devices.flat[0].platform)
+
+
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
     """Options of XLA for programs on a mesh."""
-    kind = of_devices(list(mesh.devices.flat))
+    kind = of_mesh(mesh)
     return {**kind.compiler, **kind.compiler_split} if mesh.size > 1 else {**kind.compiler}
 
 

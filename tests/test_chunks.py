@@ -24,7 +24,7 @@ KEY = jax.random.key(1)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(chunk, "_REMEMBERED", {})
-    monkeypatch.setattr(chunk, "of_devices", lambda devices: backend("cpu")._replace(chunks=(1, 4)))
+    monkeypatch.setattr(chunk, "of_mesh", lambda mesh: backend("cpu")._replace(chunks=(1, 4)))
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_rounds_move_nothing_by_themselves(monkeypatch):
 def test_measuring_goes_on_while_time_falls_and_memory_holds(seconds, limit, tried, best, monkeypatch):
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
     monkeypatch.setattr(chunk, "_memory", lambda mesh: limit)
-    monkeypatch.setattr(chunk, "of_devices", lambda devices: backend("cpu")._replace(chunks=tuple(seconds)))
+    monkeypatch.setattr(chunk, "of_mesh", lambda mesh: backend("cpu")._replace(chunks=tuple(seconds)))
     made = []
 
     def trial(build, size, arguments, calls):

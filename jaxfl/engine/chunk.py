@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxfl.backend import of_devices
+from jaxfl.backend import of_mesh
 from jaxfl.engine import processes
 from jaxfl.files import cache_folder, write_json
 
@@ -85,7 +85,7 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
         program = fitting(build, known, arguments)
         _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
         return program
-    first, *larger = of_devices(list(mesh.devices.flat)).chunks
+    first, *larger = of_mesh(mesh).chunks
     programs, seconds, last = {}, {}, first
     for size in (first, *(size for size in larger if size <= most)):
         if programs and programs[last].memory * size > _memory(mesh):

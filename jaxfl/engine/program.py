@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Float, Int, Key
 
-from jaxfl.backend import compiler_options, of_devices, traced_for
+from jaxfl.backend import compiler_options, of_mesh, traced_for
 from jaxfl.engine.mesh import Population, data_of, everywhere
 from jaxfl.engine.round import Center, Keys, Records, all_keys, one_round
 from jaxfl.engine.states import States
@@ -64,7 +64,7 @@ def first_states(
 
 def states_in_rows(states: Tree, population: Population) -> States:
     """Client states as the population's devices hold them."""
-    return States.of(states, of_devices(list(population.mesh.devices.flat)).joined)
+    return States.of(states, of_mesh(population.mesh).joined)
 
 
 def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:

@@ -63,7 +63,7 @@ def main(config: Config) -> None:
         _check(rows, _rows(config.check / f"{name}.json"))
     every = {row["workload"]: row for row in (*_rows(config.out / f"{name}.json"), *rows)}
     whole = [every[work] for work in WORKLOADS if work in every]
-    headline = f"{config.chip}, planned: {rows[0]['workload']} {rows[0]['microseconds']:.3g} us a client-step"
+    headline = f"{config.chip}, planned: {whole[0]['workload']} {whole[0]['microseconds']:.3g} us a client-step"
     drawn = {row["workload"]: row["microseconds"] for row in whole}
     figure = bars(drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run")
     finish(config, name, headline, whole, figure)

@@ -123,6 +123,16 @@ def test_wrong_arguments_are_refused(changes, words):
         compare(arguments.pop("methods"), arguments.pop("clients"), **arguments)
 
 
+def test_tuning_trains_and_tests_validation_clients():
+    clients, others = small_clients(), hold_out(small_clients(), 0.4, seed=5)
+    methods, options = {"local-only": METHODS["local-only"]}, SETTING | {"seeds": (0,)}
+    found = compare(methods, clients, validation=lambda seed: others, **options)
+    run = simulate(100, local_only(MODEL, local=local(0.1)), others, rounds=3, eval_every=1, progress=False)
+    scores = [column[1] for column in found.tuning[0]["scores"].values()]
+    assert scores == pytest.approx([row["accuracy"] for row in run.metrics])
+    assert "other clients" in found.protocol
+
+
 @pytest.mark.slow
 def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_path):
     clients = small_clients()

@@ -32,6 +32,8 @@ from jaxfl.types import Algorithm, Clients, Model
 
 EPSILONS = (1.0, 8.0, math.inf)
 TUNING_SEED = 100
+MANY = 10_000
+"""Clients with so few examples, 5 and one of a class, that a network is tuned on other ones."""
 CLIPS, WEIGHTS, STEP_RATES = (0.1, 3.0), (0.01, 1.0), (0.3, 5.0)
 """Of updates; of distances to the shared model; of a single step in a round."""
 
@@ -79,11 +81,17 @@ def cell_of(data: str, clients: int, classes: int) -> Cell:
 
 
 def clients_of(data: Dataset, cell: Cell, seed: int) -> Clients:
-    """Clients of a few classes each, tested on examples of those; the seed draws who has what."""
+    """Clients of a few classes each, tested on examples of those; the seed draws who has what.
+
+    Where no training example can be spared for tuning, it is tested on half of the data's test examples, runs on the
+    other.
+    """
     train, test = classes_per_client(
         data.train_labels, data.test_labels, cell.clients, cell.classes, seed=seed, test="all"
     )
     generator = np.random.default_rng(seed)
+    if cell.clients >= MANY:
+        test = [own[own % 2 == (seed == TUNING_SEED)] for own in test]
     return make_clients(data, train, [generator.permutation(own)[: cell.test] for own in test])
 
 
@@ -161,7 +169,7 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
             density=(0.05, 0.5),
         ),
     }  # fmt: skip
-    if cell.clients >= 10_000:
+    if cell.clients >= MANY:
         cohort = round(cell.share * cell.clients)
         best, *_ = plan(clients=cell.clients, cohort=cohort, rounds=cell.rounds, epsilon=8.0, kinds=("banded",))
         found["DP-FedAvg, banded noise"] = private(banded, lambda rate: {"local": local(rate), "base": best.mechanism})
@@ -241,9 +249,11 @@ def compared(
     What is done lies in `results/<cell>/`, so that a place on the map can be made in parts.
     """
     given: dict[str, Any] = {"epsilons": EPSILONS, "seeds": options.seeds, "rounds": cell.rounds}
+    validation = clients if cell.clients >= MANY else 0.2
     parts = []
     for name, candidate in candidates.items():
         facts = cell._asdict() | given | {"alone": candidate.rounds, "points": candidate.points}
+        facts |= {"tuning": "half of the test examples"} if cell.clients >= MANY else {}
         facts = json.loads(json.dumps(facts))
         part = (options.out if options.smoke else HERE / "map/results") / name_of(cell) / f"{name}.json"
         done = json.loads(part.read_text()) if part.exists() else {}
@@ -257,6 +267,7 @@ def compared(
                 devices=jax.devices()[:1],
                 chunk=1,
                 progress=False,
+                validation=validation,
                 **given,
             )
             done = {"facts": facts, "comparison": found._asdict()}

@@ -1,6 +1,5 @@
 """Methods beside each other at the same epsilons, each with the settings that suit it, over several seeds."""
 
-import functools
 import inspect
 import math
 import os
@@ -138,12 +137,18 @@ def _check_population(name: str, value: Any) -> Callable[[int], Clients]:
     return lambda seed: fixed
 
 
+def _check_validation(name: str, value: Any) -> float | Callable[[int], Clients]:
+    if callable(value) or isinstance(value, Clients):
+        return _check_population(name, value)
+    return check_fraction(name, value, one=False)
+
+
 @checked(
     **CHECKS | {"clients": _check_population},
     methods=_check_methods,
     epsilons=_check_epsilons,
     seeds=lambda name, value: check_counts(name, value, least=0, empty=False),
-    validation=functools.partial(check_fraction, one=False),
+    validation=_check_validation,
     tuning_seed=count_from_0,
 )
 def compare(
@@ -153,7 +158,7 @@ def compare(
     rounds: int,
     epsilons: Sequence[float] = (math.inf,),
     seeds: Sequence[int] = (0, 1, 2),
-    validation: float = 0.2,
+    validation: float | Clients | Callable[[int], Clients] = 0.2,
     tuning_seed: int = 100,
     folder: str | os.PathLike | None = None,
     **options: Unpack[RunOptions],
@@ -161,8 +166,9 @@ def compare(
     """Tune every method at every epsilon on validation examples, and run the best point over seeds.
 
     All methods go through the same protocol: (1) each point is trained once, with the tuning seed, and scored by the
-    headline metric on examples held out of each client's training split; (2) the best one is run with every seed, on
-    all training examples, and the test examples are read once. Epsilon does not cover the tuning, as the protocol says.
+    headline metric on examples held out of each client's training split, or on other ones (`validation`); (2) the best
+    one is run with every seed, on all training examples, and the test examples are read once. Epsilon does not cover
+    the tuning, as the protocol says.
     All points of a method and all epsilons go through one compiled program, where their clients' states fit in memory,
     and so does each seed. Noise is the least for its epsilon, by `jaxfl.privacy.calibrate`. A method that sends nothing
     is scored in twenty of its rounds, and stops at the best one.
@@ -175,7 +181,9 @@ def compare(
         rounds: T.
         epsilons: targets for methods with noise; infinity: without noise.
         seeds: of the final runs.
-        validation: share of each client's training examples that tuning holds out.
+        validation: share of each client's training examples that tuning holds out; or clients, given like `clients`,
+            whom tuning trains and tests in their place. If clients have a few examples only, give such ones: a client
+            would be asked for the class whose only example was held out.
         tuning_seed: another one than `seeds`.
         folder: every run has a folder in it and is resumed; `comparison.json` has the result, and `report.html` shows
             it (see `write_report`). None writes nothing.
@@ -188,7 +196,12 @@ def compare(
         raise ValueError(f"tuning_seed={tuning_seed} is among seeds={show(seeds)}: give another one")
     root = None if folder is None else pathlib.Path(folder)
     assert callable(clients)
-    held_out = hold_out(check_clients(f"clients({tuning_seed})", clients(tuning_seed)), validation, seed=tuning_seed)
+    if isinstance(validation, float):
+        drawn, scored = clients(tuning_seed), f"{100 * validation:g}% of each client's training examples"
+        held_out = hold_out(check_clients(f"clients({tuning_seed})", drawn), validation, seed=tuning_seed)
+    else:
+        assert callable(validation)
+        held_out, scored = check_clients("validation", validation(tuning_seed)), "other clients' test examples"
     tested = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
     shared: dict[str, Any] = {**options, "progress": False}
     rows: list[Row] = []
@@ -216,8 +229,8 @@ def compare(
                     rows.append({"method": name} | facts | {"chosen": row["chosen"]} | last)
     points = " or ".join(map(str, sorted({method.number for method in methods.values()})))
     protocol = (
-        f"{points} points of each method and epsilon, each tried once (seed {tuning_seed}) on {100 * validation:g}% of "
-        f"each client's training examples; the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
+        f"{points} points of each method and epsilon, each tried once (seed {tuning_seed}) on {scored}; "
+        f"the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
     )
     comparison = Comparison(rows, tuning, task.headline, task.metrics[task.headline].lower_is_better, protocol)
     if root is not None and jax.process_index() == 0:

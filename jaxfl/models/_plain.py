@@ -36,11 +36,11 @@ def convolve_plain(x: Array, kernel: Array, options: Options = Options(), groups
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def convolve_grouped(x: Array, kernel: Array, options: Options = Options()) -> Array:
     """The same, in reverse mode only."""
-    return _bilinear(functools.partial(_side_by_side, options=options))(x, kernel)
+    return _maps(x, kernel, options)
 
 
 def _forward(x: Any, kernel: Any, options: Options) -> tuple[Array, tuple]:
-    return convolve_grouped(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
+    return _maps(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
 
 
 def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
@@ -67,6 +67,10 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, 
 
 
 convolve_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _maps(x: Array, kernel: Array, options: Options) -> Array:
+    return _bilinear(functools.partial(_side_by_side, options=options))(x, kernel)
 
 
 def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:

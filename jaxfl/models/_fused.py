@@ -80,11 +80,14 @@ def _forward_rule(x: Array, kernel: Array, bias: Array, padding: int) -> tuple[A
 
 def _backward_rule(padding: int, saved: tuple, dy: Array) -> tuple[Array, Array, Array]:
     pairs, route, kernel, x = saved
-    (shape, _), features = _shape(x.shape, len(kernel), padding), len(dy)
-    grad, maps = dy.transpose(1, 0, 2, 3), (len(route), features, *route.shape[2:])
-    grad = jnp.pad(grad, [(0, whole - part) for whole, part in zip(maps, grad.shape, strict=True)])
-    margins = [(shape.reach, shape.reach), (0, 0), (shape.reach, shape.wide - shape.across), (0, 0)]
-    inputs = _call(_to_inputs, shape)(jnp.pad(route, margins), jnp.pad(grad, margins), kernel)
+    shape, batch = _shape(x.shape, len(kernel), padding)
+
+    def widened(maps: Array) -> Array:
+        """With columns from -reach on, as far as windows of inputs reach."""
+        return jnp.pad(maps, [(0, 0), (0, 0), (shape.reach, shape.wide - maps.shape[2]), (0, batch - maps.shape[3])])
+
+    route, grad = widened(route), widened(dy.transpose(1, 0, 2, 3))
+    inputs = _call(_to_inputs, shape)(route, grad, kernel)
     kernels, biases = _call(_to_weights, shape)(route, grad, pairs)
     return _from_pairs(inputs, x.shape, padding), kernels, biases[0, 0]
 
@@ -218,12 +221,12 @@ def _to_weights(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
     def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any, bias: Any) -> None:
         client, a, c, part = at
         first = part * tile
-        zero, columns = _zeros(x[client, 0, c, pl.ds(0, shape.across), :]), pl.ds(0, shape.across)
+        zero, columns = _zeros(x[client, 0, c, pl.ds(0, shape.across), :]), pl.ds(shape.reach, shape.across)
 
         def line(i: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
             winners = [_place_of(route, client, i, first + f, columns, in_word) for f in range(tile)]
-            grads = [grad[client, i, first + f] for f in range(tile)]
+            grads = [grad[client, i, first + f, columns, :] for f in range(tile)]
             for f, (winner, g) in enumerate(zip(winners, grads)):
                 sums[shape.size * tile + f] = sums[shape.size * tile + f] + jnp.where(winner == _DEAD, zero, g)
             for dy in range(2):
@@ -251,24 +254,26 @@ def _to_weights(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
 
 
 def _to_inputs(shape: _Shape, route: Array, grad: Array, kernel: Array) -> tuple:
-    """The gradient of `x`, from routes and gradients with margins; a program for a line pair and some channels."""
+    """The gradient of `x`; a program for a line pair and some channels."""
     (*_, channels, features), batch, reach = kernel.shape, grad.shape[-1], shape.reach
     tile, in_word = _tile(channels, len(_PLACES), shape.wide * batch), features // route.shape[2]
 
     def body(at: list[Any], route: Any, grad: Any, kernel: Any, x: Any) -> None:
         client, pair, part = at
         first = part * tile
-        zero = _zeros(grad[client, pair, 0, pl.ds(0, shape.wide), :])
+        zero = _zeros(grad[client, 0, 0, pl.ds(0, shape.wide), :])
 
         def feature(f: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
             for up in range(reach + 1):
+                line = jnp.clip(pair - up, 0, shape.lines - 1)
+                beyond = line != pair - up
                 for left in range(reach + 1):
                     columns = pl.ds(reach - left, shape.wide)
-                    winner = _place_of(route, client, pair + reach - up, f, columns, in_word)
-                    change = grad[client, pair + reach - up, f, columns, :]
+                    winner = _place_of(route, client, line, f, columns, in_word)
+                    change = grad[client, line, f, columns, :]
                     for place, (dy, dx) in enumerate(_PLACES):
-                        sent = jnp.where(winner == place, change, zero)
+                        sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
                         for parity, (q, s) in enumerate(_PLACES):
                             a, b = 2 * up + q - dy, 2 * left + s - dx
                             if 0 <= a < shape.size and 0 <= b < shape.size:

@@ -65,7 +65,7 @@ class Cell(NamedTuple):
     features: bool
     """Whether networks see random features, and are perceptrons, or pictures, and are LeNets."""
     rounds: int = 50
-    alone: int = 60
+    alone: int = 150
     """Passes of clients that train alone, at most."""
     points: int = 6
 

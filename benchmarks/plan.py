@@ -8,7 +8,8 @@ operations at the chip's peak. Without a device a compiler tunes nothing: tiles 
 less. Needs the chip's compiler: `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
 Figures of workloads that `--out` has from before and that are not asked for stay there; a row says which chunks were
-tried. With `--check`, figures are compared with those in a folder, and a growth by over a tenth ends with an error.
+tried. With `--check`, figures are compared with those in a folder, at the chunks chosen there: a growth by over a tenth ends
+with an error.
 """
 
 import dataclasses
@@ -54,14 +55,17 @@ class Config:
 def main(config: Config) -> None:
     """Compile each workload for each chip, in processes of their own."""
     run_here()
-    sizes = (config.form, config.chunks, config.clients)
     name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
-    rows = [
-        {"workload": work} | apart(measure, config.chip, work, *sizes, JAX_PLATFORMS="cpu") for work in config.workloads
-    ]
-    if config.check is not None:
-        _check(rows, _rows(config.check / f"{name}.json"))
-    every = {row["workload"]: row for row in (*_rows(config.out / f"{name}.json"), *rows)}
+    known: dict[str, dict[str, Any]] = {} if config.check is None else _rows(config.check / f"{name}.json")
+    if config.check is not None and (missing := [work for work in config.workloads if work not in known]):
+        raise ValueError(f"check={config.check} has no figures of {missing[0]} for {config.chip}: leave it out")
+    rows: dict[str, dict[str, Any]] = {}
+    for work in config.workloads:
+        chunks = (known[work]["chunk"],) if work in known else config.chunks
+        found = apart(measure, config.chip, work, config.form, chunks, config.clients, JAX_PLATFORMS="cpu")
+        rows[work] = {"workload": work} | found
+    _check(rows, known)
+    every = _rows(config.out / f"{name}.json") | rows
     whole = [every[work] for work in WORKLOADS if work in every]
     headline = f"{config.chip}, planned: {whole[0]['workload']} {whole[0]['microseconds']:.3g} us a client-step"
     drawn = {row["workload"]: row["microseconds"] for row in whole}
@@ -69,8 +73,9 @@ def main(config: Config) -> None:
     finish(config, name, headline, whole, figure)
 
 
-def _rows(path: pathlib.Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """By workload; none of a file that is not there."""
+    return {row["workload"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
 
 
 def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int) -> dict[str, Any]:
@@ -113,16 +118,14 @@ def shapes_of(work: Workload, clients: int) -> Clients:
     return Clients(*arrays)
 
 
-def _check(rows: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+def _check(rows: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> None:
     """Require figures that have grown by a tenth at most."""
-    known = {row["workload"]: row for row in before}
-    for row in rows:
+    for work in rows.keys() & known.keys():
         for name in CHECKED:
-            old = known[row["workload"]][name]
-            if row[name] > GROWTH * old:
+            old, new = known[work][name], rows[work][name]
+            if new > GROWTH * old:
                 raise ValueError(
-                    f"{name} of {row['workload']} has grown from {old:.4g} to {row[name]:.4g}: find out why, or commit "
-                    "the new figures"
+                    f"{name} of {work} has grown from {old:.4g} to {new:.4g}: find out why, or commit the new figures"
                 )
 
 

@@ -253,10 +253,8 @@ def figure_3_markdown(result: Result) -> str:
         if epsilon > 1
     }
     lost = [f"{100 * row['dropped']:.0f}%" for row in result["rows"] if row["method"] == "ADP-PFL"]
-    gap = (
-        f"ADP-PFL at ε 10 is {free - own[-1]:.1f} points below FedAvg without noise; {', '.join(lost)} of its updates "
-    )
-    gap += "at the three ε were dropped as not finite. Models that have diverged count as 0, below chance."
+    gap = f"ADP-PFL at ε 10 is {free - own[-1]:.1f} points below FedAvg without noise; {', '.join(lost)} of its "
+    gap += "updates at the three ε were dropped as not finite. Models that have diverged count as 0, below chance."
     return by_column(result, "epsilon", "![accuracy by epsilon](figure_3.png)", f"{verdict(claims)} {gap}")
 
 

@@ -8,8 +8,8 @@ operations at the chip's peak. Without a device a compiler tunes nothing: tiles 
 less. Needs the chip's compiler: `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
 Figures of workloads that `--out` has from before and that are not asked for stay there; a row says which chunks were
-tried. With `--check`, figures are compared with those in a folder, at the chunks chosen there: a growth by over a tenth ends
-with an error.
+tried. With `--check`, figures are compared with those in a folder, at the chunks chosen there: a growth by over a
+tenth ends with an error.
 """
 
 import dataclasses

@@ -50,6 +50,7 @@ from jaxfl.engine.program import initialize
 from jaxfl.files import write_json
 from jaxfl.local.train import blocks_of
 from jaxfl.models import digits_cnn, mlp, with_precision
+from jaxfl.models.layers import PLAIN
 from jaxfl.privacy import Poisson
 from jaxfl.types import Algorithm, Model
 
@@ -85,8 +86,9 @@ def main(config: Config) -> None:
     config.out.mkdir(parents=True, exist_ok=True)
     whole = parts(config.tiny, str(config.out))
     # Nothing that is tiny is timed in earnest, so that every core can have a part.
-    with ThreadPoolExecutor(cores() if config.tiny else 1) as pool:
-        running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
+    pool = ThreadPoolExecutor(cores() if config.tiny else 1)
+    running = {pool.submit(_result, part, begun, config): name for name, part in whole.items()}
+    try:
         for future in as_completed(running):
             results[running[future]] = found = future.result()
             kept = {name: results[name] for name in whole if name in results}
@@ -94,6 +96,8 @@ def main(config: Config) -> None:
             told = ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                              for key, value in found.items())  # fmt: skip
             print(f"{running[future]}: {told}", flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C no other part is begun
 
 
 def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
@@ -187,7 +191,7 @@ def correct() -> dict[str, Any]:
 def kernels() -> dict[str, Any]:
     """Of 3 clients, the largest difference of a form's gradients from those of JAX's convolutions, over the largest."""
     inputs, found = jax.random.bits(jax.random.key(0), (32, 8, 8, 1), "uint8"), {}
-    for form in ("lax", "grouped", "packed", "blocks", "pallas"):
+    for form in PLAIN:
         model = digits_cnn(form=form)
 
         def loss(params: Any, model: Model = model) -> jax.Array:

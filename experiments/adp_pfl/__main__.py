@@ -242,16 +242,21 @@ def verdict(claims: Mapping[str, bool], where: str = "") -> str:
     return f"Verdict{where}: {'ordering reproduced' if all(claims.values()) else 'not'} ({said})."
 
 
+def _above(result: Result, name: str, others: Sequence[str], epsilons: Sequence[float]) -> dict[str, bool]:
+    """Whether a method is above others, by claim."""
+    found = {(row["method"], row["epsilon"]): np.mean(row["local"]) for row in result["rows"]}
+    return {
+        f"{name} above {other} at ε {epsilon:g}": bool(found[name, epsilon] > found[other, epsilon])
+        for other in others
+        for epsilon in epsilons
+    }
+
+
 def figure_3_markdown(result: Result) -> str:
     """Methods by epsilon."""
-    found, free = _means(result["rows"]), 100 * float(np.mean(result["floors"]["without noise"]["local"]))
-    own = found.pop("ADP-PFL")
-    claims = {
-        f"ADP-PFL above {name} at ε {epsilon:g}": mine > its
-        for name, values in found.items()
-        for epsilon, mine, its in zip(FIGURE_EPSILONS, own, values)
-        if epsilon > 1
-    }
+    free = 100 * float(np.mean(result["floors"]["without noise"]["local"]))
+    claims = _above(result, "ADP-PFL", ("DP-FedAvg", "DP-LG"), FIGURE_EPSILONS[1:])
+    own = _means(result["rows"])["ADP-PFL"]
     lost = [f"{100 * row['dropped']:.0f}%" for row in result["rows"] if row["method"] == "ADP-PFL"]
     gap = f"ADP-PFL at ε 10 is {free - own[-1]:.1f} points below FedAvg without noise; {', '.join(lost)} of its "
     gap += "updates at the three ε were dropped as not finite. Models that have diverged count as 0, below chance."
@@ -260,12 +265,7 @@ def figure_3_markdown(result: Result) -> str:
 
 def figure_5_markdown(result: Result) -> str:
     """Masks by epsilon."""
-    found, rows = _means(result["rows"]), result["rows"]
-    claims = {
-        f"Fisher above {name} at ε {epsilon:g}": mine > its
-        for name in ("top-k", "random")
-        for epsilon, mine, its in zip(FIGURE_EPSILONS, found["Fisher"], found[name])
-    }
+    rows, claims = result["rows"], _above(result, "Fisher", ("top-k", "random"), FIGURE_EPSILONS)
     one = [f"{row['method']} {percent(row['local'])}" for row in rows if _names(rows).index(row["method"]) > 2]
     text = f"{verdict(claims)} At ε 5 besides: {', '.join(one)}."
     return by_column(result, "epsilon", "![accuracy by epsilon](figure_5.png)", text)
@@ -316,12 +316,9 @@ def figure_4_markdown(result: Result) -> str:
     }
     text = verdict(claims)
     if any(end < start for start, end in course.values()):
-        text = (
-            "Verdict: not, because noise drives models away in time: an accuracy is met early or never. At the first "
-        )
-        text += (
-            "evaluation and the last: " + "; ".join(f"{name} {a:.1f}, {b:.1f}" for name, (a, b) in course.items()) + "."
-        )
+        ends = "; ".join(f"{name} {start:.1f}, {end:.1f}" for name, (start, end) in course.items())
+        text = "Verdict: not, because noise drives models away in time: an accuracy is met early or never. At the "
+        text += f"first evaluation and the last: {ends}."
     return "\n\n".join([markdown_table(head, lines), text, _flat(floors["alone"]), source(result)])
 
 

@@ -253,7 +253,7 @@ def compared(
     parts = []
     for name, candidate in candidates.items():
         facts = cell._asdict() | given | {"alone": candidate.rounds, "points": candidate.points}
-        facts |= {"tuning": "half of the test examples"} if cell.clients >= MANY else {}
+        facts |= {"tuning": "half of the test examples"} if callable(validation) else {}
         facts = json.loads(json.dumps(facts))
         part = (options.out if options.smoke else HERE / "map/results") / name_of(cell) / f"{name}.json"
         done = json.loads(part.read_text()) if part.exists() else {}

@@ -85,7 +85,7 @@ def test_tables_and_differences():
 def test_points_fill_a_box_whatever_their_number():
     points = np.log(list(spread(48, rate=(0.01, 1.0), clip=(0.1, 10.0)).values()))
     unit = (points - np.log([[0.01], [0.1]])) / np.log([[100.0], [100.0]])
-    boxes = np.floor(unit * [[4], [3]] + 1e-9).astype(int)
+    boxes = np.floor(unit * [[4], [3]] + 1e-5).astype(int)
     counts = np.unique(boxes, axis=1, return_counts=True)[1]
     assert counts.tolist() == [4] * 12  # any 2^i 3^j numbers of Halton's sequence in a row
     with pytest.raises(ValueError, match=r"rate=\(1.0, 0.1\)"):

@@ -254,10 +254,10 @@ def compared(
     for name, candidate in candidates.items():
         facts = cell._asdict() | given | {"alone": candidate.rounds, "points": candidate.points}
         facts |= {"tuning": "half of the test examples"} if callable(validation) else {}
-        facts = json.loads(json.dumps(facts))
+        facts = rounded(facts)
         part = (options.out if options.smoke else HERE / "map/results") / name_of(cell) / f"{name}.json"
         done = json.loads(part.read_text()) if part.exists() else {}
-        if done.get("facts") != facts:
+        if rounded(done.get("facts")) != facts:
             folder = run_folder(options.out, f"{name_of(cell)}, {name}", facts, TUNING_SEED)
             found = compare(
                 {name: candidate},
@@ -278,6 +278,11 @@ def compared(
         print(parts[-1].to_markdown(), flush=True)
     rows, tuning = ([row for part in parts for row in getattr(part, field)] for field in ("rows", "tuning"))
     return parts[0]._replace(rows=rows, tuning=tuning)
+
+
+def rounded(facts: Any) -> Any:
+    """As JSON has them, with six digits: the last ones differ between processors."""
+    return json.loads(json.dumps(facts), parse_float=lambda number: float(f"{float(number):.6g}"))
 
 
 def run(cell: Cell, options: Options) -> Result:

@@ -46,8 +46,7 @@ def with_precision(model: Model, precision: Precision) -> Model:
             with jax.default_matmul_precision(_PRODUCTS[precision]):
                 if precision != "bfloat16":
                     return network(params, x, *key)
-                low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (params, x))
-                return network(*low, *key).astype(jnp.float32)
+                return network(*jax.tree.map(_lowered, (params, x)), *key).astype(jnp.float32)
 
         return call
 
@@ -58,3 +57,8 @@ def with_precision(model: Model, precision: Precision) -> Model:
         apply=at(model.apply),
         ghost_norms=model.ghost_norms if precision == "float32" else None,
     )
+
+
+def _lowered(leaf: Array) -> Array:
+    """Tokens stay whole: bfloat16 has no 257."""
+    return leaf.astype(jnp.bfloat16) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

@@ -14,7 +14,7 @@ from jaxfl.data import load
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.train import LocalSGD
-from jaxfl.models import lenet, mlp, with_precision
+from jaxfl.models import gru, lenet, mlp, transformer, with_precision
 from jaxfl.privacy.sampling import Full
 from jaxfl.types import ClientData
 
@@ -43,6 +43,13 @@ def test_bfloat16_differs_by_its_rounding(name):
     assert a == pytest.approx(float(b), rel=0.01)
     off = optax.tree.norm(optax.tree.sub(exact, rounded)) / optax.tree.norm(exact)
     assert 2**-12 < float(jnp.asarray(off)) < 0.08
+
+
+@pytest.mark.parametrize("model", [transformer(512, length=4, width=8, heads=2), gru(512, length=4, width=8)])
+def test_tokens_stay_whole_in_bfloat16(model):
+    params, tokens = model.init(jax.random.key(0)), jnp.array([[257, 259, 3, 511]])
+    exact, rounded = (one.apply(params, model.prepare(tokens)) for one in (model, with_precision(model, "bfloat16")))
+    assert float(jnp.abs(exact - rounded).max()) < 0.03 * float(jnp.abs(exact).max())
 
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "HIGH"), ("float32", "HIGHEST")])

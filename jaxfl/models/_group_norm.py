@@ -35,7 +35,7 @@ def normalize(x: Array, shortcut: Array | None, scale: Array, bias: Array, optio
 
 def _forward(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> tuple[Array, tuple]:
     rows = _rows(x)
-    mean, square = _group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
+    mean, square = group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
     gain = lax.rsqrt(jnp.maximum(square - mean**2, 0) + options.epsilon)
     slope = gain * scale[:, None]
     slope, offset = _along_rows(jnp.stack([slope, bias[:, None] - mean * slope]), x.shape)
@@ -51,7 +51,7 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array, Array |
     dy = dy if y is None else jnp.where(y > 0, dy, 0)
     d_bias, d_scale = _sums(dy, dy * rows, shape)
     d_scale = (d_scale - mean * d_bias) * gain
-    level, slope = _group_means(jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]]), shape, options)
+    level, slope = group_means(jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]]), shape, options)
     slope = slope * gain
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
@@ -80,7 +80,7 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
     return sums.reshape(2, len(a), *shape[2:]).sum(2)
 
 
-def _group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
+def group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
     """Means of each channel's group, from sums per channel."""
     channels, high, wide, batch = shape
     size = channels // options.groups

@@ -39,7 +39,7 @@ from jaxtyping import Float, Int
 from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
 from jaxfl.models._group_norm import Options as NormOptions
-from jaxfl.models._group_norm import normalize
+from jaxfl.models._group_norm import group_means, normalize
 from jaxfl.models._plain import Options as PlainOptions
 from jaxfl.models._plain import convolve_grouped, convolve_plain, to_blocks
 
@@ -257,36 +257,32 @@ class GroupNorm(nn.Module):
 
 
 def _plain_norm(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions) -> Array:
-    groups = x.reshape(options.groups, -1, *x.shape[1:])
-    wide = groups.astype(jnp.promote_types(x.dtype, jnp.float32))
-    y = _normalized(wide, options.epsilon).reshape(x.shape).astype(x.dtype)
-    y = y * scale[:, None, None, None] + bias[:, None, None, None]
-    y = y if shortcut is None else y + shortcut
+    """By two factors of each channel and example, from two sums: so are its derivatives."""
+    sums = _at_once(x.sum((1, 2)), (x * x).sum((1, 2)))
+    mean, square = group_means(jnp.stack(sums), x.shape, options)
+    slope = lax.rsqrt(jnp.maximum(square - mean**2, 0) + options.epsilon) * scale[:, None]
+    offset = _to_sum(bias[:, None] - mean * slope)
+    y = x * slope[:, None, None] + offset[:, None, None]
+    if shortcut is None:
+        return nn.relu(y) if options.relu else y
+    y = y + shortcut
     return _relu(y) if options.relu else y
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _normalized(x: Float[Array, "G channels H W B"], epsilon: float) -> Float[Array, "G channels H W B"]:
-    """Each group of an example with mean 0 and variance 1."""
-    return _standardized(x, epsilon)[0]
+@jax.custom_jvp
+def _at_once(*sums: Array) -> tuple[Array, ...]:
+    """The same, before any of them is used: XLA then takes them in one kernel, which reads the maps once."""
+    return lax.optimization_barrier(sums)
 
 
-@_normalized.defjvp
-def _normalized_jvp(epsilon: float, x: tuple[Array], change: tuple[Array]) -> tuple[Array, Array]:
-    """By dy = (dx - mean(dx) - y mean(y dx)) / std, whose transpose reads the maps twice."""
-    y, slope = _standardized(x[0], epsilon)
-    return y, slope * (change[0] - _group_mean(change[0]) - y * _group_mean(y * change[0]))
+@jax.custom_jvp
+def _to_sum(offset: Array) -> Array:
+    """The same; of its gradient, a sum over maps, XLA makes further sums, and does not sum maps again."""
+    return offset
 
 
-def _standardized(x: Array, epsilon: float) -> tuple[Array, Array]:
-    """The same, and 1 / std; the variance is that of squares less the squared mean, which reads the maps once."""
-    center, square = _group_mean(x), _group_mean(x * x)
-    slope = lax.rsqrt(jnp.maximum(square - center * center, 0) + epsilon)
-    return (x - center) * slope, slope
-
-
-def _group_mean(x: Array) -> Array:
-    return x.mean((1, 2, 3), keepdims=True)
+_at_once.defjvp(lambda sums, changes: (_at_once(*sums), changes))
+_to_sum.defjvp(lambda offset, change: (_to_sum(*offset), lax.optimization_barrier(change[0])))
 
 
 @jax.custom_jvp

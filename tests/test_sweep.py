@@ -9,7 +9,7 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import simulate, sweep
-from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa_paper, fedprox
+from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa_paper, fedprox, local_only
 from jaxfl.algorithms.adp_pfl import fisher_percentile
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import Full, Poisson
@@ -133,6 +133,25 @@ def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
     assert json.loads((folder / "privacy.json").read_text()) == whole[1].statement
     with pytest.raises(ValueError, match="values"):
         sweep(KEY, build, {"noise_multiplier": [1.0, 3.0]}, small_clients(), folder=tmp_path / "whole", **SETTING)
+
+
+def test_clients_states_need_not_stay(tmp_path):
+    build, values = functools.partial(local_only, MODEL), {"learning_rate": [0.1, 0.2]}
+    runs = functools.partial(sweep, KEY, lambda learning_rate: build(local=LocalSGD(optax.sgd(learning_rate))), values)
+    whole = runs(small_clients(), folder=tmp_path / "whole", **SETTING)
+    lean = functools.partial(runs, small_clients(), folder=tmp_path / "lean", keep_states=False)
+    bare = lean(**SETTING)
+    size = sum(leaf.nbytes for result in whole for leaf in jax.tree.leaves(result.states))
+    written = [sum(path.stat().st_size for path in folder.rglob("ckpt/*/state/**/*")) for folder in tmp_path.iterdir()]
+    assert abs(written[0] - written[1]) > 0.8 * size > 0
+    read = lean(**SETTING)
+    for a, b, c in zip(whole, bare, read, strict=True):
+        assert a.metrics == b.metrics == c.metrics
+        assert (b.states, c.states, c.restored) == ((), (), SETTING["rounds"])
+        jax.tree.map(np.testing.assert_array_equal, a.server, c.server)
+    for changes in ({"rounds": SETTING["rounds"] + 1}, {"keep_states": True}):
+        with pytest.raises(ValueError, match="not kept"):
+            lean(**SETTING | changes)
 
 
 def _interrupt(*_):

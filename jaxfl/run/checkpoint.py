@@ -41,7 +41,8 @@ class Checkpoints:
     def save(self, rounds: int, state: Tree, made: Plan) -> None:
         """Write the state after `rounds` rounds; a kill at any moment leaves the previous one intact.
 
-        `made` is the plan whose first evaluations were made: before the run was extended, perhaps others than now.
+        `made` is the plan whose first evaluations were made: before the run was extended, perhaps others than now. Of a
+        plan without states, it is the last state, and others go.
         """
         if rounds == self._whole:
             return
@@ -58,7 +59,7 @@ class Checkpoints:
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             shutil.rmtree(self._folder / str(rounds), ignore_errors=True)  # a damaged one
             unfinished.rename(self._folder / str(rounds))
-            for other in {*self._steps()} - {rounds, self._whole}:
+            for other in {*self._steps()} - {rounds, self._whole if made.states else rounds}:
                 shutil.rmtree(self._folder / str(other))
         self._whole = rounds
 
@@ -126,19 +127,23 @@ class Checkpoints:
         folder, content, problem = self._folder / str(rounds), {}, None
         try:
             content = _manifest(folder)
-            planned = [content["plan"], self._plan._asdict()]
-            if planned[0]["rounds"] < self._plan.rounds:
-                planned = [{}, {}]  # this run extends that one
-            stored, current = (own | plan for own, plan in zip([content["fingerprint"], self._fingerprint], planned))
-            if differing := "; ".join(differences(stored, current)):
+            planned, made = [Plan(**content["plan"]), self._plan], Plan(**content["made"])
+            extends = planned[0].rounds < self._plan.rounds
+            facts = [
+                own | ({} if extends else {"rounds": plan.rounds, "evaluations": plan.evaluations})
+                for own, plan in zip([content["fingerprint"], self._fingerprint], planned)
+            ]
+            if differing := "; ".join(differences(*facts)):
                 raise ValueError(f"folder={self._run!r} holds another run. What differs: {differing}. {_REMEDY}")
+            if not made.states and (extends or self._plan.states):
+                text = f"folder={self._run!r} holds a run of {rounds} rounds whose clients' states were not kept"
+                raise ValueError(f"{text}: it can only be read, with keep_states=False. {_REMEDY}")
             if jax.process_index() == 0:
                 _check_files(folder, content["files"])
         except DamagedError as error:
             problem = error
         if processes.largest(problem is not None)[0]:
             raise problem or DamagedError("process 0 says in what way")
-        made = Plan(**content["made"])
         like = shapes(made)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:

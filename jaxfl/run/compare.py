@@ -187,7 +187,7 @@ def compare(
             would be asked for the class whose only example was held out.
         tuning_seed: another one than `seeds`.
         folder: every run has a folder in it and is resumed; `comparison.json` has the result, and `report.html` shows
-            it (see `write_report`). None writes nothing.
+            it (see `write_report`). Clients' states do not stay there. None writes nothing.
         options: of the runs, see `RunOptions`; `progress` shows one bar over all.
 
     Raises:
@@ -289,7 +289,7 @@ class _Runs(NamedTuple):
         rounds: int,
         every: int = 0,
     ) -> list[Result]:
-        """One program for all columns, or for as many points as fit in memory; without what the runs leave behind."""
+        """One program for all columns, or for as many points as fit in memory; without models and clients' states."""
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in self.states(clients.number))
         count = len(next(iter(columns.values()), (0,)))
         groups = np.array_split(np.arange(count), math.ceil(count / max(1, _STATE_BYTES // max(1, size))))
@@ -304,9 +304,10 @@ class _Runs(NamedTuple):
                     clients,
                     rounds=rounds,
                     folder=None if self.root is None else self.root / self.name / part,
+                    keep_states=False,
                     **{"eval_every": every or rounds} | self.options,
                 )
-            results += [result._replace(server=(), states=()) for result in found]
+            results += [result._replace(server=()) for result in found]
         return results
 
 

@@ -43,10 +43,11 @@ class Result(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How many rounds a run has, and after which of them all clients are evaluated."""
+    """How many rounds a run has, after which of them all clients are evaluated, and whether their states then stay."""
 
     rounds: int
     evaluations: list[int]
+    states: bool = True
 
 
 class Recorded(NamedTuple):

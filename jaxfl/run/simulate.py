@@ -32,7 +32,7 @@ from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.randomness import Streams
-from jaxfl.run.recorder import Journal, Plan, Result
+from jaxfl.run.recorder import Journal, Plan, Recorded, Result
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -152,6 +152,7 @@ def sweep(
     folder: str | os.PathLike | None = None,
     batch: int | None = None,
     paired_noise: bool = False,
+    keep_states: bool = True,
     **options: Unpack[RunOptions],
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
@@ -172,6 +173,8 @@ def sweep(
         batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
         paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
             noisy, but any two of them reveal the clean updates: at most one may be published.
+        keep_states: whether clients' states stay when all rounds are done, as many as points times clients. If not,
+            results have none, and neither has the folder, which can be read then but not extended.
         options: see `RunOptions`.
 
     Raises:
@@ -198,7 +201,7 @@ def sweep(
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
-    settings = _Settings(rounds, paired_noise=paired_noise, **options)
+    settings = _Settings(rounds, paired_noise=paired_noise, keep_states=keep_states, **options)
     with contextlib.closing(Lock(root)) as lock:
         run = _Run(keys, algorithms, points, clients, settings, lock, folders)
         return run.finish_after(f"{algorithms[0].name}, {count} points", ())
@@ -222,6 +225,7 @@ class _Settings(NamedTuple):
     rounds: int
     states: Literal["device", "host"] = "device"
     paired_noise: bool = False
+    keep_states: bool = True
     eval_every: int | None = None
     chunk: int | Literal["auto"] | None = None
     devices: list[jax.Device] | None = None
@@ -288,7 +292,8 @@ class _Run:
             self.runner = Stream(init_key, keys, method, clients, settings.devices, chunk, states)
         else:
             self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, _SEGMENT_ROUNDS)
-        plan = Plan(rounds, evaluations)
+        self.keeps = settings.keep_states or not self.runner.stateful
+        plan = Plan(rounds, evaluations, self.keeps)
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         self.journals = [
@@ -335,7 +340,8 @@ class _Run:
             memories = self._memories()
             results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
             self.watch.end([journal.recorded.records for journal in self.journals])
-        centers, states = self._split(self.runner.center), self._split(self.runner.all_states())
+        centers = self._split(self.runner.center)
+        states = self._split(self.runner.all_states()) if self.keeps else [()] * len(results)
         return [
             result._replace(server=center.server, memory=unaudited(center.memory), states=rows, restored=self.restored)
             for result, center, rows in zip(results, centers, states, strict=True)
@@ -388,7 +394,7 @@ class _Run:
         self.runner.begin(chunk)
         for journal in self.journals:
             journal.restore(journal.blank(journal.plan), 0, journal.plan)
-        self.done = 0 if self.checkpoints is None else self.checkpoints.restore(self._state, self._take)
+        self.done = 0 if self.checkpoints is None else self.checkpoints.restore(self._blank, self._take)
 
     def _call(self, callbacks: Sequence[Callback]) -> bool:
         """Call all of them; whether one ends the run. If one fails, what was computed is kept."""
@@ -442,21 +448,25 @@ class _Run:
         first = f"{headline} {score}, " if known else ""
         return f"{first}epsilon {epsilon:.3g} (RDP), {rate:,.{0 if rate >= 10 else 1}f} clients/s"
 
-    def _state(self, plan: Plan | None = None) -> dict[str, Tree]:
-        """What a checkpoint keeps; or the shapes of what one of another plan has kept."""
-        recorded = [journal.recorded if plan is None else journal.blank(plan) for journal in self.journals]
-        return self.runner.saved() | {"recorded": recorded}
+    def _state(self, made: Plan, recorded: list[Recorded]) -> dict[str, Tree]:
+        """What a checkpoint keeps, with records of such a plan."""
+        return self.runner.saved() | ({} if made.states else {"states": ()}) | {"recorded": recorded}
+
+    def _blank(self, made: Plan) -> dict[str, Tree]:
+        """Shapes of what one of such a plan has kept."""
+        return self._state(made, [journal.blank(made) for journal in self.journals])
 
     def _save(self, checkpoints: Checkpoints) -> None:
-        made = Plan(self.rounds, self.evaluations)
-        self.runner.save(lambda: checkpoints.save(self.done, self._state(), made))
+        made = Plan(self.rounds, self.evaluations, self.keeps or self.done < self.rounds)
+        recorded = [journal.recorded for journal in self.journals]
+        self.runner.save(lambda: checkpoints.save(self.done, self._state(made, recorded), made))
         self.saved_at, self.kept = time.monotonic(), self.done
 
     def _restore(self, lock: Lock) -> None:
         """Resume from the folder, if it holds a state; a finished run is only read."""
         assert self.checkpoints is not None
         lock.take(shared=self.checkpoints.ends(self.rounds))
-        self.done = self.restored = self.checkpoints.restore(self._state, self._take)
+        self.done = self.restored = self.checkpoints.restore(self._blank, self._take)
         if self.done < self.rounds:  # the newest may have been damaged
             lock.take(shared=False)
 

@@ -124,7 +124,7 @@ class Checkpoints:
 
     def _read(self, rounds: int, shapes: Callable[[Plan], Tree]) -> tuple[Tree, Plan]:
         """An intact state of this run, and the plan that it was made by."""
-        folder, content, problem = self._folder / str(rounds), {}, None
+        folder, content, made, problem = self._folder / str(rounds), {}, self._plan, None
         try:
             content = _manifest(folder)
             planned, made = [Plan(**content["plan"]), self._plan], Plan(**content["made"])

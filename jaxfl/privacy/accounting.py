@@ -384,7 +384,8 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
         noise = _calibrate(view, target, delta, "rdp", repeats)
     low, above, high, below = 0.0, math.inf, math.inf, 0.0  # noise too small, its epsilon; enough, its epsilon
     aim, attempt = target * (1 - 2e-4), 0
-    while below < target * (1 - 5e-4) and high > low * (1 + 1e-6):
+    while below < target * (1 - 5e-4) and high > low * (1 + 2e-5):
+        noise = float(f"{noise:.6g}")  # processors differ in the last digits, and so would runs' folders
         value = least_epsilon(view.scaled(noise), accountant, delta, repeats)
         if value > target:
             low, above = noise, value

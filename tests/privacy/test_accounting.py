@@ -114,6 +114,7 @@ def test_calibrate_gives_the_reference_multipliers(rounds, delta, rate, half, on
             if not pld or rate == 1 or target == 1:  # sampled PLDs are slow
                 noise = calibrate(target, accountant=accountant, **options)
                 assert noise == pytest.approx(expected, rel=6e-3)
+                assert noise == float(f"{noise:.6g}")  # no digit that another processor has not
                 assert meets(target, spent(poisson(noise, rate), rounds, accountant=accountant, delta=delta))
 
 

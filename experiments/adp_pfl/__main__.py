@@ -160,12 +160,12 @@ def _cell(row: Row) -> str:
 
 
 def _flat(alone: Row) -> str:
-    """How the validation curve of local-only ends."""
-    curve = {int(passes): 100 * score for passes, score in alone["validation"].items()}
-    ends = ", ".join(
-        f"{curve[passes]:.1f}% after {passes}" for passes in sorted({min(curve), alone["passes"], max(curve)})
+    """How training alone went on, at its rate."""
+    curve = ", ".join(f"{passes}: {100 * score:.1f}" for passes, score in alone["validation"].items())
+    return (
+        f"Local-only, learning rate {alone['learning_rate']:g}, stops after {alone['passes']} passes; % of held-out "
+        f"examples by pass: {curve}."
     )
-    return f"Local-only, learning rate {alone['learning_rate']:g}, on held-out examples: {ends} passes."
 
 
 def by_column(result: Result, column: str, *more: str) -> str:

@@ -90,7 +90,8 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
 
 def _commands() -> dict[str, Callable[..., None]]:
     """By name. Settings in the file after --config take the place of defaults."""
-    file = next((path for option, path in itertools.pairwise(sys.argv) if option == "--config"), None)
+    words = [word for given in sys.argv for word in (given.split("=", 1) if given.startswith("--") else [given])]
+    file = next((path for option, path in itertools.pairwise(words) if option == "--config"), None)
 
     def given(command: str, kind: type[T]) -> T:
         return settings.read(kind, file) if file and sys.argv[1] == command else kind()

@@ -174,7 +174,7 @@ class Terms(NamedTuple):
     delta: float | None = None
     """Failure probability; None: min(1e-5, 1 / (10 C)) of C clients."""
     claim: tuple[float, str] | None = None
-    """The epsilon that the paper's own rule would state for these numbers, and its reasoning."""
+    """The epsilon that the paper's own rule would state for these numbers and this delta, and its reasoning."""
     broken: str | None = None
     """Why a published method has no finite epsilon."""
 

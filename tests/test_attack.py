@@ -9,7 +9,7 @@ from jaxfl import LocalSGD, membership, simulate
 from jaxfl.algorithms import dp_fedavg, local_only
 from jaxfl.data import iid, load, make_clients, matching
 from jaxfl.models import mlp
-from jaxfl.privacy import Full, Mechanism
+from jaxfl.privacy import DPSGD, Full, Mechanism
 from jaxfl.run.attack import _auc, _tpr
 
 KEY = jax.random.key(9)
@@ -48,6 +48,17 @@ def test_an_overfitted_upload_tells_its_examples_and_noise_hides_them(clients):
         aucs.append(attack.auc)
     assert aucs[0] > 0.7
     assert aucs[1] == pytest.approx(0.5, abs=0.12)
+
+
+def test_noise_in_local_steps_is_each_clients_own(clients):
+    def method(noise):
+        local = DPSGD(clip=1.0, noise_multiplier=noise, rate=0.25, steps=4, optimizer=optax.sgd(0.5))
+        return dp_fedavg(MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full(), local=local)
+
+    silent, loud = method(np.zeros(6)), method(np.array([0.0, 0, 0, 0, 0, 1e3]))
+    result = simulate(KEY, silent, clients, rounds=1, progress=False)
+    first, second = (membership(KEY, attacked, result, clients).auc_by_client for attacked in (silent, loud))
+    np.testing.assert_array_equal(first != second, np.arange(6) == 5)
 
 
 @pytest.mark.slow

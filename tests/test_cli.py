@@ -119,10 +119,12 @@ def test_settings_that_do_not_fit_are_told(text, named, tmp_path):
         settings.read(settings.Run, path).build(mlp((8, 8, 1), 10, hidden=(4,)))
 
 
-def test_a_run_takes_a_file_and_options(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_run_takes_a_file_and_options(monkeypatch, capsys, tmp_path, joined):
     path = tmp_path / "run.yaml"
     path.write_text("{method: ditto, population: {clients: 12, partition: iid}, model: mlp, rounds: 5, epsilon: 8}")
-    words = ["run", "--config", str(path), "--rounds", "2", "--out", str(tmp_path / "runs")]
+    file = [f"--config={path}"] if joined else ["--config", str(path)]
+    words = ["run", *file, "--rounds", "2", "--out", str(tmp_path / "runs")]
     told = command(monkeypatch, capsys, *words)
     (folder,) = (tmp_path / "runs" / "ditto").glob("*/seed=0")
     stated = json.loads((folder / "privacy.json").read_text())

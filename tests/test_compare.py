@@ -1,6 +1,7 @@
 """`compare`: its protocol, its tables, and what it refuses."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from algorithms_table import MODEL, small_clients
 from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate, spread
 from jaxfl.algorithms import dp_fedavg, local_only
 from jaxfl.data import hold_out
-from jaxfl.privacy import Poisson
+from jaxfl.privacy import FixedSize, Full, Poisson
 
 
 def local(rate):
@@ -64,6 +65,13 @@ def test_hold_out_parts_the_training_examples():
     again, other = (hold_out(clients, 0.25, seed=seed) for seed in (3, 4))
     assert all(map(np.array_equal, tuning, again))
     assert not np.array_equal(tuning.test, other.test)
+
+
+def test_what_has_no_pair_has_no_difference():
+    rows = [row("A", 1.0, 0, 0.5), row("B", 8.0, 0, 0.5)]
+    assert MADE._replace(rows=rows).differences("A") == []
+    with pytest.raises(ValueError, match="reference='C': name one of A, B"):
+        MADE._replace(rows=rows).differences("C")
 
 
 def test_tables_and_differences():
@@ -131,6 +139,27 @@ def test_tuning_trains_and_tests_validation_clients():
     scores = [column[1] for column in found.tuning[0]["scores"].values()]
     assert scores == pytest.approx([row["accuracy"] for row in run.metrics])
     assert "other clients" in found.protocol
+
+
+def test_noise_is_that_of_the_clients_who_are_run():
+    private = {"DP-FedAvg": Candidate(partial(dp_fedavg, MODEL, clip=1.0, sampling=FixedSize(2), local=local(0.1)))}
+    many = small_clients((4,) * 20)
+    found = compare(private, small_clients(), validation=many, rounds=2, epsilons=(1.0,), seeds=(0,), progress=False)
+    assert found.rows[0]["stated"] == pytest.approx(1.0, rel=2e-3)
+
+
+def test_a_point_that_diverges_loses_and_stops_nothing(monkeypatch):
+    monkeypatch.setattr("jaxfl.run.compare._STATE_BYTES", 1)  # a program for each point
+    methods = {"local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e25, 0.1]})}
+    found = compare(methods, small_clients(), rounds=2, seeds=(0,), progress=False)
+    assert found.rows[0]["chosen"] == {"rate": 0.1}
+
+
+def test_a_partial_that_fixes_the_noise_is_run_once():
+    free = partial(dp_fedavg, MODEL, sampling=Full(), clip=math.inf, noise_multiplier=0.0, local=local(0.1))
+    assert not Candidate(free).private
+    found = compare({"free": Candidate(free)}, small_clients(), **SETTING | {"seeds": (0,)})
+    assert found.cells == [("free", math.inf)]
 
 
 @pytest.mark.slow

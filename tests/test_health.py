@@ -75,30 +75,29 @@ def test_a_run_stops_where_no_update_can_count(dropped, participants, noise, sto
     own = records(dropped, participants, noise)
     if stops:
         with pytest.raises(FloatingPointError, match=r"8 of 8 updates since round 2 .* lower the learning rate"):
-            watch().updates([own], 2, 4)
-        watch().updates([own, records([0] * 4, [4] * 4)], 2, 4)  # another point of the sweep goes on
+            watch().updates(own, 2, 4)
     else:
-        watch().updates([own], 2, 4)
+        watch().updates(own, 2, 4)
         assert bool(caplog.records) == (sum(dropped[2:]) > 0)
 
 
 def test_a_cohort_of_broken_data_alone_stops_no_run():
     clients = broken_clients(train=(0, 1))
-    watch(clients).updates([records([2, 2], [2, 2])], 0, 2)
+    watch(clients).updates(records([2, 2], [2, 2]), 0, 2)
     with pytest.raises(
         FloatingPointError, match=r"6 of 6 .*examples .clients 0, 1.: clean them; others diverged: lower the"
     ):
-        watch(clients).updates([records([3, 3], [3, 3])], 0, 2)
+        watch(clients).updates(records([3, 3], [3, 3]), 0, 2)
     with pytest.raises(FloatingPointError, match=r"examples \(clients 0, 1, 3, 4, 5, \.\.\.\): clean them; none"):
-        watch(broken_clients(train=[i for i in NAMES if SIZES[i]])).updates([records([1], [1])], 0, 1)
+        watch(broken_clients(train=[i for i in NAMES if SIZES[i]])).updates(records([1], [1]), 0, 1)
 
 
 def test_more_than_a_tenth_of_the_updates_are_told_once_at_an_evaluation(caplog):
     found = watch()
-    found.updates([records([1, 0], [10, 10])], 0, 2)
+    found.updates(records([1, 0], [10, 10]), 0, 2)
     assert not caplog.records
     for _ in range(2):
-        found.updates([records([1, 2], [10, 10])], 0, 2)
+        found.updates(records([1, 2], [10, 10]), 0, 2)
     assert [r.getMessage() for r in caplog.records] == [
         "run: 3 of 20 updates were not finite and were dropped: lower the learning rate, or clip updates"
     ]
@@ -157,7 +156,7 @@ def test_dropped_updates_are_told_as_soon_as_they_are_a_tenth_and_once(caplog):
         "run: 1 of 8 updates were not finite and were dropped: lower the learning rate, or clip updates"
     ]
     found.dropped([own], 0, 4)
-    found.updates([own], 0, 4)
+    found.updates(own, 0, 4)
     assert len(caplog.records) == 1
     few = watch()
     few.dropped([own], 0, 3)  # 2 of 48

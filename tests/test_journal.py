@@ -85,8 +85,22 @@ def test_a_journal_that_goes_on_has_the_rows_it_had():
     assert [repr(row) for row in other.metrics] == [repr(row) for row in result.metrics[:2]]
 
 
+def test_an_evaluation_that_failed_has_no_scores():
+    """The rounds before it count: the ledger has them."""
+    journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
+    journal.record(MAKE(*(_cut(field, 2) for field in records())), 0, 2)
+    journal.evaluated(0, {name: np.ones(C, np.float32) for name in ("accuracy", "loss")})
+    journal.record(MAKE(*(_cut(field, 4) for field in records())), 2, 2)
+    result = journal.finish(4, ())
+    assert len(result.ledger.participants) == 4
+    assert [len(rows) for rows in result.history.values()] == [1, 1]
+    assert (result.scores["accuracy"] == 1).all()
+
+
 def test_a_server_that_is_not_finite_is_told_with_its_round():
     journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
     broken = records()._replace(server_finite=np.arange(6) < 3)
+    journal.record(broken, 0, 6)
+    journal.require_finite(0, 3)
     with pytest.raises(FloatingPointError, match=r"round 4: lower the learning rate"):
-        journal.record(broken, 0, 6)
+        journal.require_finite(2, 6)

@@ -146,6 +146,10 @@ def test_a_run_that_is_not_finished_has_a_page_too(run, tmp_path):
     (folder / report.METRICS).write_text(json.dumps(lines(folder)[0]) + "\n")
     page = Page(write_report(folder))
     assert any("2 of 4 rounds, not finished" in text for text in page.texts["p"])
+    statement = json.loads((run[0] / report.PRIVACY).read_text()) | {"rounds": 2}
+    (folder / report.PRIVACY).write_text(json.dumps(statement))  # as after Ctrl-C
+    assert any("2 of 4 rounds, not finished" in text for text in Page(write_report(folder)).texts["p"])
+    (folder / report.PRIVACY).unlink()
     shutil.rmtree(folder / report.CHECKPOINTS)
     assert Page(write_report(folder)).texts["h1"] == ["copy"]
 
@@ -239,6 +243,29 @@ def test_a_comparison_has_its_table_its_differences_and_what_was_tried(tmp_path)
     assert points == [[0.1, 0.1], [0.2, 0.2], [0.3, 0.3]]
     (runs,) = page.table("method", "epsilon", "stated", "seed")
     assert len(runs) == len(MADE.rows)
+
+
+def test_methods_of_an_epsilon_are_compared_with_one_that_has_no_noise(tmp_path):
+    rows = [row("private", 1.0, seed, 0.5) for seed in (0, 1)]
+    free = [row("free", math.inf, seed, 0.6, stated=None) for seed in (0, 1)]
+    MADE._replace(rows=rows + free).save(tmp_path / report.COMPARISON)
+    (differences,) = Page(write_report(tmp_path)).table("method", "ε", "accuracy − free")
+    assert [line[:2] for line in differences] == [["private", 1.0]]
+    MADE._replace(rows=rows).save(tmp_path / report.COMPARISON)
+    assert not Page(write_report(tmp_path)).table("method", "ε", "accuracy − private")
+
+
+def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
+    statement = json.loads((run[0] / report.PRIVACY).read_text())
+    MADE._replace(rows=[row("m", epsilon, 1, 0.5) for epsilon in (1.0, 8.0)]).save(tmp_path / report.COMPARISON)
+    for seed in (1, 10):
+        for point, epsilon in enumerate((1.0, 8.0)):
+            folder = tmp_path / "m" / f"seed={seed}" / f"{point}_rate=0.1"
+            folder.mkdir(parents=True)
+            honest = statement["honest"] | {"aggregate": statement["honest"]["aggregate"] | {"epsilon": seed * epsilon}}
+            (folder / report.PRIVACY).write_text(json.dumps(statement | {"honest": honest}))
+    page = Page(write_report(tmp_path))
+    assert [rows[0][2] for rows in page.table("protects")] == [1.0, 8.0]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

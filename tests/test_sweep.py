@@ -9,7 +9,7 @@ import pytest
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import simulate, sweep
-from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, feddpa_paper, fedprox, local_only
+from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, fedavg, feddpa_paper, fedprox, local_only
 from jaxfl.algorithms.adp_pfl import fisher_percentile
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import Full, Poisson
@@ -156,6 +156,23 @@ def test_clients_states_need_not_stay(tmp_path):
 
 def _interrupt(*_):
     raise KeyboardInterrupt
+
+
+def test_a_point_without_a_clip_bound_cannot_share_a_program_with_noise():
+    def build(clip, noise_multiplier):
+        return dp_fedavg(MODEL, clip=clip, noise_multiplier=noise_multiplier, sampling=Full())
+
+    with pytest.raises(ValueError, match="values of point 1: clip=inf in a sweep with noise"):
+        sweep(KEY, build, {"clip": [1.0, np.inf], "noise_multiplier": [0.0, 0.0]}, small_clients(), **SETTING)
+
+
+def test_points_whose_server_breaks_stop_no_others():
+    def build(rate):
+        return fedavg(MODEL, local=LocalSGD(optax.sgd(0.05)), server_optimizer=optax.sgd(rate))
+
+    first, second = sweep(KEY, build, {"rate": [np.inf, 1.0]}, small_clients(), **SETTING)
+    assert first.metrics[-1]["accuracy"] == 0
+    assert 0 < second.metrics[-1]["loss"] < np.inf
 
 
 @pytest.mark.parametrize(

@@ -124,9 +124,9 @@ class Bench:
         return build
 
     def least_noise(self, schedule: str, epsilon: float) -> float:
-        """Noise that spends an epsilon against who sees sums, by RDP; see `honest`."""
+        """Noise that spends an epsilon against who sees sums; see `honest`."""
         own, budgets = self.setting, self.budgets(schedule)
-        run: dict[str, Any] = {"clients": own.clients, "rounds": own.rounds, "delta": own.delta, "accountant": "rdp"}
+        run: dict[str, Any] = {"clients": own.clients, "rounds": own.rounds, "delta": own.delta}
         return calibrate(epsilon, sampling=Poisson(own.cohort / own.clients), shape=budgets.max() / budgets, **run)
 
     def rows(

@@ -399,18 +399,24 @@ def _title(cell: Mapping[str, Any]) -> str:
 
 
 def answer(results: Mapping[str, Result]) -> str:
-    """For the front page: at each place what training alone reaches, what is best, and who is above and below."""
+    """For the front page: at each place the better floor, the best private method, and who is above and below."""
     return "\n".join(
         ["![accuracy against epsilon](experiments/map/answer.png)\n", *(_line(*place) for place in _places(results))]
     )
 
 
+ALONE = {"local-only": "the network", "linear, local-only": "a linear model"}
+"""What each client can train alone."""
+
+
 def _line(cell: Mapping[str, Any], found: Comparison) -> str:
+    floors = {method: found.mean(method, math.inf)[0] for method in ALONE}
+    floor = max(floors, key=lambda method: floors[method])
     private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
-    gains = [row for row in found.differences("local-only") if row["method"] in private]
-    alone, linear = (
-        percent([row[found.headline] for row in found.rows if row["method"] == method])
-        for method in ("local-only", "linear, local-only")
+    gains = [row for row in found.differences(floor) if row["method"] in private]
+    alone = ", ".join(
+        f"{ALONE[method]} reaches {percent([row[found.headline] for row in found.rows if row['method'] == method])}%"
+        for method in sorted(floors, key=lambda method: -floors[method])
     )
     best = []
     for epsilon in sorted({row["epsilon"] for row in gains}):
@@ -424,9 +430,8 @@ def _line(cell: Mapping[str, Any], found: Comparison) -> str:
         for beyond in (lambda row: row["low"] > 0, lambda row: row["high"] < 0)
     )
     return (
-        f"- **{_title(cell)}**: training alone {alone}%, a linear model {linear}%. Best, with the difference and its "
-        "95% interval: "
-        f"{'; '.join(best)}. At ε {number(least)} above training alone: {above}. Below: {below}."
+        f"- **{_title(cell)}**. Trained alone, {alone}. Best private method, with the difference to the better of these "
+        f"and its 95% interval: {'; '.join(best)}. At ε {number(least)} above it: {above}. Below: {below}."
     )
 
 

@@ -117,7 +117,7 @@ def feddpa_paper(
             over all coordinates, as in the published code.
         local: as in `feddpa`.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        claim: the epsilon that the paper's rule states for `noise_multiplier` (see `paper_epsilon`).
+        claim: the epsilon that the paper's rule states for `noise_multiplier` at `delta` (see `paper_epsilon`).
 
     Guarantee: client-level, zero-out adjacency. The paper calibrates sigma for examples although noise is added once
         per round to whole clients; the statement gives the client-level epsilon of that noise beside the claim.

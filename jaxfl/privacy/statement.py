@@ -152,7 +152,7 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
         logging.getLogger("jaxfl").error(warnings[0])
     claim = statement["claim"]
     if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
-        claim = claim | {"status": "claimed, and refuted by the audit"}
+        claim = claim | {"status": "claimed, and refuted for whole clients by the audit"}
     return statement | {"audit": audit, "warnings": warnings, "claim": claim}
 
 

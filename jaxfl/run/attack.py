@@ -67,7 +67,10 @@ def membership(
     broadcast = getattr(server, "params", None)
 
     def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
-        noise = None if algorithm.dp_sgd is None else StepNoise(jnp.float32(algorithm.dp_sgd.noise_table[0]), key)
+        noise = None
+        if algorithm.dp_sgd is not None:
+            table = jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
+            noise = StepNoise(table[index if len(table) > 1 else 0], key)
         data = data_of(clients, index, index, noise)
         state = jax.tree.map(lambda leaf: leaf[index], states)
         message = algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]

@@ -1,5 +1,6 @@
 """Methods beside each other at the same epsilons, each with the settings that suit it, over several seeds."""
 
+import functools
 import inspect
 import math
 import os
@@ -40,7 +41,7 @@ class Candidate(NamedTuple):
 
     Args:
         build: keyword arguments to algorithm, as `jaxfl.sweep` has it. If it takes `noise_multiplier`, the method is
-            run at every epsilon; otherwise once, without noise.
+            run at every epsilon; otherwise, or if a partial has fixed it, once, as it is.
         points: columns of numbers to try, by argument of `build` (see `grid` and `spread`).
         rounds: its own number of rounds; None: the comparison's. A method that sends nothing stops at the round that
             is best on validation examples, so give it as many as it can use.
@@ -52,8 +53,9 @@ class Candidate(NamedTuple):
 
     @property
     def private(self) -> bool:
-        """Whether it takes noise."""
-        return "noise_multiplier" in inspect.signature(self.build).parameters
+        """Whether it takes noise, which a partial has not fixed."""
+        fixed = self.build.keywords if isinstance(self.build, functools.partial) else {}
+        return "noise_multiplier" in inspect.signature(self.build).parameters.keys() - fixed.keys()
 
     @property
     def number(self) -> int:
@@ -174,7 +176,8 @@ def compare(
     and so does each seed. Noise is the least for its epsilon, by `jaxfl.privacy.calibrate`. A method that sends nothing
     is scored in twenty of its rounds, and stops at the best one.
 
-    Put baselines among the methods: `local_only`, a clip bound of infinity, a fine-tuned model.
+    Put baselines among the methods: `local_only`, `partial(dp_fedavg, ..., clip=math.inf, noise_multiplier=0.0)`, a
+    fine-tuned model.
 
     Args:
         methods: by name; give each as many points.
@@ -221,6 +224,8 @@ def compare(
             tuning += [{"method": name} | row for row in chosen]
             for seed, own in tested.items():
                 columns = {argument: [row["chosen"][argument] for row in chosen] for argument in method.points}
+                if own.number != held_out.number:
+                    levels = _levels(at, own.number, length, epsilons)
                 columns |= _noise(method, levels)
                 bar.skip(at.trained(own.number, length - chosen[0]["rounds"], len(levels)))
                 results = at.run(bar, columns, own, seed, f"seed={seed}", chosen[0]["rounds"])

@@ -50,6 +50,8 @@ class Comparison(NamedTuple):
             reference: a method of the comparison, at the same epsilon, or its only one.
             confidence: of the interval, which is (None, None) for a single seed.
         """
+        if reference not in (known := sorted({method for method, _ in self.cells})):
+            raise ValueError(f"reference={reference!r}: name one of {', '.join(known)}")
         found = []
         for method, epsilon in self.cells:
             other = epsilon if (reference, epsilon) in self.cells else math.inf
@@ -64,8 +66,6 @@ class Comparison(NamedTuple):
             found.append(
                 {"method": method, "epsilon": epsilon, "difference": mean, "low": interval[0], "high": interval[1]}
             )
-        if not found:
-            raise ValueError(f"reference={reference!r}: name one of {', '.join(sorted({m for m, _ in self.cells}))}")
         return found
 
     def to_pandas(self) -> Any:

@@ -39,17 +39,17 @@ class Watch:
         if dropped > _SHARE * made:
             self._warn("updates", self._dropped(since, start))
 
-    def updates(self, records: Sequence[Records], start: int, done: int) -> None:
-        """The same, at an evaluation, where a run may have to stop.
+    def updates(self, records: Records, start: int, done: int) -> None:
+        """The same of a single run, at an evaluation, where it may have to stop.
 
         Raises:
-            FloatingPointError: all were, in every point, and no later round can change that.
+            FloatingPointError: all were, and no later round can change that.
         """
-        since = [jax.tree.map(lambda leaf: leaf[start:done], record) for record in records]
-        if all(self._stuck(record, recent, done) for record, recent in zip(records, since, strict=True)):
-            text = f"{self.name}: {self._dropped(since, start)}; none would count from here on, so the run stops"
-            raise FloatingPointError(f"{text}; the last checkpoint is intact")
-        self.dropped(records, start, done)
+        since = jax.tree.map(lambda leaf: leaf[start:done], records)
+        if self._stuck(records, since, done):
+            text = f"{self.name}: {self._dropped([since], start)}; none would count from here on, so the run stops"
+            raise FloatingPointError(text)
+        self.dropped([records], start, done)
 
     def scores(self, scores: Sequence[PerClient], done: int) -> None:
         """Warn where models have no finite scores after some rounds."""

@@ -73,7 +73,7 @@ def _run(folder: pathlib.Path) -> str:
     if rows:
         plots.draw_curves(folder / PRINTED, title, rows, headline)
     drawn = plots.panels(rows, headline) if rows else {}
-    ended = bool(statement) and last.get("round") == statement["rounds"]
+    ended = bool(statement) and last.get("round") == statement["rounds"] == facts.get("rounds", statement["rounds"])
     of_all = f" of {facts['rounds']}" if "rounds" in facts else ""
     state = f"{last['round']} rounds" if ended else f"{last.get('round', 0)}{of_all} rounds, not finished"
     told = [state, f"{statement['clients']} clients" if statement else "", _score(last, headline)]
@@ -112,7 +112,8 @@ def _comparison(folder: pathlib.Path) -> str:
     found = Comparison.load(folder / COMPARISON)
     methods = list(dict.fromkeys(method for method, _ in found.cells))
     silent = [row["method"] for row in found.rows if row["stated"] == 0]
-    reference = next(iter(silent), methods[0])
+    without_noise = [method for method, epsilon in found.cells if epsilon == math.inf]
+    reference = next(iter([*silent, *without_noise]), methods[0])  # what others are compared with at every epsilon
     better = "lower" if found.lower_is_better else "higher"
     results = [
         [method, epsilon, _stated(found, method, epsilon), *found.mean(method, epsilon)]
@@ -127,11 +128,11 @@ def _comparison(folder: pathlib.Path) -> str:
             _table(["method", "ε", "ε stated (sums)", found.headline, "std over seeds"], results),
         ),
     ]
-    if len(methods) > 1:
-        lines = [
-            [row["method"], row["epsilon"], row["difference"], row["low"], row["high"]]
-            for row in found.differences(reference)
-        ]
+    lines = [
+        [row["method"], row["epsilon"], row["difference"], row["low"], row["high"]]
+        for row in found.differences(reference)
+    ]
+    if lines:
         text = f"Paired over seeds, with 95% intervals of Student's t; epsilons without {reference} take its only one."
         head = ["method", "ε", f"{found.headline} − {reference}", "low", "high"]
         parts.append(_section(f"Differences to {reference}", _text("p", text), _table(head, lines)))
@@ -175,7 +176,8 @@ def _statements(folder: pathlib.Path, found: Comparison) -> list[str]:
     parts = []
     for method in dict.fromkeys(method for method, _ in found.cells):
         seed = next(row["seed"] for row in found.rows if row["method"] == method)
-        runs = [run for part in (folder / method).glob(f"seed={seed}*") for run in part.glob(f"*/{PRIVACY}")]
+        parts_of_seed = [part for part in (folder / method).glob(f"seed={seed}*") if _first(part.name) == str(seed)]
+        runs = [run for part in parts_of_seed for run in part.glob(f"*/{PRIVACY}")]
         runs.sort(key=lambda run: (int(_first(run.parts[-3].partition("points")[2])), int(_first(run.parts[-2]))))
         own = [epsilon for name, epsilon in found.cells if name == method]
         for epsilon, run in zip(own, runs, strict=False):

@@ -95,17 +95,20 @@ class Journal:
         return Recorded(records, {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)})
 
     def record(self, records: Records, done: int, count: int) -> None:
-        """Keep a segment's records; raise if its server state is broken."""
+        """Keep a segment's records."""
 
         def put(all_: np.ndarray, segment: np.ndarray) -> None:
             all_[done : done + count] = segment[:count]
 
         jax.tree.map(put, self.recorded.records, records)
-        broken = np.flatnonzero(~records.server_finite[:count])
+
+    def require_finite(self, start: int, done: int) -> None:
+        """Raise if the server's state was broken in one of these rounds."""
+        broken = np.flatnonzero(~self.recorded.records.server_finite[start:done])
         if broken.size:
+            number = start + int(broken[0]) + 1
             raise FloatingPointError(
-                f"the server's state turned non-finite in round {done + int(broken[0]) + 1}: "
-                f"{remedy([self.algorithm])}; the last checkpoint is intact"
+                f"the server's state turned non-finite in round {number}: {remedy([self.algorithm])}"
             )
 
     def evaluated(self, index: int, scores: PerClient) -> None:
@@ -137,7 +140,7 @@ class Journal:
             memory: the mechanism's; under an audit it holds the canaries' scores.
         """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
-        made = sum(r <= done for r in self.evaluations)
+        made = len(self.metrics)  # the last one planned up to `done` may have failed
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
         scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
         mechanism, terms, dp_sgd = self.algorithm.mechanism, self.algorithm.terms, self.algorithm.dp_sgd

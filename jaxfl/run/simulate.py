@@ -20,7 +20,7 @@ from jaxfl._validate import check_instance, check_key, check_path, checked
 from jaxfl.backend import of_devices
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
-from jaxfl.engine.program import Points
+from jaxfl.engine.program import Points, over_points
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
@@ -198,6 +198,7 @@ def sweep(
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
     points = Points(build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch)
+    _check_clipped(points, algorithms)
     root = None if folder is None else pathlib.Path(folder)
     names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
     folders = [None if root is None else root / name for name in names]
@@ -217,6 +218,19 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
     if len(set(lengths.values())) != 1 or not max(lengths.values()):
         raise ValueError(f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1")
     return next(iter(lengths.values()))
+
+
+def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
+    """Require finite clip bounds where the points' one program adds noise, were it of size 0."""
+    unclipped = [p for p, algorithm in enumerate(algorithms) if math.isinf(algorithm.mechanism.clip)]
+    noisy: list[bool] = []
+    if unclipped and points.values:
+        jax.eval_shape(over_points(lambda built: noisy.append(built.mechanism.noisy), points))
+    if any(noisy):
+        raise ValueError(
+            f"values of point {unclipped[0]}: clip=inf in a sweep with noise, which is in multiples of it: "
+            "give a large number, or make that point a run of its own"
+        )
 
 
 class _Settings(NamedTuple):
@@ -330,11 +344,11 @@ class _Run:
                 except KeyboardInterrupt:
                     raise signals.stopped(asked(), self._where()) from None
         except Exception as error:
-            if jax.process_count() > 1 and self.checkpoints is not None:
-                error.add_note(
-                    f"process {jax.process_index()} of {jax.process_count()} stopped after round {self.done}; "
-                    f"the last checkpoint is {self.checkpoints.newest()}: start all processes again to go on from it"
-                )
+            if self.checkpoints is not None:
+                several = jax.process_count() > 1
+                who = f"process {jax.process_index()} of {jax.process_count()} " if several else ""
+                where = f"{who}stopped after round {self.done}; the last checkpoint is {self.checkpoints.newest()}"
+                error.add_note(f"{where}: start all processes again to go on from it" if several else where)
             raise
         finally:
             memories = self._memories()
@@ -422,14 +436,18 @@ class _Run:
     def _record(self, records: Records, count: int) -> None:
         for journal, part in zip(self.journals, self._split(records), strict=True):
             journal.record(part, self.done, count)
+        if self.points is None:  # points of a sweep go on, and their scores tell
+            self.journals[0].require_finite(self.done, self.done + count)
         self.done += count
         evaluated = max((r for r in self.evaluations if r < self.done), default=0)
         self.watch.dropped([journal.recorded.records for journal in self.journals], evaluated, self.done)
 
     def _evaluate(self) -> None:
         index = self.evaluations.index(self.done)
-        records = [journal.recorded.records for journal in self.journals]
-        self.watch.updates(records, self.evaluations[index - 1] if index else 0, self.done)
+        if self.points is None:
+            self.watch.updates(
+                self.journals[0].recorded.records, self.evaluations[index - 1] if index else 0, self.done
+            )
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
         scores = self._split(self.runner.evaluate(key))
         self.watch.scores(scores, self.done)

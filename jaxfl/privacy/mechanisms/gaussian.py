@@ -146,7 +146,9 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         if self.noisy and not traced(self.clip) and math.isinf(self.clip):
-            raise ValueError(f"clip={self.clip!r} with noise: noise is in multiples of clip, so give a finite number")
+            raise ValueError(
+                f"clip={self.clip!r} with noise, which is in multiples of it: give a finite number, or no noise"
+            )
         self._check_single_precision()
         if self.noise == "grid":
             self._check_grid()

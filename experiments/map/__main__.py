@@ -430,8 +430,8 @@ def _line(cell: Mapping[str, Any], found: Comparison) -> str:
         for beyond in (lambda row: row["low"] > 0, lambda row: row["high"] < 0)
     )
     return (
-        f"- **{_title(cell)}**. Trained alone, {alone}. Best private method, with the difference to the better of these "
-        f"and its 95% interval: {'; '.join(best)}. At ε {number(least)} above it: {above}. Below: {below}."
+        f"- **{_title(cell)}**. Trained alone, {alone}. Best private method, with the difference to the better of "
+        f"these and its 95% interval: {'; '.join(best)}. At ε {number(least)} above it: {above}. Below: {below}."
     )
 
 

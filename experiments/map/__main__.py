@@ -10,7 +10,7 @@ import json
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -398,41 +398,74 @@ def _title(cell: Mapping[str, Any]) -> str:
     return f"{cell['data']}, {cell['clients']:,} clients with {cell['classes']} classes each"
 
 
-def answer(results: Mapping[str, Result]) -> str:
-    """For the front page: at each place the better floor, the best private method, and who is above and below."""
-    return "\n".join(
-        ["![accuracy against epsilon](experiments/map/answer.png)\n", *(_line(*place) for place in _places(results))]
-    )
-
-
 ALONE = {"local-only": "the network", "linear, local-only": "a linear model"}
 """What each client can train alone."""
 
 
-def _line(cell: Mapping[str, Any], found: Comparison) -> str:
-    floors = {method: found.mean(method, math.inf)[0] for method in ALONE}
-    floor = max(floors, key=lambda method: floors[method])
+def answer(results: Mapping[str, Result]) -> str:
+    """For the front page: at each place what clients reach alone, the best private method, and who is above and below.
+
+    Last what holds at all of them.
+    """
+    places = _places(results)
+    picture = "![accuracy against epsilon](experiments/map/answer.png)\n"
+    return "\n".join([picture, *(_line(*place) for place in places), _everywhere([found for _, found in places])])
+
+
+def _gains(found: Comparison) -> dict[float, list[dict[str, Any]]]:
+    """By epsilon, private methods' differences to the better of what clients train alone, the largest first."""
+    floor = max(ALONE, key=lambda method: found.mean(method, math.inf)[0])
     private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
-    gains = [row for row in found.differences(floor) if row["method"] in private]
+    rows = [row for row in found.differences(floor) if row["method"] in private]
+    return {
+        epsilon: sorted((row for row in rows if row["epsilon"] == epsilon), key=lambda row: -row["difference"])
+        for epsilon in sorted({row["epsilon"] for row in rows})
+    }
+
+
+def _above(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [row["method"] for row in rows if row["low"] > 0]
+
+
+def _below(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [row["method"] for row in rows if row["high"] < 0]
+
+
+def _line(cell: Mapping[str, Any], found: Comparison) -> str:
+    gains = _gains(found)
     alone = ", ".join(
-        f"{ALONE[method]} reaches {percent([row[found.headline] for row in found.rows if row['method'] == method])}%"
-        for method in sorted(floors, key=lambda method: -floors[method])
+        f"{name} reaches {percent([row[found.headline] for row in found.rows if row['method'] == method])}%"
+        for method, name in ALONE.items()
     )
     best = []
-    for epsilon in sorted({row["epsilon"] for row in gains}):
-        row = max((row for row in gains if row["epsilon"] == epsilon), key=lambda row: row["difference"])
+    for epsilon, (row, *_) in gains.items():
         mean, ends = found.mean(row["method"], epsilon)[0], f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"
         best.append(f"ε {number(epsilon)} {row['method']} {100 * mean:.1f} ({100 * row['difference']:+.1f}, {ends})")
-    least = min(row["epsilon"] for row in gains)
-    ranked = sorted((row for row in gains if row["epsilon"] == least), key=lambda row: -row["difference"])
-    above, below = (
-        "; ".join(row["method"] for row in ranked if beyond(row)) or "none"
-        for beyond in (lambda row: row["low"] > 0, lambda row: row["high"] < 0)
-    )
+    least = min(gains)
     return (
         f"- **{_title(cell)}**. Trained alone, {alone}. Best private method, with the difference to the better of "
-        f"these and its 95% interval: {'; '.join(best)}. At ε {number(least)} above it: {above}. Below: {below}."
+        f"these and its 95% interval: {'; '.join(best)}. At ε {number(least)} above: {_listed(_above(gains[least]))}; "
+        f"below: {_listed(_below(gains[least]))}."
     )
+
+
+def _everywhere(places: Sequence[Comparison]) -> str:
+    """What holds at all places, by epsilon."""
+    gains, lines = [_gains(found) for found in places], []
+    for epsilon in gains[0]:
+        shared = [
+            [name for name in of(gains[0][epsilon]) if all(name in of(other[epsilon]) for other in gains)]
+            for of in (lambda rows: [row["method"] for row in rows[:3]], _above, _below)
+        ]
+        best, above, below = map(_listed, shared)
+        lines.append(
+            f"ε {number(epsilon)}: always among the best three: {best}; above training alone: {above}; below: {below}."
+        )
+    return f"- **At all {len(places)} places.** {' '.join(lines)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name.replace(", ", " ") for name in names) or "none"
 
 
 def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:

@@ -152,7 +152,11 @@ class Run(Setting):
         if math.isfinite(self.epsilon) and private(self.method):
             clients = self.population.clients
             given["noise_multiplier"] = calibrate(
-                self.epsilon, clients=clients, rounds=self.rounds, sampling=self.sampling
+                self.epsilon,
+                clients=clients,
+                rounds=self.rounds,
+                sampling=self.sampling,
+                delta=self.options.get("delta"),
             )
         return self.algorithm(self.method, model, self.local.learning_rate, **given)
 

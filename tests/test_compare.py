@@ -148,6 +148,14 @@ def test_noise_is_that_of_the_clients_who_are_run():
     assert found.rows[0]["stated"] == pytest.approx(1.0, rel=2e-3)
 
 
+def test_points_of_other_epsilons_are_no_points():
+    def build(rate, noise_multiplier):
+        return dp_fedavg(MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))
+
+    with pytest.raises(ValueError, match=r"methods\['a'\].points=.* different epsilons"):
+        compare({"a": Candidate(build, {"rate": [0.1, 0.5]})}, small_clients(), **SETTING)
+
+
 def test_a_point_that_diverges_loses_and_stops_nothing(monkeypatch):
     monkeypatch.setattr("jaxfl.run.compare._STATE_BYTES", 1)  # a program for each point
     methods = {"local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e25, 0.1]})}

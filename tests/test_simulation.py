@@ -16,10 +16,11 @@ import optax
 import pytest
 from algorithms_table import ALGORITHMS, MODEL, small_clients
 
-from jaxfl.algorithms import dp_fedavg, fedavg, fedprox
+from jaxfl.algorithms import ditto, dp_fedavg, fedavg, fedprox
 from jaxfl.engine.resident import Resident
 from jaxfl.engine.streamed import Stream
 from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Poisson
 from jaxfl.run import report
@@ -91,6 +92,16 @@ def test_updates_that_were_dropped_are_told_at_the_end(caplog):
     assert not caplog.records
     quiet(DIVERGING, small_clients())
     assert "fedavg: 20 of 22 updates were not finite and were dropped" in caplog.text  # one client has no examples
+
+
+def test_what_private_steps_send_does_not_follow_from_a_state():
+    """It is not theirs to protect: a personal model that overflows must not take the noised update with it."""
+    local = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
+    private = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Full()}
+    method = ditto(MODEL, local=local, personal=LocalSGD(optax.sgd(jnp.inf)), penalty_weight=0.1, **private)
+    result = quiet(method, small_clients((4, 3, 5)), rounds=1, eval_every=1)
+    assert result.metrics[0]["nonfinite"] == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.states))
 
 
 def test_broken_data_are_refused_at_the_start():

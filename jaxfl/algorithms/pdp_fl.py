@@ -21,9 +21,10 @@ from jaxfl.privacy.accounting import calibrate_examples
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import RoundNumbers, Total
+from jaxfl.privacy.observers import Observer, View
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
-from jaxfl.types import Algorithm, Model, Terms, Tree
+from jaxfl.types import Algorithm, Ledger, Model, Terms, Tree
 
 TopUp: TypeAlias = Literal["variances", "mean_level", "level_sum"]
 
@@ -297,6 +298,12 @@ class NoiseByLevel(Mechanism):
     def server_noisy(self) -> bool:
         """Whether any cohort may get noise."""
         return True
+
+    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+        """Without amplification where clients' noise differs: it is not topped up, so that the sum shows who is in."""
+        view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
+        noise = self.client_noise_table
+        return view if (noise == noise[:, :1]).all() else view._replace(amplified=None)
 
 
 def _by_level(

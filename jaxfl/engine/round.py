@@ -272,15 +272,18 @@ def _participant(
     _check(algorithm, info)
 
     update, norm, bound = mechanism.bound(memory, message.update)
-    finite = jnp.isfinite(norm) & _all_finite(new)
+    kept = _all_finite(new)
+    finite = jnp.isfinite(norm)
+    if not private:  # private steps do not cover a state, so that it decides nothing about what is sent
+        finite &= kept
     bounded = Message(update, message.extra)
     sent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded)
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    new = jax.tree.map(lambda a, b: jnp.where(finite & kept, a, b), new, old)
     contribution, row = mechanism.contribute(keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm)
     update = mechanism.in_units(memory, contribution, norm, scale)
     given = Total(update, variance=(weight * slots.noise[slot]) ** 2, weight=weight, rows=row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
-    info = {name: jnp.where(finite & real, value, 0.0) for name, value in info.items()}
+    info = {name: jnp.where(finite & kept & real, value, 0.0) for name, value in info.items()}
     return Sums(given, info, real.astype(jnp.float32), (real & ~finite).astype(jnp.int32)), new
 
 

@@ -187,6 +187,11 @@ def audited(mechanism: Mechanism, canaries: Canaries) -> Audited:
     _auditor()
     if not mechanism.communicates or (not traced(mechanism.clip) and math.isinf(mechanism.clip)):
         raise ValueError(f"audit with mechanism={mechanism!r}: updates are not clipped; give a clip, or leave it out")
+    if not mechanism.covers_canaries:
+        raise ValueError(
+            f"audit with mechanism={mechanism!r}: canaries bring no noise, and cohorts may bring less than a client "
+            "counts on, its own; give a sampler of fixed cohorts without a filter, or leave it out"
+        )
     shared = {field.name: getattr(mechanism, field.name) for field in dataclasses.fields(Mechanism)}
     return Audited(**shared, mechanism=mechanism, canaries=canaries)
 

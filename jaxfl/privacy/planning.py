@@ -37,6 +37,8 @@ class Plan(NamedTuple):
     rdp: Epsilon
     error: float
     """Root mean square over rounds of the noise per model coordinate, over C (prefix sums of the noisy means)."""
+    stateful: bool = False
+    """Whether clients keep a state."""
 
     @property
     def epsilon(self) -> float:
@@ -45,12 +47,11 @@ class Plan(NamedTuple):
 
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
         """Epsilon at other deltas."""
-        ledger = planned_ledger(self.mechanism, self.clients, self.rounds)
-        return np.array([tightest(epsilons(ledger, self.mechanism, delta=delta)).value for delta in deltas])
+        return np.array([_epsilon(self.mechanism, self.clients, self.rounds, d, self.stateful) for d in deltas])
 
     def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
         """Epsilon after other numbers of rounds."""
-        return np.array([_epsilon(self.mechanism, self.clients, count, self.delta) for count in rounds])
+        return np.array([_epsilon(self.mechanism, self.clients, n, self.delta, self.stateful) for n in rounds])
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
@@ -106,8 +107,8 @@ def plan(
         mechanism = dataclasses.replace(mechanism, noise_multiplier=z)
         ledger = planned_ledger(mechanism, clients, rounds)
         bounds = epsilons(ledger, mechanism, delta=delta, stateful=stateful)
-        error = z / cohort * noise_error(mechanism, rounds)
-        return Plan(kind, mechanism, clients, rounds, delta, z, tightest(bounds), bounds["rdp"], error)
+        error = z / mechanism.sampling.expected(clients) * noise_error(mechanism, rounds)
+        return Plan(kind, mechanism, clients, rounds, delta, z, tightest(bounds), bounds["rdp"], error, stateful)
 
     def best(kind: Kind) -> list[Plan]:
         plans = (priced(kind, mechanism) for mechanism in _candidates(kind, clients, cohort, rounds))
@@ -170,9 +171,9 @@ def largest_cohort(
     return _largest(within, check_count("clients", clients))
 
 
-def _epsilon(mechanism: Mechanism, clients: int, rounds: int, delta: float | None) -> float:
+def _epsilon(mechanism: Mechanism, clients: int, rounds: int, delta: float | None, stateful: bool = False) -> float:
     ledger = planned_ledger(mechanism, clients, rounds)
-    return tightest(epsilons(ledger, mechanism, delta=delta)).value
+    return tightest(epsilons(ledger, mechanism, delta=delta, stateful=stateful)).value
 
 
 def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mechanism]:

@@ -156,6 +156,15 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
     return statement | {"audit": audit, "warnings": warnings, "claim": claim}
 
 
+def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
+    """The statement without epsilons by client, which tell how often each took part."""
+    return {
+        name: without_clients(part) if isinstance(part, dict) else part
+        for name, part in statement.items()
+        if name != "per_client"
+    }
+
+
 def _check_statement(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and {"honest", "warnings", "not_covered"} <= value.keys():
         return value

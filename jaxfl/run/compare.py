@@ -26,6 +26,7 @@ from jaxfl._validate import (
 )
 from jaxfl.data.clients import hold_out
 from jaxfl.privacy.accounting import calibrate
+from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.run.check import check_clients, check_values
 from jaxfl.run.comparison import Comparison, Row
 from jaxfl.run.page import write_report
@@ -66,9 +67,9 @@ class Candidate(NamedTuple):
         """The arguments of a point."""
         return {argument: float(column[index]) for argument, column in self.points.items()}
 
-    def first(self) -> Algorithm:
-        """The algorithm of the first point, with noise if it takes any."""
-        return self.build(**self.point(0), **{"noise_multiplier": 1.0} if self.private else {})
+    def at(self, index: int) -> Algorithm:
+        """The algorithm of a point, with noise if it takes any."""
+        return self.build(**self.point(index), **{"noise_multiplier": 1.0} if self.private else {})
 
 
 def grid(**axes: Any) -> dict[str, list[float]]:
@@ -210,7 +211,7 @@ def compare(
     shared: dict[str, Any] = {**options, "progress": False}
     rows: list[Row] = []
     tuning: list[Row] = []
-    runs = {name: _Runs(name, method, method.first(), root, shared) for name, method in methods.items()}
+    runs = {name: _Runs(name, method, method.at(0), root, shared) for name, method in methods.items()}
     work = sum(
         at.work(held_out.number, [own.number for own in tested.values()], rounds, epsilons) for at in runs.values()
     )
@@ -321,6 +322,12 @@ def _levels(runs: _Runs, clients: int, rounds: int, epsilons: Sequence[float]) -
     if not runs.method.private:
         return {math.inf: 0.0}
     algorithm = runs.algorithm
+    exposed = [_exposed(runs.method.at(p).mechanism, clients, rounds) for p in range(runs.method.number)]
+    if any(not np.array_equal(one, exposed[0]) for one in exposed):
+        raise ValueError(
+            f"methods[{runs.name!r}].points={show(runs.method.points)}: at one noise multiplier they have different "
+            "epsilons; give a candidate for each value of what decides that, such as the sampling rate"
+        )
     options = {
         "mechanism": algorithm.mechanism,
         "stateful": bool(runs.states(clients)),
@@ -330,6 +337,12 @@ def _levels(runs: _Runs, clients: int, rounds: int, epsilons: Sequence[float]) -
         epsilon: 0.0 if math.isinf(epsilon) else calibrate(epsilon, clients=clients, rounds=rounds, **options)
         for epsilon in epsilons
     }
+
+
+def _exposed(mechanism: Mechanism, clients: int, rounds: int) -> np.ndarray:
+    """What an epsilon follows from: multipliers of the sums, by round and client, and the amplification."""
+    view = mechanism.view(mechanism.planned(clients, rounds), "aggregate")
+    return np.column_stack([view.multiplier, view.hidden * view.rate])
 
 
 def _noise(method: Candidate, levels: Mapping[float, float], times: int = 1) -> dict[str, list[float]]:

@@ -14,7 +14,7 @@ from jaxfl.engine.evaluate import PerClient, summarize
 from jaxfl.engine.round import Records
 from jaxfl.privacy.accounting import running_epsilon
 from jaxfl.privacy.audit import Scores, audit_report, told
-from jaxfl.privacy.statement import privacy_statement, with_audit
+from jaxfl.privacy.statement import privacy_statement, with_audit, without_clients
 from jaxfl.run import plots, report
 from jaxfl.run.health import remedy
 from jaxfl.types import Algorithm, Clients, Ledger, Tree
@@ -174,7 +174,8 @@ class Journal:
             files.write_arrays(folder / report.PER_CLIENT, history | arrays)
             plots.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
         if statement:
-            files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
+            stated = without_clients(statement) if self.public else statement
+            files.write_json(folder / report.PRIVACY, stated, allow_nan=False)
 
 
 def _means(records: Records) -> dict[str, float | int]:

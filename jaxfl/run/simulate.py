@@ -72,7 +72,7 @@ class RunOptions(TypedDict, total=False):
             can read and a resumed run needs. The run cannot be repeated. A sweep draws bits for each point.
         report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
             `clipped`, `participants`, `nonfinite` and the method's own infos in `metrics`, and how often each client
-            took part in per_client.npz. Test scores, checkpoints and the returned ledger remain.
+            took part in per_client.npz, and epsilons by client. Test scores, checkpoints and what is returned remain.
         resume: "auto" resumes from the folder; "never" starts over and replaces its contents.
         progress: show a bar with round, headline metric and epsilon so far.
         audit: canaries that take part beside the clients; what an attacker tells of them bounds epsilon from below, in

@@ -300,3 +300,21 @@ def test_what_divides_by_n_needs_a_number_of_participants(option):
 def test_wrong_preferences_name_themselves(wrong, name):
     with pytest.raises(ValueError, match=name):
         personal_budgets(**{"preferences": np.ones(2)} | wrong)
+
+
+def test_noise_that_shows_the_cohort_is_not_amplified():
+    """The server's noise by levels comes on top of what the participants bring."""
+    rule: dict[str, Any] = {
+        "epsilon_max": 5.0,
+        "smallest": 1,
+        "top_up": "level_sum",
+        "sampling": FixedSize(10),
+        "clip": 1.0,
+    }
+
+    def theorem(asked):
+        method = pdp_fl_paper(MODEL, budgets=Budgets(np.array(asked), np.full(100, 8.0)), **rule)
+        ledger = planned_ledger(method.mechanism, 100, 5)
+        return epsilon(ledger, method.mechanism, accountant="rdp").theorem
+
+    assert "without replacement" not in theorem([16.0] * 50 + [4e6] * 50)

@@ -29,7 +29,7 @@ from jaxfl.privacy.accounting import (
 )
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
-from jaxfl.privacy.sampling import FixedSize, Full, Poisson
+from jaxfl.privacy.sampling import CyclicPoisson, FixedSize, Full, MinSeparation, Poisson
 from jaxfl.types import Ledger, Terms
 
 ZERO_OUT = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
@@ -536,3 +536,11 @@ def test_wrong_steps_name_themselves(wrong, name):
 def test_own_noise_must_fit_the_clients():
     with pytest.raises(ValueError, match=r"dp_sgd\.noise_multiplier has shape"):
         planned_ledger(Mechanism(), 4, 1, private_steps(np.ones(3)))
+
+
+@pytest.mark.parametrize("sampling", [CyclicPoisson(0.1, 4), MinSeparation(2, 4)])
+def test_a_plan_tops_up_what_those_who_can_take_part_bring(sampling):
+    m = Mechanism(clip=1.0, noise_multiplier=1.0, client_noise=0.1, sampling=sampling)
+    ledger = planned_ledger(m, 20, 8)
+    np.testing.assert_allclose(ledger.server_noise**2 + 0.01 * ledger.participants.sum(axis=1), 1.0)
+    assert 0 < epsilon(ledger, m).value < math.inf

@@ -30,6 +30,7 @@ from jaxfl.privacy import (
     Median,
     MinSeparation,
     Poisson,
+    PrivacyFilter,
     format_statement,
 )
 from jaxfl.privacy.audit import (
@@ -259,3 +260,16 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
     with pytest.raises(ValueError, match=r"pip install 'jaxfl\[audit\]'"):
         audited(Mechanism(clip=1.0, noise_multiplier=1.0), Canaries(10))
     assert dataclasses.fields(Audited)
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        Mechanism(clip=1.0, client_noise=2.0, sampling=Poisson(0.1)),
+        PrivacyFilter(clip=1.0, client_noise=2.0, least_total=0.5),
+    ],
+)
+def test_canaries_need_the_noise_that_clients_count_on(mechanism):
+    with pytest.raises(ValueError, match="canaries bring no noise"):
+        audited(mechanism, Canaries(10))
+    assert audited(Mechanism(clip=1.0, client_noise=2.0), Canaries(10)).clients_noisy

@@ -102,3 +102,8 @@ def test_correlated_noise_is_for_large_populations(deployment, banded, separated
 def test_what_cannot_be_planned_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         plan(**SMALL | arguments)
+
+
+def test_a_plan_for_clients_with_a_state_prices_them_everywhere():
+    (found,) = plan(clients=1000, cohort=10, rounds=50, epsilon=2.0, kinds=("fixed size",), stateful=True)
+    assert found.over_delta([found.delta])[0] == found.over_rounds([50])[0] == pytest.approx(found.epsilon)

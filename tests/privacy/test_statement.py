@@ -15,7 +15,7 @@ from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
-from jaxfl.privacy.statement import format_statement, privacy_statement
+from jaxfl.privacy.statement import format_statement, privacy_statement, without_clients
 from jaxfl.types import Terms
 
 
@@ -301,3 +301,11 @@ def test_markdown_says_the_same_in_nested_lists():
         return re.sub(r"\\(?=\W|_)|\*\*(?=Priv|$)", "", " ".join(said.replace("\n", " ").replace("- ", " ").split()))
 
     assert words("\n".join([title[2:-2], *items])) == words(plain)
+
+
+def test_a_public_statement_tells_of_no_client():
+    full = state(Mechanism(clip=1.0, client_noise=np.array([[3.0, 4.0, 5.0, 6.0]])), clients=4)
+    public = without_clients(full)
+    assert "'per_client':" in str(full)
+    assert "'per_client':" not in str(public)
+    assert public["honest"]["upload"]["epsilon"] == full["honest"]["upload"]["epsilon"]

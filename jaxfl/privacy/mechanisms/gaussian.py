@@ -27,7 +27,7 @@ from jaxfl._validate import Check, check_count, check_noise, check_numbers, chec
 from jaxfl.privacy.clip import clip, round_within
 from jaxfl.privacy.noise import CLIENT_NOISE, SAMPLE, SERVER_NOISE, STEPS, add_gaussian, add_grid_noise, derive, single
 from jaxfl.privacy.observers import Observer, View, one_gaussian, sum_noise, upload_view
-from jaxfl.privacy.sampling import Full, Sampling
+from jaxfl.privacy.sampling import FixedSize, Full, MinSeparation, Sampling
 from jaxfl.privacy.sums import add, narrow, widen
 from jaxfl.types import Ledger, Message, Number, Tree
 
@@ -262,10 +262,7 @@ class Mechanism:
         self.check_fits(clients, rounds)
         noise, weights = (_rows(table, rounds) for table in (self.client_noise_table, self.weight_table))
         multiplier = _rows(self.noise_multiplier_table, rounds)
-        variance = (noise * weights) ** 2
-        present = variance.sum(axis=1) * (clients if variance.shape[1] == 1 else 1)
-        top_up = np.sqrt(np.maximum(0, (multiplier * weights.max(axis=1)) ** 2 - present))
-        return Ledger(self.sampling.possible(clients, rounds), noise, weights, top_up, multiplier)
+        return topped_up(Ledger(self.sampling.possible(clients, rounds), noise, weights, multiplier, multiplier))
 
     def describe(self, ledger: Ledger) -> list[str]:
         """Sentences of a privacy statement about what this mechanism adds to clip, noise, weights and sampling."""
@@ -338,6 +335,11 @@ class Mechanism:
         return traced(self.noise_multiplier) or bool(np.any(np.asarray(self.noise_multiplier)))
 
     @property
+    def covers_canaries(self) -> bool:
+        """Whether clients that bring no noise get as much from a cohort as others count on."""
+        return not self.clients_noisy or isinstance(self.sampling, Full | FixedSize | MinSeparation)
+
+    @property
     def clients_noisy(self) -> bool:
         """Whether clients add noise."""
         return traced(self.client_noise) or bool(np.any(np.asarray(self.client_noise)))
@@ -386,6 +388,16 @@ def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> 
         weights=weights,
         denominator=total * (mechanism.sampling.expected(clients) / clients),
     )
+
+
+def topped_up(ledger: Ledger) -> Ledger:
+    """The ledger with the noise that the server adds where its participants bring theirs."""
+    variance = (np.asarray(ledger.client_noise) * ledger.weights) ** 2
+    present = np.zeros(len(variance))
+    if np.any(variance):
+        present = np.einsum("tc,tc->t", ledger.participants, np.broadcast_to(variance, ledger.participants.shape))
+    floor = np.asarray(ledger.noise_multiplier) * ledger.weights.max(axis=1)
+    return ledger._replace(server_noise=np.sqrt(np.maximum(0, floor**2 - present)))
 
 
 def server_noise(numbers: RoundNumbers, present: Float[Array, ""]) -> Float[Array, ""]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import at_least_0, check_positive, checked, up_to_infinity
-from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total, extremes
+from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total, extremes, topped_up
 from jaxfl.privacy.noise import RELEASE, add_gaussian, derive
 from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian, shown_by, upload_costs
 from jaxfl.types import Ledger, Message, Tree
@@ -95,6 +95,11 @@ class PrivacyFilter(Mechanism):
                 "needs noise on them"
             )
 
+    @property
+    def covers_canaries(self) -> bool:
+        """Not where it stops clients, and their noise with them."""
+        return super().covers_canaries and not self.least_total
+
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Accounts:
         """Nothing released, nothing spent."""
         del key, update
@@ -159,7 +164,7 @@ class PrivacyFilter(Mechanism):
         plan = super().planned(clients, rounds)
         if self.release is not None:
             plan = plan._replace(notes={"release_noise": np.full(rounds, self.release.noise)})
-        return plan._replace(participants=self._affordable(plan)) if self.least_total else plan
+        return topped_up(plan._replace(participants=self._affordable(plan))) if self.least_total else plan
 
     def describe(self, ledger: Ledger) -> list[str]:
         """The filter and the noise on released numbers."""

@@ -144,7 +144,7 @@ def markdown(result: Result) -> str:
 
 
 STUDIES = {
-    partition: Study(functools.partial(run, partition), markdown, draw_curves, minutes=250)
+    partition: Study(functools.partial(run, partition), markdown, draw_curves, minutes=700)
     for partition in ("iid", "dirichlet")
 }
 

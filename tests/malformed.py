@@ -234,7 +234,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
-        "batch": (None, "count?"), "paired_noise": (False, "flag"),
+        "batch": (None, "count?"), "paired_noise": (False, "flag"), "keep_states": (True, "flag"),
     }),
     "compare": (jaxfl.compare, RUN | {
         "methods": ({"one": jaxfl.Candidate(lambda: algorithms.fedavg(MODEL))}, "methods"),

@@ -224,8 +224,13 @@ def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
     """Require finite clip bounds where the points' one program adds noise, were it of size 0."""
     unclipped = [p for p, algorithm in enumerate(algorithms) if math.isinf(algorithm.mechanism.clip)]
     noisy: list[bool] = []
+
+    def note(built: Algorithm) -> Array:
+        noisy.append(built.mechanism.noisy)
+        return jnp.zeros(())
+
     if unclipped and points.values:
-        jax.eval_shape(over_points(lambda built: noisy.append(built.mechanism.noisy), points))
+        jax.eval_shape(over_points(note, points))
     if any(noisy):
         raise ValueError(
             f"values of point {unclipped[0]}: clip=inf in a sweep with noise, which is in multiples of it: "

@@ -27,9 +27,17 @@ class Chip(NamedTuple):
     """To its compiler."""
 
 
-def _gpu(architecture: str, cores: int, shared: int, cache: int, flops: float, bandwidth: float, clock: float) -> Chip:
-    """A GPU of 80 GB; XLA's compiler takes it as the text of a `GpuTargetConfig`."""
-    memory = 80e9
+def _gpu(
+    architecture: str,
+    cores: int,
+    shared: int,
+    cache: int,
+    flops: float,
+    bandwidth: float,
+    clock: float,
+    memory: float = 80e9,
+) -> Chip:
+    """A GPU; XLA's compiler takes it as the text of a `GpuTargetConfig`."""
     target = f"""
     gpu_device_info {{
       cuda_compute_capability {{ {architecture} }} core_count: {cores} fpus_per_core: 128
@@ -47,11 +55,13 @@ def _gpu(architecture: str, cores: int, shared: int, cache: int, flops: float, b
     return Chip("cuda", flops, bandwidth, memory, clock, {"target_config": target, "topology": "1x1x1"})
 
 
+_HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 66.9e12
 CHIPS = {
     "v5e": Chip("tpu", 197e12, 819e9, 16 * 2**30, 1.5e9, {"topology_name": "v5e:2x2"}),
     "v6e": Chip("tpu", 918e12, 1640e9, 32 * 2**30, 1.75e9, {"topology_name": "v6e:2x2"}),
     "a100": _gpu("major: 8", 108, 166_912, 40 * 2**20, 19.5e12, 2039e9, 1.41e9),
-    "h100": _gpu("major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 66.9e12, 3352e9, 1.98e9),
+    "h100": _gpu(*_HOPPER, 3352e9, 1.98e9),
+    "h200": _gpu(*_HOPPER, 4800e9, 1.98e9, 141e9),
 }
 
 

@@ -148,7 +148,9 @@ def _launch(body: Callable[..., None], grid: tuple[int, ...], out: list[jax.Shap
 
     names = tuple(f"axis{axis}" for axis in range(len(grid)))
     numbers = lambda: [lax.axis_index(name) for name in names]  # noqa: E731
-    return mosaic_gpu.kernel(lambda *refs: body(numbers(), *refs), out_type=out, grid=grid, grid_names=names)
+    params = mosaic_gpu.CompilerParams(lowering_semantics=mosaic_gpu.LoweringSemantics.Lane)  # newer jax has another
+    work = lambda *refs: body(numbers(), *refs)  # noqa: E731
+    return mosaic_gpu.kernel(work, out_type=out, grid=grid, grid_names=names, compiler_params=params)
 
 
 def _tile(features: int, sums: int, lanes: int) -> int:

@@ -49,7 +49,7 @@ _SCORES = ("likelihood", "sum", "most")
 @checked(count=check_count)
 @dataclasses.dataclass(frozen=True)
 class Canaries:
-    """Argument `audit` of `simulate`. Where clients bring the noise, cohorts must be fixed in size, and no filter stop any.
+    """Argument `audit` of `simulate`. Where clients bring the noise, cohorts must be fixed in size, without a filter.
 
     Args:
         count: k. The provable bound grows like log k; the disturbance grows too: a round's sum has about k q / 2

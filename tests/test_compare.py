@@ -148,6 +148,14 @@ def test_noise_is_that_of_the_clients_who_are_run():
     assert found.rows[0]["stated"] == pytest.approx(1.0, rel=2e-3)
 
 
+def test_noise_is_that_of_each_seeds_clients():
+    private = {"DP-FedAvg": Candidate(partial(dp_fedavg, MODEL, clip=1.0, sampling=FixedSize(2), local=local(0.1)))}
+    many, few = small_clients((4,) * 20), small_clients()
+    options = SETTING | {"epsilons": (1.0,)}
+    found = compare(private, lambda seed: few if seed else many, **options)
+    assert [row["stated"] for row in found.rows] == pytest.approx([1.0, 1.0], rel=2e-3)
+
+
 def test_points_of_other_epsilons_are_no_points():
     def build(rate, noise_multiplier):
         return dp_fedavg(MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))

@@ -117,10 +117,7 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
     floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
-    present = np.zeros(len(noise))
-    if np.any(noise):
-        present = np.einsum("tc,tc->t", ledger.participants, np.broadcast_to(noise, ledger.participants.shape))
-    recorded = present + np.square(np.asarray(ledger.server_noise, np.float64))
+    recorded = brought(ledger.participants, noise) + np.square(np.asarray(ledger.server_noise, np.float64))
     short = recorded < floor * (1 - ROUNDING)
     if short.any():
         round_ = int(np.argmax(short))
@@ -133,6 +130,13 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     if insider:
         above = above - _largest_other(noise) * (1 + 1e-9)  # 0 if one client adds all noise
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
+
+
+def brought(participants: np.ndarray, noise: Float[np.ndarray, "T #C"]) -> Float[np.ndarray, "T"]:
+    """What the participants' noise, as variances, adds up to in each round."""
+    if not np.any(noise):
+        return np.zeros(len(noise))
+    return np.einsum("tc,tc->t", participants, np.broadcast_to(noise, participants.shape))
 
 
 def upload_view(ledger: Ledger) -> View:

@@ -67,10 +67,12 @@ def membership(
     broadcast = getattr(server, "params", None)
 
     def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
+        def own(table: Float[Array, "#C"]) -> Float[Array, ""]:
+            return table[index if len(table) > 1 else 0]
+
         noise = None
         if algorithm.dp_sgd is not None:
-            table = jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
-            noise = StepNoise(table[index if len(table) > 1 else 0], key)
+            noise = StepNoise(own(jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)), key)
         data = data_of(clients, index, index, noise)
         state = jax.tree.map(lambda leaf: leaf[index], states)
         message = algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]
@@ -80,7 +82,7 @@ def membership(
             )
         bounded = mechanism.bound(memory, message.update)[0]
         noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
-        sender = Participant(index, noise_std[index if noise_std.shape[0] > 1 else 0])
+        sender = Participant(index, own(noise_std))
         return optax.tree.add(broadcast, mechanism.add_client_noise(key, memory, sender, bounded))
 
     def personal(index: Int[Array, ""], key: Key[Array, ""]) -> Params:

@@ -221,13 +221,14 @@ def compare(
             method, length, task = at.method, at.method.rounds or rounds, at.algorithm.model.task
             bar.say(f"{name}: calibrating")
             levels = _levels(at, held_out.number, length, epsilons)
+            by_number = {held_out.number: levels}
             chosen = _tuned(at, held_out, length, levels, tuning_seed, bar)
             tuning += [{"method": name} | row for row in chosen]
             for seed, own in tested.items():
                 columns = {argument: [row["chosen"][argument] for row in chosen] for argument in method.points}
-                if own.number != held_out.number:
-                    levels = _levels(at, own.number, length, epsilons)
-                columns |= _noise(method, levels)
+                if own.number not in by_number:
+                    by_number[own.number] = _levels(at, own.number, length, epsilons)
+                columns |= _noise(method, by_number[own.number])
                 bar.skip(at.trained(own.number, length - chosen[0]["rounds"], len(levels)))
                 results = at.run(bar, columns, own, seed, f"seed={seed}", chosen[0]["rounds"])
                 for row, result in zip(chosen, results, strict=True):

@@ -26,7 +26,7 @@ from jaxtyping import Bool, Float, Int, Key
 from jaxfl._validate import Check, check_count, check_noise, check_numbers, checked, show, traced, up_to_infinity
 from jaxfl.privacy.clip import clip, round_within
 from jaxfl.privacy.noise import CLIENT_NOISE, SAMPLE, SERVER_NOISE, STEPS, add_gaussian, add_grid_noise, derive, single
-from jaxfl.privacy.observers import Observer, View, one_gaussian, sum_noise, upload_view
+from jaxfl.privacy.observers import Observer, View, brought, one_gaussian, sum_noise, upload_view
 from jaxfl.privacy.sampling import FixedSize, Full, MinSeparation, Sampling
 from jaxfl.privacy.sums import add, narrow, widen
 from jaxfl.types import Ledger, Message, Number, Tree
@@ -392,10 +392,7 @@ def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> 
 
 def topped_up(ledger: Ledger) -> Ledger:
     """The ledger with the noise that the server adds where its participants bring theirs."""
-    variance = (np.asarray(ledger.client_noise) * ledger.weights) ** 2
-    present = np.zeros(len(variance))
-    if np.any(variance):
-        present = np.einsum("tc,tc->t", ledger.participants, np.broadcast_to(variance, ledger.participants.shape))
+    present = brought(ledger.participants, (np.asarray(ledger.client_noise) * ledger.weights) ** 2)
     floor = np.asarray(ledger.noise_multiplier) * ledger.weights.max(axis=1)
     return ledger._replace(server_noise=np.sqrt(np.maximum(0, floor**2 - present)))
 

@@ -24,11 +24,12 @@ from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
 from jaxfl.files import write_json
+from jaxfl.local.train import fit_head
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
 from jaxfl.run import plots
 from jaxfl.run.report import run_folder
-from jaxfl.types import Algorithm, Clients, Model
+from jaxfl.types import Algorithm, ClientData, Clients, Model, Params
 
 EPSILONS = (1.0, 8.0, math.inf)
 TUNING_SEED = 100
@@ -150,16 +151,19 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
         ),
         "CENTAUR": private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=rates.head),
         "PPSGD": private(
-            ppsgd,
-            lambda rate, personal: {
+            lambda model, tuning, **options: head_tuned(ppsgd(model, **options), tuning),
+            lambda rate, personal, head: {
                 "batch_size": min(50, 50_000 // cell.clients), "server_learning_rate": rate,
-                "personal_learning_rate": personal, "loss": None,
+                "personal_learning_rate": personal, "loss": None, "tuning": local(head, 5),
             },
             rate=STEP_RATES,
             personal=STEP_RATES,
+            head=rates.head,
         ),
         "FedDPA": private(
-            feddpa,
+            lambda model, local, **options: feddpa(model, local=local, **options)._replace(
+                personalize=feddpa(model, local=again(local, 5), **options).personalize
+            ),
             lambda rate, threshold: {"local": local(rate), "threshold": threshold, "evaluate": "adapt"},
             threshold=(0.1, 0.9),
         ),
@@ -179,6 +183,15 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
 def again(local: LocalSGD, epochs: int) -> LocalSGD:
     """The same steps, for some passes."""
     return dataclasses.replace(local, epochs=epochs)
+
+
+def head_tuned(base: Algorithm, local: LocalSGD) -> Algorithm:
+    """The method, evaluated after each client has trained its head alone on its own data."""
+
+    def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
+        return fit_head(key, base.model, base.personalize(key, server, client, data), data, local=local)[0]
+
+    return base._replace(personalize=personalize)
 
 
 def banded(

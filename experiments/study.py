@@ -87,6 +87,34 @@ def command(package: str, description: str | None, studies: Mapping[str, Study])
     cli(main, description)
 
 
+def part(
+    package: str, study: str, name: str, facts: Mapping[str, Any], make: Callable[[], Result], options: Options
+) -> Result:
+    """A part of a long study's result, kept as soon as it is made, so that the study can be made in parts.
+
+    Args:
+        package: a folder of `experiments`.
+        study: of the package.
+        name: of the part.
+        facts: what the part follows from; where they are those of the kept part, it is not made again.
+        make: what the part says, as `json` can write it.
+        options: a trial keeps its parts with its runs, any other in `results/STUDY/`.
+    """
+    path = (options.out if options.smoke else HERE / package / "results") / study / f"{name}.json"
+    facts = rounded(facts)
+    done = json.loads(path.read_text()) if path.exists() else {}
+    if rounded(done.get("facts")) != facts:
+        done = {"facts": facts, **make()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, done)
+    return done
+
+
+def rounded(facts: Any) -> Any:
+    """As JSON has them, with six digits: the last ones differ between processors."""
+    return json.loads(json.dumps(facts), parse_float=lambda number: float(f"{float(number):.6g}"))
+
+
 def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -> list[str]:
     """Write what the results say into the README, and draw them.
 
@@ -229,5 +257,5 @@ def listed(values: Iterable[Any]) -> str:
 
 __all__ = [
     "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated", "draw_curves",
-    "facts_of", "listed", "markdown_table", "percent", "render", "signed", "source",
+    "facts_of", "listed", "markdown_table", "part", "percent", "render", "signed", "source",
 ]  # fmt: skip

@@ -351,6 +351,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "labels": (LABELS, "labels"), "clients": (2, "count"), "alpha": (0.5, "positive"),
         "minimum": (0, "count from 0"),
     }),
+    "dirichlet_by_client": (data.dirichlet_by_client, SEED | {
+        "labels": (LABELS, "labels"), "clients": (2, "count"), "alpha": (0.5, "positive"), "size": (1, "count"),
+    }),
     "label_share": (data.label_share, SEED | {
         "labels": (LABELS, "labels"), "clients": (2, "count"), "share": (0.5, "fraction"),
         "test_labels": (None, "labels?"),

@@ -6,7 +6,6 @@ python -m experiments.map cifar10_1000_2
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import pathlib
 import shutil
@@ -19,11 +18,10 @@ import numpy as np
 import optax
 
 from experiments.common import fine_tuned, number, percent, starred
-from experiments.study import HERE, Options, Result, Study, command, dated, markdown_table
+from experiments.study import Options, Result, Study, command, dated, markdown_table, part, rounded
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
 from jaxfl.data import Dataset, classes_per_client, load, make_clients
-from jaxfl.files import write_json
 from jaxfl.local.train import fit_head
 from jaxfl.models import lenet, mlp
 from jaxfl.privacy import Mechanism, Poisson, Sampling, plan
@@ -267,11 +265,9 @@ def compared(
     for name, candidate in candidates.items():
         facts = cell._asdict() | given | {"alone": candidate.rounds, "points": candidate.points}
         facts |= {"tuning": "half of the test examples"} if callable(validation) else {}
-        facts = rounded(facts)
-        part = (options.out if options.smoke else HERE / "map/results") / name_of(cell) / f"{name}.json"
-        done = json.loads(part.read_text()) if part.exists() else {}
-        if rounded(done.get("facts")) != facts:
-            folder = run_folder(options.out, f"{name_of(cell)}, {name}", facts, TUNING_SEED)
+
+        def make(name: str = name, candidate: Candidate = candidate, facts: Any = facts) -> Result:
+            folder = run_folder(options.out, f"{name_of(cell)}, {name}", rounded(facts), TUNING_SEED)
             found = compare(
                 {name: candidate},
                 clients,
@@ -283,19 +279,13 @@ def compared(
                 validation=validation,
                 **given,
             )
-            done = {"facts": facts, "comparison": found._asdict()}
-            part.parent.mkdir(parents=True, exist_ok=True)
-            write_json(part, done)
             shutil.rmtree(folder)
-        parts.append(Comparison(**done["comparison"]))
+            return {"comparison": found._asdict()}
+
+        parts.append(Comparison(**part("map", name_of(cell), name, facts, make, options)["comparison"]))
         print(parts[-1].to_markdown(), flush=True)
-    rows, tuning = ([row for part in parts for row in getattr(part, field)] for field in ("rows", "tuning"))
+    rows, tuning = ([row for found in parts for row in getattr(found, field)] for field in ("rows", "tuning"))
     return parts[0]._replace(rows=rows, tuning=tuning)
-
-
-def rounded(facts: Any) -> Any:
-    """As JSON has them, with six digits: the last ones differ between processors."""
-    return json.loads(json.dumps(facts), parse_float=lambda number: float(f"{float(number):.6g}"))
 
 
 def run(cell: Cell, options: Options) -> Result:

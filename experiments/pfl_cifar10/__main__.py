@@ -9,19 +9,20 @@ import time
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from experiments.common import number, percent
 from experiments.pfl_cifar10.network import Pfl
-from experiments.study import Options, Result, Study, command, draw_curves, markdown_table, source
+from experiments.study import Options, Result, Study, command, draw_curves, markdown_table, part, source
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import fedavg
-from jaxfl.data import Dataset, dirichlet, iid, load, make_clients
+from jaxfl.data import Dataset, dirichlet_by_client, iid, load, make_clients
 from jaxfl.models import from_flax
 from jaxfl.privacy import Extrapolated, FixedSize, Mechanism, Poisson, calibrate
 from jaxfl.run.report import run_folder
-from jaxfl.types import Clients, Terms
+from jaxfl.types import Algorithm, Clients, Model, Terms
 
 Partition = Literal["iid", "dirichlet"]
 
@@ -70,55 +71,75 @@ def mechanisms(setting: Setting) -> dict[str, Mechanism]:
 
 
 def clients_of(data: Dataset, partition: Partition, setting: Setting, seed: int) -> Clients:
-    """Clients of as many examples each, or of Dirichlet proportions of classes; the test set is dealt out to them.
+    """Clients of as many examples each, of all classes alike or of their own mix; the test set is dealt out to them.
 
     One model serves all, so that its accuracy over all their test examples is that on the whole test set.
     """
+    dealt: dict[str, Any] = {"clients": setting.clients, "size": setting.examples, "seed": seed}
     if partition == "iid":
-        train = iid(data.train_labels, setting.clients, seed=seed, size=setting.examples)
+        train = iid(data.train_labels, **dealt)
     else:
-        train = dirichlet(data.train_labels, setting.clients, setting.alpha, seed=seed, minimum=1)
+        train = dirichlet_by_client(data.train_labels, alpha=setting.alpha, **dealt)
     return make_clients(data, train, iid(data.test_labels, setting.clients, seed=seed))
 
 
+def network(data: Dataset) -> Model:
+    """Its network, on inputs whose channels have mean 0 and deviation 1 over the training set."""
+    mean, deviation = (of(data.train_inputs, axis=(0, 1, 2)).astype(np.float32) for of in (np.mean, np.std))
+
+    def standardised(x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) - mean) / deviation
+
+    return from_flax(Pfl(), data.train_inputs.shape[1:], name="pfl_cnn", prepare=standardised)
+
+
 def run(partition: Partition, options: Options) -> Result:
-    """A row for each mechanism; a row that was not stopped on its way has its time."""
+    """A row for each mechanism; each of its runs is kept when it is done."""
     setting = Setting()
     if options.smoke:
         setting = Setting(clients=20, examples=20, cohort=5, rounds=4, every=2, deployed_cohort=100)
     data = load("digits" if options.smoke else "cifar10")
-    model = from_flax(Pfl(), data.train_inputs.shape[1:], name="pfl_cnn")
+    model = network(data)
     local = LocalSGD(optax.sgd(setting.learning_rate), setting.batch_size)
-    clients = {seed: clients_of(data, partition, setting, seed) for seed in options.seeds}
     rows = {}
     for name, mechanism in mechanisms(setting).items():
         algorithm = fedavg(model, local=local, mechanism=mechanism, terms=Terms(setting.delta), name=name)
-        results, seconds = [], []
-        for seed, own in clients.items():
-            folder = run_folder(options.out, f"{partition}, {name}", setting._asdict(), seed)
-            began = time.monotonic()
-            result = simulate(
-                jax.random.key(seed),
-                algorithm,
-                own,
-                rounds=setting.rounds,
-                eval_every=setting.every,
-                folder=folder,
-                progress=False,
-            )
-            seconds.append(None if result.restored else round(time.monotonic() - began))
-            results.append(result)
-            print(f"{partition}, {name}, seed {seed}: {result.metrics[-1]['accuracy_examples']:.3f}", flush=True)
-        statement = results[0].statement
-        rows[name] = {
-            "noise_multiplier": float(np.max(statement["noise_multiplier"]["max"])),
-            "epsilon": statement["honest"]["aggregate"]["epsilon"],
-            "rounds": [row["round"] for row in results[0].metrics],
-            "accuracy_by_round": [[row["accuracy_examples"] for row in result.metrics] for result in results],
-            "clipped": [result.metrics[-1]["clipped"] for result in results],
-            "seconds": seconds,
+        runs = []
+        for seed in options.seeds:
+            facts = setting._asdict() | {"partition": partition, "mechanism": name, "seed": seed}
+            make = functools.partial(run_one, algorithm, data, partition, setting, seed, options)
+            runs.append(part("pfl_cifar10", partition, f"{name}, seed {seed}", facts, make, options))
+        rows[name] = {key: runs[0][key] for key in ("noise_multiplier", "epsilon", "rounds")} | {
+            key: [one[key] for one in runs] for key in ("accuracy_by_round", "clipped", "seconds")
         }
     return {"partition": partition, "setting": setting._asdict(), "rows": rows}
+
+
+def run_one(
+    algorithm: Algorithm, data: Dataset, partition: Partition, setting: Setting, seed: int, options: Options
+) -> Result:
+    """One seed of a row; a run that was not stopped on its way has its time."""
+    folder = run_folder(options.out, f"{partition}, {algorithm.name}", setting._asdict(), seed)
+    began = time.monotonic()
+    result = simulate(
+        jax.random.key(seed),
+        algorithm,
+        clients_of(data, partition, setting, seed),
+        rounds=setting.rounds,
+        eval_every=setting.every,
+        folder=folder,
+        progress=False,
+    )
+    seconds = None if result.restored else round(time.monotonic() - began)
+    print(f"{partition}, {algorithm.name}, seed {seed}: {result.metrics[-1]['accuracy_examples']:.3f}", flush=True)
+    return {
+        "noise_multiplier": float(np.max(result.statement["noise_multiplier"]["max"])),
+        "epsilon": result.statement["honest"]["aggregate"]["epsilon"],
+        "rounds": [row["round"] for row in result.metrics],
+        "accuracy_by_round": [row["accuracy_examples"] for row in result.metrics],
+        "clipped": result.metrics[-1]["clipped"],
+        "seconds": seconds,
+    }
 
 
 def markdown(result: Result) -> str:
@@ -144,7 +165,7 @@ def markdown(result: Result) -> str:
 
 
 STUDIES = {
-    partition: Study(functools.partial(run, partition), markdown, draw_curves, minutes=700)
+    partition: Study(functools.partial(run, partition), markdown, draw_curves, minutes=690)
     for partition in ("iid", "dirichlet")
 }
 

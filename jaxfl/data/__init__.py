@@ -4,7 +4,15 @@ from jaxfl.data.clients import describe, hold_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
 from jaxfl.data.owners import by_owner
-from jaxfl.data.partition import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
+from jaxfl.data.partition import (
+    by_sizes,
+    classes_per_client,
+    dirichlet,
+    dirichlet_by_client,
+    iid,
+    label_share,
+    matching,
+)
 
 __all__ = [
     "NAMES",
@@ -15,6 +23,7 @@ __all__ = [
     "corrupt_clients",
     "describe",
     "dirichlet",
+    "dirichlet_by_client",
     "flip_labels",
     "from_arrays",
     "hold_out",

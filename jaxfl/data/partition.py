@@ -107,6 +107,50 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
     return lists_of(_top_up(rng, owner, clients, minimum), clients)
 
 
+@checked(labels=check_labels, size=check_count, seed=count_from_0)
+def dirichlet_by_client(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, size: int, seed: int) -> Rows:
+    """Give each client as many examples, of classes in proportions of its own from a symmetric Dirichlet(alpha).
+
+    Clients come one after another and draw without replacement; of a class that is used up nothing is drawn, so that
+    the last ones are more alike than alpha says where most examples are dealt.
+
+    Args:
+        labels: `[D]` class labels from 0.
+        clients: Number of clients.
+        alpha: Concentration above 0.
+        size: Examples of each client.
+        seed: Seed of the partition.
+
+    Raises:
+        ValueError: Fewer than `clients * size` examples.
+
+    Example:
+        >>> lists = dirichlet_by_client(np.arange(1000) % 10, 20, 0.1, size=50, seed=0)
+        >>> {len(rows) for rows in lists}
+        {50}
+
+    References:
+        Hsu, Qi, Brown 2019, "Measuring the effects of non-identical data distribution for federated visual
+        classification".
+    """
+    if clients * size > len(labels):
+        raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
+    rng = np.random.default_rng(seed)
+    rows = [rng.permutation(np.flatnonzero(labels == k)) for k in _classes(labels)]
+    left = np.array([len(own) for own in rows])
+    owner = np.full(len(labels), -1)
+    for client in range(clients):
+        weights = _proportions(rng, len(rows), alpha)
+        while missing := size - np.count_nonzero(owner == client):
+            weights = weights * (left > 0)
+            weights = weights if weights.any() else left / left.sum()
+            drawn = np.minimum(rng.multinomial(missing, weights / weights.sum()), left)
+            for own, end, count in zip(rows, left, drawn, strict=True):
+                owner[own[end - count : end]] = client
+            left -= drawn
+    return lists_of(owner, clients)
+
+
 @overload
 def label_share(
     labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: None = None

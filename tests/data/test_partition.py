@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.data import by_sizes, classes_per_client, dirichlet, iid, label_share, matching
+from jaxfl.data import by_sizes, classes_per_client, dirichlet, dirichlet_by_client, iid, label_share, matching
 
 SEEDS = st.integers(0, 2**31)
 quick = settings(deadline=None, max_examples=40)
@@ -16,6 +16,7 @@ ALL = {
     "iid": lambda seed: iid(LABELS, 7, seed=seed),
     "by_sizes": lambda seed: by_sizes(LABELS, [30, 0, 90], seed=seed),
     "dirichlet": lambda seed: dirichlet(LABELS, 7, 0.5, seed=seed, minimum=3),
+    "dirichlet_by_client": lambda seed: dirichlet_by_client(LABELS, 7, 0.5, size=30, seed=seed),
     "classes_per_client": lambda seed: classes_per_client(LABELS, TEST_LABELS, 7, 3, seed=seed)[0],
     "label_share": lambda seed: label_share(LABELS, 7, 0.3, seed=seed),
     "matching": lambda seed: matching(iid(LABELS, 7, seed=0), LABELS, TEST_LABELS, seed=seed),
@@ -115,6 +116,25 @@ def test_dirichlet_is_even_for_large_alpha_and_one_client_per_class_for_small():
     assert (even == 10).all()
     lonely = counts(dirichlet(LABELS, 6, 1e-6, seed=0), LABELS, 10)
     assert (lonely.max(0) == 60).all()
+
+
+@quick
+@given(st.floats(1e-9, 1e6), st.integers(1, 60), st.integers(1, 12), st.integers(1, 5), SEEDS)
+def test_clients_with_classes_of_their_own_have_as_many_examples(alpha, clients, classes, size, seed):
+    labels = random_labels(seed, classes, 60 * 5)
+    lists = dirichlet_by_client(labels, clients, alpha, size=size, seed=seed)
+    dealt(lists, len(labels), covers=False)
+    assert [len(rows) for rows in lists] == [size] * clients
+
+
+def test_classes_of_a_client_have_the_moments_of_the_dirichlet_multinomial():
+    alpha, size, classes = 0.3, 20, 10
+    labels = np.arange(100_000, dtype=np.int32) % classes
+    shares = counts(dirichlet_by_client(labels, 500, alpha, size=size, seed=0), labels, classes) / size
+    mean = 1 / classes
+    variance = mean * (1 - mean) * (1 / size + (1 - 1 / size) / (classes * alpha + 1))
+    assert np.allclose(shares.mean(0), mean, atol=5 * np.sqrt(variance / 500))
+    assert shares.var() == pytest.approx(variance, rel=0.1)
 
 
 @quick
@@ -262,6 +282,8 @@ def test_matching_balances_totals():
         (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"), "test='none'"),  # pyrefly: ignore[bad-argument-type]
         (lambda: classes_per_client(LABELS, TEST_LABELS, 301, 2, seed=0), "labels has 60 examples of class"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 151, 2, seed=0), 'test_labels has 30.*test="all"'),
+        (lambda: dirichlet_by_client(LABELS, 4, 0.0, size=1, seed=0), "alpha=0"),
+        (lambda: dirichlet_by_client(LABELS, 4, 1.0, size=151, seed=0), "clients=4, size=151"),
         (lambda: label_share(LABELS, 5, 0.0, seed=0), "share=0"),
         (lambda: label_share(LABELS, 5, 1.5, seed=0), "share=1.5"),
         (lambda: label_share(LABELS, 61, 1.0, seed=0), "60 examples of class 0 for 61 shards"),

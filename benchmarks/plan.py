@@ -112,7 +112,7 @@ def shapes_of(work: Workload, clients: int) -> Clients:
     struct = jax.ShapeDtypeStruct
     arrays: list[Any] = [
         struct((count, *work.input_shape), np.uint8), struct((count,), np.int32),
-        struct((clients, width), np.int32), struct((clients,), np.int32),
+        struct((clients, width), np.int32), np.full(clients, width, np.int32),
         struct((clients, 1), np.int32), struct((clients,), np.int32),
     ]  # fmt: skip
     return Clients(*arrays)

@@ -45,6 +45,23 @@ def test_traces_once_for_all_calls():
     assert traces == first == 1
 
 
+def test_clients_of_one_size_wait_for_none():
+    local = LocalSGD(optax.sgd(0.1), 4)
+    algorithm = fedavg(MODEL, local=local, mechanism=Mechanism(sampling=Full()))
+    known = place(small_clients((6,) * 4), jax.devices()[:1])
+    assert known.size == 6
+    assert place(small_clients((6, 5, 6, 6)), jax.devices()[:1]).size is None
+
+    def run(population):
+        arguments = KEY, 0, 2, *initialize(KEY, KEY, algorithm, population)
+        step = compile_rounds(algorithm, population, chunk=2, segment=2)
+        return str(step.func.trace(*step.args, *arguments, **step.keywords).jaxpr), step(*arguments)
+
+    (text, found), (longer, expected) = run(known), run(known._replace(size=None))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    assert longer.count("select_n") - text.count("select_n") >= len(jax.tree.leaves(found[0].server.params))
+
+
 def test_segments_equal_one_long_call():
     algorithm = dp_fedavg(
         MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(0.05), batch_size=4)

@@ -189,7 +189,10 @@ def honest(setting: Setting, model: Model) -> dict[str, Candidate]:
     def central(rate: float, clip: float) -> Algorithm:
         return dp_fedavg(model, clip=clip, noise_multiplier=z, local=setting.local(rate, 1), **shared)
 
-    tried = grid(rate=(0.03, 0.1, 0.3) if setting.data == "mnist" else (0.03, 0.1), clip=(0.3, 1.0, 3.0, 10.0))
+    if setting.data == "mnist":
+        tried = grid(rate=(0.03, 0.1, 0.3, 1.0), clip=(0.3, 1.0, 3.0, 10.0))
+    else:
+        tried = grid(rate=(0.01, 0.03, 0.1), clip=(0.1, 0.3, 1.0, 3.0))
     return {
         "FedAvg, rate tuned": Candidate(lambda rate: plain(setting, model, rate), grid(rate=(0.01, 0.03, 0.1, 0.3))),
         "GDP-FL, honest": Candidate(central, tried),

@@ -17,7 +17,7 @@ from jaxfl._validate import check_choice, check_count, check_positive, checked
 from jaxfl.chips import CHIPS, device_of
 from jaxfl.engine.chunk import fitting
 from jaxfl.engine.kernels import step_cost
-from jaxfl.engine.mesh import Population, in_rows
+from jaxfl.engine.mesh import Population, common_size, in_rows
 from jaxfl.engine.program import compile_rounds, first_states
 from jaxfl.local.train import STEP
 from jaxfl.types import Algorithm, Clients, Tree
@@ -72,7 +72,8 @@ def footprint(
     Args:
         chip: one of `jaxfl.chips.CHIPS`.
         algorithm: what a round does.
-        clients: host arrays, or their shapes (`jax.ShapeDtypeStruct`): nothing else is read.
+        clients: host arrays, or their shapes (`jax.ShapeDtypeStruct`): besides these, only numbers of training
+            examples are read, where they are known.
         chunk: clients vectorised at a time; halved where the chip's memory does not hold them.
         trips: how often the loop over local steps runs, and those around it, from the inside; a step then has its
             share of what they do besides. Of `LocalSGD`: steps in a block, blocks in an epoch, epochs.
@@ -104,7 +105,8 @@ def step_flops(algorithm: Algorithm, population: Population) -> float:
 def described(clients: Clients, device: jax.Device) -> Population:
     """Clients on a device that need not be there: shapes in place of arrays."""
     mesh = Mesh(np.array([device]), ("clients",))
-    return Population(_shapes(mesh, jax.eval_shape(in_rows, clients), P("clients")), clients.number, mesh)
+    shapes = _shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
+    return Population(shapes, clients.number, mesh, size=common_size(clients))
 
 
 def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:

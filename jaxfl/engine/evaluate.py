@@ -45,7 +45,7 @@ def compile_evaluation(
         def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: States) -> PerClient:
             def local(ids: Int[Array, "C"], server: Tree, states: States, clients: Clients) -> PerClient:
                 def score(slot: Int[Array, ""]) -> PerClient:
-                    return _client(algorithm, key, slot, ids[slot], server, states, clients)
+                    return _client(algorithm, key, slot, ids[slot], server, states, clients, population.size)
 
                 slots = jnp.arange(ids.shape[0])
                 return lax.map(score, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
@@ -75,8 +75,9 @@ def _client(
     server: Tree,
     states: States,
     clients: Clients,
+    trained: int | None,
 ) -> PerClient:
-    model, size, data = algorithm.model, clients.test_size[slot], data_of(clients, slot, number)
+    model, size, data = algorithm.model, clients.test_size[slot], data_of(clients, slot, number, size=trained)
     metrics = {"loss": average(model.task.loss), **model.task.metrics}
     params = algorithm.personalize(jax.random.fold_in(key, number), server, states[slot], data)
     width = max(1, clients.test.shape[1])

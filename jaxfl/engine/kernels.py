@@ -54,16 +54,28 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
         return Cost()
     inner = max(costs, key=lambda name: costs[name].bytes)
     total, share, outer = costs[inner], 1.0, {one: name for name in computations for one in _runs(computations[name])}
+    depth = _depth(computations[inner])
     for times in trips:
-        share, inside = share / times, inner
-        inner = outer[inner]
-        total = total.plus(_cost(computations, inner, without=inside), share)
+        share, depth = share / times, depth - 1
+        if _depth(computations[outer[inner]]) == depth:  # else the loop runs once and is none any more
+            inside, inner = inner, outer[inner]
+            total = total.plus(_cost(computations, inner, without=inside), share)
     return total
 
 
+def _depth(operations: list[_Operation]) -> int:
+    """How many loops of the source a computation is in: the least of its operations, some of which come from within."""
+    return min((name.count("while/body") for op in operations if (name := _source(op))), default=0)
+
+
 def _tagged(operation: _Operation) -> bool:
-    name = re.search(r'op_name="([^"]*)"', operation.rest)
-    return bool(name and f"/{STEP}/" in name[1])
+    return f"/{STEP}/" in _source(operation)
+
+
+def _source(operation: _Operation) -> str:
+    """Where in the source an operation comes from, as JAX names it; nothing where it does not."""
+    found = re.search(r'op_name="([^"]*)"', operation.rest)
+    return found[1] if found else ""
 
 
 def _below(computations: dict[str, list[_Operation]], name: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -16,7 +17,8 @@ from jaxfl.types import ClientData, Clients, Rows, StepNoise, Tree
 class Population(NamedTuple):
     """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples.
 
-    `frozen` are a model's frozen weights, the whole of them on every device.
+    `frozen` are a model's frozen weights, the whole of them on every device. `size` is the number of training examples
+    of every client, where all have as many: of vectorised ones none then waits for another, and loops have one length.
     """
 
     clients: Clients
@@ -24,6 +26,7 @@ class Population(NamedTuple):
     mesh: Mesh
     layout: P | Clients = P("clients")
     frozen: Tree = ()
+    size: int | None = None
 
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
@@ -59,7 +62,14 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
         shards = [jax.device_put(block, devices[b]) for b, block in zip(local, np.split(blocks, len(local)))]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
-    return Population(jax.tree.map(put, in_rows(shard(clients, mesh.size, local))), clients.number, mesh)
+    placed = jax.tree.map(put, in_rows(shard(clients, mesh.size, local)))
+    return Population(placed, clients.number, mesh, size=common_size(clients))
+
+
+def common_size(clients: Clients) -> int | None:
+    """The number of training examples of every client; None where they differ, or are not known."""
+    sizes = clients.train_size
+    return int(sizes[0]) if isinstance(sizes, np.ndarray) and len(sizes) and (sizes == sizes[0]).all() else None
 
 
 def in_rows(clients: Clients) -> Clients:
@@ -86,7 +96,11 @@ def data_of(
     number: Int[Array, ""] | int,
     noise: StepNoise | None = None,
     index: Int[Array, ""] | int = 0,
+    size: int | None = None,
 ) -> ClientData:
-    """What the client in a slot sees, by its number among all, in the round of number `index`."""
-    rows, size = clients.train[slot], clients.train_size[slot]
-    return ClientData(clients.inputs, clients.labels, rows, size, number, noise, index)
+    """What the client in a slot sees, by its number among all, in the round of number `index`.
+
+    `size` is the population's: a constant, where vectorised clients would each have a number of their own.
+    """
+    own = clients.train_size[slot] if size is None else jnp.int32(size)
+    return ClientData(clients.inputs, clients.labels, clients.train[slot], own, number, noise, index)

@@ -133,8 +133,8 @@ def add_participants(
 
     def add(total: Sums | None, slots: _Slots, center: Center, states: States, clients: Clients) -> tuple[Sums, States]:
         total = jax.tree.map(lambda leaf: leaf[0], total)
-        most = algorithm.mechanism.sampling.most(population.number)
-        total, states = _cohort(algorithm, chunk, most, keys, index, slots, total, center, states, clients)
+        local = population._replace(clients=clients)
+        total, states = _cohort(algorithm, chunk, keys, index, slots, total, center, states, local)
         return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
@@ -187,27 +187,29 @@ def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: C
 def _cohort(
     algorithm: Algorithm,
     chunk: int,
-    most: int,
     keys: Keys,
     index: Int[Array, ""],
     slots: _Slots,
     total: Sums | None,
     center: Center,
     states: States,
-    clients: Clients,
+    population: Population,
 ) -> tuple[Sums, States]:
-    """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number."""
-    count = slots.ids.shape[0]
+    """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number.
+
+    The population's clients are those on the device.
+    """
+    count, most = slots.ids.shape[0], algorithm.mechanism.sampling.most(population.number)
     chunk = min(chunk, count)
     chunks = -(-jnp.sum(slots.sampled) // chunk)
     order = jnp.nonzero(slots.sampled, size=-(-count // chunk) * chunk, fill_value=count)[0]
-    if chunk > 1:  # vectorised clients go on until the largest one ends: those of like size go together
-        size = jnp.asarray(clients.train_size).at[order].get(mode="fill", fill_value=-1)
+    if chunk > 1 and population.size is None:  # they go on until the largest one ends: those of like size together
+        size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
         order = order[jnp.argsort(-size)]
 
     @functools.partial(jax.jit, inline=True)
     def client(slot: Int[Array, ""], states: States) -> tuple[Sums, Tree, Tree]:
-        share, state = _participant(algorithm, keys, index, slots, slot, center, states, clients)
+        share, state = _participant(algorithm, keys, index, slots, slot, center, states, population)
         return share._replace(given=share.given._replace(rows=())), share.given.rows, state
 
     # One client is plain code: with a batch axis of 1, matrix products would be slow.
@@ -258,7 +260,7 @@ def _participant(
     slot: Int[Array, ""],
     center: Center,
     states: States,
-    clients: Clients,
+    population: Population,
 ) -> tuple[Sums, Tree]:
     """One client's share of the sums, and its new state; a slot beyond the last contributes zero."""
     mechanism, (server, memory) = algorithm.mechanism, center
@@ -267,7 +269,7 @@ def _participant(
     old = states[slot]
     private = algorithm.dp_sgd is not None
     noise = StepNoise(slots.example_noise[slot], derive(keys.noise, CLIENT, number)) if private else None
-    data = data_of(clients, slot, number, noise, index)
+    data = data_of(population.clients, slot, number, noise, index, population.size)
     message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
     _check(algorithm, info)
 

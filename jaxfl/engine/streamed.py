@@ -23,7 +23,7 @@ from jaxtyping import Int, Key
 from jaxfl.backend import compiler_options
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
-from jaxfl.engine.mesh import Population, mesh_of
+from jaxfl.engine.mesh import Population, common_size, mesh_of
 from jaxfl.engine.program import compile_for, first_states, freeze, states_in_rows
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
@@ -60,7 +60,8 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     store = jax.device_put((Rows.of(clients.inputs), clients.labels), NamedSharding(mesh, P()))
     by_client = P("clients")
     layout = Clients(P(), P(), by_client, by_client, by_client, by_client)  # pyrefly: ignore[bad-argument-type]
-    return Population(Clients(*store, *map(np.asarray, clients[2:])), clients.number, mesh, layout)
+    placed = Clients(*store, *map(np.asarray, clients[2:]))
+    return Population(placed, clients.number, mesh, layout, size=common_size(placed))
 
 
 def open_store(

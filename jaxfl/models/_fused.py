@@ -4,14 +4,15 @@ Lanes are columns and examples, weights are scalars, so that a few channels cost
 product, no patch, and nothing is padded to a tile. One program (128 threads) computes one line of pooled maps for some
 features. Its sums over the four places of all windows stay in registers, where the largest is taken.
 
-Columns are kept apart by parity, and lines two by two: the places (dy, dx) of neighbouring windows are then neighbours
-in memory. `x` is [clients, line pairs, channels, 4 * wide, batch], with column j of line parity q and column parity s
-at (2q + s) * wide + j. Pooled maps are [clients, lines, features, across, batch], and `route` has the place of each
-window's largest number, 2 dy + dx, or 4 where ReLU gives 0, of several features in the bits of one number.
+Columns are kept apart by their remainder: those of all windows that a place or a tap falls on are then neighbours in
+memory. By 2 for one layer, by 4 if the next one reads what it writes, and so on (`Maps`): of a layer's pooled columns
+each of several parts is computed apart. `route` has the place of each window's largest number, 2 dy + dx, or 4 where
+ReLU gives 0, of several features in the bits of one number.
 
 The clients of a chunk are the first axis of the grid.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 
 from jaxfl.backend import on_gpu
+from jaxfl.models.layers import LARGEST_FUSED
 
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
 _DEAD, _BITS, _PER_WORD = len(_PLACES), 3, 8
@@ -31,98 +33,184 @@ _THREADS, _REGISTERS = 128, 96
 """Of a program; of a thread, for its sums."""
 
 
-class _Shape(NamedTuple):
-    """Of a layer: kernel side, and lines and columns of its pooled maps, the latter padded to whole warps."""
+class _Lines(NamedTuple):
+    """How columns lie in a line: blocks of `stride` columns with one remainder each, and `margin` on both sides.
 
-    size: int
-    lines: int
-    across: int
-    wide: int
+    Vectors begin at whole steps. Reading goes on beyond a block, for columns that do not count, as far as the margin.
+    """
+
+    margin: int
+    stride: int
+
+    def at(self, block: Any) -> Any:
+        """Where a block begins."""
+        return self.margin + block * self.stride
+
+    def length(self, blocks: int) -> int:
+        """Of a line."""
+        return self.at(blocks) + self.margin
+
+
+def _lines(wide: int, split: int, batch: int) -> _Lines:
+    """Of maps with so many columns, kept apart by their remainder of `split`."""
+    step = _THREADS // math.gcd(_THREADS, batch)
+    return _Lines(step * math.ceil(LARGEST_FUSED // 2 / step), step * math.ceil(math.ceil(wide / split) / step))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Maps:
+    """Maps [channels, H, W, B] as kernels read and write them: [lines, columns of all channels, batch].
+
+    An even number of lines, a batch of whole vectors. Column j of channel c is column j // split of block
+    `split * c + j % split`.
+    """
+
+    flat: Any
+    shape: tuple[int, int, int, int] = dataclasses.field(metadata={"static": True})
+    split: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, x: Array, split: int) -> "Maps":
+        """Maps [channels, H, W, B], floating numbers or bytes."""
+        channels, high, wide, batch = x.shape
+        whole = 8 * math.ceil(batch / 8)
+        lines = _lines(wide, split, whole)
+        ends = [(0, 0), (0, high % 2), (0, split * lines.stride - wide), (0, whole - batch)]
+        x = jnp.pad(x, ends).reshape(channels, high + high % 2, lines.stride, split, whole).transpose(1, 0, 3, 2, 4)
+        x = x.reshape(len(x), channels * split * lines.stride, whole)
+        return cls(jnp.pad(x, [(0, 0), (lines.margin, lines.margin), (0, 0)]), (channels, high, wide, batch), split)
 
     @property
-    def reach(self) -> int:
-        """How many line pairs beyond its own a window reaches into."""
-        return self.size // 2
+    def lines(self) -> _Lines:
+        """How columns lie."""
+        return _lines(self.shape[2], self.split, self.flat.shape[-1])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the numbers."""
+        return self.flat.dtype
+
+    def array(self) -> Array:
+        """[channels, H, W, B]."""
+        (channels, high, wide, batch), (margin, stride) = self.shape, self.lines
+        x = self.flat[:, margin : margin + channels * self.split * stride]
+        x = x.reshape(len(x), channels, self.split, stride, -1).transpose(1, 0, 3, 2, 4)
+        return x.reshape(channels, x.shape[1], self.split * stride, -1)[:, :high, :wide, :batch]
 
 
-def _shape(x: tuple[int, ...], size: int, padding: int) -> tuple[_Shape, int]:
-    """For inputs of this shape; and the batch, padded to whole vectors."""
-    _, high, wide, batch = x
-    batch = 8 * math.ceil(batch / 8)
-    step = _THREADS // math.gcd(_THREADS, batch)
-    lines, columns = ((side + 2 * padding - size + 1) // 2 for side in (high, wide))
-    across = step * math.ceil(columns / step)
-    return _Shape(size, lines, across, step * math.ceil((across + size // 2) / step)), batch
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def convolve_pooled(x: Array, kernel: Array, bias: Array, padding: int) -> Array:
+def convolve_pooled(x: Array | Maps, kernel: Array, bias: Array, padding: int = 0, parts: int = 1) -> Any:
     """Max over 2x2 of relu(x * kernel + bias); reverse mode only.
 
     Args:
-        x: [channels, H, W, B], float32.
+        x: [channels, H, W, B], float32, or bytes b, which stand for 2 b / 255 - 1; or maps with columns kept apart by
+            2 * parts. Bytes and maps have no padding.
         kernel: [k, k, channels, features].
         bias: [features].
         padding: zeros on each side.
+        parts: 1; or what the next layer takes, as maps with columns kept apart by as many.
 
     Returns:
         [features, (H + 2 padding - k + 1) // 2, (W + 2 padding - k + 1) // 2, B].
     """
-    return _forward_rule(x, kernel, bias, padding)[0]
+    if not isinstance(x, Maps):
+        x = Maps.of(jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)]), 2 * parts)
+    layer = _Layer(x.shape, x.flat.shape[-1], x.split, *kernel.shape[1:4:2])
+    maps = Maps(_pooled(x.flat, kernel, bias, layer), (layer.features, layer.high, layer.wide, x.shape[3]), parts)
+    return maps if parts > 1 else maps.array()
 
 
-def _forward_rule(x: Array, kernel: Array, bias: Array, padding: int) -> tuple[Array, tuple]:
-    pairs, shape = _to_pairs(x, len(kernel), padding)
-    pooled, route = _call(_forward, shape)(pairs, kernel, bias)
-    columns = (x.shape[2] + 2 * padding - len(kernel) + 1) // 2
-    return pooled.transpose(1, 0, 2, 3)[:, :, :columns, : x.shape[3]], (pairs, route, kernel, x)
+class _Layer(NamedTuple):
+    """Sizes of a layer: its input [channels, H, W, B] with whole batches, and its kernel's."""
+
+    shape: tuple[int, int, int, int]
+    batch: int
+    split: int
+    size: int
+    features: int
+
+    @property
+    def parts(self) -> int:
+        """Remainders by which pooled columns are kept apart."""
+        return self.split // 2
+
+    @property
+    def high(self) -> int:
+        """Pooled lines."""
+        return (self.shape[1] - self.size + 1) // 2
+
+    @property
+    def wide(self) -> int:
+        """Pooled columns."""
+        return (self.shape[2] - self.size + 1) // 2
+
+    @property
+    def taps(self) -> range:
+        """Columns that a window of each part reads, from that of the first part on."""
+        return range(self.split + self.size - 1)
+
+    @property
+    def reach(self) -> int:
+        """Columns of a block that these go beyond its first one."""
+        return self.taps[-1] // self.split
+
+    @property
+    def read(self) -> _Lines:
+        """Of the input."""
+        return _lines(self.shape[2], self.split, self.batch)
+
+    @property
+    def written(self) -> _Lines:
+        """Of pooled maps and routes."""
+        return _lines(self.wide, self.parts, self.batch)
+
+    def result(self, blocks: int, kind: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
+        """Shape of pooled maps, or routes, with so many blocks in a line."""
+        return (self.high + self.high % 2, self.written.length(blocks), self.batch), kind
 
 
-def _backward_rule(padding: int, saved: tuple, dy: Array) -> tuple[Array, Array, Array]:
-    pairs, route, kernel, x = saved
-    shape, batch = _shape(x.shape, len(kernel), padding)
-
-    def widened(maps: Array) -> Array:
-        """With columns from -reach on, as far as windows of inputs reach."""
-        return jnp.pad(maps, [(0, 0), (0, 0), (shape.reach, shape.wide - maps.shape[2]), (0, batch - maps.shape[3])])
-
-    route, grad = widened(route), widened(dy.transpose(1, 0, 2, 3))
-    inputs = _call(_to_inputs, shape)(route, grad, kernel)
-    kernels, biases = _call(_to_weights, shape)(route, grad, pairs)
-    return _from_pairs(inputs, x.shape, padding), kernels, biases[0, 0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _pooled(x: Array, kernel: Array, bias: Array, layer: _Layer) -> Array:
+    return _call(_forward, layer)(x, kernel, bias)[0]
 
 
-convolve_pooled.defvjp(_forward_rule, _backward_rule)
+def _forward_rule(x: Any, kernel: Any, bias: Any, layer: _Layer) -> tuple[Array, tuple]:
+    pooled, route = _call(_forward, layer)(x.value, kernel.value, bias.value)
+    # The first layer's input is not differentiated: it needs no gradient.
+    return pooled, (x.value, kernel.value if x.perturbed else None, route)
 
 
-def _to_pairs(x: Array, size: int, padding: int) -> tuple[Array, _Shape]:
-    """`x` [C, H, W, B] as [H/2, C, 4 wide, B], see the module."""
-    channels, high, wide, batch = x.shape
-    shape, whole = _shape(x.shape, size, padding)
-    lines, columns = 2 * (shape.lines + shape.reach), 2 * shape.wide
-    ends = [(0, 0), (padding, lines - high - padding), (padding, columns - wide - padding), (0, whole - batch)]
-    x = lax.pad(x, jnp.zeros((), x.dtype), [(*end, 0) for end in ends])
-    x = x.reshape(channels, lines // 2, 2, shape.wide, 2, whole).transpose(1, 0, 2, 4, 3, 5)
-    return x.reshape(lines // 2, channels, 4 * shape.wide, whole), shape
+def _backward_rule(layer: _Layer, saved: tuple, dy: Array) -> tuple[Array | None, Array, Array]:
+    x, kernel, route = saved
+    kernels, biases = _call(_to_weights, layer)(route, dy, x)
+    if kernel is None:
+        return None, kernels, biases[0, 0]
+    columns = math.ceil(layer.wide / layer.parts)
+    need = max(layer.read.stride, columns + layer.reach)
+    if layer.parts == 1 and layer.written.stride >= need:
+        return _call(_to_inputs, layer)(route, dy, kernel), kernels, biases[0, 0]
+    # What the next layer wrote has no zeros around, and neighbouring blocks may be nearer than an input reaches.
+    lines = _Lines(layer.read.margin, need)
+    route, dy = (_further_apart(maps, layer.written, lines, columns) for maps in (route, dy))
+    return _call(functools.partial(_to_inputs, lines=lines), layer)(route, dy, kernel), kernels, biases[0, 0]
 
 
-def _from_pairs(pairs: Array, shape: tuple[int, ...], padding: int) -> Array:
-    """What `_to_pairs` was given, from its result."""
-    channels, high, wide, batch = shape
-    lines, _, columns, whole = pairs.shape
-    x = pairs.reshape(lines, channels, 2, 2, columns // 4, whole).transpose(1, 0, 2, 4, 3, 5)
-    x = x.reshape(channels, 2 * lines, columns // 2, whole)
-    short = [max(0, padding + need - have) for need, have in zip((high, wide), x.shape[1:3], strict=True)]
-    x = jnp.pad(x, [(0, 0), (0, short[0]), (0, short[1]), (0, 0)])
-    return x[:, padding : padding + high, padding : padding + wide, :batch]
+_pooled.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
-def _call(work: Callable[..., tuple], shape: _Shape) -> Callable[..., Any]:
+def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array:
+    """The first columns of each block, with zeros all around."""
+    blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, maps.shape[-1])[:, :, :columns]
+    blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, new.stride - columns), (0, 0)])
+    return jnp.pad(blocks.reshape(len(maps), -1, maps.shape[-1]), [(0, 0), (new.margin, new.margin), (0, 0)])
+
+
+def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
     """A kernel as a function of one client's arrays; vectorised, clients are an axis of its grid."""
 
     @custom_vmap
     def of_clients(*arrays: Array) -> Any:
-        body, grid, results = work(shape, *arrays)
+        body, grid, results = work(layer, *arrays)
         out = [jax.ShapeDtypeStruct((len(arrays[0]), *of), kind) for of, kind in results]
         return tuple(_launch(body, (len(arrays[0]), *grid), out)(*arrays))
 
@@ -159,21 +247,32 @@ def _tile(features: int, sums: int, lanes: int) -> int:
     return max(size for size in range(1, features + 1) if features % size == 0 and size <= most)
 
 
+def _in_word(layer: _Layer) -> int:
+    """Features of a program, and of a route's numbers."""
+    return _tile(layer.features, len(_PLACES) * layer.parts, layer.written.stride * layer.batch)
+
+
 def _zeros(read: Array) -> Array:
     """Zeros that lie in registers as what was read does: sums of a loop cannot begin as one number for all lanes."""
     return jnp.where(read == read, 0.0, 0.0)
 
 
-def _place_of(route: Any, client: Any, line: Any, feature: Any, columns: Any, tile: int) -> Array:
+def _seen(layer: _Layer, x: Any, client: Any, line: Any, channel: Any, tap: int) -> Array:
+    """Of all windows the column that a tap reads."""
+    start = layer.read.at(channel * layer.split + tap % layer.split) + tap // layer.split
+    read = x[client, line, pl.ds(start, layer.written.stride), :]
+    return read.astype(jnp.float32) * (2 / 255) - 1 if read.dtype == jnp.uint8 else read
+
+
+def _place_of(word: Array, feature: Any) -> Array:
     """Places of a feature's windows, for a kernel."""
-    word = route[client, line, feature // tile, columns, :]
-    return lax.shift_right_logical(word, jnp.full(word.shape, _BITS * (feature % tile), jnp.int32)) & (2**_BITS - 1)
+    return lax.shift_right_logical(word, jnp.full(word.shape, _BITS * feature, jnp.int32)) & (2**_BITS - 1)
 
 
-def _forward(shape: _Shape, x: Array, kernel: Array, bias: Array) -> tuple:
+def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
     """Pooled maps and routes; a program for each line and some features."""
-    (*_, channels, features), batch = kernel.shape, x.shape[-1]
-    tile = _tile(features, len(_PLACES), shape.across * batch)
+    channels, features, parts, written = layer.shape[0], layer.features, layer.parts, layer.written
+    tile = _in_word(layer)
 
     def body(at: list[Any], x: Any, kernel: Any, bias: Any, pooled: Any, route: Any) -> None:
         client, line, word = at
@@ -181,113 +280,138 @@ def _forward(shape: _Shape, x: Array, kernel: Array, bias: Array) -> tuple:
 
         def channel(c: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
-            for u in range(shape.size + 1):
-                for v in range(shape.size + 1):
-                    start = (2 * (u % 2) + v % 2) * shape.wide + v // 2
-                    seen = x[client, line + u // 2, c, pl.ds(start, shape.across), :]
-                    for place, (dy, dx) in enumerate(_PLACES):
-                        if 0 <= u - dy < shape.size and 0 <= v - dx < shape.size:
-                            for f in range(tile):
-                                weight = kernel[client, u - dy, v - dx, c, first + f]
-                                sums[place * tile + f] = sums[place * tile + f] + seen * weight
+            for u in range(layer.size + 1):
+                for v in layer.taps:
+                    seen = _seen(layer, x, client, 2 * line + u, c, v)
+                    for part in range(parts):
+                        for place, (dy, dx) in enumerate(_PLACES):
+                            a, b = u - dy, v - 2 * part - dx
+                            if 0 <= a < layer.size and 0 <= b < layer.size:
+                                for f in range(tile):
+                                    i = (part * len(_PLACES) + place) * tile + f
+                                    sums[i] = sums[i] + seen * kernel[client, a, b, c, first + f]
             return sums
 
-        zero = _zeros(x[client, line, 0, pl.ds(0, shape.across), :])
-        sums = lax.fori_loop(0, channels, channel, [zero] * (len(_PLACES) * tile))
-        routes = jnp.zeros(zero.shape, jnp.int32)
-        for f in range(tile):
-            best, where = sums[f], jnp.zeros(zero.shape, jnp.int32)
-            for place in range(1, len(_PLACES)):
-                other = sums[place * tile + f]
-                stays = (best >= other) | (best != best)  # the first one wins, and NaN over all
-                best = jnp.where(stays, best, other)
-                where = jnp.where(stays, where, jnp.full(zero.shape, place, jnp.int32))
-            best = best + bias[client, first + f]
-            pooled[client, line, first + f] = jnp.where(best <= 0, zero, best)
-            where = jnp.where(best > 0, where, jnp.full(zero.shape, _DEAD, jnp.int32))
-            routes = routes | (where << _BITS * f)
-        route[client, line, word] = routes
+        zero = _zeros(_seen(layer, x, client, line, 0, 0))
+        sums = lax.fori_loop(0, channels, channel, [zero] * (parts * len(_PLACES) * tile))
+        for part in range(parts):
+            routes = jnp.zeros(zero.shape, jnp.int32)
+            for f in range(tile):
+                start = part * len(_PLACES) * tile + f
+                best, where = sums[start], jnp.zeros(zero.shape, jnp.int32)
+                for place in range(1, len(_PLACES)):
+                    other = sums[start + place * tile]
+                    stays = (best >= other) | (best != best)  # the first one wins, and NaN over all
+                    best = jnp.where(stays, best, other)
+                    where = jnp.where(stays, where, jnp.full(zero.shape, place, jnp.int32))
+                best = best + bias[client, first + f]
+                columns = pl.ds(written.at((first + f) * parts + part), written.stride)
+                pooled[client, line, columns, :] = jnp.where(best <= 0, zero, best)
+                where = jnp.where(best > 0, where, jnp.full(zero.shape, _DEAD, jnp.int32))
+                routes = routes | (where << _BITS * f)
+            route[client, line, pl.ds(written.at(word * parts + part), written.stride), :] = routes
+        # The next layer's last windows read beyond, and multiply by zero.
+        end = pl.ds(written.at(features * parts), written.margin)
+        pooled[client, line, end, :] = _zeros(pooled[client, line, end, :])
 
-    pooled, routes = ((shape.lines, count, shape.across, batch) for count in (features, features // tile))
-    return body, (shape.lines, features // tile), [(pooled, jnp.float32), (routes, jnp.int32)]
+    results = [layer.result(features * parts), layer.result(features // tile * parts, jnp.int32)]
+    return body, (layer.high, features // tile), results
 
 
-def _to_weights(shape: _Shape, route: Array, grad: Array, x: Array) -> tuple:
+def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
     """The kernel's gradient and the bias's, the latter once for each program of as many features.
 
     A program is for a line of the kernel, a channel and some features, over all lines of maps.
     """
-    channels, batch, features = x.shape[2], x.shape[-1], grad.shape[2]
-    tile, in_word = _tile(features, shape.size + 1, shape.across * batch), features // route.shape[2]
+    del route, grad, x
+    size, channels, features, parts, written = layer.size, layer.shape[0], layer.features, layer.parts, layer.written
+    in_word, tile = _in_word(layer), _tile(features, size + 1, written.stride * layer.batch)
 
     def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any, bias: Any) -> None:
-        client, a, c, part = at
-        first = part * tile
-        zero, columns = _zeros(x[client, 0, c, pl.ds(0, shape.across), :]), pl.ds(shape.reach, shape.across)
+        client, a, c, group = at
+        first = group * tile
+        zero = _zeros(_seen(layer, x, client, 0, c, 0))
+
+        def sent_from(i: Any, part: int, f: int) -> tuple[Array, Array]:
+            """Places and gradients of a feature's windows."""
+            word = route[client, i, pl.ds(written.at((first + f) // in_word * parts + part), written.stride), :]
+            change = grad[client, i, pl.ds(written.at((first + f) * parts + part), written.stride), :]
+            return _place_of(word, (first + f) % in_word), change
 
         def line(i: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
-            winners = [_place_of(route, client, i, first + f, columns, in_word) for f in range(tile)]
-            grads = [grad[client, i, first + f, columns, :] for f in range(tile)]
-            for f, (winner, g) in enumerate(zip(winners, grads)):
-                sums[shape.size * tile + f] = sums[shape.size * tile + f] + jnp.where(winner == _DEAD, zero, g)
+            windows = [[sent_from(i, part, f) for f in range(tile)] for part in range(parts)]
+            for own in windows:
+                for f, (winner, change) in enumerate(own):
+                    sums[size * tile + f] = sums[size * tile + f] + jnp.where(winner == _DEAD, zero, change)
             for dy in range(2):
-                u = a + dy
-                sent = [[jnp.where(w == 2 * dy + dx, g, zero) for w, g in zip(winners, grads)] for dx in range(2)]
-                for v in range(shape.size + 1):
-                    start = (2 * (u % 2) + v % 2) * shape.wide + v // 2
-                    seen = x[client, i + u // 2, c, pl.ds(start, shape.across), :]
-                    for dx in range(2):
-                        if 0 <= v - dx < shape.size:
-                            for f in range(tile):
-                                at = (v - dx) * tile + f
-                                sums[at] = sums[at] + seen * sent[dx][f]
+                sent = [
+                    [[jnp.where(winner == 2 * dy + dx, change, zero) for winner, change in own] for dx in range(2)]
+                    for own in windows
+                ]
+                for v in layer.taps:
+                    seen = _seen(layer, x, client, 2 * i + a + dy, c, v)
+                    for part in range(parts):
+                        for dx in range(2):
+                            if 0 <= (b := v - 2 * part - dx) < size:
+                                for f in range(tile):
+                                    sums[b * tile + f] = sums[b * tile + f] + seen * sent[part][dx][f]
             return sums
 
-        sums = lax.fori_loop(0, shape.lines, line, [zero] * ((shape.size + 1) * tile))
-        for b in range(shape.size):
+        sums = lax.fori_loop(0, layer.high, line, [zero] * ((size + 1) * tile))
+        for b in range(size):
             for f in range(tile):
                 kernel[client, a, b, c, first + f] = jnp.sum(sums[b * tile + f])
         for f in range(tile):
-            bias[client, a, c, first + f] = jnp.sum(sums[shape.size * tile + f])
+            bias[client, a, c, first + f] = jnp.sum(sums[size * tile + f])
 
-    kernels, biases = (shape.size, shape.size, channels, features), (shape.size, channels, features)
-    return body, (shape.size, channels, features // tile), [(kernels, jnp.float32), (biases, jnp.float32)]
+    kernels, biases = (size, size, channels, features), (size, channels, features)
+    return body, (size, channels, features // tile), [(kernels, jnp.float32), (biases, jnp.float32)]
 
 
-def _to_inputs(shape: _Shape, route: Array, grad: Array, kernel: Array) -> tuple:
-    """The gradient of `x`; a program for a line pair and some channels."""
-    (*_, channels, features), batch, reach = kernel.shape, grad.shape[-1], shape.reach
-    tile, in_word = _tile(channels, len(_PLACES), shape.wide * batch), features // route.shape[2]
+def _to_inputs(layer: _Layer, route: Array, grad: Array, kernel: Array, lines: _Lines | None = None) -> tuple:
+    """The gradient of `x`; a program for a pair of lines and some channels.
+
+    `lines`: how columns of `route` and `grad` lie, where not as the layer wrote them.
+    """
+    del route, grad, kernel
+    (channels, high, *_), size, split, parts, read = layer.shape, layer.size, layer.split, layer.parts, layer.read
+    given, in_word = lines or layer.written, _in_word(layer)
+    tile = _tile(channels, 2 * split, read.stride * layer.batch)
 
     def body(at: list[Any], route: Any, grad: Any, kernel: Any, x: Any) -> None:
-        client, pair, part = at
-        first = part * tile
-        zero = _zeros(grad[client, 0, 0, pl.ds(0, shape.wide), :])
+        client, pair, group = at
+        first = group * tile
+        zero = _zeros(grad[client, 0, pl.ds(0, read.stride), :])
 
         def feature(f: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
-            for up in range(reach + 1):
-                line = jnp.clip(pair - up, 0, shape.lines - 1)
+            for up in range(size // 2 + 1):
+                line = jnp.clip(pair - up, 0, layer.high - 1)
                 beyond = line != pair - up
-                for left in range(reach + 1):
-                    columns = pl.ds(reach - left, shape.wide)
-                    winner = _place_of(route, client, line, f, columns, in_word)
-                    change = grad[client, line, f, columns, :]
-                    for place, (dy, dx) in enumerate(_PLACES):
-                        sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
-                        for parity, (q, s) in enumerate(_PLACES):
-                            a, b = 2 * up + q - dy, 2 * left + s - dx
-                            if 0 <= a < shape.size and 0 <= b < shape.size:
-                                for c in range(tile):
-                                    at = parity * tile + c
-                                    sums[at] = sums[at] + sent * kernel[client, a, b, first + c, f]
+                for left in range(layer.reach + 1):
+                    for part in range(parts):
+                        word = pl.ds(given.at(f // in_word * parts + part) - left, read.stride)
+                        winner = _place_of(route[client, line, word, :], f % in_word)
+                        change = grad[client, line, pl.ds(given.at(f * parts + part) - left, read.stride), :]
+                        for place, (dy, dx) in enumerate(_PLACES):
+                            sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
+                            for q in range(2):
+                                for r in range(split):
+                                    a, b = 2 * up + q - dy, split * left + r - 2 * part - dx
+                                    if 0 <= a < size and 0 <= b < size:
+                                        for c in range(tile):
+                                            i = (q * split + r) * tile + c
+                                            sums[i] = sums[i] + sent * kernel[client, a, b, first + c, f]
             return sums
 
-        sums = lax.fori_loop(0, features, feature, [zero] * (len(_PLACES) * tile))
-        for parity in range(len(_PLACES)):
-            for c in range(tile):
-                x[client, pair, first + c, pl.ds(parity * shape.wide, shape.wide), :] = sums[parity * tile + c]
+        sums = lax.fori_loop(0, layer.features, feature, [zero] * (2 * split * tile))
+        for q in range(2):
+            for r in range(split):
+                for c in range(tile):
+                    columns = pl.ds(read.at((first + c) * split + r), read.stride)
+                    x[client, 2 * pair + q, columns, :] = sums[(q * split + r) * tile + c]
 
-    pairs = shape.lines + reach
-    return body, (pairs, channels // tile), [((pairs, channels, 4 * shape.wide, batch), jnp.float32)]
+    pairs = (high + 1) // 2
+    flat = 2 * pairs, read.length(channels * split), layer.batch
+    return body, (pairs, channels // tile), [(flat, jnp.float32)]

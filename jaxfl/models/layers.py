@@ -16,7 +16,7 @@ A convolution has seven forms that load the same parameters:
 - "blocks": for TPUs: as "lax", but a layer with pooling takes blocks of 2x2 pixels as one, and has the four places of a
   pooling window as channels. ((k + 1) / k)^2 times the operations, and a quarter of the positions, four times as full.
 - "pallas": for GPUs: float32 layers with ReLU and pooling are one kernel each way (`_fused`), others are as
-  "grouped". Reverse mode only; interpreted, and slow, on other devices.
+  "grouped". Reverse mode only; interpreted, and slow, on other devices. The first one may take bytes as they are.
 
 A group normalisation has two: batch-minor for "winograd" and "im2col", reverse mode only, and JAX's own for the others.
 
@@ -27,14 +27,14 @@ affects its own term only. Such a layer must be used once in a network.
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
@@ -46,6 +46,8 @@ from jaxfl.models._plain import convolve_grouped, convolve_plain, to_blocks
 PLAIN: tuple[Form, ...] = ("lax", "grouped", "packed", "blocks", "pallas")
 """Forms whose maps are computed as JAX would, where they are not fused."""
 
+LARGEST_FUSED = 9
+"""Side of a kernel of `_fused`, whose maps have margins for it."""
 _PACKED = 8
 """Clients that share a group of a "packed" convolution, at most."""
 
@@ -56,6 +58,15 @@ _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 def _bias_init(fan_in: int) -> Callable[[Array, tuple[int, ...]], Array]:
     bound = fan_in**-0.5
     return lambda key, shape: jax.random.uniform(key, shape, jnp.float32, minval=-bound, maxval=bound)
+
+
+def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
+    """(x / 255 - 0.5) / 0.5 for bytes; floats are kept."""
+    if inputs.dtype == jnp.uint8:
+        return inputs.astype(jnp.float32) * (2 / 255) - 1
+    if not jnp.issubdtype(inputs.dtype, jnp.floating):
+        raise TypeError(f"inputs.dtype={inputs.dtype}: images are bytes or floating numbers, give those")
+    return inputs.astype(jnp.float32)
 
 
 class Convolution(nn.Module):
@@ -70,6 +81,7 @@ class Convolution(nn.Module):
         stride: 1, or 2 without pooling.
         bias: whether to add one.
         pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
+        parts: where this layer and those that follow are fused, what the next one takes (see `_fused.convolve_pooled`).
         form: one of `jaxfl.backend.Form`, see the module's docstring.
         sum_grad_squared: see the module's docstring.
     """
@@ -82,28 +94,39 @@ class Convolution(nn.Module):
     stride: Literal[1, 2] = 1
     bias: bool = True
     pairs: bool = False
+    parts: int = 1
     form: Form = "winograd"
     sum_grad_squared: bool = False
 
+    @property
+    def fused(self) -> bool:
+        """Whether it is a kernel of ours."""
+        pooled = self.relu and self.pool and self.stride == 1 and self.size <= LARGEST_FUSED
+        return self.form == "pallas" and pooled and not self.sum_grad_squared
+
     @nn.compact
-    def __call__(self, x: Float[Array, "channels H W B"]) -> Float[Array, "features H2 W2 B"]:
-        """Feature maps."""
+    def __call__(self, x: Any) -> Any:
+        """Feature maps [features, H2, W2, B] of maps [channels, H, W, B]; between fused layers, `_fused.Maps`."""
         channels, padding = x.shape[0] // 2 if self.pairs else x.shape[0], self.padding
         shape = (self.size, self.size, channels, self.features)
-        kernel, bias = self.param("kernel", _kernel_init, shape), jnp.zeros(self.features, x.dtype)
+        kernel = self.param("kernel", _kernel_init, shape)
+        bias = jnp.zeros(self.features, kernel.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
         if self.is_initializing():  # parameters follow from shapes; tracing the maps would take most of the time
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
             sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
             return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
+        fused = self.fused and kernel.dtype == jnp.float32
+        if x.dtype == jnp.uint8 and (not fused or padding):
+            x = as_floats(x).astype(kernel.dtype)
         # The backward pass is traced outside the caller's precision context: it takes the precision from here.
         precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         if self.form in PLAIN and not self.sum_grad_squared:
-            if self.form == "pallas" and self.relu and self.pool and self.stride == 1 and x.dtype == jnp.float32:
+            if fused:
                 from jaxfl.models._fused import convolve_pooled  # Pallas takes long to import
 
-                return convolve_pooled(x, kernel, bias, padding)
+                return convolve_pooled(x, kernel, bias, padding, self.parts)
             if self.form == "blocks" and self.pool:
                 y = _largest(_blocks(x, kernel, padding), (3,))[0]
             else:

@@ -17,7 +17,8 @@ from jaxfl._validate import check_counts, check_layers, checked, show
 from jaxfl.backend import Form
 from jaxfl.lazy import nnx
 from jaxfl.models._rewrite import in_form
-from jaxfl.models.zoo import depth_order, normalize
+from jaxfl.models.layers import as_floats
+from jaxfl.models.zoo import depth_order
 from jaxfl.tasks import Task, classification
 from jaxfl.types import Model, Params
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
     """Bytes are images, normalised to [-1, 1]; other inputs go to the module unchanged."""
-    return normalize(inputs) if inputs.dtype == jnp.uint8 else inputs
+    return as_floats(inputs) if inputs.dtype == jnp.uint8 else inputs
 
 
 @checked(input_shape=functools.partial(check_counts, empty=False), head=check_layers)

@@ -13,32 +13,28 @@ from jaxtyping import Float, Shaped
 from jaxfl._validate import check_choice, check_counts, checked, show
 from jaxfl.backend import Form, backend
 from jaxfl.models._convolution import to_pairs
-from jaxfl.models.layers import Convolution, Dense, GroupNorm
+from jaxfl.models.layers import Convolution, Dense, GroupNorm, as_floats
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]
 
 
-def normalize(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
-    """(x / 255 - 0.5) / 0.5 for bytes; floats are kept."""
-    if inputs.dtype == jnp.uint8:
-        return inputs.astype(jnp.float32) * (2 / 255) - 1
-    if not jnp.issubdtype(inputs.dtype, jnp.floating):
-        raise TypeError(f"inputs.dtype={inputs.dtype}: images are bytes or floating numbers, give those")
-    return inputs.astype(jnp.float32)
-
-
 def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
     """Rows in the order (channels, H, W)."""
-    return normalize(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
+    return as_floats(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
+
+
+def _bytes(inputs: Shaped[Array, "B H W C"]) -> Shaped[Array, "C H W B"]:
+    """Batch-minor, bytes as they are: a quarter of the memory to move."""
+    return inputs.transpose(3, 1, 2, 0)
 
 
 def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None = None) -> Float[Array, "maps H2 W2 B"]:
     """Batch-minor feature maps; with a padding, in pairs of columns."""
-    x = inputs.transpose(3, 1, 2, 0)  # still bytes: a quarter of the memory to move
+    x = _bytes(inputs)
     if padding:
-        x = jnp.pad(normalize(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
-    return normalize(x if padding is None else to_pairs(x))
+        x = jnp.pad(as_floats(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    return as_floats(x if padding is None else to_pairs(x))
 
 
 class _Network(nn.Module):
@@ -317,18 +313,31 @@ def _cnn(
     # A product with few outputs is slow: pairs of columns double them, for (k + 1) / k times the operations.
     first, padding = convolutions[0], convolutions[0].get("padding", 0)
     pairs = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
+    joined = _joined(convolutions)
 
     def paired(form: Form) -> bool:
         return form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
 
     def network(form: Form, sum_grad_squared: bool) -> nn.Module:
-        layers = tuple(pairs if paired(form) else convolutions)
+        layers = tuple(pairs if paired(form) else joined if form == "pallas" else convolutions)
         return _Cnn(layers, widths, classes, relu, form, sum_grad_squared)
 
     def prepare(form: Form, inputs: Array) -> Array:
+        if form == "pallas" and inputs.dtype == jnp.uint8:
+            return _bytes(inputs)
         return _maps(inputs, padding if paired(form) else None)
 
     return _model(name, network, prepare, input_shape, form)
+
+
+def _joined(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, each of the fused ones told what the next one takes, if that has no padding."""
+    joined, parts = [], 1
+    for options in reversed(convolutions):
+        fused = Convolution(**options, form="pallas").fused
+        joined.insert(0, options | {"parts": parts if fused else 1})
+        parts = 2 * joined[0]["parts"] if fused and not options.get("padding") else 1
+    return joined
 
 
 def _model(

@@ -12,7 +12,7 @@ from jaxfl.algorithms import fedavg
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import _fused
 from jaxfl.models._fused import convolve_pooled
-from jaxfl.models.layers import Convolution
+from jaxfl.models.layers import Convolution, as_floats
 from jaxfl.models.zoo import _cnn
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full
@@ -68,10 +68,53 @@ def test_not_a_number_shows():
     np.testing.assert_array_equal(jnp.isnan(found), jnp.zeros(found.shape, bool).at[0, 0, 0, 0].set(True))
 
 
+def layered(layer, x, *weights, **parts):
+    for kernel, bias in weights:
+        x = layer(x, kernel, bias, 0, **{name: of.pop(0) for name, of in parts.items()})
+    return x
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((2, 11, 9, 3), (3, 2)),
+        pytest.param((1, 15, 16, 1), (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param((3, 33, 37, 4), (5, 5), marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_reads_what_another_one_wrote(shape, sizes):
+    keys = jax.random.split(KEY, len(sizes) + 1)
+    x, weights, channels = jax.random.normal(keys[-1], shape), [], shape[0]
+    for key, size in zip(keys, sizes, strict=False):
+        kernel = jax.random.normal(key, (size, size, channels, channels + 1))
+        weights.append((kernel, jax.random.normal(key, (channels + 1,))))
+        channels += 1
+
+    def gradients(layer, **parts):
+        maps, back = jax.vjp(lambda x, *weights: layered(layer, x, *weights, **parts), x, *weights)
+        return maps, back(jax.random.normal(KEY, maps.shape))
+
+    parts = [2**i for i in range(len(sizes))][::-1]
+    assert_same(jax.jit(lambda: gradients(convolve_pooled, parts=parts))(), jax.jit(lambda: gradients(plain))())
+
+
+def test_bytes_are_read_as_they_are():
+    x, *weights = arrays(1, 10, 9, 3, 3, 2)
+    pixels = jnp.uint8(jnp.clip(100 + 60 * x, 0, 255))
+
+    def gradients(x):
+        maps, back = jax.vjp(lambda *weights: convolve_pooled(x, *weights), *weights)
+        return maps, back(jnp.ones(maps.shape))
+
+    assert_same(*(jax.jit(gradients)(x) for x in (pixels, as_floats(pixels))))
+
+
 @pytest.mark.slow
-def test_clients_may_use_it():
+@pytest.mark.parametrize("padding", [0, 1])
+def test_clients_may_use_it(padding):
     def run(form):
-        model = _cnn("tiny", [{"features": 2, "size": 2}], (), (8, 8, 1), 10, form)
+        layers = [{"features": 2, "size": 2, "padding": padding}, {"features": 3, "size": 2}]
+        model = _cnn("tiny", layers, (), (8, 8, 1), 10, form)
         local, mechanism = LocalSGD(optax.sgd(0.1), 4), Mechanism(sampling=Full())
         algorithm = fedavg(model, local=local, mechanism=mechanism)
         return simulate(KEY, algorithm, small_clients(), rounds=1, chunk=3, progress=False)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +56,7 @@ def test_clients_of_one_size_wait_for_none():
 
     def run(population):
         arguments = KEY, 0, 2, *initialize(KEY, KEY, algorithm, population)
-        step = compile_rounds(algorithm, population, chunk=2, segment=2)
+        step: Any = compile_rounds(algorithm, population, chunk=2, segment=2)
         return str(step.func.trace(*step.args, *arguments, **step.keywords).jaxpr), step(*arguments)
 
     (text, found), (longer, expected) = run(known), run(known._replace(size=None))

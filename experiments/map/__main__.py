@@ -398,32 +398,45 @@ def _places(results: Mapping[str, Result]) -> list[tuple[Mapping[str, Any], Comp
 
 
 def _title(cell: Mapping[str, Any]) -> str:
-    return f"{cell['data']}, {cell['clients']:,} clients with {cell['classes']} classes each"
+    return f"{cell['data']}, {cell['clients']:,} clients, {cell['classes']} classes each"
 
 
-ALONE = {"local-only": "the network", "linear, local-only": "a linear model"}
+ALONE = ("local-only", "linear, local-only")
 """What each client can train alone."""
 
 
 def answer(results: Mapping[str, Result]) -> str:
-    """For the front page: at each place what clients reach alone, the best private method, and who is above and below.
+    """For the front page: at each place what clients reach alone, the best private methods, and how many are above it.
 
     Last what holds at all of them.
     """
     places = _places(results)
     picture = "![accuracy against epsilon](experiments/map/answer.png)\n"
-    return "\n".join([picture, *(_line(*place) for place in places), _everywhere([found for _, found in places])])
+    epsilons = sorted(_gains(places[0][1]))
+    head = ["accuracy %", "trained alone", *(f"best at ε {number(epsilon)}" for epsilon in epsilons)]
+    head.append(f"above, below at ε {number(epsilons[0])}")
+    table = markdown_table(head, [_line(*place) for place in places])
+    note = (
+        "\nTrained alone: the better of a network and a linear model, each client on its own examples. Best: of the "
+        "private methods, with the difference to that and its 95% interval. Above, below: how many of them are so by "
+        "their whole interval.\n"
+    )
+    return "\n".join([picture, table, note, _everywhere([found for _, found in places])])
 
 
 def _gains(found: Comparison) -> dict[float, list[dict[str, Any]]]:
     """By epsilon, private methods' differences to the better of what clients train alone, the largest first."""
-    floor = max(ALONE, key=lambda method: found.mean(method, math.inf)[0])
+    floor = _floor(found)
     private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
     rows = [row for row in found.differences(floor) if row["method"] in private]
     return {
         epsilon: sorted((row for row in rows if row["epsilon"] == epsilon), key=lambda row: -row["difference"])
         for epsilon in sorted({row["epsilon"] for row in rows})
     }
+
+
+def _floor(found: Comparison) -> str:
+    return max(ALONE, key=lambda method: found.mean(method, math.inf)[0])
 
 
 def _above(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -434,22 +447,14 @@ def _below(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [row["method"] for row in rows if row["high"] < 0]
 
 
-def _line(cell: Mapping[str, Any], found: Comparison) -> str:
-    gains = _gains(found)
-    alone = ", ".join(
-        f"{name} reaches {percent([row[found.headline] for row in found.rows if row['method'] == method])}%"
-        for method, name in ALONE.items()
-    )
-    best = []
+def _line(cell: Mapping[str, Any], found: Comparison) -> list[str]:
+    gains, floor = _gains(found), _floor(found)
+    line = [_title(cell), percent([row[found.headline] for row in found.rows if row["method"] == floor])]
     for epsilon, (row, *_) in gains.items():
         mean, ends = found.mean(row["method"], epsilon)[0], f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"
-        best.append(f"ε {number(epsilon)} {row['method']} {100 * mean:.1f} ({100 * row['difference']:+.1f}, {ends})")
-    least = min(gains)
-    return (
-        f"- **{_title(cell)}**. Trained alone, {alone}. Best private method, with the difference to the better of "
-        f"these and its 95% interval: {'; '.join(best)}. At ε {number(least)} above: {_listed(_above(gains[least]))}; "
-        f"below: {_listed(_below(gains[least]))}."
-    )
+        line.append(f"{row['method']} {100 * mean:.1f} ({100 * row['difference']:+.1f}, {ends})")
+    least = gains[min(gains)]
+    return [*line, f"{len(_above(least))}, {len(_below(least))} of {len(least)}"]
 
 
 def _everywhere(places: Sequence[Comparison]) -> str:
@@ -464,7 +469,7 @@ def _everywhere(places: Sequence[Comparison]) -> str:
         lines.append(
             f"ε {number(epsilon)}: always among the best three: {best}; above training alone: {above}; below: {below}."
         )
-    return f"- **At all {len(places)} places.** {' '.join(lines)}"
+    return f"**At all {len(places)} places.** {' '.join(lines)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -63,8 +63,8 @@ def test_the_first_of_equal_numbers_gets_the_gradient_and_zero_gets_none():
 
 
 def test_not_a_number_shows():
-    x, *others = arrays(1, 4, 4, 1, 1, 1)
-    found = convolve_pooled(x.at[0, 1, 1, 0].set(jnp.nan), *others, 0)
+    x, kernel, bias = arrays(1, 4, 4, 1, 1, 1)
+    found = convolve_pooled(x.at[0, 1, 1, 0].set(jnp.nan), kernel, bias)
     np.testing.assert_array_equal(jnp.isnan(found), jnp.zeros(found.shape, bool).at[0, 0, 0, 0].set(True))
 
 

@@ -76,7 +76,7 @@ ENTRY %main (data: f32[5,8,4], w: f32[4]) -> f32[4] {
 def test_a_loop_that_runs_once_is_none():
     inner = TEXT.replace("while/body/local_step", "while/body/while/body/local_step")
     assert step_cost(inner, (5.0,)) == step_cost(TEXT)
-    assert step_cost(inner, (5.0, 1.0)) == step_cost(TEXT, (5.0,))
+    assert step_cost(inner, (5.0, 1.0)) == step_cost(inner, (5.0, 1.0, 3.0)) == step_cost(TEXT, (5.0,))
 
 
 def test_a_step_counts_what_its_kernels_touch():

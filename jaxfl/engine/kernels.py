@@ -57,8 +57,9 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
     depth = _depth(computations[inner])
     for times in trips:
         share, depth = share / times, depth - 1
-        if _depth(computations[outer[inner]]) == depth:  # else the loop runs once and is none any more
-            inside, inner = inner, outer[inner]
+        around = outer.get(inner)
+        if around and _depth(computations[around]) == depth:  # else the loop runs once and is none any more
+            inside, inner = inner, around
             total = total.plus(_cost(computations, inner, without=inside), share)
     return total
 

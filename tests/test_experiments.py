@@ -198,6 +198,20 @@ def test_the_front_page_says_who_is_above_what_clients_train_alone():
     )
 
 
+@pytest.mark.parametrize("scale", ["smoke", "paper"])
+def test_a_part_is_made_once_for_its_facts(scale, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "HERE", tmp_path / "kept")
+    options, made = Options(scale=scale, out=tmp_path / "runs"), []
+
+    def part(rate):
+        return study.part("some", "table", "row", {"rate": rate}, lambda: made.append(rate) or {"score": rate}, options)
+
+    assert [part(rate)["score"] for rate in (0.1, 0.1 + 1e-9, 0.2)] == [0.1, 0.1, 0.2]
+    assert made == [0.1, 0.2]
+    (path,) = tmp_path.rglob("*.json")
+    assert path.parent == tmp_path / ("runs/table" if scale == "smoke" else "kept/some/results/table")
+
+
 def test_the_map_tunes_all_methods_with_equal_budgets():
     cell = the_map.cell_of("cifar10", 1000, 2)
     candidates = the_map.methods(mlp((8, 8, 1), 10), cell) | the_map.on_features((2, 2, 8), 10, cell)

@@ -44,6 +44,7 @@ def assert_same(a, b):
     ("shape", "padding"),
     [
         ((2, 7, 6, 1, 2, 3), 0),
+        ((1, 4, 9, 32, 2, 2), 0),  # an input reaches into the next block of gradients
         pytest.param((3, 9, 11, 10, 3, 4), 1, marks=pytest.mark.slow),
         pytest.param((1, 12, 12, 4, 5, 6), 0, marks=pytest.mark.slow),
         pytest.param((2, 8, 8, 5, 5, 9), 2, marks=pytest.mark.slow),
@@ -77,7 +78,8 @@ def layered(layer, x, *weights, **parts):
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        ((2, 11, 9, 3), (3, 2)),
+        ((1, 14, 13, 32), (3, 3)),  # short vectors: what is read beyond a block, and beyond the last one
+        pytest.param((2, 11, 9, 3), (3, 2), marks=pytest.mark.slow),
         pytest.param((1, 15, 16, 1), (2, 2, 2), marks=pytest.mark.slow),
         pytest.param((3, 33, 37, 4), (5, 5), marks=pytest.mark.slow),
     ],

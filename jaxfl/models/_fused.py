@@ -108,7 +108,7 @@ def convolve_pooled(x: Array | Maps, kernel: Array, bias: Array, padding: int = 
         kernel: [k, k, channels, features].
         bias: [features].
         padding: zeros on each side.
-        parts: 1; or what the next layer takes, as maps with columns kept apart by as many.
+        parts: 1; or what the next layer takes, as maps with columns kept apart by as many. Of maps it follows.
 
     Returns:
         [features, (H + 2 padding - k + 1) // 2, (W + 2 padding - k + 1) // 2, B].
@@ -116,8 +116,8 @@ def convolve_pooled(x: Array | Maps, kernel: Array, bias: Array, padding: int = 
     if not isinstance(x, Maps):
         x = Maps.of(jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)]), 2 * parts)
     layer = _Layer(x.shape, x.flat.shape[-1], x.split, *kernel.shape[1:4:2])
-    maps = Maps(_pooled(x.flat, kernel, bias, layer), (layer.features, layer.high, layer.wide, x.shape[3]), parts)
-    return maps if parts > 1 else maps.array()
+    maps = Maps(_pooled(x.flat, kernel, bias, layer), (layer.features, layer.high, layer.wide, x.shape[3]), layer.parts)
+    return maps if layer.parts > 1 else maps.array()
 
 
 class _Layer(NamedTuple):
@@ -186,13 +186,13 @@ def _backward_rule(layer: _Layer, saved: tuple, dy: Array) -> tuple[Array | None
     if kernel is None:
         return None, kernels, biases[0, 0]
     columns = math.ceil(layer.wide / layer.parts)
-    need = max(layer.read.stride, columns + layer.reach)
-    if layer.parts == 1 and layer.written.stride >= need:
-        return _call(_to_inputs, layer)(route, dy, kernel), kernels, biases[0, 0]
-    # What the next layer wrote has no zeros around, and neighbouring blocks may be nearer than an input reaches.
-    lines = _Lines(layer.read.margin, need)
-    route, dy = (_further_apart(maps, layer.written, lines, columns) for maps in (route, dy))
-    return _call(functools.partial(_to_inputs, lines=lines), layer)(route, dy, kernel), kernels, biases[0, 0]
+    lines, need = layer.written, max(layer.read.stride, columns + layer.reach)
+    if layer.parts > 1 or lines.stride < need:
+        # What the next layer wrote has no zeros around, and neighbouring blocks may be nearer than an input reaches.
+        lines = _Lines(layer.read.margin, need)
+        route, dy = (_further_apart(maps, layer.written, lines, columns) for maps in (route, dy))
+    inputs = _call(functools.partial(_to_inputs, lines), layer)(route, dy, kernel)
+    return inputs, kernels, biases[0, 0]
 
 
 _pooled.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -369,14 +369,14 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
     return body, (size, channels, features // tile), [(kernels, jnp.float32), (biases, jnp.float32)]
 
 
-def _to_inputs(layer: _Layer, route: Array, grad: Array, kernel: Array, lines: _Lines | None = None) -> tuple:
+def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: Array) -> tuple:
     """The gradient of `x`; a program for a pair of lines and some channels.
 
-    `lines`: how columns of `route` and `grad` lie, where not as the layer wrote them.
+    `given`: how columns of `route` and `grad` lie.
     """
     del route, grad, kernel
     (channels, high, *_), size, split, parts, read = layer.shape, layer.size, layer.split, layer.parts, layer.read
-    given, in_word = lines or layer.written, _in_word(layer)
+    in_word = _in_word(layer)
     tile = _tile(channels, 2 * split, read.stride * layer.batch)
 
     def body(at: list[Any], route: Any, grad: Any, kernel: Any, x: Any) -> None:

@@ -212,7 +212,7 @@ def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
     def of_clients(*arrays: Array) -> Any:
         body, grid, results = work(layer, *arrays)
         out = [jax.ShapeDtypeStruct((len(arrays[0]), *of), kind) for of, kind in results]
-        return tuple(_launch(body, (len(arrays[0]), *grid), out)(*arrays))
+        return tuple(launch(body, (len(arrays[0]), *grid), out)(*arrays))
 
     @of_clients.def_vmap
     def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
@@ -227,7 +227,7 @@ def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
     return of_one
 
 
-def _launch(body: Callable[..., None], grid: tuple[int, ...], out: list[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
+def launch(body: Callable[..., None], grid: tuple[int, ...], out: list[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
     """`body(place in the grid, *arrays, *results)` for all of the grid; arrays stay in the device's memory."""
     if not on_gpu():
         numbers = lambda: [pl.program_id(axis) for axis in range(len(grid))]  # noqa: E731
@@ -252,7 +252,7 @@ def _in_word(layer: _Layer) -> int:
     return _tile(layer.features, len(_PLACES) * layer.parts, layer.written.stride * layer.batch)
 
 
-def _zeros(read: Array) -> Array:
+def zeros_like(read: Array) -> Array:
     """Zeros that lie in registers as what was read does: sums of a loop cannot begin as one number for all lanes."""
     return jnp.where(read == read, 0.0, 0.0)
 
@@ -292,7 +292,7 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
                                     sums[i] = sums[i] + seen * kernel[client, a, b, c, first + f]
             return sums
 
-        zero = _zeros(_seen(layer, x, client, line, 0, 0))
+        zero = zeros_like(_seen(layer, x, client, line, 0, 0))
         sums = lax.fori_loop(0, channels, channel, [zero] * (parts * len(_PLACES) * tile))
         for part in range(parts):
             routes = jnp.zeros(zero.shape, jnp.int32)
@@ -312,7 +312,7 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
             route[client, line, pl.ds(written.at(word * parts + part), written.stride), :] = routes
         # The next layer's last windows read beyond, and multiply by zero.
         end = pl.ds(written.at(features * parts), written.margin)
-        pooled[client, line, end, :] = _zeros(pooled[client, line, end, :])
+        pooled[client, line, end, :] = zeros_like(pooled[client, line, end, :])
 
     results = [layer.result(features * parts), layer.result(features // tile * parts, jnp.int32)]
     return body, (layer.high, features // tile), results
@@ -330,7 +330,7 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
     def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any, bias: Any) -> None:
         client, a, c, group = at
         first = group * tile
-        zero = _zeros(_seen(layer, x, client, 0, c, 0))
+        zero = zeros_like(_seen(layer, x, client, 0, c, 0))
 
         def sent_from(i: Any, part: int, f: int) -> tuple[Array, Array]:
             """Places and gradients of a feature's windows."""
@@ -382,7 +382,7 @@ def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: 
     def body(at: list[Any], route: Any, grad: Any, kernel: Any, x: Any) -> None:
         client, pair, group = at
         first = group * tile
-        zero = _zeros(grad[client, 0, pl.ds(0, read.stride), :])
+        zero = zeros_like(grad[client, 0, pl.ds(0, read.stride), :])
 
         def feature(f: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()

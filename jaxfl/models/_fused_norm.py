@@ -1,12 +1,13 @@
-"""Group normalisation with a shortcut and ReLU in one GPU kernel each way: maps are read once and written once.
+"""Group normalisation with a shortcut and ReLU in one GPU kernel each way.
 
-A program (Triton) holds the pixels of one example and one group of one client's channels in registers: maps lie as
-cuDNN's grouped convolutions take them, [B, H W, channels of all clients]. Backwards it goes through a client's examples
-one after the other, and adds up what the scale and the bias get.
+Maps lie as cuDNN's grouped convolutions take them, [B, H W, channels of all clients]. A program (128 threads) goes over
+the pixels of one example and one group of one client's channels some at a time: twice for the moments, then to write,
+so that all but the first time they come from the cache. Backwards it goes through a client's examples one after the
+other, and adds up what the scale and the bias get.
 """
 
 import functools
-import math
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,15 +16,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxfl.backend import on_gpu
+from jaxfl.models._fused import launch, zeros_like
 from jaxfl.models._group_norm import Options
 
-_MOST = 8192
-"""Numbers of each array that a program holds."""
-_PER_WARP = 1024
-"""32 of each array for a thread: backwards, four arrays are at work."""
+_TILE = 64, 8
+"""Pixels and channels that a program's threads hold as one array, or whole numbers of these."""
+_NUMBERS = 2048
+"""At a time: 16 of each array for a thread."""
 
 
 class _Layer(NamedTuple):
@@ -46,14 +47,21 @@ class _Layer(NamedTuple):
         return self.channels // self.options.groups
 
     @property
-    def block(self) -> tuple[int, int]:
-        """Powers of two that hold a group's pixels and channels."""
-        return pl.next_power_of_2(self.pixels), pl.next_power_of_2(self.size)
+    def rows(self) -> int:
+        """Pixels at a time."""
+        tiles = max(1, _NUMBERS // (_TILE[0] * self.size))
+        return _TILE[0] * max(n for n in range(1, tiles + 1) if self.pixels % (n * _TILE[0]) == 0)
+
+    @property
+    def numbers(self) -> int:
+        """Of a group, in an example."""
+        return self.pixels * self.size
 
 
 def is_fused(x: Array, options: Options) -> bool:
-    """Whether a program holds a group of maps [channels, H, W, B]."""
-    return math.prod(_layer(x, None, options).block) <= _MOST
+    """Whether maps [channels, H, W, B] consist of whole tiles."""
+    layer = _layer(x, None, options)
+    return layer.pixels % _TILE[0] == 0 and layer.size % _TILE[1] == 0
 
 
 def normalize_fused(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> Array:
@@ -96,7 +104,7 @@ def _of_clients(
     """A kernel as a function of one client's arrays, whose last axis are channels: those of all clients side by side.
 
     Args:
-        kernel: of the layer, arrays and results.
+        kernel: of the layer, a place in the grid, arrays and results.
         layer: sizes.
         leading: each result's axes before the channels.
         grid: programs for each group.
@@ -104,10 +112,8 @@ def _of_clients(
 
     def of(clients: int, *arrays: Array) -> tuple[Array, ...]:
         out = [jax.ShapeDtypeStruct((*shape, clients * layer.channels), jnp.float32) for shape in leading]
-        params = triton.CompilerParams(num_warps=max(1, math.prod(layer.block) // _PER_WARP), num_stages=1)
-        body, programs = functools.partial(kernel, layer), (*grid, clients * layer.options.groups)
-        call = pl.pallas_call(body, out, grid=programs, compiler_params=params, interpret=not on_gpu())
-        return tuple(call(*arrays))
+        programs = *grid, clients * layer.options.groups
+        return tuple(launch(functools.partial(kernel, layer), programs, out)(*arrays))
 
     @custom_vmap
     def alone(*arrays: Array) -> tuple[Array, ...]:
@@ -123,62 +129,107 @@ def _of_clients(
     return alone
 
 
-def _part(layer: _Layer, group: Any) -> tuple[Any, Any]:
-    """Where a group's numbers lie in an example's maps, and which of the block's are any."""
-    pixels, channels = layer.block
-    real = lax.broadcasted_iota(jnp.int32, layer.block, 0) < layer.pixels
-    real &= lax.broadcasted_iota(jnp.int32, layer.block, 1) < layer.size
-    return (pl.ds(0, pixels), pl.ds(group * layer.size, channels)), real
+def _place(layer: _Layer, example: Any, step: Any, group: Any) -> tuple[Any, ...]:
+    """Where some pixels of a group lie in maps."""
+    return example, pl.ds(step * layer.rows, layer.rows), pl.ds(group * layer.size, layer.size)
 
 
-def _standardized(layer: _Layer, x: Array, real: Array) -> tuple[Array, Array]:
-    """(x - mean) / sqrt(var + epsilon), and the factor."""
-    count = layer.pixels * layer.size
-    centred = jnp.where(real, x - jnp.sum(x) / count, 0.0)
-    gain = lax.rsqrt(jnp.sum(centred * centred) / count + layer.options.epsilon)
-    return centred * gain, gain
+def _read(array: Any, *place: Any, vector: bool = False) -> Array:
+    """A part of an array in registers, as those of other arrays lie; a vector once for each pixel."""
+    if not on_gpu():
+        return array[place]
+    from jax.experimental.pallas import mosaic_gpu
+
+    layout = mosaic_gpu.Layout.WGMMA
+    index = [None] if "idx" in inspect.signature(mosaic_gpu.load).parameters else []  # newer jax has none
+    return mosaic_gpu.load(array.at[place], *index, layout=layout.reduce(0) if vector else layout, optimized=False)
 
 
-def _forward(layer: _Layer, x: Any, *others: Any) -> None:
+def _write(array: Any, place: tuple[Any, ...], value: Array) -> None:
+    """Its counterpart."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    if on_gpu() and hasattr(mosaic_gpu, "store"):  # newer jax asks whether fewer than 32 numbers may lie side by side
+        mosaic_gpu.store(array.at[place], value, optimized=False)
+    else:
+        array[place] = value
+
+
+def _vector(layer: _Layer, array: Any, group: Any) -> Array:
+    """A group's numbers of a vector, for each pixel."""
+    part = _read(array, pl.ds(group * layer.size, layer.size), vector=True)
+    return lax.broadcast_in_dim(part, (layer.rows, layer.size), (1,))
+
+
+def _sum(tile: Array) -> Array:
+    return jnp.sum(jnp.sum(tile, 1), 0)
+
+
+def _over(layer: _Layer, add: Callable[[Any, Any], Any], start: Any) -> Any:
+    """What is carried over all pixels."""
+    return lax.fori_loop(0, layer.pixels // layer.rows, add, start)
+
+
+def _moments(layer: _Layer, read: Callable[[Any], Array], zeros: Array) -> tuple[Array, Array]:
+    """Mean, and 1 / sqrt(var + epsilon), of what is read for some pixels at a time."""
+    mean = _sum(_over(layer, lambda step, sums: sums + read(step), zeros)) / layer.numbers
+
+    def add(step: Any, sums: Array) -> Array:
+        centred = read(step) - mean
+        return sums + centred * centred
+
+    return mean, lax.rsqrt(_sum(_over(layer, add, zeros)) / layer.numbers + layer.options.epsilon)
+
+
+def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
     *shortcut, scale, bias, y = others
-    example, group = pl.program_id(0), pl.program_id(1)
-    place, real = _part(layer, group)
+    example, group = at
+    slope, offset = (_vector(layer, of, group) for of in (scale, bias))
+    mean, gain = _moments(layer, lambda step: _read(x, *_place(layer, example, step, group)), zeros_like(slope))
 
-    def read(maps: Any) -> Array:
-        return triton.load(maps.at[(example, *place)], mask=real, other=0.0)
+    def write(step: Any, carry: None) -> None:
+        place = _place(layer, example, step, group)
+        maps = (_read(x, *place) - mean) * gain * slope + offset
+        for other in shortcut:
+            maps = maps + _read(other, *place)
+        maps = jnp.where(maps <= 0, 0.0, maps) if layer.options.relu else maps  # a maximum would hide NaN
+        _write(y, place, maps)
 
-    def vector(of: Any) -> Array:
-        return triton.load(of.at[place[1]], mask=jnp.arange(layer.block[1]) < layer.size, other=0.0)
-
-    maps = _standardized(layer, read(x), real)[0] * vector(scale)[None] + vector(bias)[None]
-    for other in shortcut:
-        maps += read(other)
-    if layer.options.relu:
-        maps = jnp.where(maps <= 0, 0.0, maps)  # a maximum would hide NaN
-    triton.store(y.at[(example, *place)], maps, mask=real)
+    _over(layer, write, None)
 
 
-def _backward(layer: _Layer, x: Any, y: Any, dy: Any, scale: Any, d_x: Any, *others: Any) -> None:
+def _backward(layer: _Layer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any, d_x: Any, *others: Any) -> None:
     *d_shortcut, d_vectors = others
-    group = pl.program_id(0)
-    place, real = _part(layer, group)
-    count, channels = layer.pixels * layer.size, jnp.arange(layer.block[1]) < layer.size
-    slope = triton.load(scale.at[place[1]], mask=channels, other=0.0)
+    (group,) = at
+    slope = _vector(layer, scale, group)
+    none = zeros_like(slope)
 
-    def example(i: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        def read(maps: Any) -> Array:
-            return triton.load(maps.at[(i, *place)], mask=real, other=0.0)
+    def example(i: Any, totals: tuple[Array, Array]) -> tuple[Array, Array]:
+        mean, gain = _moments(layer, lambda step: _read(x, *_place(layer, i, step, group)), none)
 
-        z, gain = _standardized(layer, read(x), real)
-        change = jnp.where(read(y) > 0, read(dy), 0.0) if layer.options.relu else read(dy)
-        for out in d_shortcut:
-            triton.store(out.at[(i, *place)], change, mask=real)
-        of_bias, of_scale = jnp.sum(change, 0), jnp.sum(change * z, 0)
-        mean, along = jnp.sum(of_bias * slope) / count, jnp.sum(of_scale * slope) / count
-        triton.store(d_x.at[(i, *place)], gain * (change * slope[None] - mean - z * along), mask=real)
-        return sums[0] + of_scale, sums[1] + of_bias
+        def read(step: Any) -> tuple[Any, Array, Array]:
+            """Place, standardised maps, and the gradient before ReLU."""
+            place = _place(layer, i, step, group)
+            change = _read(dy, *place)
+            change = jnp.where(_read(y, *place) > 0, change, 0.0) if layer.options.relu else change
+            return place, (_read(x, *place) - mean) * gain, change
 
-    none = jnp.zeros(layer.block[1], jnp.float32)
+        def add(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            _, z, change = read(step)
+            return sums[0] + change * z, sums[1] + change
+
+        of_scale, of_bias = _over(layer, add, (none, none))
+        along, level = (_sum(of * slope) / layer.numbers for of in (of_scale, of_bias))
+
+        def write(step: Any, carry: None) -> None:
+            place, z, change = read(step)
+            for out in d_shortcut:
+                _write(out, place, change)
+            _write(d_x, place, gain * (change * slope - level - z * along))
+
+        _over(layer, write, None)
+        return totals[0] + of_scale, totals[1] + of_bias
+
     totals = lax.fori_loop(0, layer.batch, example, (none, none))
     for i, total in enumerate(totals):
-        triton.store(d_vectors.at[pl.ds(i, 1), place[1]], total[None], mask=channels[None])
+        _write(d_vectors, (i, pl.ds(group * layer.size, layer.size)), jnp.sum(total, 0))

@@ -18,8 +18,8 @@ A convolution has seven forms that load the same parameters:
 - "pallas": for GPUs: float32 layers with ReLU and pooling are one kernel each way (`_fused`), others are as
   "grouped". Reverse mode only; interpreted, and slow, on other devices. The first one may take bytes as they are.
 
-A group normalisation has three: batch-minor for "winograd" and "im2col", one kernel each way for "pallas" (maps of up
-to 8192 numbers a group, `_fused_norm`), both in reverse mode only, and JAX's own for the others.
+A group normalisation has three: batch-minor for "winograd" and "im2col", one kernel each way for "pallas" (groups of 8
+channels or a multiple, and 64 pixels, `_fused_norm`), both in reverse mode only, and JAX's own for the others.
 
 A layer with `sum_grad_squared=True` has the same values, but its backward pass gives each parameter the sum over
 examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example

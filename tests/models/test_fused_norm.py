@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfl.models import _fused_norm
+from jaxfl.models import _fused, _fused_norm
 from jaxfl.models._fused_norm import normalize_fused
 from jaxfl.models._group_norm import Options, normalize
 from jaxfl.models.layers import GroupNorm
@@ -41,10 +41,10 @@ def assert_same(a, b):
 @pytest.mark.parametrize(
     ("shape", "groups", "relu"),
     [
-        ((2, 6, 3, 5, 2, True), 2, True),  # neither 15 pixels nor 3 channels fill a block
-        ((1, 4, 4, 4, 3, False), 4, False),
-        pytest.param((3, 8, 16, 8, 5, True), 1, True, marks=pytest.mark.slow),
-        pytest.param((2, 5, 7, 2, 1, False), 1, True, marks=pytest.mark.slow),
+        ((2, 16, 16, 24, 2, True), 2, True),  # pixels in two parts
+        ((1, 8, 8, 8, 3, False), 1, False),
+        pytest.param((3, 16, 32, 32, 2, True), 2, True, marks=pytest.mark.slow),  # in four
+        pytest.param((2, 24, 40, 8, 1, False), 1, True, marks=pytest.mark.slow),
     ],
 )
 def test_equals_the_rule_for_cpus_with_its_gradients(shape, groups, relu):
@@ -53,29 +53,36 @@ def test_equals_the_rule_for_cpus_with_its_gradients(shape, groups, relu):
 
 
 def test_one_client_and_parameters_that_clients_share():
-    *maps, scale, bias, change = arrays(2, 4, 3, 3, 2, True)
-    alone = value_and_gradients(normalize_fused, Options(2, 1e-5, True, False))
+    *maps, scale, bias, change = arrays(2, 8, 8, 8, 2, True)
+    alone = value_and_gradients(normalize_fused, Options(1, 1e-5, True, False))
     shared = jax.vmap(alone, (0, 0, None, None, 0))(*maps, scale[0], bias[0], change)
     for i in range(2):
         assert_same(client(shared, i), alone(*client(maps, i), scale[0], bias[0], change[i]))
 
 
 def test_moments_of_numbers_far_from_zero():
-    x = 1000 + jax.random.normal(KEY, (2, 4, 4, 1))
-    y = normalize_fused(x, None, jnp.ones(2), jnp.zeros(2), Options(1, 0.0, False, False))
+    x = 1000 + jax.random.normal(KEY, (8, 8, 8, 1))
+    y = normalize_fused(x, None, jnp.ones(8), jnp.zeros(8), Options(1, 0.0, False, False))
     expected = np.asarray(x, np.float64)
     np.testing.assert_allclose(y, (expected - expected.mean()) / expected.std(), atol=1e-3)
 
 
-@pytest.mark.parametrize("side", [16, 80])  # 80: more than a program holds
-def test_a_layer_takes_it_where_a_program_holds_its_maps(side, monkeypatch):
-    monkeypatch.setattr(_fused_norm, "on_gpu", lambda: True)
+def test_not_a_number_shows():
+    x = jnp.ones((8, 8, 8, 2)).at[3, 1, 1, 1].set(jnp.nan)
+    y = normalize_fused(x, None, jnp.ones(8), jnp.zeros(8), Options(1, 1e-5, True, False))
+    np.testing.assert_array_equal(jnp.isnan(y).all((0, 1, 2)), [False, True])
+
+
+@pytest.mark.parametrize("channels", [16, 12])  # 6 channels a group are no whole tile
+def test_a_layer_takes_it_where_its_maps_are_whole_tiles(channels, monkeypatch):
+    for module in (_fused, _fused_norm):
+        monkeypatch.setattr(module, "on_gpu", lambda: True)
     layer = GroupNorm(2, relu=True, form="pallas")
-    x, vector = (jax.ShapeDtypeStruct((2, *shape), jnp.float32) for shape in ((4, side, side, 3), (4,)))
+    x, vector = (jax.ShapeDtypeStruct((2, *shape), jnp.float32) for shape in ((channels, 8, 8, 3), (channels,)))
 
     def total(scale, bias, x):
         return jnp.sum(jnp.asarray(layer.apply({"params": {"scale": scale, "bias": bias}}, x)))
 
     gradient = jax.jit(jax.vmap(jax.grad(total, (0, 1, 2)))).trace(vector, vector, x)
     text = gradient.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == (2 if side == 16 else 0)
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == (2 if channels == 16 else 0)

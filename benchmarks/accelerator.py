@@ -129,9 +129,10 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))} | of_forms(sizes[1])
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
     found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (8 if tiny else 10_000, sizes[1]), 180)
-    for name in ("mlp", "resnet20", "feddpa"):
+    others: list[tuple[Name, Form]] = [("mlp", form), ("resnet20", form), ("feddpa", form)]
+    for name, its in others if tiny else [*others, ("resnet20", "pallas")]:
         most = clients if tiny else 256 if name == "resnet20" else 1024
-        found[f"{name}, {form}, chunk {sizes[0]}"] = Part(speed, (name, form, sizes[0], None, most), 180)
+        found[f"{name}, {its}, chunk {sizes[0]}"] = Part(speed, (name, its, sizes[0], None, most), 180)
     for precision in ("bfloat16",) if tiny else ("bfloat16", "float32"):  # the default is TF32
         part = Part(speed, ("lenet", form, sizes[1], precision, max(clients, sizes[1])))
         found[f"lenet, {form}, chunk {sizes[1]}, {precision}"] = part

@@ -12,7 +12,7 @@ from jaxfl.privacy.accountants import failure_probability
 from jaxfl.privacy.accounting import Epsilon, calibrate, epsilons, planned_ledger, tightest
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
 from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise, prefix_error
-from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, MinSeparation, Poisson
+from jaxfl.privacy.sampling import MOST_BINS, BallsInBins, CyclicPoisson, FixedSize, MinSeparation, Poisson
 
 Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
 """Independent noise under three samplers; banded noise under cyclic Poisson sampling; banded and buffered noise at
@@ -185,7 +185,8 @@ def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mech
     if kind == "fixed size":
         return [Mechanism(**base, sampling=FixedSize(cohort))]
     if kind == "balls in bins":
-        return [Mechanism(**base, sampling=BallsInBins(round(clients / cohort)))]
+        bins = round(clients / cohort)
+        return [Mechanism(**base, sampling=BallsInBins(bins))] if bins <= MOST_BINS else []
     if kind == "banded":
         return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(cohort / clients, b)) for b in cycles]
     separations = sorted({*cycles, min(rounds, clients // cohort)})

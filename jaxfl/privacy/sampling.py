@@ -310,7 +310,11 @@ class MinSeparation(Sampling):
         return {"kind": "minimum separation", "size": self.size, "separation": self.separation}
 
 
-@checked(bins=functools.partial(check_count, most=2**16))
+MOST_BINS = 2**16
+"""Of `BallsInBins`: products of two remainders then fit in 32 bits."""
+
+
+@checked(bins=functools.partial(check_count, most=MOST_BINS))
 @dataclasses.dataclass(frozen=True)
 class BallsInBins(Sampling):
     """In each epoch of b rounds every client takes part once, in a uniformly drawn round.
@@ -347,7 +351,7 @@ class BallsInBins(Sampling):
         """Clients whose bin is the round; uniform to 2^-64."""
         bits = random_bits(key, (clients, 2))
         high = jnp.asarray(2**32 % self.bins, jnp.uint32)
-        # (2^32 a + b) mod bins, in 32 bits: bins are at most 2^16, so that the product fits.
+        # (2^32 a + b) mod bins, in 32 bits.
         mixed = (bits[:, 0] % self.bins) * high % self.bins + bits[:, 1] % self.bins
         return mixed % self.bins == jnp.asarray(index % self.bins, jnp.uint32)
 

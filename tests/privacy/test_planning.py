@@ -107,3 +107,8 @@ def test_what_cannot_be_planned_is_refused(arguments, message):
 def test_a_plan_for_clients_with_a_state_prices_them_everywhere():
     (found,) = plan(clients=1000, cohort=10, rounds=50, epsilon=2.0, kinds=("fixed size",), stateful=True)
     assert found.over_delta([found.delta])[0] == found.over_rounds([50])[0] == pytest.approx(found.epsilon)
+
+
+def test_more_bins_than_can_be_drawn_are_left_out():
+    found = plan(clients=10**6, cohort=10, rounds=1, noise_multiplier=1.0, kinds=("poisson", "balls in bins"))
+    assert [each.kind for each in found] == ["poisson"]

@@ -49,12 +49,11 @@ class Setting(NamedTuple):
 
 
 def mechanisms(setting: Setting) -> dict[str, Mechanism]:
-    """Without noise, with the deployment's, and with what these clients need."""
+    """Without privacy, with the deployment's noise, with what these clients need, and with the clip alone."""
     sampling = Poisson(setting.cohort / setting.clients)
     private: dict[str, Any] = {"clip": setting.clip, "sampling": sampling}
     found: dict[str, Mechanism] = {
         "no clip, no noise": Mechanism(sampling=FixedSize(setting.cohort)),
-        "clip, no noise": Mechanism(**private),
         "the deployment's noise": Extrapolated(
             noise_multiplier=setting.deployed_noise,
             cohort=setting.deployed_cohort,
@@ -67,7 +66,7 @@ def mechanisms(setting: Setting) -> dict[str, Mechanism]:
         numbers = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
         z = calibrate(epsilon, sampling=sampling, **numbers)
         found[f"ε = {epsilon:g} for these clients"] = Mechanism(noise_multiplier=z, **private)
-    return found
+    return found | {"clip, no noise": Mechanism(**private)}
 
 
 def clients_of(data: Dataset, partition: Partition, setting: Setting, seed: int) -> Clients:

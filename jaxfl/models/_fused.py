@@ -15,7 +15,7 @@ The clients of a chunk are the first axis of the grid.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -216,8 +216,7 @@ def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
 
     @of_clients.def_vmap
     def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        whole = [a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)]
-        found = of_clients(*(a.reshape(size * a.shape[1], *a.shape[2:]) for a in whole))
+        found = of_clients(*(a.reshape(size * a.shape[1], *a.shape[2:]) for a in by_lane(size, batched, arrays)))
         return tuple(a.reshape(size, -1, *a.shape[1:]) for a in found), (True,) * len(found)
 
     def of_one(*arrays: Array) -> Any:
@@ -225,6 +224,11 @@ def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
         return found[0] if len(found) == 1 else tuple(found)
 
     return of_one
+
+
+def by_lane(size: int, batched: Sequence[bool], arrays: Sequence[Array]) -> list[Array]:
+    """Arrays of vectorised clients, with those that they share once for each."""
+    return [a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)]
 
 
 def launch(body: Callable[..., None], grid: tuple[int, ...], out: list[jax.ShapeDtypeStruct]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental import pallas as pl
 
 from jaxfl.backend import on_gpu
-from jaxfl.models._fused import launch, zeros_like
+from jaxfl.models._fused import by_lane, launch, zeros_like
 from jaxfl.models._group_norm import Options
 
 _TILE = 64, 8
@@ -121,17 +121,22 @@ def _of_clients(
 
     @alone.def_vmap
     def _(size: int, batched: list[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        whole = (a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True))
-        found = of(size, *(jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1) for a in whole))
+        together = (jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1) for a in by_lane(size, batched, arrays))
+        found = of(size, *together)
         split = (a.reshape(*a.shape[:-1], size, layer.channels) for a in found)
         return tuple(jnp.moveaxis(a, -2, 0) for a in split), (True,) * len(found)
 
     return alone
 
 
+def _channels(layer: _Layer, group: Any) -> Any:
+    """Where a group's lie."""
+    return pl.ds(group * layer.size, layer.size)
+
+
 def _place(layer: _Layer, example: Any, step: Any, group: Any) -> tuple[Any, ...]:
     """Where some pixels of a group lie in maps."""
-    return example, pl.ds(step * layer.rows, layer.rows), pl.ds(group * layer.size, layer.size)
+    return example, pl.ds(step * layer.rows, layer.rows), _channels(layer, group)
 
 
 def _read(array: Any, *place: Any, vector: bool = False) -> Array:
@@ -147,21 +152,23 @@ def _read(array: Any, *place: Any, vector: bool = False) -> Array:
 
 def _write(array: Any, place: tuple[Any, ...], value: Array) -> None:
     """Its counterpart."""
-    from jax.experimental.pallas import mosaic_gpu
+    if on_gpu():
+        from jax.experimental.pallas import mosaic_gpu
 
-    if on_gpu() and hasattr(mosaic_gpu, "store"):  # newer jax asks whether fewer than 32 numbers may lie side by side
-        mosaic_gpu.store(array.at[place], value, optimized=False)
-    else:
-        array[place] = value
+        if hasattr(mosaic_gpu, "store"):  # newer jax asks whether fewer than 32 numbers may lie side by side
+            mosaic_gpu.store(array.at[place], value, optimized=False)
+            return
+    array[place] = value
 
 
 def _vector(layer: _Layer, array: Any, group: Any) -> Array:
     """A group's numbers of a vector, for each pixel."""
-    part = _read(array, pl.ds(group * layer.size, layer.size), vector=True)
+    part = _read(array, _channels(layer, group), vector=True)
     return lax.broadcast_in_dim(part, (layer.rows, layer.size), (1,))
 
 
 def _sum(tile: Array) -> Array:
+    """Of all: a kernel adds along one axis at a time."""
     return jnp.sum(jnp.sum(tile, 1), 0)
 
 
@@ -170,8 +177,12 @@ def _over(layer: _Layer, add: Callable[[Any, Any], Any], start: Any) -> Any:
     return lax.fori_loop(0, layer.pixels // layer.rows, add, start)
 
 
-def _moments(layer: _Layer, read: Callable[[Any], Array], zeros: Array) -> tuple[Array, Array]:
-    """Mean, and 1 / sqrt(var + epsilon), of what is read for some pixels at a time."""
+def _moments(layer: _Layer, x: Any, example: Any, group: Any, zeros: Array) -> tuple[Array, Array]:
+    """Mean, and 1 / sqrt(var + epsilon), of an example's group."""
+
+    def read(step: Any) -> Array:
+        return _read(x, *_place(layer, example, step, group))
+
     mean = _sum(_over(layer, lambda step, sums: sums + read(step), zeros)) / layer.numbers
 
     def add(step: Any, sums: Array) -> Array:
@@ -185,7 +196,7 @@ def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
     *shortcut, scale, bias, y = others
     example, group = at
     slope, offset = (_vector(layer, of, group) for of in (scale, bias))
-    mean, gain = _moments(layer, lambda step: _read(x, *_place(layer, example, step, group)), zeros_like(slope))
+    mean, gain = _moments(layer, x, example, group, zeros_like(slope))
 
     def write(step: Any, carry: None) -> None:
         place = _place(layer, example, step, group)
@@ -205,7 +216,7 @@ def _backward(layer: _Layer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any,
     none = zeros_like(slope)
 
     def example(i: Any, totals: tuple[Array, Array]) -> tuple[Array, Array]:
-        mean, gain = _moments(layer, lambda step: _read(x, *_place(layer, i, step, group)), none)
+        mean, gain = _moments(layer, x, i, group, none)
 
         def read(step: Any) -> tuple[Any, Array, Array]:
             """Place, standardised maps, and the gradient before ReLU."""
@@ -232,4 +243,4 @@ def _backward(layer: _Layer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any,
 
     totals = lax.fori_loop(0, layer.batch, example, (none, none))
     for i, total in enumerate(totals):
-        _write(d_vectors, (i, pl.ds(group * layer.size, layer.size)), jnp.sum(total, 0))
+        _write(d_vectors, (i, _channels(layer, group)), jnp.sum(total, 0))

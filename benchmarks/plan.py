@@ -2,10 +2,11 @@
 
 python -m benchmarks.plan --chip h100
 
-Bytes and kernels are those of the optimized program's local steps, with their share of the loops around them. On a TPU
-the compiler counts cycles; for a GPU a bound stands in their place, the larger of bytes at the memory's full speed and
-operations at the chip's peak. Without a device a compiler tunes nothing: tiles may change there, kernels and bytes
-less. Needs the chip's compiler: `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
+Bytes and kernels are those of the optimized program's local steps, with their share of the loops around them; of the
+kernels, those in the step itself are counted apart, too. On a TPU the compiler counts cycles; for a GPU a bound stands
+in their place, the larger of bytes at the memory's full speed and operations at the chip's peak. Without a device a
+compiler tunes nothing: tiles may change there, kernels and bytes less. Needs the chip's compiler:
+`pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
 Figures of workloads that `--out` has from before and that are not asked for stay there; a row says which chunks were
 tried. With `--check`, figures are compared with those in a folder, at the chunks chosen there: a growth by over a
@@ -93,6 +94,7 @@ def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...
     return {
         "chunk": found.chunk,
         "kernels": found.kernels,
+        "in_step": found.in_step,
         "megabytes": found.bytes / 1e6,
         "megaflops": found.flops / 1e6,
         "bandwidth_us": found.bandwidth_us,

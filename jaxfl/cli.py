@@ -228,6 +228,7 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
     found = footprint(device, algorithm, clients, chunk=chunk, trips=trips)
     rows: dict[str, Any] = {
         "kernels of a step of all": found.kernels,
+        "those of the step itself": found.in_step,
         "MB moved, per client": found.bytes / 1e6,
         "MFLOP, per client": found.flops / 1e6,
         "us by memory's speed": found.bandwidth_us,

@@ -38,7 +38,7 @@ def test_plan_for_a_chip_prints_its_footprint(monkeypatch, capsys, tmp_path):
 
     def footprint(chip, algorithm, clients, *, chunk, trips):
         seen.update(chip=chip, method=algorithm.name, clients=clients.number, chunk=chunk, trips=trips)
-        return Footprint(chip, chunk, 12.5, 2e6, 3e6, 4e6, 5e9, 1000, math.nan)
+        return Footprint(chip, chunk, 12.5, 9, 2e6, 3e6, 4e6, 5e9, 1000, math.nan)
 
     monkeypatch.setattr(cli, "footprint", footprint)
     config = tmp_path / "run.yaml"

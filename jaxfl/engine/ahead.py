@@ -29,7 +29,9 @@ class Footprint(NamedTuple):
     chip: str
     chunk: int
     kernels: float
-    """Of a local step of all clients of a chunk together."""
+    """Of a local step of all clients of a chunk together, with its share of the loops around it."""
+    in_step: float
+    """Those of the step itself."""
     bytes: float
     """Read and written by these, per client."""
     flops: float
@@ -87,12 +89,13 @@ def footprint(
     program = fitting(lambda chunk: rounds_of(chunk=chunk), chunk, arguments, call=False)
     compiled: Any = program.step
     compiled, chunk = compiled.func, program.chunk
-    cost, each = step_cost(compiled.as_text(), trips), program.memory
+    text, each = compiled.as_text(), program.memory
+    cost, alone = step_cost(text, trips), step_cost(text)
     held = compiled.memory_analysis().argument_size_in_bytes
     expected = 1e6 * cost.cycles / sheet.clock / chunk if cost.cycles else math.nan
     largest = int(max(0.0, sheet.memory - held) / max(1.0, each))
     flops = step_flops(algorithm, population)
-    return Footprint(chip, chunk, cost.kernels, cost.bytes / chunk, flops, each, held, largest, expected)
+    return Footprint(chip, chunk, cost.kernels, alone.kernels, cost.bytes / chunk, flops, each, held, largest, expected)
 
 
 def step_flops(algorithm: Algorithm, population: Population) -> float:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_key, checked, count_from_0
-from jaxfl.local.lanes import hold, longest
+from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.masks import keep
 from jaxfl.types import ClientData, Model, Params, Tree
 
@@ -193,7 +193,7 @@ def train(
 
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
-    start = (params, optimizer.init(params), jnp.zeros(()))
+    start = (begin(params), optimizer.init(params), jnp.zeros(()))
     params, _, total_loss = lax.fori_loop(0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 

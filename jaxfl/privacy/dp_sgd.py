@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float, Float64, Int, Key
 
 from jaxfl._validate import check_fraction, check_noise, checked
-from jaxfl.local.lanes import hold, longest
+from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.train import Apply, BatchLoss, Decay, GradientFn, Mask, Penalty, decayed, descend, penalty_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
@@ -104,7 +104,7 @@ class DPSGD:
 
             return hold(i < total, descend(optimizer, of_batch, carry, mask=mask), carry)
 
-        start = (params, optimizer.init(params), jnp.zeros(()))
+        start = (begin(params), optimizer.init(params), jnp.zeros(()))
         params, _, total_loss = lax.fori_loop(0, longest(total), step, start)
         steps = total.astype(jnp.float32)
         return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfl.local.lanes import hold, longest
+from jaxfl.local.lanes import begin, hold, longest
 
 BOUNDS = jnp.array([0, 3, 1])
 
@@ -52,3 +52,26 @@ def test_lanes_of_lanes():
     np.testing.assert_array_equal(totals, [[0, 3], [1, 0]])
     by_outer = jax.vmap(lambda bound: jax.vmap(count, (None, 0))(bound, jnp.zeros(2))[0])(BOUNDS)
     np.testing.assert_array_equal(by_outer, np.repeat(BOUNDS[:, None], 2, 1))
+
+
+def test_on_gpus_leaves_of_one_shape_are_written_together(monkeypatch):
+    """They read one array, as XLA asks of what it writes in one kernel; no number changes."""
+
+    def run(step, *leaves):
+        def add(i, carry):
+            return hold(i < 3, tuple(leaf + step for leaf in carry), carry)
+
+        return lax.fori_loop(0, longest(3), add, begin(leaves))
+
+    def traced():  # anew: JAX keeps what it has traced of a function
+        program = jax.jit(jax.vmap(run, (0, *[None] * 5))).trace(*arguments)
+        return str(program.jaxpr), program.lower().compile()(*arguments)
+
+    arguments = jnp.arange(2.0), *(jnp.full(3, float(i)) for i in range(4)), jnp.ones(1)
+    program, expected = traced()
+    assert "name=_where" not in program
+    assert "optimization_barrier" not in program
+    monkeypatch.setattr("jaxfl.local.lanes.on_gpu", lambda: True)
+    program, found = traced()
+    assert program.count("name=_where") == 4
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

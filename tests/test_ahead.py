@@ -86,6 +86,26 @@ def test_a_step_counts_what_its_kernels_touch():
     assert step_cost(TEXT, (5.0,)) == (4 + 1 / 5, sliced + product + halves + 2 * 640 / 5, 70)
 
 
+def test_another_stage_is_no_part_of_what_is_around_a_step():
+    two = TEXT.replace(
+        "%more (carry",
+        """%other (carry: (s32[], f32[5,8,4], f32[4])) -> (s32[], f32[5,8,4], f32[4]) {
+  %carry = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) parameter(0)
+  %w = f32[4]{0} get-tuple-element(%carry), index=2
+  %halved = f32[4]{0} negate(%w), metadata={op_name="jit(run)/while/body/local_step/neg"}
+  ROOT %out = (s32[], f32[5,8,4]{2,1,0}, f32[4]{0}) tuple(%carry)
+}
+
+%more (carry""",
+    ).replace(
+        "  ROOT %result",
+        """  %again = (s32[], f32[4]{0}) while(%loop), condition=%twice, body=%other
+  ROOT %result""",
+    )
+    assert "body=%other" in two
+    assert step_cost(two, (5.0,)) == step_cost(TEXT, (5.0,))
+
+
 def test_a_text_without_local_steps_costs_nothing():
     assert step_cost("HloModule empty") == (0, 0, 0)
 

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from jaxfl.local.train import STEP
@@ -42,7 +42,8 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
 
     A kernel is an operation outside fusions; it reads its operands and writes its result. Of an operand that it only
     slices or gathers from, and of a result that it only updates in place, what is touched counts. Loops in a step
-    count as often as they are known to run, and at least once.
+    count as often as they are known to run, and at least once. Other local steps in a loop around, such as another
+    stage's, do not count.
     """
     computations = dict(_computations(text))
     loops = (op for operations in computations.values() for op in operations if op.kind == "while")
@@ -54,13 +55,14 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
         return Cost()
     inner = max(costs, key=lambda name: costs[name].bytes)
     total, share, outer = costs[inner], 1.0, {one: name for name in computations for one in _runs(computations[name])}
+    stepping = {body for body in bodies if not {body, *_below(computations, body)}.isdisjoint(steps)}
     depth = _depth(computations[inner])
     for times in trips:
         share, depth = share / times, depth - 1
         around = outer.get(inner)
         if around and _depth(computations[around]) == depth:  # else the loop runs once and is none any more
-            inside, inner = inner, around
-            total = total.plus(_cost(computations, inner, without=inside), share)
+            inner = around
+            total = total.plus(_cost(computations, inner, without=stepping), share)
     return total
 
 
@@ -89,13 +91,13 @@ def _runs(operations: list[_Operation]) -> Iterator[str]:
     return (inner for operation in operations for inner in _inner(operation))
 
 
-def _cost(computations: dict[str, list[_Operation]], name: str, without: str = "") -> Cost:
-    """Of one run of a computation, loops and branches in it too, except one."""
+def _cost(computations: dict[str, list[_Operation]], name: str, without: Set[str] = frozenset()) -> Cost:
+    """Of one run of a computation, loops and branches in it too, except some."""
     operations = computations[name]
     shapes, total = {operation.name: operation.shape for operation in operations}, Cost()
     for operation in operations:
         inner = _inner(operation)
-        if without in inner:
+        if not without.isdisjoint(inner):
             continue
         for one in inner:
             total = total.plus(_cost(computations, one), _times(computations, operation))

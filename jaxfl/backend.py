@@ -34,6 +34,8 @@ class Backend(NamedTuple):
     """The form of convolutions whose model names none."""
     joined: bool
     """Whether a client's state is one row of numbers, or one for each of its arrays."""
+    few_kernels: bool
+    """Whether vectorised loops are written for few kernels; see `jaxfl.local.lanes`."""
     microbatch: int | None
     """Examples at once through a network whose maps of a whole batch exceed the caches; None: the whole batch."""
     compiler: Mapping[str, Any]
@@ -49,6 +51,7 @@ _CPU = Backend(
     chunks=(1, 8, 32, 128, 512),
     convolution="winograd",
     joined=False,
+    few_kernels=False,
     microbatch=8,
     # A FedDPA round on two cores takes 0.8 of the time with this width, if the processor has such vectors.
     compiler={"xla_cpu_prefer_vector_width": 512},
@@ -59,11 +62,11 @@ _CPU = Backend(
 # The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, and the gradients of
 # plain convolutions copy the maps. "pallas" moves fewer bytes than "grouped", but no plan tells what its kernels take
 # besides bytes, and they have not run on a device yet.
-_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", True, None, {}, {})
+_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", True, True, None, {}, {})
 
 # By the compiler's cycles, too: pixels of few channels waste registers, and the weights of 64 MLPs stay beside these,
 # where those of 128 do not fit.
-_TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512))
+_TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512), few_kernels=False)
 
 
 def with_flags(flags: str) -> str:

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 from jaxtyping import Bool, Shaped
 
-from jaxfl.backend import on_gpu
+from jaxfl.backend import backend
 from jaxfl.types import Tree
 
 _ALIKE = 4
@@ -24,7 +24,7 @@ _ALIKE = 4
 def begin(tree: Tree) -> Tree:
     """What a loop begins with."""
     # XLA for GPUs would keep the copies by lane for what reads the same later, such as an update's difference.
-    return lax.optimization_barrier(tree) if on_gpu() else tree
+    return lax.optimization_barrier(tree) if backend().few_kernels else tree
 
 
 @custom_vmap
@@ -48,7 +48,8 @@ def hold(active: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
 @hold.def_vmap
 def _(size: int, batched: list[Tree], active: Array, new: Tree, old: Tree) -> tuple[Tree, Tree]:
     if not batched[0]:  # no lane has ended
-        new = _together(jnp.full(size, active), batched[1], new, old) if on_gpu() else new
+        if backend().few_kernels:
+            new = _together(jnp.full(size, active), batched[1], new, old)
         return hold(active, new, old), batched[1]
 
     def select(active: Array, new: Tree, old: Tree) -> Tree:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxfl.backend import backend
 from jaxfl.local.lanes import begin, hold, longest
 
 BOUNDS = jnp.array([0, 3, 1])
@@ -71,7 +72,7 @@ def test_on_gpus_leaves_of_one_shape_are_written_together(monkeypatch):
     program, expected = traced()
     assert "name=_where" not in program
     assert "optimization_barrier" not in program
-    monkeypatch.setattr("jaxfl.local.lanes.on_gpu", lambda: True)
+    monkeypatch.setattr("jaxfl.local.lanes.backend", lambda: backend("gpu"))
     program, found = traced()
     assert program.count("name=_where") == 4
     jax.tree.map(np.testing.assert_array_equal, found, expected)

@@ -12,7 +12,7 @@ from jaxfl import simulate, sweep
 from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, fedavg, feddpa_paper, fedprox, local_only
 from jaxfl.algorithms.adp_pfl import fisher_percentile
 from jaxfl.local.train import LocalSGD
-from jaxfl.privacy import Full, Poisson
+from jaxfl.privacy import AdaptiveClip, Full, Poisson
 
 KEY = jax.random.key(1)
 SETTING: dict[str, Any] = {"rounds": 3, "eval_every": 2, "progress": False}
@@ -164,6 +164,15 @@ def test_a_point_without_a_clip_bound_cannot_share_a_program_with_noise():
 
     with pytest.raises(ValueError, match="values of point 1: clip=inf in a sweep with noise"):
         sweep(KEY, build, {"clip": [1.0, np.inf], "noise_multiplier": [0.0, 0.0]}, small_clients(), **SETTING)
+
+
+def test_numbers_that_a_mechanism_refuses_are_refused_at_every_point():
+    def build(z):
+        mechanism = AdaptiveClip(clip=1.0, noise_multiplier=z, bit_noise=1.0)
+        return fedavg(MODEL, mechanism=mechanism, local=SMALL)
+
+    with pytest.raises(ValueError, match=r"noise_multiplier=2\.5 with bit_noise=1:"):
+        sweep(KEY, build, {"z": [0.5, 2.5]}, small_clients(), **SETTING)
 
 
 def test_points_whose_server_breaks_stop_no_others():

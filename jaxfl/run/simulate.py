@@ -288,7 +288,10 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = settings.rounds
-        self.update = check_algorithm(algorithms[0], clients, rounds)  # the others differ only in numbers
+        self.update = check_algorithm(algorithms[0], clients, rounds)
+        for other in algorithms[1:]:  # they differ only in numbers, which a mechanism may still refuse
+            begin = functools.partial(other.mechanism.init, update=lambda: self.update, clients=clients.number)
+            jax.eval_shape(begin, jax.random.key(0))
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         evaluations = sorted({*range(every, rounds + 1, every), rounds})

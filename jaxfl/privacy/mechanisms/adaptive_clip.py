@@ -66,7 +66,7 @@ class AdaptiveClip(Mechanism):
         bits, z = self.bit_noise or self.sampling.expected(clients) / 20, self.noise_multiplier_table[0]
         if not traced(z) and z >= 2 * bits:
             raise ValueError(
-                f"noise_multiplier={z!r} with bit_noise={bits!r}: the bits alone cost more; give more than {z / 2}"
+                f"noise_multiplier={z:g} with bit_noise={bits:g}: the bits alone cost more; give more than {z / 2:g}"
             )
         if not self.server_noisy:
             return Bound(jnp.float32(self.clip), jnp.float32(1.0))

@@ -309,7 +309,7 @@ def calibrate(
         probe = dataclasses.replace(base, clip=1.0, noise_multiplier=noise if len(noise) > 1 else noise[0])
         return probe.view(probe.planned(clients, rounds), "aggregate")
 
-    length = len(scale)
+    length = max(len(scale), len(base.weight_table))
     view = planned(1.0, length)
     if view.grows and length < rounds:
         length = rounds

@@ -432,6 +432,14 @@ def test_calibrate_meets_the_target(target, sampling, rounds):
     assert meets(target, spent(mechanism(noise, sampling=sampling), rounds, clients=40))
 
 
+def test_calibrate_takes_weights_by_round():
+    weights = np.array([[0.5, 1.0], [1.0, 0.25], [1.0, 1.0]])
+    run: dict[str, Any] = {"clients": 2, "rounds": 3, "accountant": "rdp"}
+    noise = calibrate(2.0, mechanism=mechanism(1.0, weights=weights), **run)
+    assert meets(2.0, spent(mechanism(noise, weights=weights), 3, clients=2, accountant="rdp"))
+    assert calibrate(2.0, mechanism=mechanism(1.0, weights=np.ones((3, 2))), **run) == calibrate(2.0, **run)
+
+
 PLAN = planned_ledger(mechanism(1.0), 2, 2)
 
 

@@ -119,18 +119,28 @@ def normalize_over_all(fisher: Tree) -> Tree:
 
 
 def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8) -> Tree:
-    """The same sum by vmap(grad) over chunks of examples, which lie on the leading axis of x."""
-    chunk = min(chunk, len(labels))
+    """The same sum by vmap(grad) over chunks of examples."""
+    chunk, axis = min(chunk, len(labels)), _batch_axis(model)
 
     def split(array: Array) -> Array:
         padded = jnp.pad(array, [(0, -len(labels) % chunk)] + [(0, 0)] * (array.ndim - 1))
         return padded.reshape(-1, chunk, *array.shape[1:])
 
     def loss(p: Params, x: Array, label: Array, weight: Array) -> Array:
-        return weight * model.task.loss(model.apply(p, x[None]), label[None])[0]
+        return weight * model.task.loss(model.apply(p, jnp.expand_dims(x, axis)), label[None])[0]
 
     def step(total: Tree, examples: tuple[Array, Array, Array]) -> tuple[Tree, None]:
         gradients = jax.vmap(functools.partial(jax.grad(loss), params))(*examples)
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
-    return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), jax.tree.map(split, (x, labels, weights)))[0]
+    examples = jax.tree.map(split, (jnp.moveaxis(x, axis, 0), labels, weights))
+    return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), examples)[0]
+
+
+def _batch_axis(model: Model) -> int:
+    """Where a prepared batch has its examples: first, unless the model's shape of an example tells otherwise."""
+    if model.input_shape is None:
+        return 0
+    shapes = (jax.ShapeDtypeStruct((size, *model.input_shape), jnp.uint8) for size in (2, 3))
+    sizes = zip(*(jax.eval_shape(model.prepare, batch).shape for batch in shapes), strict=True)
+    return next(axis for axis, (two, three) in enumerate(sizes) if two != three)

@@ -52,8 +52,8 @@ def test_one_backward_pass_equals_a_loop_over_examples(name):
     assert_close(found, by_example(model, params, images[kept], labels[kept]))
 
 
-def test_without_a_rule_of_its_own_a_model_is_differentiated_by_example():
-    model = mlp((8, 8, 1), hidden=(16,))
+@pytest.mark.parametrize("model", [mlp((8, 8, 1), hidden=(16,)), digits_cnn()], ids=["examples first", "examples last"])
+def test_without_a_rule_of_its_own_a_model_is_differentiated_by_example(model):
     rng = np.random.default_rng(0)
     images, labels = jnp.asarray(rng.integers(0, 256, (11, 8, 8, 1), np.uint8)), jnp.asarray(rng.integers(0, 10, 11))
     params, weights = model.init(jax.random.key(0)), jnp.asarray(rng.integers(0, 2, 11), jnp.float32)

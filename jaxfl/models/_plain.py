@@ -1,4 +1,4 @@
-"""JAX's own convolution, and one that computes vectorised clients side by side, kernel gradients too.
+"""JAX's own convolution, one that computes vectorised clients side by side, kernel gradients too, and max-pooling.
 
 A convolution of clients with kernels of their own is a grouped one. If the gradient of its kernel is vectorised
 instead, it is a convolution with batch and channels exchanged, before which XLA copies all maps into that order on a
@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int
+
+PACKED = 8
+"""Clients that share a group of a "packed" convolution, at most."""
 
 
 class Options(NamedTuple):
@@ -20,7 +25,7 @@ class Options(NamedTuple):
 
     padding: int = 0
     stride: int = 1
-    precision: str | None = None
+    precision: Any = None
     packed: int = 1
 
 
@@ -119,3 +124,47 @@ def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
     differentiable = jax.custom_jvp(vectorised)  # in both modes, of which `vectorised` has one
     differentiable.defjvp(lambda at, by: (differentiable(*at), alone(by[0], at[1]) + alone(at[0], by[1])))
     return differentiable
+
+
+def max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 features"]:
+    """The largest number of each window of 2x2, without a last odd row or column."""
+    n, high, wide, features = y.shape
+    windows = y[:, : high // 2 * 2, : wide // 2 * 2].reshape(n, high // 2, 2, wide // 2, 2, features)
+    return largest(windows, (2, 4))[0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def largest(
+    windows: Float[Array, "..."], axes: tuple[int, ...]
+) -> tuple[Float[Array, "B H2 W2 features"], Int[Array, "B H2 W2 features"]]:
+    """The largest number of each window, and its place; the first one wins, and NaN over all.
+
+    One kernel, whatever the layout of its result, as is that of the gradient: `lax.reduce_window` and its gradient
+    write the maps four times.
+
+    Args:
+        windows: maps by window.
+        axes: those of a window's four places.
+    """
+
+    def better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        (a, i), (b, j) = one, other
+        equal = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+        wins = (a > b) | (jnp.isnan(a) & ~jnp.isnan(b)) | (equal & (i < j))
+        return jnp.where(wins, a, b), jnp.where(wins, i, j)
+
+    places = jnp.broadcast_to(_places(windows, axes), windows.shape)
+    return lax.reduce((windows, places), (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4)), better, axes)
+
+
+@largest.defjvp
+def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Array]) -> tuple:
+    most, place = largest(windows[0], axes)
+    chosen = jnp.expand_dims(place, axes) == _places(windows[0], axes)
+    moved = jnp.where(chosen, changes[0], 0).sum(axes)
+    return (most, place), (moved, np.zeros(place.shape, jax.dtypes.float0))
+
+
+def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
+    """0 to 3, in reading order, on the axes of places."""
+    return np.arange(4, dtype=np.int8).reshape([side if i in axes else 1 for i, side in enumerate(windows.shape)])

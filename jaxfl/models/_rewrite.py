@@ -7,7 +7,8 @@ The network is written as usual, by whatever library. Its trace is run operation
 - What follows elementwise, pooling, and sums over axes stay batch-minor. Axes are moved back where an operation needs
   them in order, mostly before the first dense layer.
 
-All else is evaluated as traced.
+For GPUs all stays as it lies, and convolutions and 2x2 max-pools are those of `jaxfl.models._plain`, which has
+vectorised clients side by side. All else is evaluated as traced.
 """
 
 import collections
@@ -25,7 +26,11 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfl.backend import Form, backend
 from jaxfl.models import _convolution, _windows
-from jaxfl.models.layers import PLAIN
+from jaxfl.models._plain import PACKED, convolve_grouped, max_pool
+from jaxfl.models._plain import Options as PlainOptions
+
+FORMS: tuple[Form, ...] = ("winograd", "im2col", "grouped", "packed")
+"""Those that networks of others are computed in."""
 
 
 def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., Any]:
@@ -33,19 +38,17 @@ def in_form(function: Callable[..., Any], form: Form | None) -> Callable[..., An
 
     Args:
         function: of pytrees of arrays.
-        form: "winograd" or "im2col", see `jaxfl.models.layers`; any other is the function itself. None: "winograd"
-            where the backend prefers it.
+        form: one of `FORMS`, see `jaxfl.models.layers`; any other is the function itself. None: the backend's.
     """
-    if form in PLAIN:
-        return function
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if form is None and backend().convolution != "winograd":
+        own = backend().convolution if form is None else form
+        if own not in FORMS:
             return function(*args)
         # A new function each time: JAX would keep the trace, which what intercepts Flax's methods must change.
         closed, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)  # noqa: PLW0108
-        outputs = _evaluate(closed, form != "im2col")(*jax.tree.leaves(args))
+        outputs = _evaluate(closed, own)(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
     return call
@@ -75,11 +78,11 @@ _Value: TypeAlias = Any
 """An array, or one of the two above."""
 
 
-def _evaluate(closed: ClosedJaxpr, filtered: bool) -> Callable[..., list[Any]]:
-    return lambda *inputs: [_array(value) for value in _run(closed, inputs, filtered)]
+def _evaluate(closed: ClosedJaxpr, form: Form) -> Callable[..., list[Any]]:
+    return lambda *inputs: [_array(value) for value in _run(closed, inputs, form)]
 
 
-def _run(closed: ClosedJaxpr, inputs: Sequence[_Value], filtered: bool) -> list[_Value]:
+def _run(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> list[_Value]:
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *inputs), strict=True))
     atoms = (*itertools.chain.from_iterable(equation.invars for equation in jaxpr.eqns), *jaxpr.outvars)
@@ -94,32 +97,35 @@ def _run(closed: ClosedJaxpr, inputs: Sequence[_Value], filtered: bool) -> list[
 
     for equation in jaxpr.eqns:
         with equation.ctx.manager:
-            outputs = _apply(equation, [read(atom) for atom in equation.invars], filtered)
+            outputs = _apply(equation, [read(atom) for atom in equation.invars], form)
         values.update(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _apply(equation: Any, inputs: list[_Value], filtered: bool) -> Sequence[_Value]:
+def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     name, params = equation.primitive.name, equation.params
     if name == "jit":
-        return _run(params["jaxpr"], inputs, filtered)
-    if name == "conv_general_dilated" and _is_covered(equation):
-        return [_waiting(inputs[0], inputs[1], params, filtered)]
-    if inputs and isinstance(inputs[0], _Convolution) and (more := _absorbed(equation, *inputs)):
+        return _run(params["jaxpr"], inputs, form)
+    if form in ("grouped", "packed"):
+        if (found := _side_by_side(equation, inputs, form)) is not None:
+            return [found]
+    elif name == "conv_general_dilated" and _is_covered(equation):
+        return [_waiting(inputs[0], inputs[1], params, form == "winograd")]
+    elif inputs and isinstance(inputs[0], _Convolution) and (more := _absorbed(equation, *inputs)):
         return [more]
+    elif name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
+        return [_pooled(_forced(inputs[0]), equation)]
     inputs = [_forced(value) for value in inputs]
-    if name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
-        return [_pooled(inputs[0], equation)]
     if (place := next((value.order for value in inputs if isinstance(value, _Moved)), None)) is not None:
         moved = _in_place(equation, inputs, place)
         if moved is not None:
             return [moved]
     arrays = [_array(value) for value in inputs]
     if name in ("checkpoint", "remat2"):
-        inner = _evaluate(ClosedJaxpr(params["jaxpr"], ()), filtered)
+        inner = _evaluate(ClosedJaxpr(params["jaxpr"], ()), form)
         return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(*arrays)
     if name in ("scan", "while", "cond"):
-        rewritten = functools.partial(_rewritten, filtered=filtered)
+        rewritten = functools.partial(_rewritten, form=form)
         params = {key: jax.tree.map(rewritten, value) for key, value in params.items()}
     return _bind(equation, arrays, params)
 
@@ -130,8 +136,8 @@ def _bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Seque
     return outputs if primitive.multiple_results else [outputs]
 
 
-def _rewritten(value: Any, filtered: bool) -> Any:
-    return jax.make_jaxpr(_evaluate(value, filtered))(*value.in_avals) if isinstance(value, ClosedJaxpr) else value
+def _rewritten(value: Any, form: Form) -> Any:
+    return jax.make_jaxpr(_evaluate(value, form))(*value.in_avals) if isinstance(value, ClosedJaxpr) else value
 
 
 def _forced(value: _Value) -> _Value:
@@ -153,6 +159,32 @@ def _in_order(value: _Value, order: Sequence[int]) -> Any:
     return array.transpose(order) if jnp.ndim(array) else array
 
 
+# What is computed for vectorised clients side by side
+
+
+def _side_by_side(equation: Any, inputs: Sequence[Any], form: Form) -> Array | None:
+    """A convolution with a square kernel, or a max-pool, that `jaxfl.models._plain` has."""
+    name, params = equation.primitive.name, equation.params
+    if name == "reduce_window_max" and _is_pooling(equation, range(len(params["padding"]))):
+        return max_pool(inputs[0])
+    if name != "conv_general_dilated" or not _is_covered(equation):
+        return None
+    (batch, channel, *spatial), (out, in_, *sizes), (examples, features, *maps) = params["dimension_numbers"]
+    x, kernel = inputs[0].transpose(batch, *spatial, channel), inputs[1].transpose(*sizes, in_, out)
+    side, stride = len(kernel), params["window_strides"][0]
+    apart = {*params["lhs_dilation"], *params["rhs_dilation"], params["feature_group_count"]} != {1}
+    if apart or kernel.shape[:-2] != (side, side) or params["window_strides"] != (stride, stride) or stride > 2:
+        return None
+    ends, around = params["padding"], {*itertools.chain(*params["padding"])}
+    zeros = ends[0][0] if len(around) == 1 and 0 <= ends[0][0] < side else 0
+    if around != {zeros}:
+        x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *((*two, 0) for two in ends), (0, 0, 0)])
+    if side == 1:
+        x, stride = x[:, ::stride, ::stride], 1
+    own = PlainOptions(zeros, stride, params["precision"], PACKED if form == "packed" else 1)
+    return convolve_grouped(x, kernel, own).transpose(np.argsort((examples, *maps, features)))
+
+
 # What waits with a convolution
 
 
@@ -170,7 +202,7 @@ def _waiting(x: _Value, kernel: _Value, params: dict[str, Any], filtered: bool) 
 
 def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolution | None:
     """With the operation too, if it is a bias, ReLU or pooling that a convolution does itself."""
-    name, params, after = equation.primitive.name, equation.params, waiting.relu or waiting.pool
+    name, after = equation.primitive.name, waiting.relu or waiting.pool
     if name == "add" and waiting.bias is None and not after:
         shape = jnp.shape(_array(others[0]))
         sides = [1] * len(waiting.order)
@@ -178,10 +210,8 @@ def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolu
         return waiting._replace(bias=_array(others[0]).reshape(-1)) if shape == tuple(sides) else None
     if name == "custom_jvp_call" and _is_relu(equation):
         return waiting._replace(relu=True)
-    if name == "reduce_window_max" and not waiting.pool and _is_window(equation) and _is_plain(waiting):
-        windows = [[params[key][axis] for axis in waiting.order] for key in ("window_dimensions", "window_strides")]
-        if windows == [[1, 2, 2, 1]] * 2 and not np.any(params["padding"]):
-            return waiting._replace(pool=True)
+    if name == "reduce_window_max" and not waiting.pool and _is_plain(waiting) and _is_pooling(equation, waiting.order):
+        return waiting._replace(pool=True)
     return None
 
 
@@ -235,6 +265,13 @@ def _is_window(equation: Any) -> bool:
     params, dtype = equation.params, equation.outvars[0].aval.dtype
     near = {*params["base_dilation"], *params["window_dilation"]} == {1}
     return near and jnp.issubdtype(dtype, jnp.floating) and math.prod(params["window_dimensions"]) <= _MOST_TAPS
+
+
+def _is_pooling(equation: Any, order: Sequence[int]) -> bool:
+    """Whether windows are 2x2, side by side, on the two axes in the middle of an order."""
+    params = equation.params
+    windows = [[params[key][axis] for axis in order] for key in ("window_dimensions", "window_strides")]
+    return _is_window(equation) and windows == [[1, 2, 2, 1]] * 2 and not np.any(params["padding"])
 
 
 def _pooled(value: _Value, equation: Any) -> _Value:

@@ -26,31 +26,27 @@ examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a 
 affects its own term only. Such a layer must be used once in a network.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 
 from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
 from jaxfl.models._group_norm import Options as NormOptions
 from jaxfl.models._group_norm import group_means, normalize
+from jaxfl.models._plain import PACKED, convolve_grouped, convolve_plain, largest, max_pool, to_blocks
 from jaxfl.models._plain import Options as PlainOptions
-from jaxfl.models._plain import convolve_grouped, convolve_plain, to_blocks
 
 PLAIN: tuple[Form, ...] = ("lax", "grouped", "packed", "blocks", "pallas")
 """Forms whose maps are computed as JAX would, where they are not fused."""
 
 LARGEST_FUSED = 9
 """Side of a kernel of `_fused`, whose maps have margins for it."""
-_PACKED = 8
-"""Clients that share a group of a "packed" convolution, at most."""
 
 # PyTorch's default: uniform in +-1/sqrt(fan_in), kernels and biases alike.
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
@@ -129,12 +125,12 @@ class Convolution(nn.Module):
 
                 return convolve_pooled(x, kernel, bias, padding, self.parts)
             if self.form == "blocks" and self.pool:
-                y = _largest(_blocks(x, kernel, padding), (3,))[0]
+                y = largest(_blocks(x, kernel, padding), (3,))[0]
             else:
                 plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
-                own = PlainOptions(padding, self.stride, precision, _PACKED if self.form == "packed" else 1)
+                own = PlainOptions(padding, self.stride, precision, PACKED if self.form == "packed" else 1)
                 y = plain(x.transpose(3, 1, 2, 0), kernel, own)
-                y = _largest(_windows(y), (2, 4))[0] if self.pool else y
+                y = max_pool(y) if self.pool else y
             y = y + bias[None, None, None]
             return (nn.relu(y) if self.relu else y).transpose(3, 1, 2, 0)
         if self.stride == 2:
@@ -153,49 +149,6 @@ def _blocks(x: Array, kernel: Array, padding: int) -> Float[Array, "B H2 W2 4 fe
     x, kernels = to_blocks(x, kernels, padding)
     y = convolve_plain(x.transpose(3, 1, 2, 0), kernels)
     return y.reshape(*y.shape[:3], 4, -1)
-
-
-def _windows(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 2 W2 2 features"]:
-    """All windows, without a last odd row or column."""
-    n, high, wide, features = y.shape
-    return y[:, : high // 2 * 2, : wide // 2 * 2].reshape(n, high // 2, 2, wide // 2, 2, features)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _largest(
-    windows: Float[Array, "..."], axes: tuple[int, ...]
-) -> tuple[Float[Array, "B H2 W2 features"], Int[Array, "B H2 W2 features"]]:
-    """The largest number of each window, and its place; the first one wins, and NaN over all.
-
-    One kernel, whatever the layout of its result, as is that of the gradient: `lax.reduce_window` and its gradient
-    write the maps four times.
-
-    Args:
-        windows: maps by window.
-        axes: those of a window's four places.
-    """
-
-    def better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-        (a, i), (b, j) = one, other
-        equal = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-        wins = (a > b) | (jnp.isnan(a) & ~jnp.isnan(b)) | (equal & (i < j))
-        return jnp.where(wins, a, b), jnp.where(wins, i, j)
-
-    places = jnp.broadcast_to(_places(windows, axes), windows.shape)
-    return lax.reduce((windows, places), (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4)), better, axes)
-
-
-@_largest.defjvp
-def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Array]) -> tuple:
-    largest, place = _largest(windows[0], axes)
-    chosen = jnp.expand_dims(place, axes) == _places(windows[0], axes)
-    moved = jnp.where(chosen, changes[0], 0).sum(axes)
-    return (largest, place), (moved, np.zeros(place.shape, jax.dtypes.float0))
-
-
-def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
-    """0 to 3, in reading order, on the axes of places."""
-    return np.arange(4, dtype=np.int8).reshape([side if i in axes else 1 for i, side in enumerate(windows.shape)])
 
 
 class Dense(nn.Module):

@@ -57,9 +57,9 @@ def from_flax(
         prepare: from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
         task: what the outputs are for (see `jaxfl.tasks`).
-        form: with "winograd" and "im2col" its convolutions and pooling are computed in the project's own way (see
-            `jaxfl.models.layers`), whatever their options; any other, such as "lax", runs the module as it is. None:
-            "winograd" on a CPU, where it is many times as fast, "lax" elsewhere.
+        form: of convolutions and pooling: "winograd" or "im2col", for CPUs, and "grouped" or "packed", for GPUs, where
+            square kernels have one; see `jaxfl.models.layers`. Any other, such as "lax", runs the module as it is.
+            None: "winograd" on a CPU, where it is many times as fast, "grouped" on a GPU, "lax" on a TPU.
 
     Raises:
         ValueError: the module does not take a batch of that shape, keeps more than parameters, draws in evaluation,

@@ -1,6 +1,7 @@
 """Networks in the library's formulation against the same networks as they are: values and all gradients."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from jaxfl.backend import Form
+from jaxfl.backend import Form, backend
 from jaxfl.models._rewrite import in_form
 
 
@@ -92,7 +93,9 @@ def test_convolutions_with_any_options_equal_lax(data):
         y: Any = layer.apply(params, x)
         return nn.relu(y) if relu else y
 
-    assert_close(*both(network, params, x, form=data.draw(st.sampled_from(["winograd", "im2col"]))))
+    assert_close(
+        *both(network, params, x, form=data.draw(st.sampled_from(["winograd", "im2col", "grouped", "packed"])))
+    )
 
 
 OPTIONS = [
@@ -110,14 +113,28 @@ OPTIONS = [
 ]
 
 
+SQUARE = [
+    ({"features": 4, "kernel_size": (4, 4)}, (3, 9, 8, 2)),
+    ({"features": 4, "kernel_size": (3, 3), "strides": 2}, (3, 8, 7, 2)),
+    ({"features": 4, "kernel_size": (1, 1), "strides": 2, "padding": 1}, (3, 8, 7, 2)),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "shape"), [*OPTIONS[:4], *(pytest.param(*other, marks=pytest.mark.slow) for other in OPTIONS[4:])]
+    ("options", "shape", "form"),
+    [
+        *((*one, "winograd") for one in OPTIONS[:4]),
+        *(pytest.param(*one, "winograd", marks=pytest.mark.slow) for one in OPTIONS[4:]),
+        *((*one, "grouped") for one in (*OPTIONS[:4], *SQUARE)),
+        *(pytest.param(*one, "grouped", marks=pytest.mark.slow) for one in OPTIONS[4:]),
+        (*OPTIONS[0], "packed"),
+    ],
 )
-def test_some_convolutions_equal_lax_for_clients_side_by_side(options, shape):
+def test_some_convolutions_equal_lax_for_clients_side_by_side(options, shape, form):
     layer, clients = nn.Conv(**options), 2
     x = random((clients, *shape))
     params = jax.vmap(layer.init, (0, None))(jax.random.split(jax.random.key(1), clients), x[0])
-    assert_close(*both(layer.apply, params, x, around=jax.vmap))
+    assert_close(*both(layer.apply, params, x, form=form, around=jax.vmap))
 
 
 def torch_options(options):
@@ -170,8 +187,10 @@ POOLS = [
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.func.__name__} {pool.keywords}")
-@pytest.mark.parametrize("before", ["convolution", "nothing"])
-def test_pooling_equals_lax(pool, before):
+@pytest.mark.parametrize(
+    ("before", "form"), [("convolution", "winograd"), ("nothing", "winograd"), ("nothing", "grouped")]
+)
+def test_pooling_equals_lax(pool, before, form):
     layer, x = nn.Conv(3, (3, 3)), random((2, 9, 8, 3))
     params = layer.init(jax.random.key(1), x)
 
@@ -179,10 +198,11 @@ def test_pooling_equals_lax(pool, before):
         y: Any = layer.apply(params, x)
         return pool(nn.relu(y) if before == "convolution" else x)
 
-    assert_close(*both(network, params, x))
+    assert_close(*both(network, params, x, form=form))
 
 
-def test_ties_go_to_the_first_as_in_lax():
+@pytest.mark.parametrize("form", ["winograd", "grouped"])
+def test_ties_go_to_the_first_as_in_lax(form):
     x = jnp.round(random((4, 8, 6, 3)))
     for sizes, strides in (((2, 2), (2, 2)), ((3, 3), (2, 1))):
         weights = jnp.arange(1.0, 1 + nn.max_pool(x, sizes, strides).size)
@@ -190,7 +210,7 @@ def test_ties_go_to_the_first_as_in_lax():
         def total(x, sizes=sizes, strides=strides, weights=weights):
             return nn.max_pool(x, sizes, strides).reshape(-1) @ weights
 
-        np.testing.assert_array_equal(jax.grad(in_form(total, "winograd"))(x), jax.grad(total)(x))
+        np.testing.assert_array_equal(jax.grad(in_form(total, form))(x), jax.grad(total)(x))
 
 
 def relu_with_another_slope():
@@ -244,21 +264,25 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_what_follows_a_convolution_keeps_its_values(name):
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((name, "winograd") for name in NETWORKS), ("in loops and branches", "grouped"), ("recomputed", "grouped")],
+)
+def test_what_follows_a_convolution_keeps_its_values(name, form):
     layer, x = nn.Conv(4, (3, 3), use_bias=name != "bias of rows"), random((3, 8, 8, 3))
     params = layer.init(jax.random.key(1), x)
-    assert_close(*both(lambda p, x: NETWORKS[name](lambda x: layer.apply(p, x), x), params, x))
+    assert_close(*both(lambda p, x: NETWORKS[name](lambda x: layer.apply(p, x), x), params, x, form=form))
 
 
-def test_channels_may_come_first():
+@pytest.mark.parametrize("form", ["winograd", "grouped"])
+def test_channels_may_come_first(form):
     kernel, bias, x = random((5, 3, 3, 3)), random((5, 1, 1), 1), random((2, 3, 8, 8), 2)
 
     def network(kernel, bias, x):
         y = nn.relu(lax.conv(x, kernel, (1, 1), "SAME") + bias[None])
         return lax.reduce_window(y, -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
 
-    assert_close(*both(network, kernel, bias, x))
+    assert_close(*both(network, kernel, bias, x, form=form))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -274,6 +298,24 @@ def test_the_form_of_choice_leaves_no_convolution_of_lax():
     names = {form: str(jax.make_jaxpr(in_form(layer.apply, form))(params, x)) for form in ("winograd", "lax")}
     assert "conv_general_dilated" not in names["winograd"]
     assert "conv_general_dilated" in names["lax"]
+
+
+def test_on_gpus_clients_convolutions_are_grouped_and_pooling_is_no_window_of_lax(monkeypatch):
+    layer, x = nn.Conv(4, (3, 3)), random((2, 3, 8, 8, 3))
+    params = jax.vmap(layer.init, (0, None))(jax.random.split(jax.random.key(1)), x[0])
+
+    def network(params, x):
+        return nn.max_pool(nn.relu(layer.apply(params, x)), (2, 2), (2, 2)).sum()
+
+    def program():
+        own = in_form(network, None)
+        return str(jax.make_jaxpr(jax.vmap(jax.grad(own, (0, 1))))(params, x))
+
+    assert "conv_general_dilated" not in program()
+    monkeypatch.setattr("jaxfl.models._rewrite.backend", lambda: backend("gpu"))
+    assert program().count("feature_group_count=2") == 2  # forward, and by the maps
+    assert program().count("batch_group_count=2") == 1  # by the kernel
+    assert not {"reduce_window", "select_and_scatter"} & set(re.findall(r"\w+", program()))
 
 
 def test_a_convolution_that_is_read_twice_is_computed_once():

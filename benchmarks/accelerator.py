@@ -50,7 +50,7 @@ from jaxfl.files import write_json
 from jaxfl.local.train import blocks_of
 from jaxfl.models import digits_cnn, mlp, with_precision
 from jaxfl.models.layers import PLAIN
-from jaxfl.privacy import Poisson
+from jaxfl.privacy import FixedSize, Mechanism, Poisson
 from jaxfl.types import Algorithm, Model
 
 _TINY = 4
@@ -129,7 +129,8 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))} | of_forms(sizes[1])
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
     found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (8 if tiny else 10_000, sizes[1]), 180)
-    others: list[tuple[Name, Form]] = [("mlp", form), ("resnet20", form), ("feddpa", form)]
+    found["pfl-research's CIFAR-10"] = Part(pfl_cifar10, (2, clients) if tiny else (1500, 1000), 180)
+    others: list[tuple[Name, Form]] = [(name, form) for name in ("mlp", "resnet20", "feddpa", "pfl_cnn")]
     for name, its in others if tiny else [*others, ("resnet20", "pallas")]:
         most = clients if tiny else 256 if name == "resnet20" else 1024
         found[f"{name}, {its}, chunk {sizes[0]}"] = Part(speed, (name, its, sizes[0], None, most), 180)
@@ -251,6 +252,16 @@ def ten_steps(clients: int, chunk: int) -> dict[str, Any]:
     work = _lenet(clients)
     found = _measured(work, algorithm_of(work), chunk)
     return {"seconds": clients / found["clients_per_s"]} | found
+
+
+def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
+    """The whole run of pfl-research's benchmark, without privacy, of a Flax module: compiling and evaluations too."""
+    work, sampling = dataclasses.replace(WORKLOADS["pfl_cnn"], clients=clients), FixedSize(min(50, clients))
+    local = LocalSGD(optax.sgd(0.1), work.batch_size)
+    algorithm = fedavg(model_of(work), local=local, mechanism=Mechanism(sampling=sampling))
+    data, begun = clients_of(*examples_of(work), tests=10), time.perf_counter()
+    simulate(0, algorithm, data, rounds=rounds, progress=False)
+    return {"rounds": rounds, "seconds": time.perf_counter() - begun}
 
 
 def auto(clients: int) -> dict[str, Any]:

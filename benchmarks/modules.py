@@ -145,11 +145,6 @@ def torch_network(network: str) -> Any:
         depthwise = tnn.Conv2d(channels, channels, 3, stride, 1, groups=channels)
         return [depthwise, tnn.ReLU(), tnn.Conv2d(channels, features, 1), tnn.ReLU()]
 
-    def pfl() -> list[Any]:
-        maps = [tnn.Conv2d(3, 32, 3), tnn.ReLU(), tnn.Conv2d(32, 64, 3), tnn.ReLU(), tnn.MaxPool2d(2)]
-        dense = [tnn.Linear(12544, 128), tnn.ReLU(), tnn.Dropout(0.5), tnn.Linear(128, 10)]
-        return [*maps, tnn.Dropout(0.25), tnn.Flatten(), *dense]
-
     def resnet() -> list[Any]:
         blocks = [residual(c, f, s) for c, (f, s) in zip((16, 16, 32), RESIDUAL, strict=True)]
         return [*normalised(3, 16, 3), tnn.ReLU(), *blocks, tnn.AdaptiveAvgPool2d(1), tnn.Flatten(), tnn.Linear(64, 10)]
@@ -160,9 +155,9 @@ def torch_network(network: str) -> Any:
         ends = [tnn.AdaptiveAvgPool2d(1), tnn.Flatten(), tnn.Linear(channels[-1], 10)]
         return [tnn.Conv2d(3, 16, 3, 2, 1), tnn.ReLU(), *layers, *ends]
 
-    if network in ("lenet", "feddpa"):
-        return pytorch.NETWORKS[{"lenet": "lenet", "feddpa": "feddpa_cnn"}[network]](SHAPE)
-    return tnn.Sequential(*{"pfl": pfl, "resnet": resnet, "mobile": mobile}[network]())
+    if network in ("pfl", "lenet", "feddpa"):
+        return pytorch.NETWORKS[{"pfl": "pfl_cnn", "lenet": "lenet", "feddpa": "feddpa_cnn"}[network]](SHAPE)
+    return tnn.Sequential(*{"resnet": resnet, "mobile": mobile}[network]())
 
 
 def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:

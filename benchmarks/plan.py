@@ -42,7 +42,7 @@ class Config:
 
     chip: str = "h100"
     """One of `jaxfl.chips.CHIPS`."""
-    workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20")
+    workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20", "pfl_cnn")
     form: Form | None = None
     """Of convolutions; None: the one that the chip gets by itself."""
     chunks: tuple[int, ...] = (128,)

@@ -146,7 +146,14 @@ class Block(nn.Module):
         return x + self.hidden_out(F.gelu(self.hidden(self.norm2(x)), approximate="tanh"))
 
 
-NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar, "resnet20": ResNet20}
+def pfl_cnn(_input_shape: tuple[int, int, int]) -> nn.Module:
+    """The CNN of pfl-research's CIFAR-10 benchmark."""
+    maps = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)]
+    dense = [nn.Linear(12544, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)]
+    return nn.Sequential(*maps, nn.Flatten(), *dense)
+
+
+NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar, "resnet20": ResNet20, "pfl_cnn": pfl_cnn}
 
 
 def best_device(threads: int) -> str:

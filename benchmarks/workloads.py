@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from experiments.pfl_cifar10.network import Pfl
 from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg, feddpa
 from jaxfl.backend import Form, compiler_options, of_mesh
@@ -21,12 +22,12 @@ from jaxfl.engine.ahead import products
 from jaxfl.engine.chunk import Build, compile_chunk, fastest
 from jaxfl.engine.mesh import Population
 from jaxfl.engine.program import compile_rounds, initialize
-from jaxfl.models import feddpa_cnn, lenet, mlp, resnet20
+from jaxfl.models import feddpa_cnn, from_flax, lenet, mlp, resnet20
 from jaxfl.privacy import Full
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Clients, Model
 
-Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa"]
+Name = Literal["lenet", "mlp", "feddpa_cnn", "resnet20", "feddpa", "pfl_cnn"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,9 @@ WORKLOADS: dict[Name, Workload] = {
     "feddpa_cnn": _FEDDPA_CNN,
     "resnet20": Workload("resnet20", (32, 32, 3), clients=4, examples=96, batch_size=32, steps=3),
     "feddpa": dataclasses.replace(_FEDDPA_CNN, feddpa=True),
+    "pfl_cnn": Workload("pfl_cnn", (32, 32, 3), clients=50, examples=50, batch_size=10, steps=5),
 }
+"""All but the last, a module as users write it, are networks of the library."""
 
 
 def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
@@ -75,6 +78,7 @@ def model_of(work: Workload, form: Form | None = None) -> Model:
         "mlp": functools.partial(mlp, work.input_shape),
         "feddpa_cnn": functools.partial(feddpa_cnn, form=form),
         "resnet20": functools.partial(resnet20, work.input_shape, form=form),
+        "pfl_cnn": functools.partial(from_flax, Pfl(), work.input_shape, name="pfl_cnn", form=form),
     }
     return builders[work.model]()
 

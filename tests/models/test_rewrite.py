@@ -305,7 +305,7 @@ def test_on_gpus_clients_convolutions_are_grouped_and_pooling_is_no_window_of_la
     params = jax.vmap(layer.init, (0, None))(jax.random.split(jax.random.key(1)), x[0])
 
     def network(params, x):
-        return nn.max_pool(nn.relu(layer.apply(params, x)), (2, 2), (2, 2)).sum()
+        return nn.max_pool(nn.relu(jnp.asarray(layer.apply(params, x))), (2, 2), (2, 2)).sum()
 
     def program():
         own = in_form(network, None)

@@ -156,7 +156,21 @@ def _in_order(value: _Value, order: Sequence[int]) -> Any:
     if isinstance(value, _Moved) and value.order == tuple(order):
         return value.array
     array = _array(value)
-    return array.transpose(order) if jnp.ndim(array) else array
+    if not jnp.ndim(array):
+        return array
+    if array.dtype == bool and order[-1] == 0 and len(array) <= _SMALL_BATCH:
+        return _batch_minor(array).transpose([axis - 1 if axis else array.ndim - 1 for axis in order])
+    return array.transpose(order)
+
+
+def _batch_minor(mask: Array) -> Array:
+    """(n, ...) -> (..., n) by a product with the identity.
+
+    A transposition becomes part of every loop that reads the mask, and misses the cache in each of them.
+    """
+    n, *sides = mask.shape
+    moved = lax.dot_general(mask.reshape(n, -1).astype(jnp.float32), jnp.eye(n), (((0,), (0,)), ((), ())))
+    return (moved > 0.5).reshape(*sides, n)
 
 
 # What is computed for vectorised clients side by side
@@ -286,6 +300,8 @@ def _pooled(value: _Value, equation: Any) -> _Value:
     return _Moved((_windows.max_pool if highest else _windows.sum_pool)(x, sizes, strides), order)
 
 
+_SMALL_BATCH = 512
+"""The identity's cost grows with its square; up to here it was measured to be the lesser."""
 _MOST_TAPS = 64
 """A slice each; beyond, XLA's own pooling."""
 _ELEMENTWISE = frozenset([

@@ -252,6 +252,7 @@ NETWORKS = {
     "normalised": normalised,
     "in loops and branches": looped,
     "silu": lambda conv, x: nn.silu(conv(x)),
+    "dropout": lambda conv, x: jnp.where(random((*x.shape[:3], 4), 5) > 0, nn.relu(conv(x)) / 0.5, 0),
     "relu6 and dropout": lambda conv, x: jnp.where(random((*x.shape[:3], 4), 5) > 0, nn.relu6(conv(x)), 0),
     "mean": lambda conv, x: nn.relu(conv(x)).mean((1, 2)),
     "max over channels": lambda conv, x: conv(x).max(-1),

@@ -47,6 +47,30 @@ def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) 
     return ", ".join(f"{name} {value:.3g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
 
 
+def validation_curve(tuning: Mapping[str, Any], passes: int = 1) -> dict[int, float]:
+    """Scores of the chosen point by passes, of a row of `Comparison.tuning` whose points have one number.
+
+    >>> points, scores = {"rate": [0.1, 0.3]}, {"1": [0.2, 0.4], "2": [0.3, 0.5]}
+    >>> validation_curve({"points": points, "chosen": {"rate": 0.3}, "scores": scores}, passes=5)
+    {5: 0.4, 10: 0.5}
+    """
+    ((name, column),) = tuning["points"].items()
+    at = list(column).index(tuning["chosen"][name])
+    return {passes * int(rounds): scores[at] for rounds, scores in tuning["scores"].items()}
+
+
+def stopped(chosen: str, passes: int, curve: Mapping[Any, float], most: int = 10) -> str:
+    """How training alone went on at its rate, by some of its passes.
+
+    >>> stopped("rate 0.1", 3, {1: 0.5, 2: 0.52, 3: 0.6, 4: 0.6}, most=2)
+    'Local-only, rate 0.1, stops after 3 passes; % of held-out examples by pass: 2: 52.0, 3: 60.0, 4: 60.0.'
+    """
+    every = math.ceil(len(curve) / most)
+    shown = [at for index, at in enumerate(curve, 1) if index % every == 0 or int(at) == passes or index == len(curve)]
+    text = ", ".join(f"{at}: {100 * curve[at]:.1f}" for at in shown)
+    return f"Local-only, {chosen}, stops after {passes} passes; % of held-out examples by pass: {text}."
+
+
 class Choice(NamedTuple):
     """What a method's points gave on validation examples, and the best of them."""
 

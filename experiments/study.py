@@ -104,7 +104,7 @@ def part(
     facts = rounded(facts)
     done = json.loads(path.read_text()) if path.exists() else {}
     if rounded(done.get("facts")) != facts:
-        done = {"facts": facts, **make()}
+        done = {"facts": facts, **make(), "versions": versions(*PACKAGES), "date": datetime.date.today().isoformat()}
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, done)
     return done

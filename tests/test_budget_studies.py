@@ -2,11 +2,13 @@
 
 import math
 
+import dp_accounting
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.padpfl import __main__ as padpfl
 from experiments.padpfl.setting import SCENARIOS, Scenario, Setting, impacts, on_copy, split
 from experiments.pdp_fl import __main__ as pdp_fl
 from jaxfl.algorithms import fedavg
@@ -77,3 +79,53 @@ def test_factors_of_the_parts_sum_to_one_and_follow_the_halves():
     np.testing.assert_allclose(impacts(SCENARIOS[1], SMALL, "0-1-2"), np.array([0, 0, 1, 1, 2, 2]) / 6)
     rows = impacts(SCENARIOS[4], SMALL, "0-1-2>2-1-0")
     np.testing.assert_allclose(rows, np.array([[0, 0, 1, 1, 2, 2]] * 2 + [[2, 2, 1, 1, 0, 0]] * 2) / 6)
+
+
+def test_honest_noise_keeps_its_epsilon_for_the_client_with_the_largest_factor():
+    # A client of factor p moves the sum by p C, as all do at most by max(p) C: one Gaussian of z / sqrt(T).
+    for way in ("1-1-1", "0-1-2"):
+        z = padpfl.honest_noise(SMALL, impacts(SCENARIOS[1], SMALL, way), 8.0)
+        of_all = z / math.sqrt(SMALL.rounds)
+        assert dp_accounting.get_epsilon_gaussian(of_all, SMALL.delta) == pytest.approx(8.0, rel=2e-3)
+    halves = impacts(SCENARIOS[4], SMALL, "0-1-2>2-1-0")
+    # Then no client has the largest factor in all rounds: 0 or 2 in either half, 1 in both.
+    exposed = padpfl.honest_noise(SMALL, halves, 8.0) / math.sqrt(2 * max(1.0, 0.5))
+    assert dp_accounting.get_epsilon_gaussian(exposed, SMALL.delta) == pytest.approx(8.0, rel=2e-3)
+
+
+def test_tuning_examples_of_padpfl_belong_to_no_client():
+    clients = split(SCENARIOS[1], SMALL, load("digits"), (0.0,), 5, 0, held_out=True)
+    inputs = np.asarray(clients.inputs)
+    trained = {row.tobytes() for rows in clients.train for row in inputs[rows]}
+    tested = inputs[np.concatenate([rows[:n] for rows, n in zip(clients.test, clients.test_size, strict=True)])]
+    assert len(tested) > 500
+    assert not trained & {row.tobytes() for row in tested}
+
+
+def cell(scenario, best, equal):
+    honest = [{"aggregate": 1.0, "upload": 2.0}] * 2
+    return {"scenario": scenario, "rounds": 20, "density": 1.0, "best": best, "equal": equal, "honest": honest}
+
+
+def test_the_region_counts_cells_by_figure():
+    held, not_held = [[0.9, 0.9], [0.4, 0.4]], [[0.9, 0.9], [0.4, 0.6]]
+    cells = [cell(1, held, [0.5, 0.5]), cell(2, not_held, [0.5, 0.5]), cell(3, held, [0.5, 0.5])]
+    result = {"cells": cells, "weak": 100.0, "ratios": [1.0, 4.0], "seeds": [0, 1], "date": "", "versions": {}}
+    assert "in cells of figure 3: 1 of 1, figure 5: 0 of 1, figure 7: 1 of 1; elsewhere not, because" in (
+        padpfl.region_text(result)
+    )
+
+
+def test_honest_rows_compare_stronger_levels_with_the_weakest_of_equal_factors():
+    def row(way, epsilon, loss):
+        facts = {"scenario": 2, "density": 1.0, "way": way, "epsilon": epsilon, "clip": 0.1}
+        return facts | {"loss": loss}
+
+    rows = [row("0-2-1", 8.0, [0.6, 0.6]), row("0-2-1", 32.0, [0.4, 0.4]), row("0-2-1", 128.0, [0.1, 0.1])]
+    rows += [row("0-2-1", math.inf, [0.1, 0.1]), row("1-1-1", 8.0, [0.3, 0.3]), row("1-1-1", 32.0, [0.3, 0.3])]
+    rows += [row("1-1-1", 128.0, [0.5, 0.5]), row("1-1-1", math.inf, [0.2, 0.2])]
+    result = {"rows": rows, "clips": [0.1, 0.3, 1.0], "setting": {"rounds": 4}}
+    text = padpfl.honest_text(result | {"seeds": [0, 1], "date": "", "versions": {}})
+    assert "equal ones at 128 in every seed in cells of figure 5: 1 of 2; " in text
+    assert "below equal ones at their own level in cells of figure 5: 1 of 3." in text
+    assert "| 5 | 0-2-1 | 1 | 0.60 ± 0.00 (C 0.1*) | 0.40 ± 0.00 (C 0.1*) |" in text

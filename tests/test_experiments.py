@@ -191,6 +191,7 @@ def test_the_front_page_says_who_is_above_what_clients_train_alone():
         "| cifar10, 1,000 clients, 5 classes each | 55.0 ± 0.0 | good, best 65.0 (+10.0, +10.0 to +10.0) | "
         "bad 85.0 (+30.0, +30.0 to +30.0) | 1, 1 of 2 |"
     ) in told.splitlines()
+    assert "- 1,000 clients: ε 1: 1 of 2, 2 of 2; ε ∞: 2 of 2, 2 of 2" in told.splitlines()
     assert told.endswith(
         "**At all 2 places.** ε 1: always among the best three: good best, bad; above training alone: good best; "
         "below: none. ε ∞: always among the best three: bad, good best; above training alone: bad, good best; below: "
@@ -210,6 +211,9 @@ def test_a_part_is_made_once_for_its_facts(scale, tmp_path, monkeypatch):
     assert made == [0.1, 0.2]
     (path,) = tmp_path.rglob("*.json")
     assert path.parent == tmp_path / ("runs/table" if scale == "smoke" else "kept/some/results/table")
+    kept = json.loads(path.read_text())
+    assert kept["date"]
+    assert kept["versions"].keys() == {*study.PACKAGES}
 
 
 def test_the_map_tunes_all_methods_with_equal_budgets():
@@ -269,3 +273,37 @@ def test_adp_pfl_compares_schedules_of_one_total_and_holds_validation_examples_o
     held_out, tested = bench.held_out(3), bench.clients(3)
     for trained, own, size, all_of in zip(held_out.train, held_out.test, held_out.test_size, tested.train, strict=True):
         assert {*own[:size]} <= {*all_of} - {*trained}
+
+
+def adp_rows(fixed, round_level, **more):
+    cells = {"fixed": fixed, "round-level": round_level, adp_pfl.DEAF: (0.5, 0.5, 0.5)}
+    rows = [
+        {"method": name, "epsilon": epsilon, "local": [score], "dropped": 0.0}
+        for name, scores in cells.items()
+        for epsilon, score in zip(adp_pfl.EPSILONS, scores, strict=True)
+    ]
+    floors: dict[str, dict] = {name: {"local": [0.5]} for name in adp_pfl.FLOORS}
+    floors["alone"] |= {"learning_rate": 0.1, "passes": 5, "validation": {"5": 0.5}}
+    setting = {"data": "mnist", "clients": 2, "examples": 100, "cohort": 1, "rounds": 1, "epochs": 5, "batch_size": 40}
+    return {"rows": rows, "floors": floors, "setting": setting, "seeds": [0], "date": "", "versions": {}}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "round_level", "verdict"),
+    [
+        ((0.52, 0.93, 0.98), (0.55, 0.95, 0.99), "reproduced within 4.1 points (within 4.1 points; "),
+        ((0.30, 0.50, 0.70), (0.40, 0.60, 0.80), "ordering reproduced (within 42.2 points; 15 of 15 orderings)"),
+        (
+            (0.52, 0.93, 0.98), (0.55, 0.55, 0.98),
+            "not, because of round-level at ε 6: clients of 100 examples make 15 local steps in a round",
+        ),
+    ],
+)  # fmt: skip
+def test_adp_pfls_table_names_why_it_is_not_the_papers(fixed, round_level, verdict):
+    assert f"Verdict: {verdict}" in adp_pfl.table_2_markdown(adp_rows(fixed, round_level))
+
+
+def test_a_claim_that_does_not_hold_has_a_reason():
+    assert adp_pfl.verdict({"a above b": True}, "of c") == "Verdict: ordering reproduced (a above b: yes)."
+    claims = {"a above b": True, "b above c": False}
+    assert adp_pfl.verdict(claims, "of c") == "Verdict: not, because of c (a above b: yes; b above c: no)."

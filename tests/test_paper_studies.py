@@ -120,6 +120,21 @@ def test_a_verdict_names_its_reason(accuracies, text):
     assert dp_pfeddsu.verdict(result, (50, 60, 70), rows).startswith(text)
 
 
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ({"CENTAUR": [2.0, 1.5], "DP-pFedDSU": [2.0, 1.0]}, "Verdict: reproduced (falls for all: yes; "),
+        (
+            {"CENTAUR": [2.0, 2.5], "DP-pFedDSU": [2.0, 1.0]},
+            "Verdict: not, because at this clip bound noise outweighs what is sent: it does not fall in every seed",
+        ),
+    ],
+)
+def test_figure_2_has_a_verdict(losses, told):
+    rows = {name: {"train_loss": [curve]} for name, curve in losses.items()}
+    assert told in dp_pfeddsu.figure_markdown({"rows": rows, "seeds": [0], "date": "", "versions": {}})
+
+
 def test_fedavgs_readme_has_the_first_round_at_the_target():
     curves = [[0.2, 0.9, 0.96, 0.94], [0.2, 0.5, 0.6, 0.7]]
     row = {"rounds": [5, 10, 15, 20], "accuracy_by_round": curves}

@@ -11,7 +11,7 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from experiments.common import evaluated, model_for, row_of, sweep_each
+from experiments.common import evaluated, model_for, row_of, sweep_each, validation_curve
 from experiments.study import Options
 from jaxfl import Candidate, LocalSGD, compare, grid
 from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg, local_only
@@ -112,16 +112,25 @@ class Bench:
         noise = paper_noise(np.ones(1), delta=own.delta) / own.cohort
         return method._replace(mechanism=dataclasses.replace(method.mechanism, client_noise=noise / epsilon))
 
-    def honest(self, schedule: str) -> Build:
+    def honest(self, schedule: str, mask: MaskFn | None = fisher_percentile(80.0)) -> Build:
         """Noise of the server, `least` in the round of the largest budget."""
-        own, budgets = self.setting, self.budgets(schedule)
+        budgets = self.budgets(schedule)
 
         def build(least: Any, clip: Any) -> Algorithm:
-            options: dict[str, Any] = {"mask": fisher_percentile(own.percentile), "local": self.passes()}
-            options |= {"sampling": Poisson(own.cohort / own.clients), "delta": own.delta}
-            return adp_pfl(self.model, noise=least * (budgets.max() / budgets), clip=clip, **options)
+            options: dict[str, Any] = {"mask": mask, "noise": least * (budgets.max() / budgets)}
+            return adp_pfl(self.model, clip=clip, **options, **self.sampled)
 
         return build
+
+    def honest_dp_lg(self, least: Any, clip: Any) -> Algorithm:
+        """DP-LG with noise of the server."""
+        return dp_lg(self.model, noise_multiplier=least, clip=clip, **self.sampled)
+
+    @property
+    def sampled(self) -> dict[str, Any]:
+        """How clients take part and train where the noise is honest."""
+        own = self.setting
+        return {"sampling": Poisson(own.cohort / own.clients), "delta": own.delta, "local": self.passes()}
 
     def least_noise(self, schedule: str, epsilon: float) -> float:
         """Noise that spends an epsilon against who sees sums; see `honest`."""
@@ -173,14 +182,23 @@ class Bench:
 
         return method._replace(personalize=personalize)
 
-    def tuned(self, schedule: str, epsilons: Sequence[float], clips: Sequence[float]) -> list[Row]:
-        """A row of each epsilon, at the clip bound that is best for local models on held-out examples."""
+    def tuned(
+        self, name: str, build: Build, epsilons: Sequence[float], clips: Sequence[float], schedule: str = "fixed"
+    ) -> list[Row]:
+        """A row of each epsilon, at the clip bound that is best for local models on held-out examples.
+
+        Args:
+            name: of the method.
+            build: noise and clip bound to algorithm; see `honest`.
+            epsilons: against who sees sums.
+            clips: to choose from.
+            schedule: of the budgets.
+        """
         least = [self.least_noise(schedule, epsilon) for epsilon in epsilons]
-        build, points = self.honest(schedule), grid(least=least, clip=list(clips))
-        tried = self.rows(f"honest, {schedule}", build, points, tuning=True)
+        tried = self.rows(f"honest, {name}", build, grid(least=least, clip=list(clips)), tuning=True)
         by_epsilon = [tried[i : i + len(clips)] for i in range(0, len(tried), len(clips))]
         chosen = [max(rows, key=lambda row: row["local"][0])["clip"] for rows in by_epsilon]
-        rows = self.rows(f"honest, {schedule}", build, {"least": least, "clip": chosen}, method=schedule)
+        rows = self.rows(f"honest, {name}", build, {"least": least, "clip": chosen}, method=name)
         scores = [{f"{row['clip']:g}": row["local"][0] for row in of_epsilon} for of_epsilon in by_epsilon]
         return [
             row | {"epsilon": epsilon, "validation": validation}
@@ -217,7 +235,6 @@ class Bench:
             folder=run_folder(self.options.out, "local-only", self.config | {"rates": rates, "most": most}, 0),
         )
         (tuning,) = found.tuning
-        at = rates.index(tuning["chosen"]["learning_rate"])
-        curve = {int(number) * self.setting.epochs: scores[at] for number, scores in tuning["scores"].items()}
-        facts = {"learning_rate": rates[at], "passes": tuning["rounds"] * self.setting.epochs, "validation": curve}
+        passes = self.setting.epochs
+        facts = tuning["chosen"] | {"passes": tuning["rounds"] * passes, "validation": validation_curve(tuning, passes)}
         return facts | {"local": [row["accuracy"] for row in found.rows]}

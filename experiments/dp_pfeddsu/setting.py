@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import fine_tuned, model_for, row_of, starred, sweep_each
+from experiments.common import fine_tuned, model_for, row_of, starred, sweep_each, validation_curve
 from experiments.study import Options, facts_of
 from jaxfl import Candidate, LocalSGD, compare, grid
 from jaxfl.algorithms import (
@@ -62,7 +62,7 @@ class Setting:
     epochs: int = 1
     """Passes for the extractor; for DP-FedAvg-fb, for the whole network."""
     head_epochs: int = 15
-    alone: int = 40
+    alone: int = 80
     """Passes of clients that train alone, at most."""
     learning_rate: float = 0.01
     momentum: float = 0.9
@@ -204,7 +204,7 @@ class Bench:
 
     def alone(self, classes: int) -> Row:
         """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
-        rates = [0.003, 0.01, 0.03][: 2 if self.options.smoke else None]
+        rates = [0.001, 0.003, 0.01, 0.03, 0.1][: 2 if self.options.smoke else None]
         config = dataclasses.asdict(self.setting) | {"classes": classes, "rates": rates}
         found = compare(
             {"local-only": Candidate(lambda rate: local_only(self.model, local=self.local(1, rate)), grid(rate=rates))},
@@ -220,7 +220,8 @@ class Bench:
         (tuning,) = found.tuning
         facts = {name: [row[name] for row in found.rows] for name in ("accuracy", "loss")}
         facts["worst10"] = [row["accuracy_worst10"] for row in found.rows]
-        return facts | {"chosen": tuning["chosen"], "points": tuning["points"], "passes": tuning["rounds"]}
+        facts |= {"chosen": tuning["chosen"], "points": tuning["points"], "passes": tuning["rounds"]}
+        return facts | {"validation": validation_curve(tuning)}
 
     def tuned(
         self, method: str, classes: int, epsilons: Sequence[float], heads: Sequence[int], clips: Sequence[float]

@@ -13,7 +13,18 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import dirichlet_clients, evaluated, fine_tuned, model_for, number, percent, starred, sweep_each
+from experiments.common import (
+    dirichlet_clients,
+    evaluated,
+    fine_tuned,
+    model_for,
+    number,
+    percent,
+    starred,
+    stopped,
+    sweep_each,
+    validation_curve,
+)
 from experiments.study import Options, Result, Study, command, dated, markdown_table, signed, source
 from jaxfl import Candidate, LocalSGD, compare, grid, spread
 from jaxfl.algorithms import dp_fedavg, feddpa_paper, local_only
@@ -171,9 +182,12 @@ class Bench:
         (tuning,) = found.tuning
         alone = {
             "after": [row["accuracy"] for row in found.rows],
+            "points": tuning["points"],
             "chosen": starred(tuning["chosen"], tuning["points"]),
+            "passes": tuning["rounds"] * own.epochs,
+            "validation": validation_curve(tuning, own.epochs),
         }
-        return {"untrained": {"after": untrained}, "local-only": alone | {"passes": tuning["rounds"] * own.epochs}}
+        return {"untrained": {"after": untrained}, "local-only": alone}
 
 
 def bounds(noise_multiplier: float, setting: Setting) -> dict[str, Any]:
@@ -270,7 +284,8 @@ def reference_markdown(result: Result) -> str:
     text = text.format(**own, share=f"{own['examples'] / own['clients']:,.0f}", passes=2 * own["epochs"])
     chosen = "; ".join(f"{row['method']}: {row['chosen']}" for row in result["rows"] if "chosen" in row)
     tuned = f"Tuned on held-out examples, {POINTS['number']} points each (* an end of what was tried): {chosen}. "
-    tuned += f"Local-only stops after {alone['passes']} passes. No epsilon covers the choice."
+    tuned += "No epsilon covers the choice."
+    flat = stopped(alone["chosen"], alone["passes"], alone["validation"])
     found = {row["method"]: row for row in result["rows"]}
     gains = [
         f"{name} {signed(np.subtract(row['after'], alone['after']))}"
@@ -279,7 +294,7 @@ def reference_markdown(result: Result) -> str:
     ]
     above = f"Above local-only, points by seed: {'; '.join(gains)}."
     table = markdown_table([*head, f"ε, δ = {own['delta']:g}", "uploads"], lines)
-    return "\n\n".join([table, text, tuned, above, source(result)])
+    return "\n\n".join([table, text, tuned, flat, above, source(result)])
 
 
 STUDIES = {

@@ -1,8 +1,9 @@
-"""Where PADPFL's orderings hold: figures 2, 4, 6 and 8 without privacy, and the region of those with it.
+"""Where PADPFL's orderings hold: figures 2, 4, 6 and 8 without privacy, the region of those with it, and honest noise.
 
 python -m experiments.padpfl region
 """
 
+import dataclasses
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import SymLogNorm
 
-from experiments.common import sweep_each
+from experiments.common import number, starred, sweep_each
 from experiments.padpfl.setting import SCENARIOS, Setting, impacts, on_copy, sizes, split
 from experiments.study import Options, Result, Study, command, markdown_table, source
 from jaxfl import grid
@@ -28,10 +29,14 @@ WEAK = 100.0
 RATIOS = (1.0, 1.5, 2.5, 4.0)
 """Of the weaker level to the stronger one."""
 DENSITIES = (0.25, 0.5, 0.75, 1.0)
-PANELS = ((1, 5), (1, 20), (2, 20), (4, 20), (5, 20))
+PANELS = ((1, 5), (1, 20), (2, 20), (3, 20), (4, 20), (5, 20))
 """Scenario and rounds."""
 FIGURES = {1: 2, 2: 4, 3: 6, 4: 8}
 """Without privacy, by scenario."""
+PRIVATE_FIGURES = {1: 3, 5: 3, 2: 5, 3: 7, 4: 9}
+HONEST_LEVELS, CLIPS = (8.0, 32.0, 128.0, math.inf), (0.03, 0.1, 0.3, 1.0, 3.0)
+TUNING = 100
+"""The seed of tuning runs; results have others."""
 NAMES = {5: "1, heavier, identical clients, batches of 10"}
 
 
@@ -44,6 +49,7 @@ def losses(
     *,
     densities: Sequence[float] = DENSITIES,
     classes: int | None = 5,
+    tuning: bool = False,
 ) -> tuple[list[list[float]], list[dict[str, Any]]]:
     """Test loss by point and seed, and the privacy statements; all points in one program.
 
@@ -51,30 +57,41 @@ def losses(
         scenario: 1 to 4.
         way: to weight the clients.
         setting: the rest.
-        points: columns of `copy`, a position in `densities`, and `epsilon`, where there is noise.
+        points: columns of `copy`, a position in `densities`; of `epsilon` for the published noise, or of `noise`, a
+            multiplier, and `clip` for the server's on updates.
         options: seeds and folder.
         densities: of the severe noise.
         classes: of a client; None: identical distributions.
+        tuning: one seed, tested on examples that no client has.
     """
     own, data = SCENARIOS[scenario], load(setting.data)
     model = mlp(data.train_inputs.shape[1:], data.classes, hidden=(setting.hidden,))
-    shared = {"rounds": setting.rounds, "impacts": impacts(own, setting, way), "local": setting.local(own)}
-    noise = {"clip": setting.clip, "delta": setting.claimed_delta, "smallest": min(sizes(own, setting))}
+    shared: dict[str, Any] = {"rounds": setting.rounds, "impacts": impacts(own, setting, way), "mu": setting.mu}
+    shared["local"] = setting.local(own)
+    claimed: dict[str, Any] = {
+        "clip": setting.clip,
+        "delta": setting.claimed_delta,
+        "smallest": min(sizes(own, setting)),
+    }
 
-    def build(copy: float, epsilon: float = math.inf) -> Algorithm:
-        free = {"clip": math.inf, "delta": setting.delta}
-        method = partial(padpfl_paper, **noise) if "epsilon" in points else partial(padpfl, **free)
-        return on_copy(method(model, epsilon=epsilon, mu=setting.mu, **shared), own, setting, copy, len(densities))
+    def build(copy: float, epsilon: Any = None, noise: Any = 0.0, clip: Any = math.inf) -> Algorithm:
+        if epsilon is None:
+            free = padpfl(model, epsilon=math.inf, clip=math.inf, delta=setting.delta, **shared)
+            mechanism = dataclasses.replace(free.mechanism, noise_multiplier=noise, clip=clip)
+            method = free._replace(mechanism=mechanism)
+        else:
+            method = padpfl_paper(model, epsilon=epsilon, **claimed, **shared)
+        return on_copy(method, own, setting, copy, len(densities))
 
     runs = sweep_each(
         f"scenario {scenario}, {way}",
         build,
         points,
-        partial(split, own, setting, data, densities, classes),
+        partial(split, own, setting, data, densities, classes, held_out=tuning),
         rounds=setting.rounds,
-        seeds=options.seeds,
+        seeds=(TUNING,) if tuning else options.seeds,
         out=options.out,
-        config=setting._asdict() | {"densities": densities, "classes": classes},
+        config=setting._asdict() | {"densities": densities, "classes": classes, "tuning": tuning},
         eval_every=setting.rounds,
     )
     return [[run.metrics[-1]["loss"] for run in point] for point in runs], [point[0].statement for point in runs]
@@ -88,11 +105,12 @@ def region(options: Options) -> Result:
         if scenario in NAMES:
             setting, how = setting._replace(full_batch=False, epochs=2), partial(losses, scenario, classes=None)
         setting = setting.sized(smoke=options.smoke)
-        copies = range(len(DENSITIES))
+        densities = densities_of(scenario, DENSITIES)
+        how, copies = partial(how, densities=densities), range(len(densities))
         points = grid(copy=copies, epsilon=[WEAK / ratio for ratio in RATIOS])
         best, stated = how(SCENARIOS[scenario].best, setting, points, options)
         even, _ = how("1-1-1", setting, grid(copy=copies, epsilon=[WEAK]), options)
-        for copy, density in enumerate(DENSITIES):
+        for copy, density in enumerate(densities):
             own = slice(copy * len(RATIOS), (copy + 1) * len(RATIOS))
             honest = [
                 {who: row["honest"][who]["rdp"]["total"] for who in ("aggregate", "upload")} for row in stated[own]
@@ -107,7 +125,7 @@ def orderings(options: Options) -> Result:
     found = []
     for scenario in FIGURES:
         own = SCENARIOS[scenario]
-        densities = (0.0,) if scenario == 3 else (0.5, 1.0)
+        densities = densities_of(scenario, (0.5, 1.0))
         populations: list[tuple[int | None, bool]] = [(5, True), *([(None, False)] if scenario == 1 else [])]
         for classes, full_batch in populations[:1] if options.smoke else populations:
             setting = Setting(full_batch=full_batch).sized(smoke=options.smoke)
@@ -118,6 +136,40 @@ def orderings(options: Options) -> Result:
                 facts = {"scenario": scenario, "classes": classes, "full_batch": full_batch, "density": density}
                 found.append(facts | {"losses": {way: values[copy] for way, values in ways.items()}})
     return {"setting": Setting()._asdict(), "cells": found}
+
+
+def honest(options: Options) -> Result:
+    """Both ways with noise that keeps its epsilon for a client, each at the clip bound that is best for it."""
+    setting, rows = Setting().sized(smoke=options.smoke), []
+    for scenario in (1,) if options.smoke else FIGURES:
+        own = SCENARIOS[scenario]
+        densities = densities_of(scenario, (0.5, 1.0))
+        for way in (own.best, "1-1-1"):
+            how = partial(losses, scenario, way, setting, options=options, densities=densities)
+            noise = {epsilon: honest_noise(setting, impacts(own, setting, way), epsilon) for epsilon in HONEST_LEVELS}
+            columns = grid(copy=range(len(densities)), noise=list(noise.values()), clip=list(CLIPS))
+            tried, _ = how(points=columns, tuning=True)
+            scores = np.nan_to_num(np.reshape(tried, (-1, len(CLIPS))), nan=math.inf)
+            best = {name: column[:: len(CLIPS)] for name, column in columns.items()}
+            best["clip"] = [CLIPS[index] for index in scores.argmin(axis=1)]
+            found, stated = how(points=best)
+            for index, copy in enumerate(best["copy"]):
+                facts = {"scenario": scenario, "way": way, "density": densities[int(copy)]}
+                facts |= {"epsilon": HONEST_LEVELS[index % len(HONEST_LEVELS)], "clip": best["clip"][index]}
+                seen = {who: stated[index]["honest"][who]["pld"]["total"] for who in ("aggregate", "upload")}
+                rows.append(facts | {"validation": scores[index].tolist(), "loss": found[index], "honest": seen})
+    return {"setting": setting._asdict(), "clips": CLIPS, "rows": rows}
+
+
+def honest_noise(setting: Setting, factors: np.ndarray, epsilon: float) -> float:
+    """Multiplier of the noise on the sum for an epsilon of the most exposed client after all rounds."""
+    run: dict[str, Any] = {"rounds": setting.rounds, "clip": 1.0, "impacts": factors, "delta": setting.delta}
+    return padpfl(mlp((1, 1, 1), 2), epsilon=epsilon, **run).mechanism.noise_multiplier
+
+
+def densities_of(scenario: int, densities: Sequence[float]) -> Sequence[float]:
+    """Of the severe noise; the third scenario has none."""
+    return densities if any(SCENARIOS[scenario].densities) else (0.0,)
 
 
 def gains(cell: Mapping[str, Any], index: int) -> np.ndarray:
@@ -144,21 +196,22 @@ def mean_and_spread(values: Sequence[float] | np.ndarray) -> str:
 def region_text(result: Result) -> str:
     """A line for each panel and density; bold where the ordering holds in every seed."""
     head = ["scenario", "T", "severe density", *(f"ε {result['weak'] / ratio:.3g}" for ratio in result["ratios"])]
-    lines, held = [], []
+    lines: list[list[str]] = []
+    held: dict[int, list[bool]] = {}
     for panel in panels(result):
         for cell in cells_of(result, panel):
             row = [gains(cell, index) for index in range(len(result["ratios"]))]
             text = [f"**{mean_and_spread(values)}**" if values.max() < 0 else mean_and_spread(values) for values in row]
             name = NAMES.get(panel[0], str(panel[0]))
             lines.append([f"{name}: {SCENARIOS[panel[0]].best}", str(panel[1]), f"{cell['density']:g}", *text])
-            held += [values.max() < 0 for values in row[1:]]
+            held.setdefault(PRIVATE_FIGURES[panel[0]], []).extend(bool(values.max() < 0) for values in row[1:])
     honest = [cell["honest"] for cell in result["cells"]]
     sums = [level["aggregate"] for row in honest for level in row]
     uploads = [level["upload"] for row in honest for level in row]
-    verdict = f"ordering reproduced in {sum(held)} of {len(held)} cells at a stronger level, in every seed"
-    if not all(held):
+    verdict = f"Ordering at a stronger level reproduced in every seed in cells of {_counts(held)}"
+    if not all(map(all, held.values())):
         verdict += (
-            ", elsewhere not, because the server's noise grows as T max(p) / ε: at one level it is up to twice as "
+            "; elsewhere not, because the server's noise grows as T max(p) / ε: at one level it is up to twice as "
             "large as for equal factors, which costs more there than the corruption of the data"
         )
     return "\n\n".join(
@@ -167,7 +220,7 @@ def region_text(result: Result) -> str:
             f"Test loss of the unequal factors at the claimed ε of the column, less that of equal ones at "
             f"{result['weak']:g}; below 0 the paper's ordering holds; bold: in every seed.",
             markdown_table(head, lines),
-            f"**Figures 3, 5 and 9: {verdict}.** Honest ε of these runs, delta 0.01: {min(sums):.2g} to "
+            f"**{verdict}.** Honest ε of these runs, delta 0.01: {min(sums):.2g} to "
             f"{max(sums):.2g} against who sees sums, {min(uploads):.2g} to {max(uploads):.2g} against the server.",
             source(result),
         ]
@@ -176,7 +229,7 @@ def region_text(result: Result) -> str:
 
 def draw_region(result: Result, path: pathlib.Path) -> None:
     """Mean difference by level and density, a panel for each scenario and number of rounds."""
-    shown = panels(result)
+    shown = [panel for panel in panels(result) if len(cells_of(result, panel)) > 1]
     scale = SymLogNorm(0.1, vmin=-2, vmax=2)
     with plots.style():
         columns = min(3, len(shown))
@@ -233,9 +286,51 @@ def orderings_text(result: Result) -> str:
     return "\n\n".join([markdown_table(head, lines), verdict, source(result)])
 
 
+def honest_text(result: Result) -> str:
+    """A line for each scenario, density and way, and where the paper's ordering holds."""
+    levels = list(dict.fromkeys(row["epsilon"] for row in result["rows"]))
+    weak = levels[-2]
+    lines = [["", "chance", "", *[f"{math.log(10):.2f}"] * len(levels)]]
+    stronger: dict[int, list[bool]] = {}
+    same: dict[int, list[bool]] = {}
+    for scenario, density in dict.fromkeys((row["scenario"], row["density"]) for row in result["rows"]):
+        here = [row for row in result["rows"] if (row["scenario"], row["density"]) == (scenario, density)]
+        figure = PRIVATE_FIGURES[scenario]
+        for way in dict.fromkeys(row["way"] for row in here):
+            rows = [row for row in here if row["way"] == way]
+            cells = [f"{loss_of(row)} ({starred({'C': row['clip']}, {'C': result['clips']})})" for row in rows]
+            lines.append([str(figure), way, f"{density:g}", *cells])
+        equal = {row["epsilon"]: row["loss"] for row in here if row["way"] == "1-1-1"}
+        for row in here:
+            if row["way"] != "1-1-1" and math.isfinite(row["epsilon"]):
+                below = {at: bool(np.subtract(row["loss"], equal[at]).max() < 0) for at in (weak, row["epsilon"])}
+                same.setdefault(figure, []).append(below[row["epsilon"]])
+                stronger.setdefault(figure, []).extend([below[weak]] if row["epsilon"] < weak else [])
+    head = ["figure", "factors", "severe density", *(f"ε {number(level)}" for level in levels)]
+    told = f"**Unequal factors at a stronger level below equal ones at {weak:g} in every seed in cells of "
+    told += f"{_counts(stronger)}; below equal ones at their own level in cells of {_counts(same)}.**"
+    facts = (
+        f"Test loss. ε is that of a client over the {result['setting']['rounds']} rounds, zero-out, against who sees "
+        "sums; who sees uploads is not covered. The bound C on updates is chosen for every cell on examples that no "
+        "client has (* an end of what was tried: "
+        f"{', '.join(f'{clip:g}' for clip in result['clips'])}); no epsilon covers the choice."
+    )
+    return "\n\n".join([markdown_table(head, lines), told, facts, source(result)])
+
+
+def loss_of(row: Mapping[str, Any]) -> str:
+    """Mean ± standard deviation."""
+    return mean_and_spread(row["loss"]).lstrip("+")
+
+
+def _counts(held: Mapping[int, Sequence[bool]]) -> str:
+    return ", ".join(f"figure {figure}: {sum(found)} of {len(found)}" for figure, found in sorted(held.items()))
+
+
 STUDIES = {
     "orderings": Study(orderings, orderings_text, minutes=6),
     "region": Study(region, region_text, draw_region, minutes=8),
+    "honest": Study(honest, honest_text, minutes=8),
 }
 
 if __name__ == "__main__":

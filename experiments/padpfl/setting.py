@@ -83,11 +83,19 @@ def impacts(scenario: Scenario, setting: Setting, way: str) -> np.ndarray:
 
 
 def split(
-    scenario: Scenario, setting: Setting, data: Dataset, densities: Sequence[float], classes: int | None, seed: int
+    scenario: Scenario,
+    setting: Setting,
+    data: Dataset,
+    densities: Sequence[float],
+    classes: int | None,
+    seed: int,
+    *,
+    held_out: bool = False,
 ) -> Clients:
     """Clients with a copy of their examples for each density of the severe noise, and for each half of the run.
 
-    Test examples are dealt at random, so that the mean over clients is that of the test set.
+    Test examples are dealt at random, so that the mean over clients is that of the test set, or of 5,000 training
+    examples that no client has.
     """
     generator, count = np.random.default_rng(seed), setting.clients
     if classes is None:
@@ -96,6 +104,9 @@ def split(
         deal, _ = classes_per_client(data.train_labels, data.test_labels, count, classes, seed=seed)
     own = [generator.permutation(rows)[:size] for rows, size in zip(deal, sizes(scenario, setting), strict=True)]
     used = np.concatenate(own)
+    if held_out:
+        spare = generator.permutation(np.setdiff1d(np.arange(len(data.train_labels)), used))[:5000]
+        data = data._replace(test_inputs=data.train_inputs[spare], test_labels=data.train_labels[spare])
     inputs, labels = data.train_inputs[used], data.train_labels[used]
     lists = np.split(np.arange(len(used)), np.cumsum([len(rows) for rows in own])[:-1])
     halves = [scenario.densities] if scenario.later is None else [scenario.densities, scenario.later]

@@ -147,12 +147,11 @@ def markdown(result: Result) -> str:
     for name, row in result["rows"].items():
         last = [curve[-1] for curve in row["accuracy_by_round"]]
         minutes = [seconds / 60 for seconds in row["seconds"] if seconds is not None]
-        epsilon = float(row["epsilon"])
         lines.append(
             (
                 name,
                 percent(last),
-                number(epsilon) if epsilon < 1e4 else f"{epsilon:.2g}",
+                number(float(row["epsilon"])),
                 f"{row['noise_multiplier']:.3g}",
                 f"{np.mean(minutes):.0f}" if minutes else "–",
             )

@@ -231,9 +231,9 @@ def adp_pfl_paper(
 
     Guarantee: client-level, what the noise gives without private risks; with them: none. The statement has the epsilon
         of the noise that is drawn: with "C/m" that is an m-th of what the rule asks for an upload.
-    Deviations from the paper: those of `adp_pfl`, but for what is sent. "C/m" is the paper's (22); its line 15 has C,
-        but with C = 1 only C/m gives accuracies like those of its table 2. Theorem 2 is in the noise that you give: a
-        share p of masked coordinates that follows from data (`fisher_threshold`) would make the noise follow from it.
+    Deviations from the paper: those of `adp_pfl`, but for what is sent. "C/m" is the paper's (22), and gives
+        accuracies like those of its table 2; its line 15 has C. Theorem 2 is in the noise that you give: a share p of
+        masked coordinates that follows from data (`fisher_threshold`) would make the noise follow from it.
     References: as for `adp_pfl`.
 
     >>> from jaxfl.models import mlp

@@ -77,7 +77,8 @@ def dp_pfeddsu(
         For each client against all others: its own head depends on its own data. Publishing heads voids it.
     Deviations from the paper: the update is :math:`(\theta - \theta^{t-1}) \odot M`; as printed it would send raw
         weights off the mask. A fixed denominator qN. Norms in penalties have gradient 0 at 0. GroupNorm in models.
-        The server's learning rate is 1, as in its experiments.
+        The server's learning rate is 1, as in its experiments. The last k layers are sparse, as the text has it, not
+        all from the k-th on (8). T rounds of tau steps, where its listing has T - 1 and tau + 1.
     References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on Dynamically
         Sparsified Client Updates".
 

@@ -121,7 +121,7 @@ def feddpa_paper(
 
     Guarantee: client-level, zero-out adjacency. The paper calibrates sigma for examples although noise is added once
         per round to whole clients; the statement gives the client-level epsilon of that noise beside the claim.
-    Deviations from the paper: those of `feddpa`.
+    Deviations from the paper: those of `feddpa`. The published code has the number of all clients for :math:`|M_t|`.
     References: as for `feddpa`.
 
     >>> from jaxfl.models import mlp

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import optax
 from jax import Array
 from jaxtyping import Float, Key
@@ -28,6 +29,7 @@ def pmtl(
     sampling: Sampling,
     penalty_weight: Number = 1.0,
     start: Literal["own", "broadcast"] = "own",
+    send: Literal["difference", "step", "copy"] = "difference",
     local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
@@ -48,6 +50,8 @@ def pmtl(
         sampling: who takes part.
         penalty_weight: lambda; 0 with `start="broadcast"` sends what DP-FedAvg sends.
         start: local training goes on from the client's "own" weights, or from the "broadcast" ones.
+        send: "difference": :math:`\Delta_i` as above; "step": what local training changed; "copy": the update of a
+            second copy of :math:`w^t`, trained without the penalty, as in the published code, for twice the work.
         local: how a client trains in a round.
         server_optimizer: takes the negative aggregate as its gradient.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
@@ -55,8 +59,7 @@ def pmtl(
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
         mechanism on the clipped sum; for each client against all others (joint privacy): its own weights depend on its
         own data. Publishing them voids it.
-    Deviations from the paper: its published code sends the update of a second, global copy of the weights. Uniform
-        weights, not data sizes. A fixed denominator qN.
+    Deviations from the paper: uniform weights, not data sizes. A fixed denominator qN.
     References: Hu, Wu, Smith, Private Multi-Task Learning: Formulation and Applications to Federated Learning, TMLR
         2023.
 
@@ -65,6 +68,8 @@ def pmtl(
     >>> pmtl(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'pmtl'
     """
+    if send == "copy" and isinstance(local, DPSGD):
+        raise ValueError(f"{send=} trains twice, which {local=} accounts once: give a LocalSGD, or send 'difference'")
     penalty = _penalty(penalty_weight)
     base = dp_fedavg(
         model,
@@ -78,8 +83,12 @@ def pmtl(
 
     def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
         pull = (lambda params: penalty(params, server.params)) if penalty else None
-        params, info = local.train(key, model, client if start == "own" else server.params, data, penalty=pull)
-        return Message(optax.tree.sub(params, server.params)), params, info
+        first = client if start == "own" else server.params
+        params, info = local.train(key, model, first, data, penalty=pull)
+        sent, origin = params, first if send == "step" else server.params
+        if send == "copy":
+            sent, _ = local.train(jax.random.fold_in(key, 1), model, server.params, data)
+        return Message(optax.tree.sub(sent, origin)), params, info
 
     return keeps_models(base, "pmtl", client_update)
 

@@ -72,6 +72,36 @@ def test_a_client_trains_on_from_its_own_weights_and_keeps_them():
     assert_same(algorithm.personalize(KEY, server, own, client_data()), own)
 
 
+@pytest.mark.parametrize("start", ["own", "broadcast"])
+def test_what_is_sent(start):
+    # Batches of all examples: no key matters.
+    local = LocalSGD(optax.sgd(0.2), max(SIZES), 2)
+    options: dict[str, Any] = {"start": start, "penalty_weight": 0.5, "local": local, **PRIVATE}
+    server, _ = fedavg(MODEL).init(KEY, len(SIZES))
+    own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
+
+    def sent(algorithm):
+        message, kept, _ = algorithm.client_update(KEY, server, own, client_data())
+        return message.update, kept
+
+    for send, origin in (("difference", server.params), ("step", own if start == "own" else server.params)):
+        update, kept = sent(pmtl(MODEL, send=send, **options))
+        assert_same(update, optax.tree.sub(kept, origin))
+    update, also_kept = sent(pmtl(MODEL, send="copy", **options))
+    assert_same(also_kept, kept)
+    plain, _ = sent(dp_fedavg(MODEL, local=local, **PRIVATE))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), update, plain)
+
+
+def test_a_second_copy_is_not_trained_by_steps_that_are_accounted_once():
+    with pytest.raises(
+        ValueError, match=r"send='copy' trains twice, which local=DPSGD\(.* accounts once: give a LocalSGD"
+    ):
+        pmtl(MODEL, send="copy", local=private_steps(), **PRIVATE)
+    with pytest.raises(ValueError, match="send='all'"):
+        pmtl(MODEL, send="all", **PRIVATE)  # pyrefly: ignore
+
+
 FILLED = small_clients((9, 4, 7, 6))
 """Silos that all have examples: one without stays where it starts."""
 

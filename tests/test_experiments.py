@@ -275,10 +275,10 @@ def test_adp_pfl_compares_schedules_of_one_total_and_holds_validation_examples_o
         assert {*own[:size]} <= {*all_of} - {*trained}
 
 
-def adp_rows(fixed, round_level, **more):
+def adp_rows(fixed, round_level, dropped=0.0):
     cells = {"fixed": fixed, "round-level": round_level, adp_pfl.DEAF: (0.5, 0.5, 0.5)}
     rows = [
-        {"method": name, "epsilon": epsilon, "local": [score], "dropped": 0.0}
+        {"method": name, "epsilon": epsilon, "local": [score], "dropped": dropped}
         for name, scores in cells.items()
         for epsilon, score in zip(adp_pfl.EPSILONS, scores, strict=True)
     ]
@@ -301,6 +301,8 @@ def adp_rows(fixed, round_level, **more):
 )  # fmt: skip
 def test_adp_pfls_table_names_why_it_is_not_the_papers(fixed, round_level, verdict):
     assert f"Verdict: {verdict}" in adp_pfl.table_2_markdown(adp_rows(fixed, round_level))
+    told = adp_pfl.table_2_markdown(adp_rows(fixed, round_level, dropped=0.2))
+    assert ("at ε 6: it diverges, 20% of its updates are not finite" in told) == ("local steps" in verdict)
 
 
 def test_a_claim_that_does_not_hold_has_a_reason():

@@ -236,6 +236,15 @@ def signed(gains: Sequence[float] | np.ndarray) -> str:
     return ", ".join(f"{100 * gain:+.1f}" for gain in gains)
 
 
+def yes_or_no(claims: Mapping[str, bool]) -> str:
+    """Which claims hold.
+
+    >>> yes_or_no({"a above b": True, "b above c": False})
+    'a above b: yes; b above c: no'
+    """
+    return "; ".join(f"{claim}: {'yes' if found else 'no'}" for claim, found in claims.items())
+
+
 def source(result: Result) -> str:
     """The line below a table: seeds, versions and date."""
     return f"Seeds {listed(result['seeds'])}, mean ± standard deviation; {dated(result)}."
@@ -257,5 +266,5 @@ def listed(values: Iterable[Any]) -> str:
 
 __all__ = [
     "PACKAGES", "Options", "Result", "Study", "agreement", "all_studies", "command", "dated", "draw_curves",
-    "facts_of", "listed", "markdown_table", "part", "percent", "render", "signed", "source",
+    "facts_of", "listed", "markdown_table", "part", "percent", "render", "signed", "source", "yes_or_no",
 ]  # fmt: skip

@@ -16,7 +16,18 @@ import numpy as np
 
 from experiments.adp_pfl.setting import Bench, Row
 from experiments.common import number, percent, run_each, starred, stopped
-from experiments.study import HERE, Options, Result, Study, agreement, command, markdown_table, signed, source
+from experiments.study import (
+    HERE,
+    Options,
+    Result,
+    Study,
+    agreement,
+    command,
+    markdown_table,
+    signed,
+    source,
+    yes_or_no,
+)
 from jaxfl.algorithms.adp_pfl import fisher_percentile, largest, random_share
 from jaxfl.privacy import paper_noise
 from jaxfl.run import plots
@@ -73,7 +84,7 @@ def honest(data: str, options: Options) -> Result:
     rows = [
         row
         for schedule in SCHEDULES
-        for row in bench.tuned(schedule, bench.honest(schedule), EPSILONS, CLIPS, schedule)
+        for row in bench.tuned(schedule, bench.honest(schedule, bench.fisher), EPSILONS, CLIPS, schedule)
     ]
     done = HERE / "adp_pfl" / "results" / f"table_2{SUFFIXES[data]}.json"
     known = done.exists() and not options.smoke
@@ -118,14 +129,14 @@ def figure_6(options: Options) -> Result:
 def honest_figures(options: Options) -> Result:
     """What figures 3, 5 and 6 compare, with noise that costs epsilon, each row at its best clip bound."""
     bench, clips = Bench("mnist", options), (0.03, 0.1, 0.3)
-    masks = {"DP-FedAvg": None, "Fisher": fisher_percentile(80.0)}
+    masks = {"DP-FedAvg": None, "Fisher": bench.fisher}
     rows = [
         row
         for name, mask in masks.items()
         for row in bench.tuned(name, bench.honest("fixed", mask), FIGURE_EPSILONS, clips)
     ]
     rows += bench.tuned("DP-LG", bench.honest_dp_lg, FIGURE_EPSILONS, clips)
-    masks = {"top-k": largest(80.0), "random": random_share(80.0)}
+    masks = {"top-k": largest(bench.setting.percentile), "random": random_share(bench.setting.percentile)}
     masks |= {f"Fisher, percentile {p:g}": fisher_percentile(p) for p in (40.0, 90.0)}
     for name, mask in masks.items():
         rows += bench.tuned(name, bench.honest("fixed", mask), (5.0,), clips)
@@ -205,14 +216,15 @@ def table_2_markdown(result: Result) -> str:
     """The table, the paper's beside it, and verdicts."""
     printed, found = PRINTED.get(result["setting"]["data"], PRINTED["mnist"]), _means(result["rows"])
     theirs, ours = ([x for name in SCHEDULES for x in of[name]] for of in (printed, found))
-    far, matched = np.abs(np.subtract(theirs, ours)).max(), agreement(theirs, ours)
+    apart, matched = np.abs(np.subtract(theirs, ours)), agreement(theirs, ours)
+    far = apart.max()
     if far <= 10:
         verdict = f"reproduced within {far:.1f} points"
     elif matched.endswith("15 of 15 orderings"):
         verdict = "ordering reproduced"
     else:
-        own, worst = result["setting"], int(np.argmax(np.abs(np.subtract(theirs, ours))))
-        name, epsilon = SCHEDULES[worst // len(EPSILONS)], EPSILONS[worst % len(EPSILONS)]
+        own, cells = result["setting"], [(name, epsilon) for name in SCHEDULES for epsilon in EPSILONS]
+        name, epsilon = cells[apart.argmax()]
         (lost,) = (row["dropped"] for row in result["rows"] if (row["method"], row["epsilon"]) == (name, epsilon))
         steps = own["epochs"] * math.ceil(own["examples"] / own["batch_size"])
         why = f"clients of {own['examples']} examples make {steps} local steps in a round against the same noise"
@@ -231,26 +243,29 @@ def honest_markdown(result: Result) -> str:
     """The table, beside the paper's numbers and the reproduced ones, and the clip bounds that were chosen."""
     rows, printed = result["rows"], PRINTED.get(result["setting"]["data"], PRINTED["mnist"])
     columns = {"paper": printed, "reproduced": _means(result["published"]), "honest": _means(rows)}
-    tried = {"clip": [float(clip) for clip in rows[0]["validation"]]}
-    chosen = [f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, tried)}" for row in rows]
-    text = f"Chosen on held-out examples (* an end of {', '.join(rows[0]['validation'])}): {'; '.join(chosen)}."
     alone, own = 100 * np.mean(result["floors"]["alone"]["local"]), columns["honest"]
     gains = "; ".join(f"{name} {_signed(np.subtract(own[name], alone))}" for name in SCHEDULES)
-    return by_column(result, "epsilon", _beside(printed, columns), text, f"Honest above training alone: {gains}.")
+    return by_column(
+        result, "epsilon", _beside(printed, columns), _chosen(rows), f"Honest above training alone: {gains}."
+    )
+
+
+def _chosen(rows: Sequence[Row]) -> str:
+    """Clip bounds of tuned rows."""
+    tried = {"clip": [float(clip) for clip in rows[0]["validation"]]}
+    chosen = [f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, tried)}" for row in rows]
+    return f"Chosen on held-out examples (* an end of {', '.join(rows[0]['validation'])}): {'; '.join(chosen)}."
 
 
 def honest_figures_markdown(result: Result) -> str:
     """The table, the clip bounds that were chosen, and what is left of the paper's orderings."""
     rows, at_5 = result["rows"], {row["method"]: row["local"] for row in result["rows"] if row["epsilon"] == 5.0}
-    tried = {"clip": [float(clip) for clip in rows[0]["validation"]]}
-    chosen = [f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, tried)}" for row in rows]
-    text = f"Chosen on held-out examples (* an end of {', '.join(rows[0]['validation'])}): {'; '.join(chosen)}."
     gains = [
         f"{name} {signed(np.subtract(scores, at_5['DP-FedAvg']))}"
         for name, scores in at_5.items()
         if name != "DP-FedAvg"
     ]
-    return by_column(result, "epsilon", text, f"Above DP-FedAvg at ε 5, points by seed: {'; '.join(gains)}.")
+    return by_column(result, "epsilon", _chosen(rows), f"Above DP-FedAvg at ε 5, points by seed: {'; '.join(gains)}.")
 
 
 def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
@@ -277,8 +292,8 @@ def _signed(values: Sequence[float] | np.ndarray) -> str:
 
 def verdict(claims: Mapping[str, bool], why: str, where: str = "") -> str:
     """Whether what the paper says of the order is found, and if not, why."""
-    said = "; ".join(f"{claim}: {'yes' if found else 'no'}" for claim, found in claims.items())
-    return f"Verdict{where}: {'ordering reproduced' if all(claims.values()) else f'not, because {why}'} ({said})."
+    found = "ordering reproduced" if all(claims.values()) else f"not, because {why}"
+    return f"Verdict{where}: {found} ({yes_or_no(claims)})."
 
 
 def _above(result: Result, name: str, others: Sequence[str], epsilons: Sequence[float]) -> dict[str, bool]:
@@ -364,7 +379,7 @@ def figure_4_markdown(result: Result) -> str:
         row["method"]: (100 * np.mean([curve["local"][0] for curve in row["curves"]]), 100 * np.mean(row["local"]))
         for row in result["rows"]
     }
-    text = verdict(claims, "see the claims")
+    text = verdict(claims, "adaptive budgets reach these accuracies with no more")
     if all(end < 50 for _, end in course.values()):
         ends = "; ".join(f"{name} {start:.1f}, {end:.1f}" for name, (start, end) in course.items())
         text = "Verdict: not, because under this noise all end below chance of two labels: a level is met early, or by "

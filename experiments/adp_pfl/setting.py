@@ -112,7 +112,12 @@ class Bench:
         noise = paper_noise(np.ones(1), delta=own.delta) / own.cohort
         return method._replace(mechanism=dataclasses.replace(method.mechanism, client_noise=noise / epsilon))
 
-    def honest(self, schedule: str, mask: MaskFn | None = fisher_percentile(80.0)) -> Build:
+    @property
+    def fisher(self) -> MaskFn:
+        """The paper's mask."""
+        return fisher_percentile(self.setting.percentile)
+
+    def honest(self, schedule: str, mask: MaskFn | None) -> Build:
         """Noise of the server, `least` in the round of the largest budget."""
         budgets = self.budgets(schedule)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from experiments.common import number, percent, starred, stopped
 from experiments.dp_pfeddsu.setting import BY_EPSILON, METHODS, NO_CLIP, PRINTED, WHOLE, Bench, Row, sent_share
-from experiments.study import Options, Result, Study, agreement, command, draw_curves, markdown_table, source
+from experiments.study import Options, Result, Study, agreement, command, draw_curves, markdown_table, source, yes_or_no
 from jaxfl.models import resnet20
 
 PAPER = {
@@ -278,8 +278,7 @@ def figure_markdown(result: Result) -> str:
         told = (
             f"not, because at this clip bound noise outweighs what is sent: it does not fall in every seed for {still}"
         )
-    said = "; ".join(f"{claim}: {'yes' if held else 'no'}" for claim, held in claims.items())
-    verdicts = [f"Verdict: {told} ({said}; the lowest in {seen} of {len(lowest)} seeds)."]
+    verdicts = [f"Verdict: {told} ({yes_or_no(claims)}; the lowest in {seen} of {len(lowest)} seeds)."]
     table = markdown_table(["training loss in the last rounds", "mean", "least to largest"], lines)
     return "\n\n".join(["![Training loss by round](figure_2.png)", table, *verdicts, source(result)])
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.common import fine_tuned, number, percent, starred
+from experiments.common import fine_tuned, number, percent, starred, validation_curve
 from experiments.study import Options, Result, Study, command, dated, listed, markdown_table, part, rounded
 from jaxfl import Candidate, Comparison, LocalSGD, compare, spread
 from jaxfl.algorithms import centaur, ditto, dp_fedavg, dp_fedavg_fb, dp_pfeddsu, feddpa, local_only, pmtl, ppsgd
@@ -375,8 +375,7 @@ def stops(found: Comparison, cell: Mapping[str, Any]) -> str:
     lines = []
     for row in found.tuning:
         if row["method"].endswith("local-only"):
-            point = row["points"]["rate"].index(row["chosen"]["rate"])
-            curve = ", ".join(f"{passes}: {100 * scores[point]:.1f}" for passes, scores in row["scores"].items())
+            curve = ", ".join(f"{passes}: {100 * score:.1f}" for passes, score in validation_curve(row).items())
             end = "the last that was tried" if row["rounds"] == cell["alone"] else f"of at most {cell['alone']}"
             lines.append(f"{row['method']} stops after pass {row['rounds']}, {end}; validation % by pass: {curve}.")
     return "\n\n".join(lines)
@@ -422,11 +421,11 @@ def answer(results: Mapping[str, Result]) -> str:
         "method, not for all of them. Above, below: how many are so by their whole interval. Networks are perceptrons "
         "on random features of CIFAR-10, LeNets on Fashion-MNIST.\n"
     )
-    lines = [*_by_clients(places), _everywhere([found for _, found in places])]
-    return "\n".join([picture, table, note, "\n\n".join(lines)])
+    by_clients, everywhere = _by_clients(places), _everywhere([found for _, found in places])
+    return "\n".join([picture, table, note, by_clients, "", everywhere])
 
 
-def _by_clients(places: Sequence[tuple[Mapping[str, Any], Comparison]]) -> list[str]:
+def _by_clients(places: Sequence[tuple[Mapping[str, Any], Comparison]]) -> str:
     """How many private methods are above training alone, by the number of clients and epsilon, at each place."""
     lines = []
     for clients in sorted({cell["clients"] for cell, _ in places}):
@@ -437,7 +436,7 @@ def _by_clients(places: Sequence[tuple[Mapping[str, Any], Comparison]]) -> list[
         ]
         lines.append(f"- {clients:,} clients: {'; '.join(counts)}")
     head = "**Private methods above training alone**, by place in the table's order:"
-    return ["\n".join([head, "", *lines])]
+    return "\n".join([head, "", *lines])
 
 
 def _gains(found: Comparison) -> dict[float, list[dict[str, Any]]]:

@@ -146,8 +146,8 @@ def honest(options: Options) -> Result:
         densities = densities_of(scenario, (0.5, 1.0))
         for way in (own.best, "1-1-1"):
             how = partial(losses, scenario, way, setting, options=options, densities=densities)
-            noise = {epsilon: honest_noise(setting, impacts(own, setting, way), epsilon) for epsilon in HONEST_LEVELS}
-            columns = grid(copy=range(len(densities)), noise=list(noise.values()), clip=list(CLIPS))
+            noise = [honest_noise(setting, impacts(own, setting, way), epsilon) for epsilon in HONEST_LEVELS]
+            columns = grid(copy=range(len(densities)), noise=noise, clip=list(CLIPS))
             tried, _ = how(points=columns, tuning=True)
             scores = np.nan_to_num(np.reshape(tried, (-1, len(CLIPS))), nan=math.inf)
             best = {name: column[:: len(CLIPS)] for name, column in columns.items()}

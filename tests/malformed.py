@@ -267,7 +267,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "dp_fedsam": (algorithms.dp_fedsam, FEDAVG | PRIVATE | DELTA | {"radius": (0.1, "at least 0")}),
     "fed_smp": (algorithms.fed_smp, FEDAVG | PRIVATE | DELTA | {"density": (0.5, "fraction")}),
     "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | WEIGHT | {"density": (0.5, "fraction")}),
-    "pmtl": (algorithms.pmtl, FEDAVG | PRIVATE | DELTA | WEIGHT | {"start": ("own", "choice")}),
+    "pmtl": (
+        algorithms.pmtl,
+        FEDAVG | PRIVATE | DELTA | WEIGHT | {"start": ("own", "choice"), "send": ("difference", "choice")},
+    ),
     "pmtl_ft": (algorithms.pmtl_ft, FEDAVG | PRIVATE | DELTA | WEIGHT | HEAD),
     "mr_mtl": (algorithms.mr_mtl, FEDAVG | WEIGHT | DELTA | {"sampling": (Full(), "sampling")}),
     "ditto": (algorithms.ditto, FEDAVG | PRIVATE | DELTA | WEIGHT | PERSONAL),

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfl import LocalSGD, Result, simulate, sweep
+from jaxfl import Candidate, LocalSGD, Result, compare, grid, simulate, sweep
 from jaxfl._validate import check_counts
+from jaxfl.algorithms import local_only
 from jaxfl.cli import command_line
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
 from jaxfl.engine.evaluate import compile_evaluation, summarize
@@ -241,6 +242,52 @@ def sweep_each(
         for seed in seeds
     ]
     return [list(of_point) for of_point in zip(*results, strict=True)]
+
+
+def trained_alone(
+    model: Model,
+    local: Callable[[Any], LocalSGD],
+    rates: Sequence[float],
+    make: Callable[[int], Clients],
+    *,
+    rounds: int,
+    seeds: Sequence[int],
+    tuning_seed: int,
+    out: pathlib.Path,
+    config: Mapping[str, Any],
+) -> tuple[list[Any], dict[str, Any]]:
+    """Local-only, at the learning rate and the number of passes that are best on held-out examples.
+
+    Args:
+        model: of every client.
+        local: a learning rate to the passes of a round.
+        rates: to choose from.
+        make: as in `run_each`, like all that follow.
+        rounds: at most.
+        seeds: of the rows.
+        tuning_seed: another one, of the runs that the choice is made by.
+        out: root of the run folders.
+        config: the resolved settings.
+
+    Returns:
+        A row of metrics for every seed; and what was tried, what was chosen, after how many passes it stops, and
+        how it scored by passes.
+    """
+    passes = local(rates[0]).epochs
+    found = compare(
+        {"local-only": Candidate(lambda rate: local_only(model, local=local(rate)), grid(rate=list(rates)))},
+        make,
+        rounds=rounds,
+        seeds=seeds,
+        tuning_seed=tuning_seed,
+        folder=run_folder(out, "local-only", {**config, "rates": list(rates), "most": rounds}, tuning_seed),
+        devices=jax.devices()[:1],
+        chunk=1,
+        progress=False,
+    )
+    (tuning,) = found.tuning
+    facts = {"points": tuning["points"], "chosen": tuning["chosen"], "passes": tuning["rounds"] * passes}
+    return found.rows, facts | {"validation": validation_curve(tuning, passes)}
 
 
 def evaluated(

@@ -11,14 +11,13 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from experiments.common import evaluated, model_for, row_of, sweep_each, validation_curve
+from experiments.common import evaluated, model_for, row_of, sweep_each, trained_alone
 from experiments.study import Options
-from jaxfl import Candidate, LocalSGD, compare, grid
-from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg, local_only
+from jaxfl import LocalSGD, grid
+from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg
 from jaxfl.algorithms.adp_pfl import MaskFn, fisher_percentile
 from jaxfl.data import hold_out, label_share, load, make_clients
 from jaxfl.privacy import FixedSize, Mechanism, Poisson, calibrate, fixed_budgets, paper_noise, round_budgets
-from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, ClientData, Clients, Params, Tree
 
 Build = Callable[..., Algorithm]
@@ -226,20 +225,16 @@ class Bench:
 
     def alone(self) -> Row:
         """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
-
-        def build(learning_rate: Any) -> Algorithm:
-            return local_only(self.model, local=self.passes(learning_rate))
-
-        rates, most = [0.03, 0.1, 0.3], 2 if self.options.smoke else 8
-        found = compare(
-            {"local-only": Candidate(build, grid(learning_rate=rates))},
+        rows, facts = trained_alone(
+            self.model,
+            self.passes,
+            [0.03, 0.1, 0.3],
             self.clients,
-            rounds=most,
+            rounds=2 if self.options.smoke else 8,
             seeds=self.seeds,
             tuning_seed=TUNING,
-            folder=run_folder(self.options.out, "local-only", self.config | {"rates": rates, "most": most}, 0),
+            out=self.options.out,
+            config=self.config,
         )
-        (tuning,) = found.tuning
-        passes = self.setting.epochs
-        facts = tuning["chosen"] | {"passes": tuning["rounds"] * passes, "validation": validation_curve(tuning, passes)}
-        return facts | {"local": [row["accuracy"] for row in found.rows]}
+        shown = {"learning_rate": facts["chosen"]["rate"], "passes": facts["passes"], "validation": facts["validation"]}
+        return shown | {"local": [row["accuracy"] for row in rows]}

@@ -11,22 +11,20 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import fine_tuned, model_for, row_of, starred, sweep_each, validation_curve
+from experiments.common import fine_tuned, model_for, row_of, starred, sweep_each, trained_alone
 from experiments.study import Options, facts_of
-from jaxfl import Candidate, LocalSGD, compare, grid
+from jaxfl import LocalSGD
 from jaxfl.algorithms import (
     centaur,
     dp_fedavg,
     dp_fedavg_fb,
     dp_pfeddsu,
     dp_pfeddsu_paper,
-    local_only,
     pmtl_ft,
     ppsgd_centaur,
 )
 from jaxfl.data import classes_per_client, hold_out, load, make_clients
 from jaxfl.privacy import Full, calibrate
-from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model
 
 Row = dict[str, Any]
@@ -205,23 +203,19 @@ class Bench:
     def alone(self, classes: int) -> Row:
         """Local-only, at the learning rate and the number of passes that are best on held-out examples."""
         rates = [0.001, 0.003, 0.01, 0.03, 0.1][: 2 if self.options.smoke else None]
-        config = dataclasses.asdict(self.setting) | {"classes": classes, "rates": rates}
-        found = compare(
-            {"local-only": Candidate(lambda rate: local_only(self.model, local=self.local(1, rate)), grid(rate=rates))},
+        rows, chosen = trained_alone(
+            self.model,
+            functools.partial(self.local, 1),
+            rates,
             functools.partial(self.clients, classes),
             rounds=self.setting.alone,
             seeds=self.seeds,
             tuning_seed=TUNING,
-            folder=run_folder(self.options.out, "local-only", config, TUNING),
-            devices=jax.devices()[:1],
-            chunk=1,
-            progress=False,
+            out=self.options.out,
+            config=dataclasses.asdict(self.setting) | {"classes": classes},
         )
-        (tuning,) = found.tuning
-        facts = {name: [row[name] for row in found.rows] for name in ("accuracy", "loss")}
-        facts["worst10"] = [row["accuracy_worst10"] for row in found.rows]
-        facts |= {"chosen": tuning["chosen"], "points": tuning["points"], "passes": tuning["rounds"]}
-        return facts | {"validation": validation_curve(tuning)}
+        facts = {name: [row[name] for row in rows] for name in ("accuracy", "loss")}
+        return facts | {"worst10": [row["accuracy_worst10"] for row in rows]} | chosen
 
     def tuned(
         self, method: str, classes: int, epsilons: Sequence[float], heads: Sequence[int], clips: Sequence[float]

@@ -23,15 +23,14 @@ from experiments.common import (
     starred,
     stopped,
     sweep_each,
-    validation_curve,
+    trained_alone,
 )
 from experiments.study import Options, Result, Study, command, dated, markdown_table, signed, source
-from jaxfl import Candidate, LocalSGD, compare, grid, spread
-from jaxfl.algorithms import dp_fedavg, feddpa_paper, local_only
+from jaxfl import LocalSGD, spread
+from jaxfl.algorithms import dp_fedavg, feddpa_paper
 from jaxfl.algorithms.feddpa import paper_epsilon, paper_noise_multiplier
 from jaxfl.data import Dataset, hold_out, load
 from jaxfl.privacy import Full, Mechanism, calibrate, epsilon, planned_ledger
-from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, ClientData, Clients, Model, Params
 
 SIZES = {"CIFAR-10": 50_000, "SVHN": 73_257}
@@ -164,29 +163,19 @@ class Bench:
             first = build(0.0, NO_CLIP, own.learning_rate).init(jax.random.key(seed), own.clients)
             untrained += evaluated(build, points, self.clients(seed), seed, [first])
         rates = [3e-4, 1e-3, 3e-3][: 2 if self.options.smoke else None]
-        found = compare(
-            {
-                "local-only": Candidate(
-                    lambda rate: local_only(self.model, local=self.passes(own.epochs, rate)), grid(rate=rates)
-                )
-            },
+        rows, facts = trained_alone(
+            self.model,
+            functools.partial(self.passes, own.epochs),
+            rates,
             self.clients,
             rounds=own.alone,
             seeds=self.options.seeds,
             tuning_seed=TUNING,
-            folder=run_folder(self.options.out, "local-only", own._asdict() | {"rates": rates}, TUNING),
-            devices=jax.devices()[:1],
-            chunk=1,
-            progress=False,
+            out=self.options.out,
+            config=own._asdict(),
         )
-        (tuning,) = found.tuning
-        alone = {
-            "after": [row["accuracy"] for row in found.rows],
-            "points": tuning["points"],
-            "chosen": starred(tuning["chosen"], tuning["points"]),
-            "passes": tuning["rounds"] * own.epochs,
-            "validation": validation_curve(tuning, own.epochs),
-        }
+        chosen = starred(facts["chosen"], facts["points"])
+        alone = facts | {"chosen": chosen, "after": [row["accuracy"] for row in rows]}
         return {"untrained": {"after": untrained}, "local-only": alone}
 
 

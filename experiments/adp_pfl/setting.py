@@ -37,7 +37,7 @@ class Setting:
     cohort: int = 10
     rounds: int = 100
     examples: int = 100
-    """Training examples per client, at most; the paper's clients have all, 500 to 600."""
+    """Training examples per client, at most; the paper's clients have all, 500 or 600 in the mean."""
     batch_size: int = 20
     epochs: int = 5
     learning_rate: float = 0.01

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfl import Candidate, LocalSGD, Result, compare, grid, simulate, sweep
-from jaxfl._validate import check_counts
 from jaxfl.algorithms import local_only
 from jaxfl.cli import command_line
 from jaxfl.data import Dataset, dirichlet, make_clients, matching
@@ -22,25 +21,13 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.states import States
 from jaxfl.local.penalties import proximal
 from jaxfl.models import build, digits_cnn
+from jaxfl.run.comparison import at_an_end
 from jaxfl.run.report import run_folder
 from jaxfl.tasks import classification
 from jaxfl.types import Algorithm, ClientData, Clients, Model, Params, Tree
 
 Method = Callable[[Clients], Algorithm]
 cli = command_line
-
-
-def seeds_of(name: str, value: Any) -> tuple[int, ...]:
-    """Check of a configuration's seeds."""
-    seeds = check_counts(name, value, least=0, empty=False)
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(f"{name}={value!r}: give at least one seed, and each of them once")
-    return seeds
-
-
-def at_an_end(value: float, tried: Sequence[float]) -> bool:
-    """Whether a wider grid might have had a better value; of two values, each is at an end."""
-    return len(set(tried)) > 2 and value in (min(tried), max(tried))
 
 
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:

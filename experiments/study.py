@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import tyro
 
-from experiments.common import Row, cli, percent, seeds_of, versions
-from jaxfl._validate import check_path, checked
+from experiments.common import Row, cli, percent, versions
+from jaxfl._validate import check_path, check_seeds, checked
 from jaxfl.backend import compile_quickly
 from jaxfl.files import write_json
 from jaxfl.run import plots
@@ -29,7 +29,7 @@ PACKAGES = ("jaxfl", "jax", "jaxlib", "optax", "numpy", "dp-accounting")
 Result = Mapping[str, Any]
 
 
-@checked(seeds=seeds_of, out=check_path)
+@checked(seeds=check_seeds, out=check_path)
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How much, how often, and where runs are kept."""

@@ -184,6 +184,14 @@ def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = 
     return tuple(array.tolist())
 
 
+def check_seeds(name: str, value: Any) -> tuple[int, ...]:
+    """Require different whole numbers, one at least."""
+    seeds = check_counts(name, value, least=0, empty=False)
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"{name}={show(value)}: give each seed once")
+    return seeds
+
+
 def check_key(name: str, value: Any) -> Key[Array, "*P"]:
     """Require a JAX key, or one for each point; raw key data are wrapped, and seeds are taken for keys."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import optax
 
 from jaxfl import algorithms, data, models
-from jaxfl._validate import check_counts, check_fraction, checked, count_from_0, show, up_to_infinity
+from jaxfl._validate import check_fraction, check_seeds, checked, count_from_0, show, up_to_infinity
 from jaxfl.data import Dataset
 from jaxfl.local import LocalSGD
 from jaxfl.privacy import Full, Mechanism, Poisson, Sampling, calibrate
@@ -163,7 +163,7 @@ class Run(Setting):
 
 @checked(
     rate=check_fraction, methods=_any, epsilons=_any, learning_rates=_any, clips=_any,
-    seeds=lambda name, value: check_counts(name, value, least=0, empty=False),
+    seeds=check_seeds,
 )  # fmt: skip
 @dataclasses.dataclass(frozen=True)
 class Compare(Setting):

@@ -190,7 +190,7 @@ class Algorithm(NamedTuple):
     - `personalize(key, server, client, data) -> params`: the weights with which the client is evaluated.
 
     `dp_sgd` names the private local steps of `client_update` (None: none), whose noise the engine provides; `terms`
-    are for the privacy statement.
+    are for the privacy statement; `sends` says what an update is in its message: a difference, or the weights.
     """
 
     name: str
@@ -204,6 +204,7 @@ class Algorithm(NamedTuple):
     dp_sgd: Any = None
     """A `jaxfl.privacy.DPSGD`."""
     terms: Terms = Terms()
+    sends: Literal["update", "weights"] = "update"
 
 
 class Ledger(NamedTuple):

@@ -46,7 +46,7 @@ from jaxfl.algorithms import (
     scaffold,
 )
 from jaxfl.algorithms.adp_pfl import fisher_threshold, largest, random_share
-from jaxfl.algorithms.padpfl import paper_noise
+from jaxfl.algorithms.padpfl import nbafl_noise
 from jaxfl.algorithms.pdp_fl import Budgets
 from jaxfl.data import load, make_clients
 from jaxfl.local.train import LocalSGD
@@ -294,7 +294,7 @@ def honest(z: float) -> float:
 
 def claimed(z: float, times: int = 1) -> float:
     """The epsilon for which the papers' rule gives a noise multiplier."""
-    return float(paper_noise(1.0, delta=1e-5, smallest=10, times=times)) / z if z else math.inf
+    return float(nbafl_noise(1.0, delta=1e-5, smallest=10, times=times)) / z if z else math.inf
 
 
 def asked(least: float) -> Budgets:

@@ -430,7 +430,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "Median": (privacy.Median, NOISED | QUIET),
     "TrimmedMean": (privacy.TrimmedMean, NOISED | QUIET | {"share": (0.1, "share below 1")}),
     "Krum": (privacy.Krum, NOISED | QUIET | {"byzantine": (1, "count from 0"), "keep": (1, "count")}),
-    "Canaries": (Canaries, {"count": (10, "count")}),
+    "Canaries": (Canaries, {"count": (20, "count")}),
     "blt": (privacy.blt, {"buffers": (1, "count"), "rounds": (4, "count"), "separation": (1, "count")}),
     "plan": (privacy.plan, {
         "clients": (2, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),

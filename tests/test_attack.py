@@ -1,12 +1,15 @@
 """Membership by the loss: closed forms of the scores, and what clipping and noise do to the attack."""
 
+import math
+from typing import Any
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 from jaxfl import LocalSGD, membership, simulate
-from jaxfl.algorithms import dp_fedavg, local_only
+from jaxfl.algorithms import dp_fedavg, local_only, padpfl_paper
 from jaxfl.data import iid, load, make_clients, matching
 from jaxfl.models import mlp
 from jaxfl.privacy import DPSGD, Full, Mechanism
@@ -59,6 +62,14 @@ def test_noise_in_local_steps_is_each_clients_own(clients):
     result = simulate(KEY, silent, clients, rounds=1, progress=False)
     first, second = (membership(KEY, attacked, result, clients).auc_by_client for attacked in (silent, loud))
     np.testing.assert_array_equal(first != second, np.arange(6) == 5)
+
+
+def test_weights_are_no_update(clients):
+    options: dict[str, Any] = {"rounds": 1, "clip": 5.0, "smallest": 20, "local": LocalSGD(optax.sgd(0.1), 5)}
+    method = padpfl_paper(MODEL, epsilon=math.inf, **options)
+    result = simulate(KEY, method, clients, rounds=1, progress=False)
+    with pytest.raises(ValueError, match="it sends weights"):
+        membership(KEY, method, result, clients)
 
 
 @pytest.mark.slow

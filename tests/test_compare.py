@@ -121,6 +121,7 @@ def test_plots_and_files(tmp_path, suffix):
         ({"epsilons": 8.0}, "epsilons="),
         ({"epsilons": (1.0, 1.0)}, "epsilons="),
         ({"seeds": ()}, "seeds="),
+        ({"seeds": (0, 0)}, r"seeds=\(0, 0\): give each seed once"),
         ({"seeds": (100,)}, "tuning_seed=100"),
         ({"validation": 0.0}, "validation="),
     ],

@@ -42,6 +42,10 @@ each, some = _rows(USUAL), _rows(["adp_pfl_released"])
 """Here and in CI; some of them in CI alone."""
 
 
+def test_methods_that_send_weights_say_so():
+    assert {name for name, build in ALGORITHMS.items() if build().sends == "weights"} == {*SEND_WEIGHTS}
+
+
 def run(algorithm, clients, *, rounds=ROUNDS, key=KEY, **options):
     return runner(algorithm, clients, **options)(clients, rounds, key)
 

@@ -47,6 +47,15 @@ def test_traces_once_for_all_calls():
     assert traces == first == 1
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_methods_start_with_the_clients_that_there_are(devices):
+    """11 clients fill two devices with a row that is nobody's."""
+    base = fedavg(MODEL)
+    method = base._replace(init=lambda key, number: (base.init(key, number)[0], jnp.arange(number) / number))
+    _, _, states = start(method, small_clients(), devices=devices)
+    np.testing.assert_allclose(states.tree()[:11], np.arange(11) / 11, rtol=1e-6)
+
+
 def test_clients_of_one_size_wait_for_none():
     local = LocalSGD(optax.sgd(0.1), 4)
     algorithm = fedavg(MODEL, local=local, mechanism=Mechanism(sampling=Full()))

@@ -6,10 +6,20 @@ import jax
 import numpy as np
 import optax
 import pytest
-from algorithms_table import MODEL, small_clients
+from algorithms_table import MODEL, SIZES, small_clients
 
 from jaxfl import simulate, sweep
-from jaxfl.algorithms import adp_pfl, dp_fedavg, dp_fedsam, dp_pfeddsu, fedavg, feddpa_paper, fedprox, local_only
+from jaxfl.algorithms import (
+    adp_pfl,
+    adp_pfl_paper,
+    dp_fedavg,
+    dp_fedsam,
+    dp_pfeddsu,
+    fedavg,
+    feddpa_paper,
+    fedprox,
+    local_only,
+)
 from jaxfl.algorithms.adp_pfl import fisher_percentile
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import AdaptiveClip, Full, Poisson
@@ -173,6 +183,27 @@ def test_numbers_that_a_mechanism_refuses_are_refused_at_every_point():
 
     with pytest.raises(ValueError, match=r"noise_multiplier=2\.5 with bit_noise=1:"):
         sweep(KEY, build, {"z": [0.5, 2.5]}, small_clients(), **SETTING)
+
+
+def test_an_adaptive_bound_without_noise_is_that_of_its_own_run():
+    def build(z):
+        return fedavg(MODEL, mechanism=AdaptiveClip(clip=1.0, noise_multiplier=z, bit_noise=2.0), local=SMALL)
+
+    point = sweep(KEY, build, {"z": [1.0, 0.0]}, small_clients(), **SETTING)[1]
+    bound, alone = (
+        np.asarray(run.ledger.notes["clip"]) for run in (point, simulate(KEY, build(0.0), small_clients(), **SETTING))
+    )
+    np.testing.assert_allclose(bound, alone, rtol=1e-5)
+    assert len(set(alone)) > 1
+
+
+def test_numbers_that_python_must_know_are_named():
+    def build(noise):
+        risks = np.linspace(1.0, 2.0, len(SIZES))
+        return adp_pfl_paper(MODEL, noise=noise, risks=risks, clip=1.0, sampling=Full(), sensitivity="C", local=SMALL)
+
+    with pytest.raises(ValueError, match=r"\['noise'\].*run `simulate`"):
+        sweep(KEY, build, {"noise": [1.0, 2.0]}, small_clients(), **SETTING)
 
 
 def test_points_whose_server_breaks_stop_no_others():

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import Choice, accuracies, at_an_end, choose, number, percent, starred, versions
+from experiments.common import Choice, accuracies, choose, number, percent, starred, versions
 from experiments.study import PACKAGES, Options, dated, listed, markdown_table, signed
 from experiments.text import shakespeare
 from jaxfl import LocalSGD, grid, sweep
@@ -25,6 +25,7 @@ from jaxfl.engine.program import Points
 from jaxfl.engine.states import States
 from jaxfl.models import gru
 from jaxfl.privacy import Poisson, calibrate
+from jaxfl.run.comparison import at_an_end
 from jaxfl.run.recorder import Result
 from jaxfl.run.report import run_folder
 from jaxfl.types import Algorithm, Clients, Model, Tree

@@ -111,7 +111,8 @@ def apfl(
 
 
 def _mix(client: Own, shared: Params) -> Params:
-    return jax.tree.map(lambda v, w: client.alpha * v + (1 - client.alpha) * w, client.params, shared)
+    mixed = lambda v, w: (client.alpha * v + (1 - client.alpha) * w).astype(v.dtype)  # noqa: E731
+    return jax.tree.map(mixed, client.params, shared)
 
 
 def _projected_sgd(learning_rate: Number) -> optax.GradientTransformation:

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import at_least_0, check_counts, checked
+from jaxfl._validate import at_least_0, check_counts, checked, show
 from jaxfl.types import Algorithm, ClientData, Tree
 
 _LIE = 2**31 + 5
@@ -45,6 +45,11 @@ def byzantine(
     """
     numbers = np.unique(np.asarray(liars, np.int32))
 
+    def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
+        if numbers.size and numbers[-1] >= number:
+            raise ValueError(f"liars={show(liars)}: give numbers of the {number} clients, from 0 to {number - 1}")
+        return algorithm.init(key, number)
+
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server, client, data)
         lying = jnp.any(jnp.asarray(numbers) == data.id)
@@ -56,4 +61,4 @@ def byzantine(
         sent = [jnp.where(lying, false, leaf) for false, leaf in zip(lie, leaves)]
         return message._replace(update=jax.tree.unflatten(structure, sent)), client, info
 
-    return algorithm._replace(client_update=client_update)
+    return algorithm._replace(init=init, client_update=client_update)

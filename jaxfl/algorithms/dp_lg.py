@@ -8,7 +8,7 @@ from jaxtyping import Key
 
 from jaxfl._validate import GAUSSIAN, checked
 from jaxfl.algorithms.fedrep import check_extractor, split_head
-from jaxfl.local.train import LocalSGD
+from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
@@ -54,6 +54,7 @@ def dp_lg(
     >>> dp_lg(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=4.0, sampling=Full()).name
     'dp_lg'
     """
+    check_head(model)
     check_extractor(model)
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:

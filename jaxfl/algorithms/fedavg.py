@@ -15,7 +15,7 @@ from jaxtyping import Float, Key
 
 from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import GradientFn, LocalSGD, fit_head
+from jaxfl.local.train import GradientFn, LocalSGD, check_head, fit_head
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
@@ -191,6 +191,7 @@ def dp_fedavg_fb(
     >>> dp_fedavg_fb(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=1.0).name
     'dp_fedavg_fb'
     """
+    check_head(model)
     base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
 
     def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
@@ -219,6 +220,7 @@ def sends_weights(method: Algorithm) -> Algorithm:
         message, client, info = method.client_update(key, server, client, data)
         return Message(optax.tree.add(server.params, message.update)), client, info
 
-    return method._replace(
-        client_update=client_update, server_update=lambda server, aggregate: server._replace(params=aggregate)
-    )
+    def server_update(server: Server, aggregate: Params) -> Server:
+        return server._replace(params=aggregate)
+
+    return method._replace(client_update=client_update, server_update=server_update, sends="weights")

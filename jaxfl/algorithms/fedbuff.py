@@ -40,15 +40,21 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
     Guarantee: the method's, for the observer of sums and broadcasts: updates are clipped after scaling, and staleness
         does not depend on data. The sampler says who fills a buffer: Poisson sampling and fixed sizes amplify only if a
         deployment draws its cohorts so.
-    Deviations from the paper: the buffer's size is the sampler's cohort. Staleness is uniform.
+    Deviations from the paper: the buffer's size is the sampler's cohort. Staleness is uniform. Where a method has
+        a mask for each round, what a stale client sends off the current one is lost.
     References: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022
         (arXiv:2106.06639).
+
+    Raises:
+        ValueError: a method that sends weights.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
     >>> fedbuff(fedavg(mlp((8, 8, 1), 10, hidden=(16,))), staleness=3).name
     'fedbuff(fedavg)'
     """
+    if algorithm.sends == "weights":
+        raise ValueError(f"algorithm={algorithm.name!r} sends weights, which stale starts bias: give one for updates")
 
     def init(key: Key[Array, ""], number: int) -> tuple[Versions, Tree]:
         server, clients = algorithm.init(key, number)

@@ -145,7 +145,7 @@ def padpfl_paper(
         impacts: as in `padpfl`.
         exposures: L, how many of a client's uploads are seen.
         mu: weight of the proximal term.
-        sampling: who takes part; a cohort whose factors are all 0 leaves only noise of the weights.
+        sampling: who takes part; a cohort whose factors are all 0 leaves the server as it was.
         delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
         local: how a client trains in a round.
 
@@ -162,7 +162,7 @@ def padpfl_paper(
     50.0
     """
     weights, delta = _weights(impacts, rounds, delta)
-    s, z = (paper_noise(epsilon, delta=delta, smallest=smallest, times=times) for times in (exposures, rounds))
+    s, z = (nbafl_noise(epsilon, delta=delta, smallest=smallest, times=times) for times in (exposures, rounds))
     mechanism = Mechanism(
         clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
     )
@@ -174,7 +174,7 @@ def padpfl_paper(
 
 
 @checked(epsilon=up_to_infinity, delta=probability)
-def paper_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1) -> Number:
+def nbafl_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1) -> Number:
     r"""Std over C by the rule of PADPFL, NbAFL and PDP-FL: :math:`2 c k / (m \epsilon)`, with
     :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
 
@@ -184,7 +184,7 @@ def paper_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1)
         smallest: m, examples of the smallest client.
         times: k, how often the noisy value is seen (1: rounds are not composed).
 
-    >>> round(paper_noise(1.0, delta=0.01, smallest=100), 7)
+    >>> round(nbafl_noise(1.0, delta=0.01, smallest=100), 7)
     0.0621502
     """  # noqa: D205
     return 2 * math.sqrt(2 * math.log(1.25 / delta)) * times / (smallest * epsilon)

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from jaxfl._validate import check_fraction, check_numbers, checked, probability, show, up_to_infinity
 from jaxfl.algorithms.fedavg import fedavg, sends_weights
-from jaxfl.algorithms.padpfl import paper_noise, sound_noise, sound_upload_noise
+from jaxfl.algorithms.padpfl import nbafl_noise, sound_noise, sound_upload_noise
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant, failure_probability, round_down
 from jaxfl.privacy.accounting import calibrate_examples
@@ -211,7 +211,7 @@ def pdp_fl_paper(
         raise ValueError(f"sampling={sampling!r} with {which}: 1/n needs Full() or FixedSize(n)")
     participants = sampling.expected(len(asked)) if sampling.fixed else 1.0
     count = participants if aggregation == "printed" else 1.0
-    z, *noise = (float(paper_noise(float(e), delta=delta, smallest=smallest)) for e in (epsilon_max, *asked))
+    z, *noise = (float(nbafl_noise(float(e), delta=delta, smallest=smallest)) for e in (epsilon_max, *asked))
     z *= count  # the server divides by it
     rule = None
     if top_up != "variances" and math.isfinite(epsilon_max):
@@ -231,7 +231,7 @@ def pdp_fl_paper(
     return method._replace(server_update=server_update)
 
 
-@checked(epsilon=partial(check_numbers, infinite=True), rate=check_fraction, delta=probability)
+@checked(epsilon=check_numbers, rate=check_fraction, delta=probability)
 def personal_examples(
     epsilon: Float[np.ndarray, "C"],
     *,

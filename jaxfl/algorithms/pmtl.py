@@ -19,6 +19,8 @@ from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
+_COPY = 2**31 + 7
+
 
 @checked(**GAUSSIAN, penalty_weight=at_least_0)
 def pmtl(
@@ -87,7 +89,7 @@ def pmtl(
         params, info = local.train(key, model, first, data, penalty=pull)
         sent, origin = params, first if send == "step" else server.params
         if send == "copy":
-            sent, _ = local.train(jax.random.fold_in(key, 1), model, server.params, data)
+            sent, _ = local.train(jax.random.fold_in(key, _COPY), model, server.params, data)
         return Message(optax.tree.sub(sent, origin)), params, info
 
     return keeps_models(base, "pmtl", client_update)

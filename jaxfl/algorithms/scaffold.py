@@ -100,13 +100,14 @@ def scaffold(
         params, info = local.train(key, model, server.params, data, gradient=corrected)
         update, taken = optax.tree.sub(params, server.params), info["steps"]
         length = learning_rate * jnp.maximum(taken, 1)
-        change = jax.tree.map(lambda u, c: jnp.where(taken > 0, -u / length - c, 0), update, server.control)
+        changed = lambda u, c: jnp.where(taken > 0, -u / length - c, 0).astype(c.dtype)  # noqa: E731
+        change = jax.tree.map(changed, update, server.control)
         return Message((update, change)), optax.tree.add(client, change), info
 
     def server_update(server: ScaffoldServer, aggregate: tuple[Params, Params]) -> ScaffoldServer:
         update, change = aggregate
         params, state = base.server_update(Server(server.params, server.optimizer), update)
-        control = optax.tree.add_scale(server.control, server.share, change)
+        control = jax.tree.map(lambda c, d: (c + server.share * d).astype(c.dtype), server.control, change)
         return ScaffoldServer(params, state, control, server.share)
 
     return base._replace(name="scaffold", init=init, client_update=client_update, server_update=server_update)

@@ -24,6 +24,13 @@ _MEMORY = 2**31 + 1
 """No round has this number: the key of a mechanism's first memory is derived apart from the rounds' keys."""
 
 
+_NOT_KNOWN = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 class Points(NamedTuple):
     """Runs of one method that differ in numbers: a sweep's values are arguments of its one compiled program.
 
@@ -50,7 +57,9 @@ def first_states(
     algorithm: Algorithm, key: Key[Array, ""], memory_key: Key[Array, "*S"], population: Population
 ) -> tuple[Center, States]:
     """First states of the server, the mechanism and the clients of one run; the second key is for its cohorts."""
-    server, states = algorithm.init(key, population.clients.number)
+    server, states = algorithm.init(key, population.number)
+    if extra := population.clients.number - population.number:  # rows that fill up the mesh: nobody's
+        states = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.repeat(leaf[-1:], extra, axis=0)]), states)
 
     def sent(clients: Clients) -> Tree:
         client = jax.tree.map(lambda leaf: leaf[0], states)
@@ -82,7 +91,7 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
         values, arguments = point
         try:
             built = algorithm.build(**values)
-        except jax.errors.ConcretizationTypeError as error:
+        except _NOT_KNOWN as error:
             raise ValueError(
                 f"values={sorted(values)!r}: one of them decides a shape or a Python branch, which a program "
                 "cannot leave open; run `simulate` for each of its values"

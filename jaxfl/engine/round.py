@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Key
 from jaxfl.engine.mesh import Population, data_of
 from jaxfl.engine.states import States
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
-from jaxfl.privacy.noise import CLIENT, derive
+from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.privacy.sums import add, add_up, widen
 from jaxfl.tasks import columns
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
@@ -268,7 +268,7 @@ def _participant(
     number, weight, scale = slots.ids[slot], *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale))
     old = states[slot]
     private = algorithm.dp_sgd is not None
-    noise = StepNoise(slots.example_noise[slot], derive(keys.noise, CLIENT, number)) if private else None
+    noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number)) if private else None
     data = data_of(population.clients, slot, number, noise, index, population.size)
     message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
     _check(algorithm, info)

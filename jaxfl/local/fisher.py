@@ -54,7 +54,7 @@ def client_fisher(model: Model, params: Params, data: ClientData, batch_size: in
         batch_size: examples per block; the result does not depend on it.
 
     Returns:
-        A tree like `params`; zeros for a client without examples.
+        A tree like `params`, in single precision at least; zeros for a client without examples.
     """
     return _mean_over(functools.partial(fisher_diagonal, model, params), model, params, data, batch_size)
 
@@ -89,7 +89,7 @@ def _mean_over(sum_of: Callable[..., Tree], model: Model, params: Params, data: 
         # in every slice of the convolutions' patches.
         return total, block(i + 1)
 
-    start = (jax.tree.map(jnp.zeros_like, params), block(jnp.int32(0)))
+    start = (_zeros(params), block(jnp.int32(0)))
     total, _ = jax.lax.fori_loop(0, longest((data.size + batch_size - 1) // batch_size), step, start)
     return jax.tree.map(lambda leaf: leaf / jnp.maximum(data.size, 1), total)
 
@@ -134,7 +134,12 @@ def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: 
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
     examples = jax.tree.map(split, (jnp.moveaxis(x, axis, 0), labels, weights))
-    return jax.lax.scan(step, jax.tree.map(jnp.zeros_like, params), examples)[0]
+    return jax.lax.scan(step, _zeros(params), examples)[0]
+
+
+def _zeros(params: Params) -> Tree:
+    """To add up in single precision, whatever the weights' own."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params)
 
 
 def _batch_axis(model: Model) -> int:

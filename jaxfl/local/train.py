@@ -198,6 +198,12 @@ def train(
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 
+def check_head(model: Model) -> None:
+    """Require a head."""
+    if not model.head:
+        raise ValueError(f"model={model.name!r} has no head: give a model whose `head` names its last layers")
+
+
 def fit_head(
     key: Key[Array, ""],
     model: Model,

@@ -303,6 +303,8 @@ def calibrate(
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
     if base.clients_noisy:
         raise ValueError(f"mechanism={base!r}: its clients add noise; give one whose server does, or calibrate_upload")
+    if (weighed := len(base.weight_table)) not in (1, rounds):
+        raise ValueError(f"mechanism.weights={show(base.weights)}, of {weighed} rounds: give one, or {rounds}")
 
     def planned(factor: float, rounds: int) -> View:
         noise = tuple(factor * value for value in scale)

@@ -22,6 +22,7 @@ A bound above the stated epsilon refutes the statement; one below it proves noth
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,14 +47,14 @@ _CONFIDENCE = 0.95
 _SCORES = ("likelihood", "sum", "most")
 
 
-@checked(count=check_count)
+@checked(count=functools.partial(check_count, least=16))
 @dataclasses.dataclass(frozen=True)
 class Canaries:
     """Argument `audit` of `simulate`. Where clients bring the noise, cohorts must be fixed in size, without a filter.
 
     Args:
-        count: k. The provable bound grows like log k; the disturbance grows too: a round's sum has about k q / 2
-            canaries of norm C each.
+        count: k, at least 16: of fewer, all may be in, or none. The provable bound grows like log k; the disturbance
+            grows too: a round's sum has about k q / 2 canaries of norm C each.
     """
 
     count: int = 1000

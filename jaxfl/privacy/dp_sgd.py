@@ -85,7 +85,8 @@ class DPSGD:
         if gradient is not None:
             remedy = "it reads every batch twice, leave it out, or train by LocalSGD"
             raise ValueError(f"gradient={gradient!r} with DPSGD: {remedy}")
-        noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), key)
+        drawing, own = jax.random.split(key)  # a layer's draws have nothing in common with batches and noise
+        noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), own)
         total = jnp.where(data.size > 0, self.steps, 0)
         noisy = functools.partial(
             noisy_gradient,
@@ -99,7 +100,7 @@ class DPSGD:
 
         def step(i: Int[Array, ""], carry: tuple) -> tuple:
             def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
-                loss_part = noisy(derive(noise.key, i), params, data, self, drawing=jax.random.fold_in(key, i))
+                loss_part = noisy(derive(noise.key, i), params, data, self, drawing=jax.random.fold_in(drawing, i))
                 return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
 
             return hold(i < total, descend(optimizer, of_batch, carry, mask=mask), carry)

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 
 from jaxfl.types import Tree
 
-SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE, CANARY = range(6)
+SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE, CANARY, PRIVATE_STEPS = range(7)
 """Purposes of randomness: keys are derived by round, then purpose, then client, and nothing else."""
 
 STEPS = 2**15

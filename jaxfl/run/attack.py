@@ -11,9 +11,8 @@ from jaxtyping import Float, Int, Key
 
 from jaxfl._validate import checked
 from jaxfl.engine.mesh import data_of
-from jaxfl.engine.round import CLIENT
 from jaxfl.privacy.mechanisms.gaussian import Participant
-from jaxfl.privacy.noise import derive
+from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.run.check import check_clients, check_one_key
 from jaxfl.run.recorder import Result
 from jaxfl.types import Algorithm, Clients, Params, StepNoise
@@ -45,8 +44,9 @@ def membership(
     r"""Attack every client by the loss of its model on its own training and test examples.
 
     The model is what the client is evaluated with ("personal"), or what the server can make of one more upload
-    ("upload"): the broadcast parameters plus the client's update, bounded and with the client's own noise. Both splits
-    should come from one distribution; the gap between them is then what the model reveals.
+    ("upload"): the broadcast parameters plus the client's update, bounded and with the client's own noise on all
+    coordinates, as the last round's table has it. Both splits should come from one distribution; the gap between them
+    is then what the model reveals.
 
     Args:
         key: of the local training.
@@ -61,6 +61,8 @@ def membership(
     References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership Inference Attacks
         From First Principles, S&P 2022 (the rate at 1%).
     """
+    if of == "upload" and algorithm.sends == "weights":
+        raise ValueError(f"{of=} with {algorithm.name!r}: it sends weights, no update of them; give 'personal'")
     server, states, memory, mechanism = result.server, result.states, result.memory, algorithm.mechanism
     model = algorithm.model
     clients, states = jax.tree.map(jnp.asarray, (clients, states))
@@ -72,7 +74,8 @@ def membership(
 
         noise = None
         if algorithm.dp_sgd is not None:
-            noise = StepNoise(own(jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)), key)
+            multiplier = own(jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32))
+            noise = StepNoise(multiplier, derive(key, PRIVATE_STEPS, index))
         data = data_of(clients, index, index, noise)
         state = jax.tree.map(lambda leaf: leaf[index], states)
         message = algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]

@@ -17,9 +17,9 @@ import scipy
 from jaxfl._validate import (
     at_least_0,
     check_count,
-    check_counts,
     check_fraction,
     check_instance,
+    check_seeds,
     checked,
     count_from_0,
     show,
@@ -151,7 +151,7 @@ def _check_validation(name: str, value: Any) -> float | Callable[[int], Clients]
     **CHECKS | {"clients": _check_population},
     methods=_check_methods,
     epsilons=_check_epsilons,
-    seeds=lambda name, value: check_counts(name, value, least=0, empty=False),
+    seeds=check_seeds,
     validation=_check_validation,
     tuning_seed=count_from_0,
 )

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +20,11 @@ _LATEX = {sign: rf"\{sign}" for sign in "&%$#_{}"} | {
     "±": r"$\pm$", "∞": r"$\infty$", "–": "--", "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$", "ε": r"$\varepsilon$",
 }  # fmt: skip
+
+
+def at_an_end(value: float, tried: Sequence[float]) -> bool:
+    """Whether a wider grid might have had a better value; of two values, each is at an end."""
+    return len(set(tried)) > 2 and value in (min(tried), max(tried))
 
 
 class Comparison(NamedTuple):

@@ -16,7 +16,7 @@ from jaxfl._validate import check_path, checked
 from jaxfl.files import replacing
 from jaxfl.privacy.statement import statement_lines
 from jaxfl.run import plots
-from jaxfl.run.comparison import Comparison
+from jaxfl.run.comparison import Comparison, at_an_end
 from jaxfl.run.report import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, METRICS, PAGE, PER_CLIENT, PRINTED, PRIVACY
 
 _WORST = 20
@@ -154,7 +154,7 @@ def _tuning(found: Comparison) -> list[str]:
     for row in found.tuning:
         columns = row["points"].items()
         tried = [f"{name}: {len(set(column))} from {min(column):.4g} to {max(column):.4g}" for name, column in columns]
-        ends = [name for name, column in columns if _at_an_end(row["chosen"][name], column)]
+        ends = [name for name, column in columns if at_an_end(row["chosen"][name], column)]
         chosen = [f"{name} {value:.4g}{'*' * (name in ends)}" for name, value in row["chosen"].items()]
         lines.append([row["method"], row["epsilon"], "; ".join(tried), "; ".join(chosen), row["rounds"]])
         if row["scores"]:
@@ -165,10 +165,6 @@ def _tuning(found: Comparison) -> list[str]:
     note = _text("p", "* at an end of what was tried: a wider range may hold a better point.")
     head = ["method", "ε", "tried", "chosen", "rounds"]
     return [_table(head, lines), note if any("*" in str(line[3]) for line in lines) else "", *parts]
-
-
-def _at_an_end(value: float, tried: Sequence[float]) -> bool:
-    return len(set(tried)) > 2 and value in (min(tried), max(tried))
 
 
 def _statements(folder: pathlib.Path, found: Comparison) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
 
 from jaxfl import simulate
-from jaxfl.algorithms import centaur, dp_fedavg, fedrep
+from jaxfl.algorithms import centaur, dp_fedavg, dp_fedavg_fb, dp_lg, fedrep, pmtl_ft
 from jaxfl.local.train import LocalSGD, fit_head
 from jaxfl.models import mlp
 from jaxfl.privacy import DPSGD, Full, Mechanism, Poisson
@@ -122,3 +122,9 @@ def test_private_steps_are_refused(name):
 def test_a_model_that_is_all_head_is_refused():
     with pytest.raises(ValueError, match="nothing would be shared"):
         fedrep(mlp((8, 8, 1), 10, hidden=()))
+
+
+@pytest.mark.parametrize("build", [dp_lg, dp_fedavg_fb, pmtl_ft])
+def test_a_model_without_a_head_has_none_to_share_or_fit(build):
+    with pytest.raises(ValueError, match="has no head"):
+        build(MODEL._replace(head=()), clip=1.0, noise_multiplier=1.0, sampling=Full())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxfl import simulate, sweep
 from jaxfl.algorithms import fedavg, fedprox, padpfl, padpfl_paper
-from jaxfl.algorithms.padpfl import convergence_bound, impact_table, paper_noise
+from jaxfl.algorithms.padpfl import convergence_bound, impact_table, nbafl_noise
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Mechanism
 from jaxfl.privacy.accounting import epsilon, planned_ledger
@@ -59,7 +59,7 @@ def test_a_sweep_of_claimed_epsilons_has_the_noise_and_the_claim_of_each():
 
 def test_constant_of_the_gaussian_mechanism():
     for delta, c in ((1e-5, 4.844805), (1e-2, 3.107511)):
-        assert paper_noise(1.0, delta=delta, smallest=2) == pytest.approx(c, rel=1e-6)
+        assert nbafl_noise(1.0, delta=delta, smallest=2) == pytest.approx(c, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,11 @@ def test_examples_never_exceed_what_their_client_asked_for():
     assert np.all((spent <= asked) & (spent > 0.99 * asked))
 
 
+def test_examples_without_a_budget_are_refused():
+    with pytest.raises(ValueError, match=r"epsilon=.*give a vector of finite numbers"):
+        personal_examples(np.array([1.0, math.inf]), clip=1.0, rate=0.05, steps=20, rounds=3)
+
+
 def test_many_kinds_of_budgets_are_rounded_down():
     asked = np.random.default_rng(0).uniform(1, 9, 200)
     mechanism = build(asked).mechanism

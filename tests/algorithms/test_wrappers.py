@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import ALGORITHMS, CLIP, MODEL, client_data, small_clients
+from algorithms_table import ALGORITHMS, CLIP, MODEL, SEND_WEIGHTS, SIZES, client_data, small_clients
 
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import byzantine, dp_fedavg, fedavg, fedbuff
@@ -73,6 +73,18 @@ def test_an_update_from_an_old_model_is_the_methods_own():
         assert min(near) < 1e-6 < max(near)
         ages.append(int(np.argmin(near)))
     assert set(ages) == {0, 1}
+
+
+@pytest.mark.parametrize("name", SEND_WEIGHTS)
+def test_weights_are_not_buffered(name):
+    with pytest.raises(ValueError, match="sends weights"):
+        fedbuff(ALGORITHMS[name](), staleness=1)
+
+
+def test_liars_are_clients():
+    liars = byzantine(fedavg(MODEL), [0, len(SIZES)])
+    with pytest.raises(ValueError, match=rf"liars=\(0, 11\): give numbers of the {len(SIZES)} clients, from 0 to 10"):
+        simulate(KEY, liars, small_clients(), **RUN)
 
 
 def test_liars_send_the_opposite_or_noise_and_others_are_as_ever():

@@ -1,11 +1,12 @@
 import functools
 
+import algorithms_table
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import small_clients
+from algorithms_table import ALGORITHMS, small_clients
 from jax import lax
 from jax.extend.core import jaxprs_in_params
 
@@ -16,9 +17,21 @@ from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import gru, lenet, mlp, transformer, with_precision
 from jaxfl.privacy.sampling import Full
+from jaxfl.run.check import check_algorithm
 from jaxfl.types import ClientData
 
 MODELS = {"mlp": functools.partial(mlp, (8, 8, 1)), "lenet": lenet}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_method_takes_weights_in_half_precision(name, monkeypatch):
+    model = algorithms_table.MODEL
+
+    def init(key):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.init(key))
+
+    monkeypatch.setattr(algorithms_table, "MODEL", model._replace(init=init))
+    check_algorithm(ALGORITHMS[name](), small_clients(), algorithms_table.ROUNDS)
 
 
 def gradient_of(model, shape):

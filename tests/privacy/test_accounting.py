@@ -456,6 +456,10 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
             r"size=9: give a whole number from 1 to 4",
         ),
         (lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]), r"shape=.* numbers above 0"),
+        (
+            lambda: calibrate(1.0, clients=2, rounds=4, mechanism=mechanism(1.0, weights=np.ones((3, 2)))),
+            r"mechanism\.weights=.*of 3 rounds: give one, or 4",
+        ),
         (lambda: calibrate_upload(1.0, participations=0), r"participations=0"),
         (lambda: epsilon(PLAN, mechanism(1.0), delta=0.0), r"delta=0.0"),
         (lambda: planned_ledger(mechanism(1.0), 0, 2), r"clients=0"),

@@ -258,7 +258,7 @@ def test_what_cannot_be_audited_is_refused(mechanism, message):
 def test_without_the_extra_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_privacy", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxfl\[audit\]'"):
-        audited(Mechanism(clip=1.0, noise_multiplier=1.0), Canaries(10))
+        audited(Mechanism(clip=1.0, noise_multiplier=1.0), Canaries(20))
     assert dataclasses.fields(Audited)
 
 
@@ -271,5 +271,5 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
 )
 def test_canaries_need_the_noise_that_clients_count_on(mechanism):
     with pytest.raises(ValueError, match="canaries bring no noise"):
-        audited(mechanism, Canaries(10))
-    assert audited(Mechanism(clip=1.0, client_noise=2.0), Canaries(10)).clients_noisy
+        audited(mechanism, Canaries(20))
+    assert audited(Mechanism(clip=1.0, client_noise=2.0), Canaries(20)).clients_noisy

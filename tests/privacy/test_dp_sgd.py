@@ -1,5 +1,7 @@
 import dataclasses
+import functools
 import math
+import types
 from typing import Any
 
 import jax
@@ -7,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import MODEL
+from algorithms_table import MODEL, small_clients
 from reference import DIGITS, client, numpy_gradient
 
+from jaxfl import simulate
+from jaxfl.algorithms import fedavg
 from jaxfl.local.sam import sam
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import lenet
+from jaxfl.privacy import dp_sgd
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.types import StepNoise
 
@@ -32,9 +37,9 @@ def steps(number=1, **options):
 def test_equals_numpy_one_example_at_a_time():
     fitted, info = fit(client(9, 13), steps(3, chunk=2))
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), MODEL.init(jax.random.key(0)))
-    clipped = 0
+    clipped, own = 0, jax.random.split(KEY)[1]
     for step in range(3):
-        batch_key, _ = jax.random.split(jax.random.fold_in(KEY, step))
+        batch_key, _ = jax.random.split(jax.random.fold_in(own, step))
         coins = np.asarray(jax.random.bits(batch_key, (13, 2)), np.float64)[:9] @ [2.0**-32, 2.0**-64]
         drawn = 100 + np.flatnonzero(coins < 0.4)
         total = jax.tree.map(np.zeros_like, params)
@@ -84,6 +89,38 @@ def test_batches_are_poisson():
     np.testing.assert_allclose(sizes, np.rint(sizes), atol=1e-4)
     assert sizes.mean() == pytest.approx(18, abs=4 * math.sqrt(60 * 0.21 / draws))
     assert sizes.var() == pytest.approx(60 * 0.21, rel=4 * math.sqrt(2 / draws))
+
+
+def test_layers_draw_nothing_that_batches_and_noise_are_drawn_from(monkeypatch):
+    met = []
+
+    def spy(key, params, *arguments, drawing, **options):
+        met.extend([*jax.random.split(key), *(jax.random.fold_in(drawing, position) for position in range(8))])
+        return jnp.zeros(()), optax.tree.zeros_like(params)
+
+    def loop(first, end, body, carry):
+        return functools.reduce(lambda carry, i: body(jnp.int32(i), carry), range(first, int(end)), carry)
+
+    monkeypatch.setattr(dp_sgd, "noisy_gradient", spy)
+    monkeypatch.setattr(dp_sgd, "lax", types.SimpleNamespace(fori_loop=loop))  # keys can be read
+    fit(client(5, 8), steps(8))
+    assert len({tuple(jax.random.key_data(key).tolist()) for key in met}) == 8 * 10
+
+
+def test_a_round_gives_private_steps_a_key_apart_from_the_clients_own():
+    private = steps(2, noise_multiplier=1.0)
+    method = fedavg(MODEL, local=private)
+
+    def client_update(key, server, state, data):
+        message, state, info = method.client_update(key, server, state, data)
+        # Whoever splits the own key has none of the other's streams either.
+        own, others = ([given, *jax.random.split(given, 8)] for given in (key, data.noise.key))
+        same = [jnp.all(jax.random.key_data(a) == jax.random.key_data(b)) for a in own for b in others]
+        return message, state, info | {"same": jnp.any(jnp.array(same)).astype(jnp.float32)}
+
+    run = {"rounds": 2, "eval_every": 1, "progress": False, "devices": jax.devices()[:1], "chunk": 1}
+    result = simulate(KEY, method._replace(client_update=client_update), small_clients(), **run)
+    assert [row["same"] for row in result.metrics] == [0, 0]
 
 
 def test_noise_has_the_stated_std():

@@ -71,7 +71,9 @@ class AdaptiveClip(Mechanism):
         if not self.server_noisy:
             return Bound(jnp.float32(self.clip), jnp.float32(1.0))
         on_update = (z**-2 - (2 * bits) ** -2) ** -0.5
-        return Bound(jnp.float32(self.clip), jnp.float32(on_update / bits))
+        # A point of a sweep may have no noise, which hides no bit: any scale serves.
+        scale = jnp.where(on_update > 0, on_update / bits, 1.0)
+        return Bound(jnp.float32(self.clip), scale.astype(jnp.float32))
 
     def draw(self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int) -> Cohort:
         """Also note the bound."""

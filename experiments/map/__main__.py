@@ -67,6 +67,12 @@ class Cell(NamedTuple):
     alone: int = 150
     """Passes of clients that train alone, at most."""
     points: int = 6
+    final_passes: int = 5
+    """Passes before the test, of all that is fine-tuned or kept; in CENTAUR and DP-pFedDSU in a round too."""
+    personal_passes: int = 2
+    """Passes of Ditto's and MR-MTL's own models in a round."""
+    width: int = 64
+    """Units of the perceptron."""
 
 
 def cell_of(data: str, clients: int, classes: int) -> Cell:
@@ -98,6 +104,7 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
     """Every method with as many points, over its rate, its clip bound and one number of its own."""
     sampling, space = Poisson(cell.share), functools.partial(spread, cell.points)
     rates = PERCEPTRON if cell.features else LENET
+    last, kept = cell.final_passes, cell.personal_passes
 
     def local(rate: float, epochs: int = 1) -> LocalSGD:
         return LocalSGD(optax.sgd(rate), cell.batch_size, epochs)
@@ -118,21 +125,22 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
         "local-only": Candidate(lambda rate: local_only(model, local=local(rate)), space(rate=rates.start), cell.alone),
         "FedAvg": Candidate(free, space(rate=rates.start)),
         "FedAvg, fine-tuned": Candidate(
-            lambda rate, tuning: fine_tuned(free(rate), local(tuning, 5)), space(rate=rates.start, tuning=rates.further)
+            lambda rate, tuning: fine_tuned(free(rate), local(tuning, last)),
+            space(rate=rates.start, tuning=rates.further),
         ),
         "DP-FedAvg": private(dp_fedavg, lambda rate: {"local": local(rate)}),
         "DP-FedAvg, fine-tuned": private(
             lambda model, tuning, **options: fine_tuned(dp_fedavg(model, **options), tuning),
-            lambda rate, tuning: {"local": local(rate), "tuning": local(tuning, 5)},
+            lambda rate, tuning: {"local": local(rate), "tuning": local(tuning, last)},
             tuning=rates.further,
         ),
         "DP-FedAvg-fb": private(
-            dp_fedavg_fb, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=rates.head
+            dp_fedavg_fb, lambda rate, head: {"local": local(rate), "head": local(head, last)}, head=rates.head
         ),
         "Ditto": private(
             lambda model, penalty_weight, local, **options: fine_tuned(
-                ditto(model, penalty_weight=penalty_weight, personal=again(local, 2), local=local, **options),
-                again(local, 5),
+                ditto(model, penalty_weight=penalty_weight, personal=again(local, kept), local=local, **options),
+                again(local, last),
                 penalty_weight,
             ),
             lambda rate, penalty_weight: {"local": local(rate), "penalty_weight": penalty_weight},
@@ -140,19 +148,21 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
         ),
         "MR-MTL": private(
             lambda model, penalty_weight, local, **options: fine_tuned(
-                pmtl(model, penalty_weight=penalty_weight, local=again(local, 2), **options),
-                again(local, 5),
+                pmtl(model, penalty_weight=penalty_weight, local=again(local, kept), **options),
+                again(local, last),
                 penalty_weight,
             ),
             lambda rate, penalty_weight: {"local": local(rate), "penalty_weight": penalty_weight},
             penalty_weight=WEIGHTS,
         ),
-        "CENTAUR": private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, 5)}, head=rates.head),
+        "CENTAUR": private(
+            centaur, lambda rate, head: {"local": local(rate), "head": local(head, last)}, head=rates.head
+        ),
         "PPSGD": private(
             lambda model, tuning, **options: head_tuned(ppsgd(model, **options), tuning),
             lambda rate, personal, head: {
                 "batch_size": min(50, 50_000 // cell.clients), "server_learning_rate": rate,
-                "personal_learning_rate": personal, "loss": None, "tuning": local(head, 5),
+                "personal_learning_rate": personal, "loss": None, "tuning": local(head, last),
             },
             rate=STEP_RATES,
             personal=STEP_RATES,
@@ -160,14 +170,14 @@ def methods(model: Model, cell: Cell) -> dict[str, Candidate]:
         ),
         "FedDPA": private(
             lambda model, local, **options: feddpa(model, local=local, **options)._replace(
-                personalize=feddpa(model, local=again(local, 5), **options).personalize
+                personalize=feddpa(model, local=again(local, last), **options).personalize
             ),
             lambda rate, threshold: {"local": local(rate), "threshold": threshold, "evaluate": "adapt"},
             threshold=(0.1, 0.9),
         ),
         "DP-pFedDSU": private(
             dp_pfeddsu,
-            lambda rate, density: {"local": local(rate), "head": local(rate, 5), "density": density},
+            lambda rate, density: {"local": local(rate), "head": local(rate, last), "density": density},
             density=(0.05, 0.5),
         ),
     }  # fmt: skip
@@ -296,7 +306,7 @@ def run(cell: Cell, options: Options) -> Result:
     features = features_of(pictures)
     data = features if cell.features else pictures
     shape = data.train_inputs.shape[1:]
-    model = mlp(shape, data.classes, hidden=(64,)) if cell.features else lenet(shape, data.classes)
+    model = mlp(shape, data.classes, hidden=(cell.width,)) if cell.features else lenet(shape, data.classes)
     found = compared(methods(model, cell), functools.partial(clients_of, data, cell), cell, options)
     linear = on_features(features.train_inputs.shape[1:], data.classes, cell)
     also = compared(linear, functools.partial(clients_of, features, cell), cell, options)
@@ -312,7 +322,7 @@ def name_of(cell: Cell) -> str:
 def markdown(result: Result) -> str:
     """What the README says of a place."""
     cell, found = result["cell"], Comparison(**result["comparison"])
-    network = "a perceptron of 64 units on random features" if cell["features"] else "LeNet"
+    network = f"a perceptron of {cell['width']} units on random features" if cell["features"] else "LeNet"
     text = TEXT.format(**cell, cohort=round(cell["share"] * cell["clients"]), network=network)
     return "\n\n".join([text, table(found), settings(found), stops(found, cell), f"{found.protocol} {dated(result)}."])
 

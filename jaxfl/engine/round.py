@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl.engine.mesh import Population, data_of
 from jaxfl.engine.states import States
+from jaxfl.privacy.dp_sgd import DPSGD, trainings
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.privacy.sums import add, add_up, widen
@@ -270,8 +271,9 @@ def _participant(
     private = algorithm.dp_sgd is not None
     noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number)) if private else None
     data = data_of(population.clients, slot, number, noise, index, population.size)
-    message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
-    _check(algorithm, info)
+    with trainings() as steps:
+        message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
+    _check(algorithm, info, steps)
 
     update, norm, bound = mechanism.bound(memory, message.update)
     kept = _all_finite(new)
@@ -289,13 +291,19 @@ def _participant(
     return Sums(given, info, real.astype(jnp.float32), (real & ~finite).astype(jnp.int32)), new
 
 
-def _check(algorithm: Algorithm, info: dict[str, Array]) -> None:
-    """Require private steps where the ledger has their noise, and infos of other names than the engine's."""
-    if algorithm.dp_sgd is not None and "private_steps" not in info:
-        raise ValueError(
-            f"dp_sgd={algorithm.dp_sgd!r}, but client_update of {algorithm.name!r} makes no private steps: train by "
-            "its `train`, and return the info of that, or leave it out"
-        )
+def _check(algorithm: Algorithm, info: dict[str, Array], steps: list[DPSGD]) -> None:
+    """Require the private steps that are accounted, and infos of other names than the engine's."""
+    stated = algorithm.dp_sgd
+    if stated is not None:
+        wrong = "makes no private steps" if "private_steps" not in info else ""
+        wrong = f"trains by private steps {len(steps)} times" if len(steps) > 1 else wrong
+        if any((own.rate, own.steps) != (stated.rate, stated.steps) for own in steps):
+            wrong = "makes other private steps"
+        if wrong:
+            raise ValueError(
+                f"dp_sgd={stated!r}, but client_update of {algorithm.name!r} {wrong}: train by its `train`, once in a "
+                "round, and return the info of that, or leave it out"
+            )
     if taken := (RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys():
         raise ValueError(
             f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "

@@ -1,8 +1,10 @@
 """DP-SGD in local steps: Poisson batches, per-example clipping, and noise on the sum."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,18 @@ from jaxfl.privacy.sampling import coins
 from jaxfl.types import ClientData, Model, Params, StepNoise, Tree
 
 _CHUNK = 16
+_TRAININGS: contextvars.ContextVar[list["DPSGD"] | None] = contextvars.ContextVar("trainings", default=None)
+
+
+@contextlib.contextmanager
+def trainings() -> Iterator[list["DPSGD"]]:
+    """The private steps that are traced inside, by call of `train`."""
+    found: list[DPSGD] = []
+    token = _TRAININGS.set(found)
+    try:
+        yield found
+    finally:
+        _TRAININGS.reset(token)
 
 
 @checked(noise_multiplier=check_noise, rate=check_fraction)
@@ -43,8 +57,8 @@ class DPSGD:
             norms (`Model.ghost_norms`); else 1, fastest on a CPU.
         decay: as in `jaxfl.LocalSGD`; noise scales with the gradients, and epsilon is unchanged.
 
-    The engine gives each client its noise, records it in the ledger, and rejects a `client_update` that trains
-    otherwise.
+    The engine gives each client its noise, records it in the ledger, and rejects a `client_update` that makes no
+    private steps, other ones, or trains by them twice: the second time would have the noise of the first.
 
     Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
         the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of the client's messages.
@@ -85,6 +99,8 @@ class DPSGD:
         if gradient is not None:
             remedy = "it reads every batch twice, leave it out, or train by LocalSGD"
             raise ValueError(f"gradient={gradient!r} with DPSGD: {remedy}")
+        if (found := _TRAININGS.get()) is not None:
+            found.append(self)
         drawing, own = jax.random.split(key)  # a layer's draws have nothing in common with batches and noise
         noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), own)
         total = jnp.where(data.size > 0, self.steps, 0)

@@ -19,7 +19,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.models import lenet
 from jaxfl.privacy import dp_sgd
 from jaxfl.privacy.dp_sgd import DPSGD
-from jaxfl.types import StepNoise
+from jaxfl.types import Message, StepNoise
 
 KEY = jax.random.key(8)
 ONE_BY_ONE = MODEL._replace(ghost_norms=None)
@@ -121,6 +121,28 @@ def test_a_round_gives_private_steps_a_key_apart_from_the_clients_own():
     run = {"rounds": 2, "eval_every": 1, "progress": False, "devices": jax.devices()[:1], "chunk": 1}
     result = simulate(KEY, method._replace(client_update=client_update), small_clients(), **run)
     assert [row["same"] for row in result.metrics] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("trained", "said"),
+    [
+        ((), "makes no private steps"),
+        ((steps(2), steps(2)), "trains by private steps 2 times"),
+        ((steps(3),), "makes other private steps"),
+        ((steps(2, rate=0.5),), "makes other private steps"),
+    ],
+)
+def test_a_round_makes_the_steps_that_are_accounted(trained, said):
+    method = fedavg(MODEL, local=steps(2))
+
+    def client_update(key, server, state, data):
+        params, info = server.params, {}
+        for private in trained:
+            params, info = private.train(key, MODEL, params, data)
+        return Message(optax.tree.sub(params, server.params)), state, info
+
+    with pytest.raises(ValueError, match=f"client_update of 'fedavg' {said}: train"):
+        simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
 
 
 def test_noise_has_the_stated_std():

@@ -139,7 +139,7 @@ def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: 
 
 def _zeros(params: Params) -> Tree:
     """To add up in single precision, whatever the weights' own."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params)
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), params)
 
 
 def _batch_axis(model: Model) -> int:

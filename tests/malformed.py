@@ -57,6 +57,7 @@ PRIVATE_STEPS = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=1)
 
 BAD: dict[str, list[Any]] = {
     "count": [*NO_NUMBERS, 0, -1, 1.5, INF],
+    "canary count": [*NO_NUMBERS, 0, 15, 20.5, INF],
     "count from 0": [*NO_NUMBERS, -1, 1.5, INF],
     "positive": [*NO_NUMBERS, 0.0, -1.0, INF, -INF],
     "bound": [*NO_NUMBERS, 0.0, -1.0, -INF],
@@ -144,6 +145,7 @@ BAD: dict[str, list[Any]] = {
 
 GOOD: dict[str, list[Any]] = {
     "count": [np.int64(2), np.uint8(2), jnp.int32(2), np.array(2)],
+    "canary count": [np.int64(16), np.uint8(20), jnp.int32(16), np.array(16)],
     "positive": [np.float32(0.5), jnp.float32(0.5), np.array(0.5), fractions.Fraction(1, 2), 1, np.int64(1)],
     "bound": [np.float32(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), np.int64(1), fractions.Fraction(1, 2)],
     "at least 0": [0, np.float64(0.5), jnp.float32(0.5), jnp.int32(0)],
@@ -430,7 +432,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "Median": (privacy.Median, NOISED | QUIET),
     "TrimmedMean": (privacy.TrimmedMean, NOISED | QUIET | {"share": (0.1, "share below 1")}),
     "Krum": (privacy.Krum, NOISED | QUIET | {"byzantine": (1, "count from 0"), "keep": (1, "count")}),
-    "Canaries": (Canaries, {"count": (20, "count")}),
+    "Canaries": (Canaries, {"count": (20, "canary count")}),
     "blt": (privacy.blt, {"buffers": (1, "count"), "rounds": (4, "count"), "separation": (1, "count")}),
     "plan": (privacy.plan, {
         "clients": (2, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),

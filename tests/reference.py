@@ -25,8 +25,8 @@ def run(key, algorithm, clients, rounds):
     release, least_total = getattr(mechanism, "release", None), getattr(mechanism, "least_total", 0.0)
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
-        sample_key, client_key, client_noise_key, server_noise_key, release_key = (
-            jax.random.fold_in(round_key, p) for p in range(5)
+        sample_key, client_key, client_noise_key, server_noise_key, release_key, _, steps_key = (
+            jax.random.fold_in(round_key, p) for p in range(7)
         )
         sampled = np.asarray(mechanism.sampling.sample(sample_key, count, t))
         table_row = lambda table, t=t: np.broadcast_to(table[min(t, len(table) - 1)], (count,))  # noqa: E731
@@ -44,7 +44,9 @@ def run(key, algorithm, clients, rounds):
             old, own_key = states[i], jax.random.fold_in(client_key, i)
             if algorithm.dp_sgd is not None:
                 multiplier = np.broadcast_to(algorithm.dp_sgd.noise_multiplier, (count,))[i]
-                data = dataclasses.replace(data, noise=StepNoise(jnp.float32(multiplier), own_key))
+                data = dataclasses.replace(
+                    data, noise=StepNoise(jnp.float32(multiplier), jax.random.fold_in(steps_key, i))
+                )
             message, states[i], _ = update_fn(own_key, server, old, data)
             if release is not None:
                 width = release.high - release.low

@@ -9,7 +9,7 @@ from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, at_least_0, checked, count_from_0
 from jaxfl.algorithms.fedrep import Parts, centaur, split_head, start_parts
-from jaxfl.local.train import LocalSGD
+from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, server_step
@@ -119,8 +119,7 @@ def ppsgd_centaur(
 
 def added_head(model: Model, decay: Number = 0.0) -> Parts:
     """The whole model is shared, and a personal head, zero at first, is added to the shared head."""
-    if not model.head:
-        raise ValueError(f"model={model.name!r} has no head: name one, to which clients add their own")
+    check_head(model)
 
     def join(shared: Params, personal: Params) -> Params:
         return {**shared, **optax.tree.add(split_head(model, shared)[1], personal)}

@@ -29,7 +29,7 @@ from jaxfl.backend import Form
 from jaxfl.chips import device_of, run_here
 from jaxfl.engine.ahead import described, footprint, step_flops
 from jaxfl.local.train import blocks_of
-from jaxfl.types import Clients
+from jaxfl.types import Clients, Lists
 
 GROWTH = 1.1
 """Beyond which a check fails."""
@@ -110,12 +110,12 @@ def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...
 
 def shapes_of(work: Workload, clients: int) -> Clients:
     """Clients of a workload without their data."""
-    count, width = clients * work.examples, work.examples
-    struct = jax.ShapeDtypeStruct
+    count, struct = clients * work.examples, jax.ShapeDtypeStruct
+    starts = struct((clients,), np.int32)
     arrays: list[Any] = [
         struct((count, *work.input_shape), np.uint8), struct((count,), np.int32),
-        struct((clients, width), np.int32), np.full(clients, width, np.int32),
-        struct((clients, 1), np.int32), struct((clients,), np.int32),
+        Lists(struct((count,), np.int32), starts), np.full(clients, work.examples, np.int32),
+        Lists(struct((clients,), np.int32), starts), struct((clients,), np.int32),
     ]  # fmt: skip
     return Clients(*arrays)
 

@@ -31,7 +31,7 @@ from jaxfl.engine.round import all_keys
 from jaxfl.engine.streamed import Stream
 from jaxfl.models import mlp
 from jaxfl.privacy import Poisson
-from jaxfl.types import Clients
+from jaxfl.types import Clients, Lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,9 @@ def make(number: int, examples: int) -> Clients:
     return Clients(
         inputs=digits.train_inputs,
         labels=digits.train_labels,
-        train=train,
+        train=Lists.of(train),
         train_size=np.full(number, examples, np.int32),
-        test=train[:, :1],
+        test=Lists.of(train[:, :1]),
         test_size=np.ones(number, np.int32),
     )
 

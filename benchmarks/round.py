@@ -41,7 +41,7 @@ from benchmarks.workloads import (
     usual_chunk,
 )
 from jaxfl.engine.evaluate import compile_evaluation
-from jaxfl.engine.mesh import Population, place
+from jaxfl.engine.mesh import Population, data_of, place
 from jaxfl.engine.program import initialize
 from jaxfl.engine.states import States
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
@@ -50,7 +50,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.noise import add_gaussian
-from jaxfl.types import Algorithm, ClientData, Clients, Tree
+from jaxfl.types import Algorithm, Clients, Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +118,6 @@ def _parts(
     key, model, mechanism = jax.random.key(0), algorithm.model, algorithm.mechanism
     clients, by_client = population.clients, P("clients")
 
-    def data_of(slot: Array, clients: Clients) -> ClientData:
-        return ClientData(clients.inputs, clients.labels, clients.train[slot], clients.train_size[slot])
-
     def of_clients(work_fn: Callable[..., Tree]) -> Callable[[], Tree]:
         program = sum_over_clients(work_fn, population, (P(), by_client, by_client), chunk)
         return lambda: program(server, states, clients)
@@ -130,18 +127,19 @@ def _parts(
         return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
 
     def client_update(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
-        client_key = jax.random.fold_in(key, slot)
-        return algorithm.client_update(client_key, server, states[slot], data_of(slot, clients))[0].update
+        client_key, data = jax.random.fold_in(key, slot), data_of(clients, slot, slot, work.examples)
+        return algorithm.client_update(client_key, server, states[slot], data)[0].update
 
     def gather(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         def apply(params: Array, x: Array, _key: Array) -> Array:
             return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.largest_part or work.batch_size, params.size))
 
         local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
-        return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data_of(slot, clients), apply=apply)[0]
+        data = data_of(clients, slot, slot, work.examples)
+        return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data, apply=apply)[0]
 
     def fisher(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
-        return client_fisher(model, states[slot], data_of(slot, clients))
+        return client_fisher(model, states[slot], data_of(clients, slot, slot, work.examples))
 
     def masks(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         old = states[slot]

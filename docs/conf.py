@@ -1,5 +1,6 @@
 """Settings of the documentation."""
 
+import os
 import pathlib
 import sys
 
@@ -10,6 +11,9 @@ import jaxfl  # noqa: E402
 from jaxfl.backend import compile_quickly  # noqa: E402
 
 compile_quickly()  # small runs, in the notebooks' processes too: compiling them well would take most of the time
+
+# A kernel claims that what its commands print to is a terminal, and a progress bar would print each of its states.
+os.environ["TTY_COMPATIBLE"] = "0"
 
 project, author = "jaxfl", "The jaxfl authors"
 copyright = "the jaxfl authors"

@@ -5,19 +5,19 @@ import os
 
 import jax
 
-from jaxfl.backend import backend, with_flags
+from jaxfl.backend import backend, count_is_set, with_flags
 
 # Both are read when JAX's backend starts; an option that is already set stays.
 os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
-if jax.config.values["jax_num_cpu_devices"] < 1:
+if not count_is_set():
     # Accelerators ignore it. If it is too late, JAX raises.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 
-from jaxfl import algorithms, data, models, privacy, tasks
+from jaxfl import algorithms, callbacks, data, models, privacy, tasks
 from jaxfl.engine import compilation_cache
+from jaxfl.engine.memo import clear_caches
 from jaxfl.local import LocalSGD
-from jaxfl.run import callbacks
 from jaxfl.run.attack import membership
 from jaxfl.run.compare import Candidate, compare, grid, spread
 from jaxfl.run.comparison import Comparison
@@ -33,6 +33,6 @@ compilation_cache.keep()
 
 __all__ = [
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Ledger", "LocalSGD", "Message", "Metric", "Model",
-    "Result", "Task", "Terms", "algorithms", "callbacks", "compare", "data", "grid", "membership", "models", "privacy",
-    "simulate", "spread", "sweep", "tasks", "write_report",
+    "Result", "Task", "Terms", "algorithms", "callbacks", "clear_caches", "compare", "data", "grid", "membership",
+    "models", "privacy", "simulate", "spread", "sweep", "tasks", "write_report",
 ]  # fmt: skip

@@ -30,6 +30,9 @@ Check = Callable[[str, Any], Any]
 
 _F = TypeVar("_F", bound=Callable)
 
+_GENERATOR = "threefry2x32"
+"""Random bits of a run come from this generator of JAX."""
+
 _REMEDIES = {
     "Model": "a model, for instance jaxfl.models.lenet()",
     "GradientTransformation": "an optimizer of optax, for instance optax.sgd(0.1)",
@@ -128,6 +131,13 @@ def check_layers(name: str, value: Any) -> tuple[str, ...]:
 
 def check_array(name: str, value: Any) -> np.ndarray:
     """Require what NumPy reads as an array of numbers; JAX arrays are fetched."""
+    parts = value if isinstance(value, list | tuple) else (value,)
+    # `np.asarray` drops a mask, so that missing values would become numbers.
+    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
+        raise TypeError(
+            f"{name} must be a plain array, got a masked array. Drop the rows with masked entries, or fill these "
+            f"entries by `{name}.filled(...)`."
+        )
     try:
         array = np.asarray(value)
     except Exception:
@@ -192,22 +202,47 @@ def check_seeds(name: str, value: Any) -> tuple[int, ...]:
     return seeds
 
 
+def key_of(seed: int) -> Key[Array, ""]:
+    """Return the key that a seed stands for, whatever `jax_default_prng_impl` is."""
+    return jax.random.key(seed, impl=_GENERATOR)
+
+
 def check_key(name: str, value: Any) -> Key[Array, "*P"]:
     """Require a JAX key, or one for each point; raw key data are wrapped, and seeds are taken for keys."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:
-        return jax.random.key(int(value))
+        return key_of(int(value))
     if isinstance(value, jax.Array) and value.ndim <= 1 and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        # Other generators give vectorised clients draws that depend on the size of a chunk.
+        if str(jax.random.key_impl(value)) != _GENERATOR:
+            raise ValueError(
+                f"{name} must be a key of the generator {_GENERATOR}, got one of {jax.random.key_impl(value)}. Give "
+                f"the seed itself, or jax.random.key(seed, impl={_GENERATOR!r})."
+            )
         return value
     if isinstance(value, jax.Array) and value.ndim in (1, 2) and value.dtype == jnp.uint32 and value.shape[-1] == 2:
-        return jax.random.wrap_key_data(value)
+        return jax.random.wrap_key_data(value, impl=_GENERATOR)
     raise TypeError(f"{name}={show(value)}: give a key, for instance jax.random.key(0), or a seed from 0 to 2**32 - 1")
 
 
 def check_path(name: str, value: Any) -> Any:
     """Require the path of a file or a folder."""
-    if isinstance(value, str | os.PathLike) and os.fspath(value):
-        return value
-    raise TypeError(f"{name}={show(value)}: give a path")
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise TypeError(f"{name}={show(value)}: give a path")
+    if "\0" in os.fsdecode(value):
+        raise ValueError(f"{name} must be a path without NUL, got {show(value)}. Take the NUL out.")
+    return value
+
+
+def not_empty(check: Check) -> Check:
+    """Return a check that also requires one entry at least."""
+
+    def check_all(name: str, value: Any) -> Any:
+        entries = check(name, value)
+        if not len(entries):
+            raise ValueError(f"{name} must have one entry at least, got {show(value)}. Give an example or more.")
+        return entries
+
+    return check_all
 
 
 at_least_0 = functools.partial(check_positive, zero=True)

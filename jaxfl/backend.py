@@ -5,6 +5,8 @@ Only this file names platforms. All formulations give the same results, up to ro
 
 import contextlib
 import os
+import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -81,6 +83,27 @@ def with_flags(flags: str) -> str:
     option = "--xla_backend_extra_options=xla_cpu_disable_tiled_emitter"
     file = bool(flags.strip()) and not flags.lstrip().startswith("--")
     return flags if file or option in flags else f"{flags} {option}"
+
+
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+"""XLA's flag for the number of CPU devices, which JAX's option silently overrides."""
+
+
+def count_is_set() -> bool:
+    """Return whether the number of CPU devices is set already, by JAX's option or by XLA's flag."""
+    return jax.config.values["jax_num_cpu_devices"] >= 1 or COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
+
+
+def visible_gpus() -> int:
+    """Return the number of GPUs that JAX would find, without a start of its backend, which must wait."""
+    platforms = jax.config.values["jax_platforms"]
+    if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
+        return 0
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name in os.environ:
+            return len(re.findall(r"(?:^|,)\s*(?:\d+|GPU-|MIG-)", os.environ[name]))
+    nvidia = [path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
+    return len(nvidia) or len(list(pathlib.Path("/sys/module/amdgpu/drivers").glob("pci:amdgpu/*:*")))
 
 
 _TRACED_FOR = jax.make_user_context(None)

@@ -1,13 +1,17 @@
 """The command `jaxfl`: run and compare methods, plan a deployment, see which data are here and this machine's speed."""
 
+import contextlib
+import dataclasses
 import functools
 import importlib.metadata
+import io
 import itertools
 import json
 import math
 import os
 import pathlib
 import platform
+import re
 import sys
 import time
 import types
@@ -24,7 +28,7 @@ from rich.table import Table
 
 import jaxfl
 from jaxfl import privacy, quickstart, settings
-from jaxfl._validate import check_choice
+from jaxfl._validate import check_choice, check_count, key_of
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.backend import backend
 from jaxfl.chips import CHIPS, run_here
@@ -43,6 +47,12 @@ from jaxfl.run.simulate import simulate
 
 T = TypeVar("T")
 
+_LONGEST = 500
+"""Characters of a message that are printed."""
+
+_MOST = 10**12
+"""Most clients, and rounds, of a deployment."""
+
 
 def main() -> None:
     """Run the command line."""
@@ -50,8 +60,52 @@ def main() -> None:
         print(f"jaxfl {jaxfl.__version__}")
         return
     sys.excepthook = in_one_line
-    tyro.extras.subcommand_cli_from_dict(_commands(), prog="jaxfl", description=__doc__)
+    chosen = parse(sys.argv[1:])
+    chosen()
     sys.stdout.flush()  # while a reader that has gone can still be told
+
+
+def parse(words: list[str]) -> Callable[[], None]:
+    """Return the command that the words ask for, without running it."""
+    commands = {name: _later(command) for name, command in _commands(words).items()}
+    read = functools.partial(tyro.extras.subcommand_cli_from_dict, commands, prog="jaxfl", description=__doc__)
+    # A file nests these settings, so `--local.epochs` is read like `--epochs`.
+    return _read(read, [re.sub(r"^--(local|population)\.", "--", word) for word in words])
+
+
+def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
+    """Return the command with its arguments bound, so that reading options and running it are two steps."""
+
+    @functools.wraps(command)
+    def bind(*given: Any, **options: Any) -> Callable[[], None]:
+        return functools.partial(command, *given, **options)
+
+    return bind
+
+
+def _read(reader: Callable[..., T], words: list[str]) -> T:
+    """Read options by tyro. What does not fit is printed as one line in place of tyro's box."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return reader(args=words)
+    except SystemExit as end:
+        if end.code:
+            print(f"error: {_message(box.getvalue())}", file=sys.stderr)
+        raise
+
+
+def _message(box: str) -> str:
+    """Return the message in a box of tyro's, where rules part a title, the message, a comment and a footer."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
+    lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
+    ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
+    message, *comments = [" ".join(map(str.strip, part)) for rule, part in ruled if not rule]
+    message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message)
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]}..."
+    hints = [hint for comment in comments for hint in re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)]
+    return ". ".join([message.removesuffix("."), *hints])
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
@@ -63,7 +117,7 @@ def command_line(config: Callable[..., T], description: str | None, **options: A
         options: those of `tyro.cli`.
     """
     sys.excepthook = in_one_line
-    return tyro.cli(config, description=description, **options)
+    return _read(functools.partial(tyro.cli, config, description=description, **options), sys.argv[1:])
 
 
 def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -84,31 +138,35 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
     checked_here = last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
     if isinstance(error, ValueError | TypeError) and checked_here:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def _commands() -> dict[str, Callable[..., None]]:
-    """By name. Settings in the file after --config take the place of defaults."""
-    words = [word for given in sys.argv for word in (given.split("=", 1) if given.startswith("--") else [given])]
-    file = next((path for option, path in itertools.pairwise(words) if option == "--config"), None)
+def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
+    """Return the commands by name. Settings in the file after --config take the place of defaults."""
+    parted = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    file = next((path for option, path in itertools.pairwise(parted) if option == "--config"), None)
 
     def given(command: str, kind: type[T]) -> T:
-        return settings.read(kind, file) if file and sys.argv[1] == command else kind()
+        return settings.read(kind, file) if file and words[0] == command else kind()
 
     def run(
         setting: tyro.conf.OmitArgPrefixes[settings.Run] = given("run", settings.Run),
         *,
+        option: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         out: pathlib.Path = pathlib.Path("runs"),
         config: pathlib.Path | None = None,
     ) -> None:
         """Run a method, and say how well it does at which epsilon.
 
         Args:
-            setting: of the run.
-            out: folder of all runs; the same command goes on with a stopped one.
-            config: a YAML file of settings, which options replace.
+            setting: settings of the run.
+            option: NAME=VALUE, another number of the method; may be repeated.
+            out: folder of all runs; the same command resumes a run that was stopped.
+            config: a YAML file of settings, which options replace. A method's numbers are in it under `options`.
         """
+        setting = dataclasses.replace(setting, options={**setting.options, **settings.parse_options(option)})
         dataset = setting.population.load()
         algorithm = setting.build(setting.network(dataset))
         folder = run_folder(out, setting.method, setting, setting.seed)
@@ -129,8 +187,8 @@ def _commands() -> dict[str, Callable[..., None]]:
         """Tune methods alike, run each over several seeds, and show accuracy by epsilon.
 
         Args:
-            setting: of the comparison.
-            out: folder of all its runs; the same command goes on with a stopped one.
+            setting: settings of the comparison.
+            out: folder of all its runs; the same command resumes a comparison that was stopped.
             config: a YAML file of settings, which options replace.
         """
         dataset = setting.population.load()
@@ -154,7 +212,7 @@ def report(folder: tyro.conf.Positional[pathlib.Path]) -> None:
     """Write report.html into the folder of a run, a sweep or a comparison.
 
     Args:
-        folder: with metrics.jsonl, comparison.json, or the points of a sweep.
+        folder: folder with metrics.jsonl, comparison.json, or the points of a sweep.
     """
     print(jaxfl.write_report(folder))
 
@@ -168,6 +226,8 @@ def plan(
     noise_multiplier: float | None = None,
     delta: float | None = None,
     stateful: bool = False,
+    participations: int | None = None,
+    separation: int | None = None,
     device: Literal[tuple(CHIPS)] | None = None,  # pyrefly: ignore[invalid-literal]
     chunk: int = 128,
     config: pathlib.Path | None = None,
@@ -181,10 +241,12 @@ def plan(
         clients: number of clients, N.
         cohort: clients expected in a round.
         rounds: number of rounds, T.
-        epsilon: the budget, which determines the noise; or give
-        noise_multiplier: the noise on a sum over the clip bound, which determines epsilon.
+        epsilon: the budget, which determines the noise. Give it or noise_multiplier.
+        noise_multiplier: std of the noise on a sum over the clip bound, which determines epsilon.
         delta: failure probability (default: min(1e-5, 1 / (10 N))).
         stateful: clients keep a state from round to round.
+        participations: most rounds of a client, which the server enforces (default: those of the sampler).
+        separation: fewest rounds from one participation of a client to its next, likewise.
         device: compile a run for this chip; nothing runs on it.
         chunk: clients vectorised at a time on the chip.
         config: a YAML file with the settings of that run, as of `jaxfl run`.
@@ -197,8 +259,10 @@ def plan(
     for name, value in deployment.items():
         if value is None:
             raise ValueError(f"{name}=None: give --{name}, or the --device to compile a run for")
+        check_count(name, value, most=_MOST)
     budget = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
-    found = privacy.plan(**deployment, stateful=stateful, **budget)
+    limits: dict[str, Any] = {"participations": participations, "separation": separation}
+    found = privacy.plan(**deployment, stateful=stateful, **budget, **limits, progress=True)
     rows = [
         {
             "mechanism": row.kind,
@@ -223,7 +287,7 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
     run_here()
     dataset = setting.population.load()
     clients = setting.population.make(dataset, setting.seed)
-    blocks, steps = blocks_of(clients.train.shape[1], setting.local.batch_size)
+    blocks, steps = blocks_of(max(1, int(clients.train_size.max())), setting.local.batch_size)
     algorithm, trips = setting.build(setting.network(dataset)), (steps, blocks, setting.local.epochs)
     found = footprint(device, algorithm, clients, chunk=chunk, trips=trips)
     rows: dict[str, Any] = {
@@ -250,7 +314,7 @@ def data(name: str = "all", /) -> None:
     """Say which datasets are here, and how to get one that is not.
 
     Args:
-        name: of a dataset; one that is absent is told how to get.
+        name: a dataset; if it is absent, how to get it is printed.
     """
     check_choice("name", name, ("all", *NAMES))
     if name not in ("all", "digits"):
@@ -271,7 +335,11 @@ def doctor() -> None:
     rows = [(name, importlib.metadata.version(name)) for name in ("jax", "jaxlib", "flax", "optax", "dp-accounting")]
     devices = ", ".join(device.device_kind for device in jax.devices())
     rows = [("jaxfl", jaxfl.__version__), ("Python", platform.python_version()), *rows, ("devices", devices)]
-    _show("This machine", ("", ""), [*rows, ("cache", str(cache_folder()))])
+    try:
+        cache = str(cache_folder())
+    except OSError as error:
+        cache = f"none ({error})"
+    _show("This machine", ("", ""), [*rows, ("cache", cache)])
     print(f"LeNet, 28x28, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation")
 
 
@@ -284,7 +352,7 @@ def throughput(seconds: float = 5.0) -> float:
     clients = make_clients(made, iid(labels, number, seed=0), iid(labels[:number], number, seed=0))
     local = LocalSGD(optax.sgd(0.01), batch_size=10)
     algorithm = dp_fedavg(lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local)
-    key, population, chunk = jax.random.key(0), place(clients, None), backend().chunk
+    key, population, chunk = key_of(0), place(clients, None), backend().chunk
     center, states = initialize(key, key, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=32 if chunk == "auto" else chunk, segment=1)
     center, states, _ = jax.block_until_ready(step(key, 0, 1, center, states))

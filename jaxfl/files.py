@@ -1,20 +1,118 @@
-"""Files that are complete or absent, and the cache folder."""
+"""Files that are complete or absent, that no link leads elsewhere, and the cache folder."""
 
 import contextlib
+import errno
+import io
 import json
 import math
 import os
+import re
 import secrets
+import stat
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+# Windows has none of these flags. Without O_NONBLOCK, opening a fifo waits for its other end.
+_FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY")
+_SAFE = sum(getattr(os, name, 0) for name in _FLAGS)
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a fifo",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+class IrregularError(OSError):
+    """The name of a file is that of a link, a folder, a fifo or a device."""
+
 
 def cache_folder() -> Path:
-    """`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`; it may not exist yet."""
-    return Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl").expanduser()
+    """Return `JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`, which may not exist yet.
+
+    Raises:
+        OSError: no such folder can be had, for instance because the user has no home.
+    """
+    folder = Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl")
+    try:
+        return folder.expanduser().absolute()
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, f"{error} Set JAXFL_CACHE_DIR", str(folder)) from None
+
+
+def kind(path: Path) -> str | None:
+    """Return "a regular file", "a folder", "a symbolic link" or another kind, and None if nothing has the name."""
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return "a regular file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device")
+
+
+def is_regular(path: Path) -> bool:
+    """Return whether the name is that of a regular file, and not of a link to one."""
+    return kind(path) == "a regular file"
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Return a descriptor of a regular file. Links are not followed, and fifos not waited for.
+
+    Raises:
+        IrregularError: the name is that of something else.
+        OSError: the file cannot be opened.
+    """
+    found = kind(path)
+    if found in (None, "a regular file"):
+        descriptor = os.open(path, flags | _SAFE, mode)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        found = "another kind of file"
+    raise IrregularError(f"{str(path)!r} must be a regular file, got {found}")
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """Open a regular file to read its bytes (see `open_regular`)."""
+    return os.fdopen(open_regular(path), "rb")
+
+
+def read(path: Path) -> bytes:
+    """Return the bytes of a regular file (see `open_regular`)."""
+    with opened(path) as file:
+        return file.read()
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a file that its owner alone can read, all of it or nothing, where nothing has its name.
+
+    The name appears when all bytes are on disk. Whatever stops the process earlier leaves at most a `leftovers` file.
+
+    Raises:
+        FileExistsError: the name is taken.
+        OSError: the disk is full, or cannot hold such a file.
+    """
+    temporary = _temporary(path)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path, follow_symlinks=False)  # which replaces nothing, unlike a rename
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def leftovers(path: Path) -> list[Path]:
+    """Return the temporary files that killed processes left beside `path`."""
+    name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{16}}")
+    return [other for other in path.parent.iterdir() if name.fullmatch(other.name) and is_regular(other)]
 
 
 def write_json(path: Path, value: Any, *, allow_nan: bool = True) -> None:
@@ -26,25 +124,53 @@ def write_json(path: Path, value: Any, *, allow_nan: bool = True) -> None:
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write all rows as JSON lines, atomically; a value that is not finite becomes null."""
     with replacing(path) as temporary:
-        temporary.write_text("".join(json.dumps({k: _plain(v) for k, v in row.items()}) + "\n" for row in rows))
+        temporary.write_text("".join(map(_line, rows)))
+
+
+def append_metrics(path: Path, row: dict[str, Any]) -> None:
+    """Append one row to a file of `write_metrics`, by one call of the system (see `open_regular`)."""
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    with os.fdopen(descriptor, "wb", buffering=0) as file:
+        file.write(_line(row).encode())
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write named arrays as one .npz, atomically."""
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **{name: np.asarray(value) for name, value in arrays.items()})
+    # Not `np.savez`, whose own arguments are names that no array can have.
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, value in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that replaces it when the block succeeds."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    temporary = _temporary(path)
     temporary.touch(exist_ok=False)  # with the permissions that the user's umask gives
     try:
         yield temporary
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+
+
+def _sync(folder: Path) -> None:
+    """Write the names in a folder to disk, where the system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({name: _plain(value) for name, value in row.items()}) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ On one machine:                 python -m jaxfl.launch --processes 2 -m experime
 On each of two machines:        python -m jaxfl.launch --coordinator HOST:PORT --processes 2 --process 0 run.py
 Where JAX detects the cluster:  srun python -m jaxfl.launch run.py
 
+In a cluster, the tasks of a node share all of its GPUs, whose number is printed.
 When one process ends early, so do the others, and the same command resumes from the last checkpoints.
 """
 
@@ -30,8 +31,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+from jax._src.clusters import ClusterEnv  # JAX has no public way to ask which cluster it detects
 
-from jaxfl.backend import cores
+from jaxfl.backend import COUNT_FLAG, cores, visible_gpus
 from jaxfl.engine.processes import agree
 from jaxfl.run import signals
 
@@ -82,10 +84,17 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong := _wrong(options):
         parser.error(wrong)
 
+    devices = None
+    if options.processes is None:
+        try:
+            devices = _devices()
+        except ValueError as error:
+            parser.error(str(error))
+
     alone = options.coordinator is None and options.processes is not None
     alive, held = os.pipe()  # nothing is written: the pipe ends with this process, and so do the others
     with open(alive, "rb"), open(held, "wb"), _stops() as stops:
-        number, code = _wait(_start(options, alone, alive), stops)
+        number, code = _wait(_start(options, alone, devices, alive), stops)
     again = "start all processes again with the same command, and each run goes on from its last checkpoint"
     if code and stops and code in (-signal.SIGINT, 128 + signal.SIGINT, -signal.SIGKILL):
         code = -stops[0].number
@@ -115,6 +124,59 @@ def _wrong(options: argparse.Namespace) -> str | None:
     if given and (options.process or 0) not in range(options.processes):
         return f"processes={options.processes}, process={options.process}: give process from 0 to processes - 1"
     return _unreachable(options.coordinator, bind=options.process == 0) if options.coordinator is not None else None
+
+
+def _devices() -> list[int] | None:
+    """Return the indices of this task's GPUs in a cluster, and print how many the node's tasks have.
+
+    JAX gives a task of Slurm or Open MPI one GPU, and the node's others would idle. None: JAX's choice, for a node
+    without GPUs, or where a user or another cluster has chosen.
+
+    Raises:
+        ValueError: no cluster is detected, or the node has GPUs that no task would use.
+    """
+    clusters = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()]
+    if not clusters:
+        raise ValueError(
+            "no cluster is detected. Give --processes to start that many on this machine, or start the command "
+            "on each node by srun or mpirun."
+        )
+    if clusters[0].name not in ("slurm", "ompi") or "JAX_LOCAL_DEVICE_IDS" in os.environ:
+        return None
+    tasks, task = _slurm_task() if clusters[0].name == "slurm" else _open_mpi_task()
+    seen = visible_gpus()
+    found = max(seen, int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))) if seen else 0
+    if seen * tasks == found:  # the cluster has given each task its own
+        mine = list(range(seen))
+    elif seen == found and found % tasks == 0:
+        each = found // tasks
+        mine = list(range(task * each, (task + 1) * each))
+    else:
+        raise ValueError(
+            f"{tasks} tasks on this node cannot share its {found} GPUs, of which this task sees {seen}. "
+            "Start one task per node that sees all GPUs, or one task per GPU."
+        )
+    if task == 0:
+        cpus = jax.config.values["jax_num_cpu_devices"]  # -1: XLA_FLAGS has it
+        kind = f"{len(mine)} of {found} GPUs" if found else "its CPU devices" if cpus < 1 else f"{cpus} CPU devices"
+        print(f"{platform.node()}: tasks: {tasks}, each with {kind}", file=sys.stderr)
+    return mine or None
+
+
+def _slurm_task() -> tuple[int, int]:
+    """Return the number of this node's tasks, and which of these this one is."""
+    # Such as 4(x2),3: two nodes with 4 tasks, and one with 3.
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    by_node = [int(tasks) for tasks, nodes in runs for _ in range(int(nodes or 1))]
+    if not by_node:
+        nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+        by_node = [-(-int(os.environ["SLURM_NTASKS"]) // nodes)] * nodes
+    return by_node[int(os.environ.get("SLURM_NODEID", "0"))], int(os.environ["SLURM_LOCALID"])
+
+
+def _open_mpi_task() -> tuple[int, int]:
+    """Return the number of this node's tasks, and which of these this one is."""
+    return int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
 
 
 def _unreachable(coordinator: str, bind: bool) -> str | None:
@@ -161,19 +223,22 @@ def _stops() -> Iterator[list[_Stop]]:
             signal.signal(number, handler)
 
 
-def _start(options: argparse.Namespace, alone: bool, alive: int) -> dict[int | None, subprocess.Popen]:
+def _start(
+    options: argparse.Namespace, alone: bool, devices: list[int] | None, alive: int
+) -> dict[int | None, subprocess.Popen]:
     """This machine's processes by number: all if it is alone, otherwise one."""
     program = ["-m", *options.module] if options.module else options.file
     environment, coordinator, numbers, run = os.environ.copy(), options.coordinator, [options.process], ""
     if alone:
         coordinator, numbers, run = f"127.0.0.1:{_free_port()}", list(range(options.processes)), secrets.token_hex(8)
         environment[_BIND] = coordinator
-        environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, min(16, cores() // options.processes))))
+        if COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
+            environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, min(16, cores() // options.processes))))
     elif coordinator is not None:
         environment.setdefault(_BIND, coordinator)  # by default all interfaces
     children = {}
     for number in numbers:
-        join = f"_join({coordinator!r}, {options.processes}, {number}, {run!r}, {alive})"
+        join = f"_join({coordinator!r}, {options.processes}, {number}, {devices}, {run!r}, {alive})"
         command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
         shown = None if number == numbers[0] else subprocess.DEVNULL  # all print the same
         # In a group of its own, so that Ctrl-C reaches it once, through this process.
@@ -215,19 +280,29 @@ def _silent(children: dict[int | None, subprocess.Popen]) -> tuple[int | None, i
     return None
 
 
-def _join(coordinator: str | None, processes: int | None, process: int | None, run: str, launcher: int) -> None:
+def _join(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    devices: list[int] | None,
+    run: str,
+    launcher: int,
+) -> None:
     """Become one of the processes, and run the program.
 
     Args:
         coordinator: HOST:PORT, or None where JAX detects it.
         processes: how many.
         process: number of this one.
+        devices: indices of its GPUs among those of the node, or None for all.
         run: a secret of this run's processes, if one launcher starts them all.
         launcher: a pipe that ends with the launcher.
     """
     threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save while the others are awaited
     options: dict[str, Any] = {"cluster_detection_method": "deactivate"} if coordinator is not None else {}
+    if devices is not None:
+        options["local_device_ids"] = devices
     jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, **options)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _run(run, processes, process)
@@ -268,7 +343,10 @@ def _run(run: str, processes: int | None, process: int | None) -> int:
             print(f"\n{stop}", file=sys.stderr)
         return signals.exit_code(stop)
     except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)  # the program may have set its own
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)  # the program may have set its own
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 1
         return 1
     return 0
 

@@ -32,17 +32,23 @@ class Config:
     epsilon: float = 8.0
     """Target of the private methods, for the whole run, at client level."""
     delta: float = 1e-5
+    """Failure probability of the target."""
     clients: int = 300
+    """Number of clients, N."""
     classes: int = 3
     """Digits that each client has."""
     rate: float = 0.3
     """Probability that a client takes part in a round."""
     rounds: int = 40
+    """Number of rounds, T."""
     clip: float = 1.0
+    """L2 bound on a client's update."""
     seed: int = 0
+    """Seed of the data's partition and of the runs."""
     scale: Literal["smoke", "full"] = "full"
     """smoke: a few rounds of a small network and fewer clients, half a minute on one core."""
     out: pathlib.Path = pathlib.Path("runs/quickstart")
+    """Folder of all runs; the same command resumes a run that was stopped."""
 
 
 def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:

@@ -5,11 +5,12 @@ Adaptive optimizers of the server are transformations of optax; what sends updat
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax import Array
 from jaxtyping import Key, UInt32
 
@@ -43,8 +44,28 @@ Masks = Callable[[Params, UInt32[Array, "2"]], tuple[Tree, Tree]]
 
 
 def init_server(params: Params, optimizer: optax.GradientTransformation) -> Server:
-    """Start from `params` with a fresh optimizer state."""
-    return Server(params, optimizer.init(params))
+    """Start from `params` with a fresh optimizer state.
+
+    Raises:
+        ValueError: an optimizer whose steps do not end at the weights to evaluate.
+    """
+    state = optimizer.init(params)
+    if schedule_free(state):
+        raise ValueError(
+            "server_optimizer must step the weights that clients are evaluated with, got optax.contrib.schedule_free. "
+            "Give the server optax.sgd(1.0), and optax.contrib.schedule_free to LocalSGD."
+        )
+    return Server(params, state)
+
+
+def states_of(state: Tree, wanted: Callable[[Any], bool]) -> list[Any]:
+    """Return the wanted parts of an optimizer's state."""
+    return [part for part in jax.tree.leaves(state, is_leaf=wanted) if wanted(part)]
+
+
+def schedule_free(state: Tree) -> list[Any]:
+    """Return the states of `optax.contrib.schedule_free` in an optimizer's state."""
+    return states_of(state, lambda part: isinstance(part, optax.contrib.ScheduleFreeState))
 
 
 def init_clients(params: Params, number: int) -> Params:

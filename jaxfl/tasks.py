@@ -1,9 +1,10 @@
 """Tasks: what outputs and labels mean, as a loss to train and metrics to evaluate.
 
 Nothing else in the library knows of classes or cross-entropy: training takes the mean loss of a batch, private steps
-and Fisher information that of each example, and an evaluation adds a metric's sums over a client's batches.
+and Fisher information that of each example, and an evaluation merges a metric's sums over a client's batches.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
 """From a batch's outputs and labels to the loss of each example."""
 
+RESERVED = {
+    "round", "epsilon", "epsilon_rdp", "epsilon_upload", "epsilon_example", "participants", "nonfinite", "update_norm",
+    "clipped", "train_loss",
+}  # fmt: skip
+"""Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
+
 _BINS = 256
 """Thresholds of the area under an ROC curve."""
 
@@ -26,16 +33,23 @@ def _ratio(sums: tuple[Array, Array]) -> Array:
     return total / jnp.where(count > 0, count, jnp.nan)
 
 
+def _added(first: Any, second: Any) -> Any:
+    return jax.tree.map(jnp.add, first, second)
+
+
 class Metric(NamedTuple):
-    """A score of one client: `value(sums)`, with `sums(outputs, labels, weights)` added over its batches.
+    """A score of one client: `value(sums)`, with `sums(outputs, labels, weights)` merged over its batches.
 
     Weights `[B]` are 1, or 0 for padding, which must not count. By default sums are (sum, count), and the value their
     ratio. A value that is not defined (no positive example) is NaN, and the client is left out of the mean.
+    `merge(first, second)` makes the sums of two batches into those of both; zeros stand for no example. By default the
+    sums are added. A spread needs another `merge`, because a difference of sums of squares loses its digits.
     """
 
     sums: Callable[[Array, Array, Float[Array, "B"]], Any]
     value: Callable[[Any], Float[Array, ""]] = _ratio
     lower_is_better: bool = False
+    merge: Callable[[Any, Any], Any] = _added
 
 
 def average(score: Loss, *, lower_is_better: bool = False) -> Metric:
@@ -56,13 +70,15 @@ def _anything(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
     """No requirement."""
 
 
-class Task(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Task:
     """What a model's outputs are for.
 
     Args:
         name: for reports.
         loss: of each example, from a batch's outputs and labels.
-        metrics: by name; the first is the headline, whose worst tenth of clients is reported.
+        metrics: by name; the first is the headline, whose worst tenth of clients is reported. Names are identifiers
+            of Python, because reports, files and trackers use them.
         check: raises a ValueError where outputs (shape and dtype, for a batch of 2) do not fit the labels of all
             examples.
 
@@ -77,6 +93,22 @@ class Task(NamedTuple):
     metrics: Mapping[str, Metric]
     check: Callable[[jax.ShapeDtypeStruct, np.ndarray], None] = _anything
 
+    def __post_init__(self) -> None:
+        taken = RESERVED | {"loss", "test_size", "participations"}
+        for name, metric in self.metrics.items():
+            where = f"task={self.name!r}: metrics[{name!r}]"
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"{where} must be named by an identifier, got {name!r}. Use letters, digits and _.")
+            if not isinstance(metric, Metric):
+                raise TypeError(f"{where} must be a Metric, got {metric!r}. Give jaxfl.tasks.average(score).")
+            own = _columns(name, headline=name == self.headline)
+            if own & taken:
+                raise ValueError(
+                    f"{where} must have a name of its own, got {name!r}, and reports have {min(own & taken)!r} "
+                    "already. Choose another name."
+                )
+            taken |= own
+
     @property
     def headline(self) -> str:
         """Name of the first metric."""
@@ -88,9 +120,13 @@ class Task(NamedTuple):
 
 
 def columns(task: Task) -> set[str]:
-    """Names that the task's metrics take in a row of a run's metrics."""
-    by_metric = {f"{name}{suffix}" for name in task.metrics for suffix in ("", "_std", "_worst10")}
-    return by_metric | {f"{task.headline}_examples", "loss"}
+    """Return the names that the task's metrics take in a row of a run's metrics."""
+    return {"loss"}.union(*(_columns(name, headline=name == task.headline) for name in task.metrics))
+
+
+def _columns(name: str, *, headline: bool) -> set[str]:
+    """Return the names that a metric takes in a row."""
+    return {name, f"{name}_std", f"{name}_worst10"} | ({f"{name}_examples"} if headline else set())
 
 
 def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
@@ -165,8 +201,8 @@ def regression(*metrics: str) -> Task:
     """Numbers: outputs `[B, ...]` and labels `[D, ...]` of one shape (or `[B, 1]` and `[D]`); the squared error.
 
     Args:
-        metrics: any of "mse", "mae", and "r2", 1 - sum of squared errors / sum of squares about the client's own mean.
-            Default: all three.
+        metrics: any of "mse", "mae", and "r2", 1 - sum of squared errors / sum of squares about the client's own mean,
+            which is NaN for a client whose labels are all equal. Default: all three.
     """
 
     def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
@@ -177,18 +213,40 @@ def regression(*metrics: str) -> Task:
 
     def moments(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> dict[str, Array]:
         flat = labels.reshape(len(labels), -1).astype(jnp.float32)
-        parts = {"error": errors(outputs, labels) ** 2, "label": flat, "square": flat**2}
-        sums = {name: _weighted(part, weights[:, None], axis=0) for name, part in parts.items()}
-        return sums | {"count": jnp.sum(weights)}
+        each = weights[:, None]
+        count = jnp.sum(weights)
+        # Differences to a label of the batch are exact where labels are close, and 0 where all are equal.
+        origin = flat[jnp.argmax(weights > 0)]
+        apart = flat - origin[None]
+        offset = _weighted(apart, each, axis=0) / jnp.maximum(count, 1)
+        return {
+            "count": count,
+            "mean": jnp.where(count > 0, origin + offset, 0),
+            "spread": _weighted((apart - offset[None]) ** 2, each, axis=0),
+            "error": _weighted(errors(outputs, labels) ** 2, each, axis=0),
+        }
+
+    def merged(first: dict[str, Array], second: dict[str, Array]) -> dict[str, Array]:
+        """Return the moments of both batches (Chan, Golub and LeVeque 1979)."""
+        count = first["count"] + second["count"]
+        share = second["count"] / jnp.maximum(count, 1)
+        apart = jnp.where(first["count"] > 0, second["mean"] - first["mean"], 0)
+        between = apart**2 * first["count"] * share
+        return {
+            "count": count,
+            "mean": jnp.where(first["count"] > 0, first["mean"] + apart * share, second["mean"]),
+            "spread": first["spread"] + second["spread"] + between,
+            "error": first["error"] + second["error"],
+        }
 
     def r2(sums: dict[str, Array]) -> Float[Array, ""]:
-        spread = jnp.sum(sums["square"] - sums["label"] ** 2 / jnp.maximum(sums["count"], 1))
+        spread = jnp.sum(sums["spread"])
         return 1 - jnp.sum(sums["error"]) / jnp.where(spread > 0, spread, jnp.nan)
 
     known = {
         "mse": average(loss, lower_is_better=True),
         "mae": average(lambda o, y: jnp.mean(abs(errors(o, y)), axis=-1), lower_is_better=True),
-        "r2": Metric(moments, r2),
+        "r2": Metric(moments, r2, merge=merged),
     }
 
     def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
@@ -240,7 +298,14 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
                 f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give logits "
                 f"[B, L, V] and labels [D, L]"
             )
-        _check_labels(labels[labels != ignore], 1, outputs.shape[2], "whole numbers")
+        counted = labels[labels != ignore]
+        if counted.size and counted.dtype.kind == "i" and counted.min() < 0:
+            raise ValueError(
+                f"needs clients.labels of at least 0, or of {ignore} where a position does not count, got "
+                f"{counted.min()}. If {counted.min()} marks such positions, give the model "
+                f"task=jaxfl.tasks.next_token(ignore={counted.min()}), otherwise number the tokens from 0."
+            )
+        _check_labels(counted, 1, outputs.shape[2], "whole numbers")
 
     return Task("next_token", loss, _chosen(known, metrics or tuple(known)), check)
 

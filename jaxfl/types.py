@@ -1,12 +1,12 @@
 """The vocabulary on one page.
 
-Letters in shapes: C clients, N examples of a client (padded), M test examples, B batch, K classes,
-T rounds, D examples in the store, d parameters.
+Letters in shapes: C clients, N positions for a client's examples (padded), M test examples, B batch, K classes,
+T rounds, D examples in the store, R rows of all clients, d parameters.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -31,24 +31,71 @@ Inputs: TypeAlias = Integer[Array, "D ..."] | Float[Array, "D ..."]
 HostInputs: TypeAlias = Integer[np.ndarray, "D ..."] | Float[np.ndarray, "D ..."]
 
 
-class Clients(NamedTuple):
-    """One example store, and each client's own padded rows.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Row numbers of all clients in one vector, so that a client costs as much memory as it has rows.
 
-    Rows beyond a client's size are padding: they point at row 0 and are masked on every read.
+    Client i's row numbers begin at `flat[start[i]]`. The clients follow one another in the vector. How many
+    row numbers a client uses is its entry in `Clients.train_size` or `Clients.test_size`.
+
+    >>> lists = Lists.of([[4, 2], [], [7]])
+    >>> lists.flat.tolist(), lists.start.tolist(), lists[0].tolist()
+    ([4, 2, 7], [0, 2, 2], [4, 2])
+    """
+
+    # Without shapes: they may be described, or sharded, and a prefix of a tree may stand for them.
+    flat: Any
+    start: Any
+
+    @classmethod
+    def of(cls, lists: Any) -> "Lists":
+        """Return the lists of some vectors of row numbers, or of a matrix [C, N] with padding, without a copy."""
+        if getattr(lists, "ndim", 1) == 2:
+            return cls.cut(np.asarray(lists).reshape(-1), np.full(*lists.shape))
+        rows = [np.asarray(own, np.int32) for own in lists]
+        return cls.cut(np.concatenate(rows), np.array([len(own) for own in rows]))
+
+    @classmethod
+    def cut(cls, flat: Int[np.ndarray, "R"], size: Int[np.ndarray, "C"]) -> "Lists":
+        """Return the lists of these sizes that follow one another in a vector."""
+        start = np.cumsum(size, dtype=np.int64) - size
+        small = len(flat) < 2**31
+        # At least one entry, since nothing can be read from an empty array.
+        return cls(flat if len(flat) else np.zeros(1, np.int32), start.astype(np.int32) if small else start)
+
+    def __len__(self) -> int:
+        return self.start.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, client: int | np.integer) -> Any:
+        """Return the row numbers of one client, and behind them padding where there is any."""
+        number = range(len(self))[client]
+        end = self.start[number + 1] if number + 1 < len(self) else len(self.flat)
+        return self.flat[self.start[number] : end]
+
+
+class Clients(NamedTuple):
+    """One example store, and the numbers of the rows that belong to each client.
+
+    `train[i]` are client i's row numbers, of which the first `train_size[i]` count, and likewise for `test`. A matrix
+    [C, N] of row numbers with padding at the end of its lines may stand for the `Lists`.
     """
 
     inputs: Inputs | HostInputs
     """On devices: `Rows`."""
     labels: Shaped[Array | np.ndarray, "D ..."]
-    train: Int[Array | np.ndarray, "C N"]
+    train: Lists
     train_size: Int[Array | np.ndarray, "C"]
-    test: Int[Array | np.ndarray, "C M"]
+    test: Lists
     test_size: Int[Array | np.ndarray, "C"]
 
     @property
     def number(self) -> int:
         """Number of clients C."""
-        return self.train.shape[0]
+        return len(self.train)
 
 
 class StepNoise(NamedTuple):
@@ -97,16 +144,22 @@ class ClientData:
     """The client's number, from 0."""
     noise: StepNoise | None = None
     round: Any = 0
-    """The round's number, from 0; 0 where a client is evaluated."""
+    """The round's number, from 0; the last round's where a client is evaluated."""
+    _start: Any = 0
+    """Where the client's own rows begin among `_rows`."""
+    _positions: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Number of positions, where `_rows` are more than the client's own."""
 
     @property
     def padded(self) -> int:
-        """Number of positions N, including padding."""
-        return len(self._rows)
+        """Number of positions N, including padding: at least the client's size, and about as many as it needs."""
+        return len(self._rows) if self._positions is None else self._positions
 
     def take(self, positions: Int[Array, "..."]) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."]]:
         """Inputs and labels at some positions; zeros at padding."""
-        rows, real = jnp.asarray(self._rows)[positions], positions < self.size
+        real = positions < self.size
+        # Behind the client's own rows are those of others, or none.
+        rows = jnp.asarray(self._rows)[jnp.where(real, self._start + positions, 0)]
 
         def read(store: Rows | Shaped[Array | np.ndarray, "D ..."]) -> Array:
             values = (store if isinstance(store, Rows) else jnp.asarray(store))[rows]
@@ -116,8 +169,8 @@ class ClientData:
 
     def part(self, start: Int[Array, ""] | int, length: int) -> "ClientData":
         """The client with `length` of its positions, from position `start`."""
-        rows = jax.lax.dynamic_slice_in_dim(jnp.asarray(self._rows), start, length)
-        return dataclasses.replace(self, _rows=rows, size=jnp.clip(self.size - start, 0, length))
+        size = jnp.clip(self.size - start, 0, length)
+        return dataclasses.replace(self, _start=self._start + start, _positions=length, size=size)
 
 
 class Model(NamedTuple):
@@ -135,6 +188,8 @@ class Model(NamedTuple):
     `probe` [B] is the squared norm of each example's gradient (see `jaxfl.privacy.dp_sgd`): private steps clip by it,
     so another `apply` needs other norms, or None. `input_shape` is that of an example (None: any that `prepare` takes).
     `frozen` are weights that are no parameters, and that its functions read by `jaxfl.models.frozen.current`.
+    `vocabulary` is the number of rows of the table that whole-number inputs index (None: not known, or no table); a run
+    checks the inputs against it, because JAX reads another row for an index that lies outside.
     """
 
     name: str
@@ -151,6 +206,7 @@ class Model(NamedTuple):
     input_shape: tuple[int, ...] | None = None
     task: Task = classification()
     frozen: Params = ()
+    vocabulary: int | None = None
 
     @property
     def largest_part(self) -> int | None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from reference import padded
 
 from jaxfl.algorithms import (
     adp_pfl,
@@ -70,7 +71,7 @@ from jaxfl.privacy import (
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.schedule import ClientNoise
 from jaxfl.tasks import one_hot_error
-from jaxfl.types import Algorithm, ClientData, Clients, Message
+from jaxfl.types import Algorithm, ClientData, Clients, Lists, Message
 
 MODEL = mlp((8, 8, 1), 10, hidden=(16,))
 CLIP = 0.2
@@ -314,7 +315,7 @@ def client_data(index: int = 0) -> ClientData:
     return ClientData(
         jnp.asarray(clients.inputs),
         jnp.asarray(clients.labels),
-        jnp.asarray(clients.train[index]),
+        jnp.asarray(padded(clients.train)[index]),
         jnp.asarray(clients.train_size[index]),
     )
 
@@ -326,4 +327,4 @@ def small_clients(sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift:
     train = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
     test = [np.arange(5 * i, 5 * i + 5) for i in range(len(sizes))]
     clients = make_clients(digits, train, test)
-    return clients._replace(train=np.pad(clients.train, ((0, 0), (0, extra_padding))))
+    return clients._replace(train=Lists.of(padded(clients.train, extra_padding))) if extra_padding else clients

@@ -1,3 +1,4 @@
+import gc
 import os
 import pathlib
 
@@ -12,6 +13,7 @@ import jax
 import pytest
 
 from jaxfl.backend import compile_quickly
+from jaxfl.engine import memo
 
 compile_quickly()  # small models run once: compiling them well would take most of the time
 
@@ -20,13 +22,34 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+MOST_MAPS = 20_000
+"""Memory maps of a process, which compiled programs hold; XLA crashes at Linux's default limit of 65,530."""
+
+MOST_GROWTH = 1.5e9
+"""Bytes that traced functions of former tests may take: JAX keeps all of them."""
+
+RESIDENT = [0.0]
+"""Bytes in memory when JAX's caches were cleared for the last time."""
+
+
 @pytest.fixture(autouse=True)
-def _few_memory_maps():
-    """Compiled programs that are kept hold memory maps; XLA crashes where they exceed Linux's default of 65,530."""
+def _bounded_caches():
+    """Bound what JAX keeps, and give no test the programs of another one, which may have replaced a part of us."""
     yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+    memo.forget()
+    process = pathlib.Path("/proc/self")
+    if not process.exists():
+        return
+    maps = (process / "maps").read_bytes().count(b"\n")
+    if maps > MOST_MAPS or resident(process) - RESIDENT[0] > MOST_GROWTH:
         jax.clear_caches()
+        gc.collect()
+        RESIDENT[0] = resident(process)
+
+
+def resident(process: pathlib.Path) -> float:
+    """Return the bytes of a process that are in memory."""
+    return int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="session")

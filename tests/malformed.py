@@ -33,6 +33,7 @@ NO_NOISE = ["1", None, True, {}, 1j, object(), NAN, INF, -1.0, [-1.0], [NAN], []
 NO_LIST = [None, 3, "01", {}, object(), 0.5, {0}]
 NO_SHAPE = [None, 8, "8x8", (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), {}, [[8]], object(), (NAN, 8, 1), (True,)]
 NO_LABELS = [None, 3, "012", [0.5, 1.0], [-1, 0], [[0], [1]], ["a", "b"], {}, object(), [NAN, 1.0], [1j], [True, False]]
+MORE_LABELS = [[], np.zeros(0, int), range(0)]
 NO_TARGETS = [
     None,
     3,
@@ -59,6 +60,7 @@ BAD: dict[str, list[Any]] = {
     "count": [*NO_NUMBERS, 0, -1, 1.5, INF],
     "canary count": [*NO_NUMBERS, 0, 15, 20.5, INF],
     "count from 0": [*NO_NUMBERS, -1, 1.5, INF],
+    "layer count": [*NO_NUMBERS, -1, 1.5, INF, 99],
     "positive": [*NO_NUMBERS, 0.0, -1.0, INF, -INF],
     "bound": [*NO_NUMBERS, 0.0, -1.0, -INF],
     "at least 0": [*NO_NUMBERS, -1.0, INF],
@@ -97,13 +99,18 @@ BAD: dict[str, list[Any]] = {
     "logged": [None, 3, "run", object(), {}],
     "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
     "shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1)],
+    "large shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1), (4, 4, 1), (7, 7, 1)],
     "any shape": [*NO_SHAPE, ()],
     "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
     "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
     "layers": [3, "head", ("none",), (3,), {}, object()],
     "network weights": [None, 3, "x", object(), {}, [], np.zeros(3), {"head": np.zeros(3)}, MODEL],
     "labels": NO_LABELS,
+    "some labels": [*NO_LABELS, *MORE_LABELS],
     "targets": NO_TARGETS,
+    "some targets": [*NO_TARGETS, *MORE_LABELS],
+    "class labels": [*NO_LABELS, [0, 1, 0, 2**31 - 1], [0, 1, 0, 2**24]],
+    "some rows": [*NO_LIST, [], np.zeros((0, 2), int), [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]]],
     "inputs": NO_INPUTS,
     "rows": [*NO_LIST, [[-1], [1]], [[0.5], [1]], [["a"], [1]], [[0], [99]], [[[0]], [1]], [None, [1]]],
     "own rows": [*NO_LIST, [-1], [99], [0.5], ["a"], [[0]]],
@@ -117,10 +124,11 @@ BAD: dict[str, list[Any]] = {
     "epsilons": [None, 8.0, "1", {}, object(), [], [0.0], [-1.0], [NAN], ["a"], [1.0, 1.0], [None]],
     "seeds": [None, 3, "01", {}, object(), [], [-1], [0.5], [None], [100]],
     "columns": [None, 3, "01", [], ["a"], [[1.0]], [NAN], [None], object(), [1j]],
+    "axis": [None, 3, "01", b"01", {}, {1.0}, [], [NAN], [1j], object(), np.ones((2, 2)), lambda: 1],
     "shards": [3, "01", {}, object(), [-1], [0.5], ["a"]],
     "dataset": [*NO_CLASSES, "imagenet", "../digits", "Digits"],
-    "path": [3, 0.5, [], {}, object(), b"", ""],
-    "run folder": [None, 3, 0.5, [], {}, object(), b"", "", "/", "no/such/folder"],
+    "path": [3, 0.5, [], {}, object(), b"", "", "a\0b"],
+    "run folder": [None, 3, 0.5, [], {}, object(), b"", "", "/", "no/such/folder", "a\0b"],
     "number list": [*NO_NUMBER_LISTS, [0.0]],
     "weights": [3.0, "1", {}, object(), [], [-1.0], [NAN, 1.0], [INF, 1.0], ["a"], [[[1.0]]], [True]],
     "impacts": [3.0, "1", {}, object(), [], [-1.0, 2.0], [NAN, 1.0], ["a"], [[[1.0]]], [0.5, 0.6], lambda t: "a"],
@@ -142,6 +150,9 @@ BAD: dict[str, list[Any]] = {
     "values": [None, 3, "clip", [], {"mu": 3}, {"mu": ["a", "b"]}, {3: [1.0, 2.0]}, {"mu": [NAN, 1.0]}, {"mu": None}],
 }  # fmt: skip
 """By kind, what must be refused; a kind with "?" also takes None."""
+
+ODD = [1j, {1}, ..., {"a": 1}, np.datetime64("2020-01-01"), np.array(["a"]), np.array([None, 1], object), np.array(NAN)]
+"""What no argument takes."""
 
 GOOD: dict[str, list[Any]] = {
     "count": [np.int64(2), np.uint8(2), jnp.int32(2), np.array(2)],
@@ -207,13 +218,15 @@ RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_nois
 RUN |= {"audit": (None, "audit?")}
 RUN_FOLDER = tempfile.TemporaryDirectory()
 (pathlib.Path(RUN_FOLDER.name) / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5, "loss": 1.0}\n')
-RESULT: Any = jaxfl.Result(algorithms.fedavg(MODEL).init(KEY, 2)[0], (), [], *[None] * 3, {})  # pyrefly: ignore
+RESULT: Any = jaxfl.Result(
+    algorithms.fedavg(MODEL).init(KEY, 2)[0], (), [], {}, {}, privacy.planned_ledger(MECHANISM, 2, 1), {}
+)
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
     "threshold": (0.4, "at least 0"), "lambda1": (0.1, "at least 0"), "lambda2": (0.1, "at least 0"),
 }  # fmt: skip
 DP_PFEDDSU = MODELS | LOCAL | HEAD | PRIVATE | DELTA | WEIGHT | {
-    "density": (0.1, "fraction"), "sparse_layers": (1, "count from 0"), "evaluation_epochs": (None, "count from 0?"),
+    "density": (0.1, "fraction"), "sparse_layers": (1, "layer count?"), "evaluation_epochs": (None, "count from 0?"),
 }  # fmt: skip
 ADP_PFL = MODELS | LOCAL | DELTA | {
     "sampling": (Full(), "sampling"), "noise": (1.0, "round noise"), "risks": (None, "risks?"),
@@ -234,21 +247,25 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "states": ("device", "choice"),
         "callbacks": ((), "callbacks"),
     }),
+    "clear_caches": (jaxfl.clear_caches, {}),
     "sweep": (jaxfl.sweep, RUN | {
         "key": (KEY, "key"), "build": (SWEPT, "function"), "values": ({"mu": [0.1, 0.2]}, "values"),
         "batch": (None, "count?"), "paired_noise": (False, "flag"), "keep_states": (True, "flag"),
+        "numbers": (None, "shards?"),
     }),
     "compare": (jaxfl.compare, RUN | {
         "methods": ({"one": jaxfl.Candidate(lambda: algorithms.fedavg(MODEL))}, "methods"),
         "clients": (CLIENTS, "population"), "epsilons": ((1.0,), "epsilons"), "seeds": ((0,), "seeds"),
         "validation": (0.2, "probability"), "tuning_seed": (100, "count from 0"),
     }),
-    "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "columns"), "clip": ([1.0], "columns")}),
+    "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "axis"), "clip": ([1.0], "axis")}),
     "spread": (jaxfl.spread, {"number": (3, "count"), "rate": ((0.1, 0.2), "columns")}),
     "early_stopping": (callbacks.early_stopping, {
         "metric": ("loss", "text"), "patience": (3, "count"), "mode": ("min", "choice"),
     }),
-    "epsilon_budget": (callbacks.epsilon_budget, {"epsilon": (2.0, "positive")}),
+    "epsilon_budget": (callbacks.epsilon_budget, {
+        "epsilon": (2.0, "positive"), "observer": ("upload", "choice"), "unit": ("example", "choice"),
+    }),
     "csv": (callbacks.csv, {"path": ("rows.csv", "path")}),
     "tensorboard": (callbacks.tensorboard, {"folder": ("events", "path")}),
     "mlflow": (callbacks.mlflow, {"library": (LOGGED, "logged"), "run_id": (None, "text?")}),
@@ -334,12 +351,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "load": (data.load, {"name": ("digits", "dataset"), "data_dir": (None, "path?")}),
     "from_arrays": (data.from_arrays, {
-        "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "labels"), "test_inputs": (INPUTS, "inputs"),
-        "test_labels": (LABELS, "labels"), "classes": (None, "count?"), "name": ("mine", "text"),
+        "train_inputs": (INPUTS, "inputs"), "train_labels": (LABELS, "class labels"), "test_inputs": (INPUTS, "inputs"),
+        "test_labels": (LABELS, "class labels"), "classes": (None, "count?"), "name": ("mine", "text"),
         "owner": (None, "labels?"), "test_owner": (None, "labels?"),
     }),
     "by_owner": (data.by_owner, {
-        "owner": (LABELS, "labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
+        "owner": (LABELS, "some labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
     }),
     "make_clients": (data.make_clients, {
         "data": ((INPUTS, LABELS, INPUTS, LABELS), "data"), "train_lists": (LISTS, "rows"),
@@ -350,39 +367,39 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "clients": (FEW, "clients"), "share": (0.5, "probability"), "seed": (None, "count from 0?"),
     }),
     "describe": (data.describe, {"clients": (FEW, "clients")}),
-    "iid": (data.iid, SEED | {"labels": (LABELS, "targets"), "clients": (2, "count"), "size": (None, "count?")}),
+    "iid": (data.iid, SEED | {"labels": (LABELS, "some targets"), "clients": (2, "count"), "size": (None, "count?")}),
     "by_sizes": (data.by_sizes, SEED | {"labels": (LABELS, "targets"), "sizes": ([1, 2], "sizes")}),
     "dirichlet": (data.dirichlet, SEED | {
-        "labels": (LABELS, "labels"), "clients": (2, "count"), "alpha": (0.5, "positive"),
+        "labels": (LABELS, "some labels"), "clients": (2, "count"), "alpha": (0.5, "positive"),
         "minimum": (0, "count from 0"),
     }),
     "dirichlet_by_client": (data.dirichlet_by_client, SEED | {
-        "labels": (LABELS, "labels"), "clients": (2, "count"), "alpha": (0.5, "positive"), "size": (1, "count"),
+        "labels": (LABELS, "some labels"), "clients": (2, "count"), "alpha": (0.5, "positive"), "size": (1, "count"),
     }),
     "label_share": (data.label_share, SEED | {
-        "labels": (LABELS, "labels"), "clients": (2, "count"), "share": (0.5, "fraction"),
+        "labels": (LABELS, "some labels"), "clients": (2, "count"), "share": (0.5, "fraction"),
         "test_labels": (None, "labels?"),
     }),
     "classes_per_client": (data.classes_per_client, SEED | {
-        "labels": (LABELS, "labels"), "test_labels": (LABELS, "labels"), "clients": (2, "count"), "s": (1, "count"),
-        "distinct": (True, "flag"), "test": ("disjoint", "choice"),
+        "labels": (LABELS, "some labels"), "test_labels": (LABELS, "some labels"), "clients": (2, "count"),
+        "s": (1, "count"), "distinct": (True, "flag"), "test": ("disjoint", "choice"),
     }),
     "matching": (data.matching, SEED | {
-        "train_lists": (LISTS, "rows"), "labels": (LABELS, "labels"), "test_labels": (LABELS, "labels"),
+        "train_lists": (LISTS, "some rows"), "labels": (LABELS, "some labels"), "test_labels": (LABELS, "labels"),
     }),
     "salt_and_pepper": (data.salt_and_pepper, SEED | {
         "inputs": (INPUTS, "pixels"), "rows": ([0], "own rows"), "density": (0.5, "fraction from 0"),
     }),
     "corrupt_clients": (data.corrupt_clients, SEED | {
-        "inputs": (INPUTS, "pixels"), "lists": (LISTS, "rows"), "densities": ([0.5, 0.0], "densities"),
+        "inputs": (INPUTS, "pixels"), "lists": (LISTS, "some rows"), "densities": ([0.5, 0.0], "densities"),
     }),
     "flip_labels": (data.flip_labels, {
-        "labels": (LABELS, "labels"), "rows": ([0], "own rows"), "classes": (2, "count"),
+        "labels": (LABELS, "some labels"), "rows": ([0], "own rows"), "classes": (2, "count"),
     }),
     "mlp": (models.mlp, IMAGES | {"hidden": ((4,), "widths")}),
-    "lenet": (models.lenet, IMAGES | FORM | {"input_shape": ((28, 28, 1), "shape")}),
+    "lenet": (models.lenet, IMAGES | FORM | {"input_shape": ((28, 28, 1), "large shape")}),
     "lenet_groupnorm": (models.lenet_groupnorm, IMAGES | FORM | {
-        "input_shape": ((28, 28, 1), "shape"), "groups": (2, "count"),
+        "input_shape": ((28, 28, 1), "large shape"), "groups": (2, "count"),
     }),
     "resnet20": (models.resnet20, IMAGES | FORM | {"groups": (2, "count")}),
     "digits_cnn": (models.digits_cnn, IMAGES | FORM),
@@ -392,11 +409,12 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "module": (nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)]), "module"),
         "input_shape": ((8, 8, 1), "any shape"), "head": (None, "head?"), "name": (None, "text?"),
         "prepare": (lambda x: x, "function"), "task": (tasks.classification(), "task"), "form": (None, "choice?"),
+        "vocabulary": (None, "count?"),
     }),
     "from_nnx": (models.from_nnx, {
         "module": (lambda rngs: nnx.Linear(4, 10, rngs=rngs), "nnx module"), "input_shape": ((4,), "any shape"),
         "head": (None, "head?"), "name": (None, "text?"), "prepare": (lambda x: x, "function"),
-        "task": (tasks.classification(), "task"), "form": (None, "choice?"),
+        "task": (tasks.classification(), "task"), "form": (None, "choice?"), "vocabulary": (None, "count?"),
     }),
     "frozen": (models.frozen, WEIGHTS | {"train": (("head",), "layers?")}),
     "lora": (models.lora, WEIGHTS | {
@@ -433,11 +451,15 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "TrimmedMean": (privacy.TrimmedMean, NOISED | QUIET | {"share": (0.1, "share below 1")}),
     "Krum": (privacy.Krum, NOISED | QUIET | {"byzantine": (1, "count from 0"), "keep": (1, "count")}),
     "Canaries": (Canaries, {"count": (20, "canary count")}),
-    "blt": (privacy.blt, {"buffers": (1, "count"), "rounds": (4, "count"), "separation": (1, "count")}),
+    "blt": (privacy.blt, {"buffers": (1, "count"), "rounds": (4, "count"), "separation": (1, "count"),
+        "participations": (None, "count?"),
+    }),
     "plan": (privacy.plan, {
-        "clients": (2, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),
-        "noise_multiplier": (None, "quiet?"), "delta": (None, "probability?"), "kinds": (("poisson",), "kinds"),
-        "stateful": (False, "flag"),
+        "clients": (4, "count"), "cohort": (2, "count"), "rounds": (2, "count"), "epsilon": (2.0, "positive"),
+        "noise_multiplier": (None, "quiet?"), "delta": (None, "probability?"),
+        "kinds": (("poisson", "separated"), "kinds"),
+        "stateful": (False, "flag"), "participations": (None, "count?"), "separation": (None, "count?"),
+        "progress": (False, "flag"),
     }),
     "most_rounds": (privacy.most_rounds, {
         "epsilon": (2.0, "positive"), "noise_multiplier": (2.0, "at least 0"), "clients": (10, "count"),
@@ -458,13 +480,14 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "calibrate": (privacy.calibrate, PLAN | {
         "epsilon": (1.0, "positive"), "clients": (2, "count"), "rounds": (2, "count"), "sampling": (Full(), "sampling"),
         "shape": (None, "number list?"), "mechanism": (None, "mechanism?"), "stateful": (False, "flag"),
+        "participations": (None, "count?"), "separation": (None, "count?"),
     }),
     "calibrate_upload": (privacy.calibrate_upload, PLAN | {
         "epsilon": (1.0, "positive"), "participations": (2, "count"), "clients": (None, "count?"),
     }),
     "calibrate_examples": (privacy.calibrate_examples, PLAN | {
         "epsilon": (1.0, "positive"), "rate": (0.5, "fraction"), "steps": (1, "count"), "participations": (2, "count"),
-        "clients": (None, "count?"),
+        "examples": (None, "count?"),
     }),
     "epsilon": (privacy.epsilon, {
         "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "observer": ("upload", "choice"),
@@ -472,6 +495,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "unit": ("client", "choice"), "stateful": (False, "flag"),
     }),
     "example_epsilon": (privacy.example_epsilon, {
+        "examples": (None, "count?"),
         "ledger": (LEDGER, "ledger"), "dp_sgd": (None, "dp_sgd?"), "accountant": ("rdp", "choice"),
         "delta": (None, "probability?"),
     }),
@@ -480,6 +504,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "dp_sgd": (None, "dp_sgd?"),
     }),
     "privacy_statement": (privacy.privacy_statement, {
+        "examples": (None, "count?"),
         "ledger": (LEDGER, "ledger"), "mechanism": (MECHANISM, "mechanism"), "clients": (2, "count"),
         "terms": (Terms(), "terms"), "dp_sgd": (None, "dp_sgd?"), "randomness": ("seed", "choice"),
         "paired": (False, "flag"), "stateful": (False, "flag"),
@@ -516,7 +541,7 @@ RECORDS = {
 
 def bad_values(kind: str) -> list[Any]:
     """What must be refused of an argument."""
-    values = BAD[kind.removesuffix("?")]
+    values = [*BAD[kind.removesuffix("?")], *ODD]
     return [value for value in values if value is not None] if kind.endswith("?") else values
 
 

@@ -15,7 +15,8 @@ DIGITS = load("digits")
 
 def run(key, algorithm, clients, rounds):
     """Rounds as the engine's documentation states them, one client at a time."""
-    mechanism, count = algorithm.mechanism, clients.train.shape[0]
+    mechanism, count = algorithm.mechanism, clients.number
+    rows = padded(clients.train)
     init_key, run_key, _ = jax.random.split(key, 3)
     server, states = jax.jit(lambda key: algorithm.init(key, clients.number))(init_key)
     states = [jax.tree.map(lambda leaf, i=i: leaf[i], jax.device_get(states)) for i in range(count)]
@@ -40,7 +41,7 @@ def run(key, algorithm, clients, rounds):
             sampled = sampled & (spent + cost <= 0.9999 / least_total**2)
         total, variance = None, 0.0
         for i in np.flatnonzero(sampled):
-            data = ClientData(clients.inputs, clients.labels, clients.train[i], clients.train_size[i], i, round=t)
+            data = ClientData(clients.inputs, clients.labels, rows[i], clients.train_size[i], i, round=t)
             old, own_key = states[i], jax.random.fold_in(client_key, i)
             if algorithm.dp_sgd is not None:
                 multiplier = np.broadcast_to(algorithm.dp_sgd.noise_multiplier, (count,))[i]
@@ -69,7 +70,7 @@ def run(key, algorithm, clients, rounds):
         if total is None and mechanism.denominator == "participants":
             continue  # the denominator shows that nobody was there
         if total is None:
-            data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0], 0)
+            data = ClientData(clients.inputs, clients.labels, rows[0], clients.train_size[0], 0)
             shape = jax.eval_shape(update_fn, client_key, server, states[0], data)[0].update
             total = jax.tree.map(lambda leaf: np.zeros(leaf.shape), shape)
         if z > 0:
@@ -109,9 +110,17 @@ def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient)
     return params
 
 
-def client(size, padded):
+def padded(lists, extra=0):
+    """Lists of rows as a matrix, whose lines end in padding."""
+    matrix = np.zeros((len(lists), max(map(len, lists)) + extra), np.int32)
+    for line, own in zip(matrix, lists, strict=True):
+        line[: len(own)] = own
+    return matrix
+
+
+def client(size, positions):
     """A client with some digits from the hundredth on."""
-    rows = np.zeros(padded, np.int32)
+    rows = np.zeros(positions, np.int32)
     rows[:size] = np.arange(100, 100 + size)
     return ClientData(
         jnp.asarray(DIGITS.train_inputs), jnp.asarray(DIGITS.train_labels), jnp.asarray(rows), jnp.int32(size)

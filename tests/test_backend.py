@@ -1,14 +1,17 @@
 import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 import jaxfl
-from jaxfl.backend import _TRACED_FOR, backend, compiler_options, traced_for, with_flags
+from jaxfl.backend import _TRACED_FOR, backend, compiler_options, traced_for, visible_gpus, with_flags
 from jaxfl.models import resnet20
 
 
@@ -35,6 +38,32 @@ def test_flags_are_added_to_those_that_are_set():
     assert flags.count(with_flags("").strip()) == 1
     assert with_flags(with_flags("--a=b")) == with_flags("--a=b") != "--a=b"
     assert "--xla_backend_optimization_level=0" in flags  # of the suite
+
+
+@pytest.mark.parametrize(
+    ("variables", "devices"),
+    [
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}, 3),
+        ({"JAX_NUM_CPU_DEVICES": "5"}, 5),
+    ],
+)
+def test_a_number_of_cpu_devices_that_is_set_stays(variables, devices):
+    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    code = "import jax, jaxfl; print(jax.device_count())"
+    told = subprocess.check_output([sys.executable, "-c", code], env=kept | variables, text=True)
+    assert int(told) == devices
+
+
+def test_gpus_are_counted_before_the_backend_starts(monkeypatch):
+    before = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", "cuda,cpu")
+    for seen, number in (("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8a, GPU-9b,MIG-1", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        assert visible_gpus() == number
+    jax.config.update("jax_platforms", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert visible_gpus() == 0
+    jax.config.update("jax_platforms", before)
 
 
 def test_cores_that_are_devices_run_no_threads_within_an_operation():

@@ -52,7 +52,8 @@ def seen(scenario: Scenario, index: int, number: int, client: int):
         client_update=lambda key, server, state, data: (Message(data.take(jnp.arange(data.padded))), data.size, {})
     )
     method = on_copy(base, scenario, SMALL, index, 2)
-    message, size, _ = method.client_update(jax.random.key(0), (), (), data_of(clients, client, client, index=number))
+    own = data_of(clients, client, client, len(clients.train[client]), index=number)
+    message, size, _ = method.client_update(jax.random.key(0), (), (), own)
     assert size == 12
     return message.update
 

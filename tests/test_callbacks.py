@@ -1,7 +1,15 @@
 """What runs call at each evaluation, and runs that go on beyond their end."""
 
-import time
+import csv
+import functools
+import gc
+import importlib.util
+import math
+import os
+import pathlib
+import threading
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +17,7 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import callbacks, simulate
+from jaxfl.callbacks import ask, check_callbacks, opened
 from jaxfl.run import report
 
 KEY = jax.random.key(1)
@@ -79,13 +88,38 @@ def test_all_are_called_with_all_rows_and_only_their_own_error_ends_a_run(tmp_pa
     assert result.restored == 3
 
 
-def test_a_budget_is_never_exceeded():
+def test_a_budget_is_never_exceeded_and_used_up():
     whole = [row["epsilon"] for row in run().metrics]
-    for budget in (*whole, 0.5 * sum(whole[1:3])):
-        spent = run(callbacks=[callbacks.epsilon_budget(budget)]).metrics[-1]["epsilon"]
-        assert spent <= max(budget, whole[0])  # the first interval is run anyway
-    assert len(run(callbacks=[callbacks.epsilon_budget(2 * whole[-1])]).metrics) == 4
-    assert len(run(name="fedavg", callbacks=[callbacks.epsilon_budget(100.0)]).metrics) == 1  # has no epsilon
+    for budget, rounds in ((whole[0], 1), (0.5 * sum(whole[1:3]), 2), (whole[-1], 4), (2 * whole[-1], 4)):
+        rows = run(callbacks=[callbacks.epsilon_budget(budget)]).metrics
+        assert len(rows) == rounds
+        assert rows[-1]["epsilon"] <= budget
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "message"),
+    [
+        ("fedavg", callbacks.epsilon_budget(100.0), "one client against an observer of sums, whose epsilon is inf"),
+        ("dp_fedavg", callbacks.epsilon_budget(9.0, observer="upload"), "one client against an observer of uploads"),
+        ("dp_fedavg", callbacks.epsilon_budget(9.0, unit="example"), "one example against an observer of sums"),
+        ("dp_fedavg", callbacks.epsilon_budget(1e-3), r"epsilon must be at least [\d.]+, which .*got 0.001. Lower"),
+    ],
+)
+def test_a_budget_that_no_round_can_keep_is_refused_before_the_first(name, budget, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, name=name, callbacks=[budget, lambda rows: pytest.fail("a round was made")])
+
+
+def test_a_budget_reads_rows_of_older_folders():
+    stop = callbacks.epsilon_budget(2.0, unit="example")
+    rows: list[Any] = [
+        {"round": 1, "epsilon": None},
+        {"round": 2, "epsilon_example": 1.0},
+        {"round": 3, "epsilon_example": 1.4},
+    ]
+    assert not stop(rows)
+    with pytest.raises(ValueError, match="one example against"):
+        stop(rows[:1])
 
 
 def test_a_metric_that_rows_lack_is_named():
@@ -123,8 +157,6 @@ def test_tensorboard_gets_the_rows(tmp_path):
     result = run(tmp_path / "run", 4, callbacks=[callbacks.tensorboard(tmp_path / "second")])
     for name, rows in (("first", result.metrics[:2]), ("second", result.metrics)):
         scalars = {(row["round"], key): value for row in rows for key, value in row.items() if key != "round"}
-        while len(events(tmp_path / name)) < len(scalars):  # they are written by a thread
-            time.sleep(0.1)
         assert events(tmp_path / name) == pytest.approx(scalars, rel=1e-6)
 
 
@@ -153,3 +185,151 @@ def test_mlflow_in_a_folder(tmp_path, monkeypatch):
         result = run(callbacks=[callbacks.mlflow(mlflow)])
     history = mlflow.MlflowClient().get_metric_history(active.info.run_id, "accuracy")
     assert [(m.step, m.value) for m in history] == [(row["round"], row["accuracy"]) for row in result.metrics]
+
+
+def failing(rows):
+    raise OSError("disk full")
+
+
+def test_a_callback_cannot_change_the_rows_of_the_run_or_of_others():
+    def spoils(rows):
+        rows[-1].clear()
+        rows.append({"round": 99})
+
+    rows = [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}]
+    seen = []
+    assert not ask([spoils, seen.append], rows)
+    assert rows == [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}]
+    assert seen == [rows]
+
+
+def test_all_are_called_even_if_some_raise_and_the_first_error_names_the_others():
+    called = []
+
+    def other(rows):
+        called.append("other")
+        raise KeyError("loss")
+
+    with pytest.raises(OSError, match="disk full") as found:
+        ask([failing, lambda rows: called.append("between"), other, lambda rows: called.append("last")], [])
+    assert called == ["between", "other", "last"]
+    notes = " ".join(found.value.__notes__)
+    assert "callbacks[0]" in notes
+    assert "callbacks[2]: KeyError: 'loss'" in notes
+
+
+@pytest.mark.parametrize("true", [True, np.True_, np.array(True), jax.numpy.array(True)])
+def test_a_bool_of_numpy_or_jax_is_a_bool(true):
+    assert ask([lambda rows: None, lambda rows: true], [])
+    assert not ask([lambda rows: ~true if true is not True else False], [])
+
+
+async def later(rows):
+    return True
+
+
+@pytest.mark.parametrize("value", ["False", 1, 0, [], {}, np.zeros(2, bool), 0.0])
+def test_what_is_no_bool_is_named(value):
+    with pytest.raises(TypeError, match=r"callbacks\[1\] must return None or a bool, got .*Return True to end"):
+        ask([lambda rows: None, lambda rows: value], [])
+
+
+def test_a_coroutine_is_no_answer_and_leaves_no_warning():
+    with pytest.raises(TypeError, match="None or a bool, got <coroutine"):
+        ask([later], [])
+
+
+class Later:
+    async def __call__(self, rows):
+        return True
+
+
+def yields(rows):
+    yield True
+
+
+@pytest.mark.parametrize("callback", [later, Later(), functools.partial(later), yields])
+def test_functions_that_do_not_run_when_called_are_refused_at_the_start(callback):
+    with pytest.raises(TypeError, match=r"callbacks\[0\] must run when it is called"):
+        check_callbacks("callbacks", [callback])
+
+
+@pytest.mark.parametrize("callback", [lambda: None, lambda rows, more: None, lambda *, rows: None])
+def test_functions_of_other_arguments_are_refused_at_the_start(callback):
+    with pytest.raises(TypeError, match=r"callbacks\[0\] must take one argument"):
+        check_callbacks("callbacks", [callback])
+    assert check_callbacks("callbacks", [print, lambda rows, more=0: None, callbacks.csv("a")])
+
+
+def test_paths_that_cannot_be_written_end_a_run_before_its_first_round(tmp_path):
+    (tmp_path / "file").touch()
+    seen = []
+    logs = [callbacks.csv(tmp_path), callbacks.csv(tmp_path / "file" / "rows.csv")]
+    if importlib.util.find_spec("tensorboardX"):
+        logs.append(callbacks.tensorboard(tmp_path / "file" / "events"))
+    for log in logs:
+        with pytest.raises(OSError, match=str(tmp_path)), opened([log]):
+            seen.append(log)
+    assert not seen
+
+
+def test_a_run_opens_its_callbacks_before_the_first_round_and_closes_them_when_it_fails(tmp_path):
+    events: list[Any] = []
+
+    class Log:
+        def __enter__(self):
+            events.append("open")
+
+        def __exit__(self, *error):
+            events.append(error[0])
+
+        def __call__(self, rows):
+            events.append(len(rows))
+
+    with pytest.raises(OSError, match="disk full"):
+        run(rounds=2, callbacks=[failing, Log()])
+    assert events == ["open", 1, OSError]
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(OSError, match="rows"):
+        run(rounds=2, callbacks=[Log(), callbacks.csv(tmp_path / "rows")])
+    assert events[3:] == ["open", IsADirectoryError]
+
+
+def test_csv_quotes_and_makes_its_folder(tmp_path):
+    path = tmp_path / "a" / "b" / "rows.csv"
+    rows = [{"round": 1, 'a,"b"\n': 0.5}, {"round": 2, "later": math.nan}]
+    log = callbacks.csv(path)
+    with opened([log]):
+        assert path.read_bytes() == b""
+        ask([log], rows)
+    with path.open(newline="") as file:
+        head, *lines = csv.reader(file)
+    assert head == ["round", 'a,"b"\n', "later"]
+    assert lines == [["1", "0.5", ""], ["2", "", "nan"]]
+    with opened([log]):
+        assert path.read_text().startswith("round")  # an earlier file stays until the first evaluation
+
+
+def test_a_logger_serves_one_run_after_another():
+    logged = []
+    log = callbacks.wandb(types.SimpleNamespace(log=lambda row, step: logged.append(step)))
+    for _ in range(2):
+        with opened([log]):
+            ask([log], [{"round": 1}])
+            ask([log], [{"round": 1}, {"round": 2}])
+    assert logged == [1, 2, 1, 2]
+
+
+def test_tensorboard_leaves_no_thread_and_no_open_file(tmp_path):
+    pytest.importorskip("tensorboardX")
+    before = set(threading.enumerate())
+    log = callbacks.tensorboard(tmp_path)
+    with pytest.raises(OSError, match="disk full"), opened([log]):
+        ask([log, failing], [{"round": 1, "loss": 0.5}])
+    gc.collect()  # which closes the queue of the writer
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    links = [os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [link for link in links if link.startswith(str(tmp_path))]
+    assert events(tmp_path) == {(1, "loss"): 0.5}

@@ -1,11 +1,13 @@
 """Damage to a folder, and two runs in one: results are those of the run, or there are none."""
 
+import errno
 import hashlib
 import json
 import os
 import pathlib
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -17,7 +19,7 @@ from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import simulate
 from jaxfl.engine.state_file import Store
-from jaxfl.run import checkpoint
+from jaxfl.run import checkpoint, report
 from jaxfl.run import lock as locking
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.lock import Lock
@@ -190,6 +192,113 @@ def test_a_kill_in_a_save_leaves_the_one_before(saved, tmp_path, monkeypatch):
     equal(restored(copy)[1:], saved[1][3])
 
 
+def test_names_that_are_no_checkpoints_are_passed_over(saved, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    for name in ("\u0663", "07", "0", "9" * 200, "8x"):
+        (copy / "ckpt" / name).mkdir()
+    (copy / "ckpt" / "5").touch()
+    (copy / "ckpt" / "6").symlink_to(copy / "ckpt" / "3")
+    os.mkfifo(copy / "ckpt" / "7")
+    assert restored(copy)[0] == 3
+    assert not caplog.records
+
+
+def test_many_empty_checkpoints_give_one_warning(saved, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    for round_ in range(4, 404):
+        (copy / "ckpt" / str(round_)).mkdir()
+    assert restored(copy)[0] == 3
+    (record,) = caplog.records
+    assert "of round 403: manifest.json is missing; " in record.getMessage()
+    assert "; and 397 more. Resuming from round 3" in record.getMessage()
+    shutil.rmtree(copy / "ckpt" / "2")
+    shutil.rmtree(copy / "ckpt" / "3")
+    with pytest.raises(ValueError, match=r"holds no checkpoint that is whole.*; and 397 more") as found:
+        restored(copy)
+    assert len(str(found.value)) < 600
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "link"])
+@pytest.mark.parametrize("name", ["manifest.json", "state/_METADATA"])
+def test_files_of_other_kinds_are_damage_and_not_waited_for(kind, name, saved, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    path, aside = copy / "ckpt" / "3" / name, tmp_path / "aside"
+    path.rename(aside)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(aside)
+    assert restored(copy)[0] == 2
+
+
+def test_what_is_in_the_way_of_a_checkpoint_is_replaced_and_no_link_followed(saved, tmp_path):
+    copy, theirs = tmp_path / "copy", tmp_path / "theirs"
+    shutil.copytree(saved[0], copy)
+    theirs.mkdir()
+    (theirs / "thesis.tex").touch()
+    (copy / "ckpt" / "unfinished").symlink_to(theirs)
+    (copy / "ckpt" / "4").symlink_to(theirs)
+    (copy / "ckpt" / "5").touch()
+    checkpoints = Checkpoints(copy / "ckpt", FACTS, PLAN)
+    like = state_of(0) | {"states": Store(None, LIKE, CLIENTS).saved()}
+    for round_ in (4, 5):
+        checkpoints.save(round_, like, PLAN)
+        assert Checkpoints(copy / "ckpt", FACTS, PLAN).restore(lambda made: like, lambda *_: None) == round_
+    assert (theirs / "thesis.tex").exists()
+
+
+def test_starting_over_removes_files_of_a_run_and_no_others(saved, tmp_path):
+    copy, theirs = tmp_path / "copy", tmp_path / "theirs"
+    shutil.copytree(saved[0], copy)
+    own = [
+        copy / "noise.key",
+        copy / "metrics.jsonl",
+        copy / f"metrics.jsonl.{'0f' * 8}",
+        copy / "0_mu=1e-05" / "curves.png",
+    ]
+    kept = [copy / "ckpt" / "notes.txt", copy / "states" / "notes.txt", copy / "metrics.jsonl.bak"]
+    kept += [theirs / "metrics.jsonl", copy / "2024-results" / "metrics.jsonl", copy / "0_mu=1e-05" / "metrics.csv"]
+    for path in (*own, *kept):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    (copy / "1_mu=1").symlink_to(theirs)
+    (copy / "privacy.json").symlink_to(theirs / "metrics.jsonl")
+    report.clear(copy, points=False)
+    report.clear(copy, points=True)
+    Checkpoints(copy / "ckpt", FACTS, PLAN).clear()
+    assert [path for path in own if path.exists()] == []
+    assert [path for path in kept if not path.exists()] == []
+    assert not (copy / "privacy.json").is_symlink()
+    assert sorted(path.name for path in (copy / "ckpt").iterdir()) == ["notes.txt"]
+    assert sorted(path.name for path in (copy / "states").iterdir()) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("name", ["ckpt", "states"])
+def test_folders_that_lead_elsewhere_are_refused_before_anything_is_written(name, tmp_path):
+    folder, theirs = tmp_path / "run", tmp_path / "theirs"
+    folder.mkdir()
+    theirs.mkdir()
+    (folder / name).symlink_to(theirs)
+    with pytest.raises(ValueError, match=rf"{name}' must be a folder, got a symbolic link\. Remove it, or choose"):
+        quiet(folder)
+    assert [path.name for path in folder.iterdir()] == [name]
+    (folder / name).unlink()
+    (folder / "privacy.json").mkdir()
+    with pytest.raises(ValueError, match=r"privacy\.json' must be a file, got a folder\. Remove it, or choose"):
+        quiet(folder)
+    (folder / "privacy.json").rename(folder / "noise.key")
+    with pytest.raises(ValueError, match=r"noise\.key' must be a file, got a folder"):
+        report.check_names(folder, [folder])
+    (folder / "1_mu=1").symlink_to(theirs)
+    with pytest.raises(ValueError, match="1_mu=1' must be a folder, got a symbolic link"):
+        report.check_names(folder, [folder / "0_mu=0", folder / "1_mu=1"])
+
+
 def test_another_run_is_not_taken_for_a_damaged_one(saved):
     with pytest.raises(ValueError, match=r"holds another run\. What differs: method mine, not yours\."):
         restored(saved[0], {"method": "yours"})
@@ -210,6 +319,11 @@ def test_a_manifest_without_a_plan_is_of_an_older_version(saved, tmp_path):
     path.write_text(json.dumps({"sha256": digest} | content))
     with pytest.raises(ValueError, match="older version of jaxfl"):
         restored(copy)
+
+
+def test_facts_of_another_format_are_of_an_older_version(saved):
+    with pytest.raises(ValueError, match="older version of jaxfl"):
+        restored(saved[0], FACTS | {"format": 2})
 
 
 def test_processes_of_other_programs_are_refused(saved, monkeypatch):
@@ -239,7 +353,7 @@ def runs(tmp_path_factory):
 
 
 def snapshot(folder):
-    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")} | {
+    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")} | {
         folder: folder.stat().st_mtime_ns
     }
 
@@ -357,6 +471,61 @@ def test_a_kill_releases_the_folder(tmp_path):
         process.send_signal(signal.SIGKILL)
     own.take(shared=False)
     own.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder", "file", "hard link"])
+def test_a_lock_that_no_run_made_is_neither_written_nor_waited_for(kind, tmp_path):
+    folder, target = tmp_path / "run", tmp_path / "target"
+    folder.mkdir()
+    path = folder / ".lock"
+    if kind != "dangling link":
+        target.write_text("theirs")
+    if kind in ("link", "dangling link"):
+        path.symlink_to(target)
+    elif kind == "hard link":
+        path.hardlink_to(target)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.write_text("theirs")
+    lock = Lock(folder)
+    before = snapshot(folder)
+    lock.take(shared=True)
+    lock.close()
+    with pytest.raises(ValueError, match=r"\.lock.*Remove it, or choose another folder\."):
+        lock.take(shared=False)
+    assert snapshot(folder) == before
+    assert kind == "dangling link" or target.read_text() == "theirs"
+    assert target.exists() == (kind != "dangling link")
+
+
+def test_a_shared_lock_writes_nothing(tmp_path):
+    lock = Lock(tmp_path)
+    lock.take(shared=True)
+    assert list(tmp_path.iterdir()) == []
+    lock.take(shared=False)
+    assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    lock.close()
+    before = snapshot(tmp_path)
+    lock.take(shared=True)
+    lock.close()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_full_disk_leaves_a_lock_that_locks(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    lock, other = Lock(tmp_path), Lock(tmp_path)
+    lock.take(shared=False)
+    with pytest.raises(ValueError, match="is in use by another process"):
+        other.take(shared=True)
+    lock.close()
+    other.take(shared=False)
+    other.close()
 
 
 def test_systems_without_locks_go_without(tmp_path, monkeypatch, caplog):

@@ -1,6 +1,8 @@
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -31,6 +33,14 @@ def test_plan_prints_what_plan_finds(monkeypatch, capsys):
     table = command(monkeypatch, capsys, *words)
     assert f"{found[0].noise_multiplier:.4g}" in table
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_plan_takes_the_limits_of_a_server(monkeypatch, capsys):
+    words = ["plan", "--clients", "2000", "--cohort", "100", "--rounds", "20", "--epsilon", "2", "--as-json"]
+    out = command(monkeypatch, capsys, *words, "--participations", "2", "--separation", "10")
+    found = privacy.plan(clients=2000, cohort=100, rounds=20, epsilon=2.0, participations=2, separation=10)
+    told = [row["noise multiplier"] for row in json.loads(out)["mechanisms"]]
+    assert told == [each.noise_multiplier for each in found]
 
 
 def test_plan_for_a_chip_prints_its_footprint(monkeypatch, capsys, tmp_path):
@@ -104,12 +114,27 @@ def test_every_method_follows_its_settings(name):
     ("text", "named"),
     [
         ("method: [", "config=.*give a YAML file"),
-        ("3", "has 3: give some of population, model"),
-        ("metod: fedavg", "has 'metod': give some of"),
-        ("population: {client: 3}", "population, has 'client': give some of data, clients"),
+        ("3", "has 3. Give some of population, model"),
+        ("metod: fedavg", "has 'metod'. Did you mean 'method'"),
+        ("population: {client: 3}", "population, has 'client'. Did you mean 'clients'"),
+        ("xyz: 1", "has 'xyz'. Give some of population, model"),
         ("method: fedavgg", "method='fedavgg': choose one of"),
         ("{method: fedavg, epsilon: 3}", "epsilon=3: fedavg has no noise"),
-        ("{method: ditto, options: {mu: 3}}", "options='mu': ditto has no such number; it has penalty_weight"),
+        ("{method: ditto, options: {mu: 3}}", "options='mu': ditto has no such number. Give some of penalty_weight"),
+        ("{method: ditto, options: {penalty: 3}}", "options='penalty': .* Did you mean 'penalty_weight'"),
+        ("{method: fedavg, options: {learning_rate: 3}}", "options='learning_rate': fedavg has no such number"),
+        ("options: {model: 3}", "options='model': dp_fedavg_fb has no such number"),
+        ("{epsilon: 3, options: {noise_multiplier: 3}}", "epsilon=3 sets the noise_multiplier"),
+        ("options: 3", "options must be numbers by name, got 3"),
+        ("options: {delta: x}", "options, delta must be a number, got 'x'"),
+        ("rounds: 2020-13-45", "rounds='2020-13-45': give a whole number"),
+        ("rounds: !!timestamp x", "config=.*give a YAML file"),
+        ("rounds: " + "5" * 5000, "config=.*5000 digits"),
+        ("[" * 1000, "config=.*nests too deeply"),
+        ("rounds: !!python/object/apply:os.getcwd []", "config=.*could not determine a constructor"),
+        ("rounds: 3\nrounds: 4", "config=.*'rounds' is there twice"),
+        ("rounds: 1:30", "rounds='1:30': give a whole number"),
+        ("model: no", "model='no': choose one of"),
     ],
 )
 def test_settings_that_do_not_fit_are_told(text, named, tmp_path):
@@ -117,6 +142,145 @@ def test_settings_that_do_not_fit_are_told(text, named, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=named):
         settings.read(settings.Run, path).build(mlp((8, 8, 1), 10, hidden=(4,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("methods: fedavg", "methods must be a list of one or more values, got 'fedavg'"),
+        ("methods: [fedavg, x]", r"methods\[1\]='x': choose one of"),
+        ("epsilons: []", "epsilons must be a list of one or more values"),
+        ("epsilons: [1, a]", r"epsilons\[1\]='a': give a finite number"),
+        ("clips: [1]", r"clips must be a list of 2 values, got \(1,\)"),
+    ],
+)
+def test_settings_of_a_comparison_that_do_not_fit_are_named(text, named, tmp_path):
+    path = tmp_path / "compare.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        settings.read(settings.Compare, path)
+
+
+def test_a_file_has_the_numbers_of_yaml_1_2(tmp_path):
+    path = tmp_path / "run.yaml"
+    text = "local: {learning_rate: 1e-2, momentum: 5E-1}\nepsilon: .inf\nrounds: 010\nclip: 1.5\noptions: {density: .5}"
+    path.write_text(text)
+    found = settings.read(settings.Run, path)
+    assert (found.local.learning_rate, found.local.momentum, found.epsilon) == (0.01, 0.5, math.inf)
+    assert (found.rounds, found.clip, found.options) == (10, 1.5, {"density": 0.5})
+
+
+def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda *given: "ascii")
+    path = tmp_path / "run.yaml"
+    path.write_bytes("rounds: 7  # für die Prüfung\n".encode())
+    assert settings.read(settings.Run, path).rounds == 7
+    path.write_bytes(b"rounds: 7  # \xe9\n")
+    with pytest.raises(ValueError, match=r"config=.*give a YAML file"):
+        settings.read(settings.Run, path)
+
+
+class _StopError(Exception):
+    """Ends a run before its first round."""
+
+
+def asked(monkeypatch, *words):
+    """The settings and the method of a run that a command line asks for."""
+
+    def stop(seed, algorithm, *given, **options):
+        raise _StopError(algorithm)
+
+    seen = []
+    monkeypatch.setattr(cli, "run_folder", lambda out, method, setting, seed: seen.append(setting))
+    monkeypatch.setattr(cli, "simulate", stop)
+    monkeypatch.setattr(sys, "argv", ["jaxfl", "run", "--model", "mlp", *words])
+    with pytest.raises(_StopError) as end:
+        cli.main()
+    return seen[0], end.value.args[0]
+
+
+def test_options_replace_a_file(monkeypatch, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("{method: apfl, population: {alpha: 2.0}, options: {alpha: 0.3, alpha_learning_rate: 1e-2}}")
+    words = ["--config", str(path), "--local.epochs", "1", "--population.clients=7", "--rounds", "3"]
+    found, method = asked(monkeypatch, *words, "--option", "alpha=4e-1", "--option", "delta=1e-6", "--alpha", "0.7")
+    assert (found.local.epochs, found.population.clients, found.rounds) == (1, 7, 3)
+    assert found.population.alpha == 0.7
+    assert found.options == {"alpha": 0.4, "alpha_learning_rate": 0.01, "delta": 1e-6}
+    assert (method.name, method.terms.delta) == ("apfl", 1e-6)
+
+
+@pytest.mark.parametrize(("name", "value"), [("clip", 0.3), ("delta", 0.3), ("alpha", 0.3)])
+def test_a_method_may_have_numbers_that_are_named_as_settings_are(monkeypatch, tmp_path, name, value):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{{method: apfl, options: {{{name}: {value}}}}}")
+    found, method = asked(monkeypatch, "--config", str(path))
+    assert found.options == {name: value}
+    assert found.population.alpha == 0.5
+    assert {"clip": method.mechanism.clip, "delta": method.terms.delta, "alpha": 0.3}[name] == value
+
+
+def test_whole_numbers_of_a_method_stay_whole(monkeypatch):
+    found, method = asked(monkeypatch, "--method", "pfedme", "--option", "inner_steps=3")
+    assert found.options == {"inner_steps": 3}
+    assert method.name == "pfedme"
+
+
+def exit_code():
+    """Run the command as a process does, whose hook gets what the command raises."""
+    try:
+        cli.main()
+    except Exception as error:
+        with pytest.raises(SystemExit) as end:
+            sys.excepthook(type(error), error, error.__traceback__)
+        return end.value.code
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ([], "Expected one of {quickstart, run"),
+        (["runn"], "Unrecognized options: runn. Available subcommands: quickstart, run,"),
+        (["run", "--rounds"], "Missing value for argument '--rounds'"),
+        (["run", "--rounds", "x"], "--rounds: invalid literal"),
+        (["run", "--rounds", "5" * 5000], "--rounds: Exceeds the limit"),
+        (["run", "--rounds", "0"], "rounds=0: give a whole number of at least 1"),
+        (["run", "--learning-rate", "0"], "learning_rate=0.0: give a finite number above 0"),
+        (["run", "--roundz", "3"], "Unrecognized options: --roundz, 3. Perhaps you meant: --rounds"),
+        (["run", "--option", "delta"], "option must be NAME=VALUE, got 'delta'"),
+        (["run", "--option", "delta=x"], "option, delta must be a number, got 'x'"),
+        (["run", "--option", "delta=[["], "option, delta must be a number, got '[['"),
+        (["run", "--option", "=3"], "option must be NAME=VALUE, got '=3'"),
+        (["run", "--config", "/no/such/file"], "config='/no/such/file': [Errno 2]"),
+        (["plan", "--clients", "5" * 5000, "--cohort", "9", "--rounds", "9"], "--clients: no type matching"),
+        (["plan", "--clients", "1" + "0" * 21, "--cohort", "9", "--rounds", "9"], "clients=1" + "0" * 21),
+        (["data", "x"], "name='x': choose one of"),
+        (["report", "/no/such/file"], "folder='/no/such/file' holds no metrics.jsonl"),
+    ],
+)  # fmt: skip
+def test_a_fault_is_one_line_and_exit_code_2(monkeypatch, capsys, words, named):
+    monkeypatch.setattr(sys, "argv", ["jaxfl", *words])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    assert exit_code() == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"error: {named}")
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert len(told.err) < 700
+
+
+@pytest.mark.parametrize("name", ["quickstart", "run", "compare", "plan", "data", "report", "doctor"])
+def test_every_option_has_a_text(monkeypatch, capsys, name):
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as end:
+        cli.parse([name, "--help"])
+    assert end.value.code == 0
+    told = re.sub("[\u2500-\u257f]", "", capsys.readouterr().out)
+    assert "dummy" not in told
+    words = re.sub(r"\(default[^()]*(\([^()]*\))?[^()]*\)|\{[^}]*\}|\[.*\]|\b[A-Z]{3,}\b", "", told)
+    assert not re.findall(r"--[a-z][\w-]*[|, ]*\n *(?=-|$|\n)", words)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -153,7 +317,7 @@ def test_errors_in_the_shell_are_one_line(tmp_path):
     code = "import sys; from jaxfl.cli import main; sys.argv = ['jaxfl', 'data', 'mnist']; main()"
     environment = {**os.environ, "JAXFL_DATA_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("error: data_dir=")
     assert "Traceback" not in done.stderr
 

@@ -12,9 +12,13 @@ import scipy.stats
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import Candidate, Comparison, LocalSGD, compare, grid, simulate, spread
-from jaxfl.algorithms import dp_fedavg, local_only
+from jaxfl.algorithms import dp_fedavg, fedavg, local_only
 from jaxfl.data import hold_out
+from jaxfl.models import mlp
 from jaxfl.privacy import FixedSize, Full, Poisson
+from jaxfl.run.recorder import Result
+from jaxfl.tasks import classification
+from jaxfl.types import Lists
 
 
 def local(rate):
@@ -63,8 +67,8 @@ def test_hold_out_parts_the_training_examples():
         == clients.train[0][: clients.train_size[0]][-last.test_size[0] :].tolist()
     )
     again, other = (hold_out(clients, 0.25, seed=seed) for seed in (3, 4))
-    assert all(map(np.array_equal, tuning, again))
-    assert not np.array_equal(tuning.test, other.test)
+    assert all(map(np.array_equal, jax.tree.leaves(tuning), jax.tree.leaves(again)))
+    assert not np.array_equal(tuning.test.flat, other.test.flat)
 
 
 def test_what_has_no_pair_has_no_difference():
@@ -170,6 +174,7 @@ def test_a_point_that_diverges_loses_and_stops_nothing(monkeypatch):
     methods = {"local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e25, 0.1]})}
     found = compare(methods, small_clients(), rounds=2, seeds=(0,), progress=False)
     assert found.rows[0]["chosen"] == {"rate": 0.1}
+    assert found.tuning[0]["dropped"] == [1.0, 0.0]
 
 
 def test_a_partial_that_fixes_the_noise_is_run_once():
@@ -200,3 +205,262 @@ def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_pat
     assert own["loss"] == pytest.approx(alone.metrics[-1]["loss"], rel=1e-4)
     assert compare(METHODS, clients, folder=tmp_path, **SETTING) == found
     assert Comparison.load(tmp_path / "comparison.json") == found
+
+
+def one_example_each():
+    clients = small_clients()
+    size = np.ones_like(clients.train_size)
+    rows = np.arange(clients.number).reshape(-1, 1)
+    return clients._replace(train=Lists.of(rows), train_size=size)
+
+
+def result(accuracy, *, dropped=0.0, rounds=(1,)):
+    """A result of a run that sends nothing, made by hand."""
+    rows: list[dict[str, Any]] = [{"round": number, "accuracy": accuracy, "epsilon": 0.0} for number in rounds]
+    ledger: Any = None
+    return Result((), (), rows, {}, {}, ledger, {"communicates": False}, dropped=dropped)
+
+
+def swept(monkeypatch, outcome):
+    """Let `outcome(rate, seed)` make results in place of sweeps; returns the columns of each sweep."""
+    calls = []
+
+    def fake(key, build, values, clients, **options):
+        calls.append(dict(values))
+        found = [outcome(rate, int(jax.random.key_data(k)[-1])) for rate, k in zip(values["rate"], key, strict=True)]
+        if errors := [one for one in found if isinstance(one, Exception)]:
+            raise errors[0]
+        return found
+
+    monkeypatch.setattr("jaxfl.run.compare.sweep", fake)
+    return calls
+
+
+def no_sweep(monkeypatch):
+    def fails(*arguments, **options):
+        raise AssertionError("a round was run")
+
+    monkeypatch.setattr("jaxfl.run.compare.sweep", fails)
+
+
+def alone(rate):
+    return local_only(MODEL, local=local(rate))
+
+
+ALONE = Candidate(alone, {"rate": [0.1, 0.2]}, 1)
+
+
+def raises(rate):
+    return {0.1: alone(rate)}[rate]
+
+
+def other_shape(rate):
+    model = MODEL if rate == 0.1 else mlp((5, 5, 1), 10, hidden=(3,))
+    return local_only(model, local=LocalSGD(optax.sgd(rate), batch_size=int(10 * rate)))
+
+
+def other_metric(rate):
+    model = MODEL._replace(task=classification("f1"))
+    return local_only(model, local=local(rate))
+
+
+def other_epsilon(rate, noise_multiplier):
+    return dp_fedavg(MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate), local=local(0.1))
+
+
+def either(rate):
+    return alone(rate) if rate == 0.1 else fedavg(MODEL, local=LocalSGD(optax.sgd(rate), batch_size=int(10 * rate)))
+
+
+@pytest.mark.parametrize(
+    ("build", "points", "words"),
+    [
+        (raises, {"rate": [0.1, 0.5]}, r"methods\['late'\] at \(rate=0.5\): KeyError: 0.5"),
+        (
+            lambda rate: None,
+            {"rate": [0.1]},
+            r"methods\['late'\] at \(rate=0.1\): (build\(...\)=None: give an algorithm|Type-check)",
+        ),
+        (alone, {"rates": [0.1]}, r"methods\['late'\] at \(rates=0.1\): .*unexpected keyword"),
+        (private, {"rate": [0.1, 0.1], "clip": [1.0, -1.0]}, r"at \(rate=0.1, clip=-1.0\): clip=-1.0: give a number"),
+        (private, {"rate": [0.1, 0.1], "clip": [1.0, np.inf]}, r"at \(rate=0.1, clip=inf\): clip=inf with noise"),
+        (other_shape, {"rate": [0.1, 0.5]}, r"at \(rate=0.5\): model='mlp' takes inputs of shape \(5, 5, 1\)"),
+        (other_metric, {"rate": [0.1]}, r"at \(rate=0.1\): methods must be scored by the same metric, got 'f1'"),
+        (either, {"rate": [0.1, 0.5]}, r"at \(rate=0.5\): points must all send updates or all send none"),
+        (other_epsilon, {"rate": [0.1, 0.5]}, r"methods\['late'\].points=.*different epsilons"),
+    ],
+)
+def test_faults_of_a_later_candidate_are_found_before_the_first_round(build, points, words, monkeypatch):
+    no_sweep(monkeypatch)
+    with pytest.raises((ValueError, TypeError), match=words):
+        compare({"first": ALONE, "late": Candidate(build, points)}, small_clients(), **SETTING)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["comparison.json"], "'comparison.json', a file of a comparison"),
+        (["Report.HTML"], "'report.html', a file of a comparison"),
+        (["config.json"], "a file of"),
+        (["Ckpt"], "a file of"),
+        (["A", "a"], "got 'a' and 'A'"),
+        ([".lock"], "does not begin with a dot"),
+        ([".."], "does not begin with a dot"),
+        (["a/b"], "without slashes"),
+        (["a\0"], "control characters"),
+        ([""], "that a folder can have"),
+        (["a" * 300], "200 bytes"),
+        ([3], "that a folder can have, got 3"),
+    ],
+)
+def test_names_that_a_folder_cannot_hold_beside_our_files_are_refused(names, words):
+    with pytest.raises(ValueError, match=words):
+        compare(dict.fromkeys(names, ALONE), small_clients(), **SETTING)
+
+
+def test_clients_who_can_hold_nothing_out_cannot_choose_a_point(monkeypatch):
+    no_sweep(monkeypatch)
+    options = SETTING | {"epsilons": (math.inf,)}
+    with pytest.raises(ValueError, match=r"validation must hold out .* got 0.2, .*Give other clients as `validation`"):
+        compare({"a": ALONE}, one_example_each(), **options)
+    untested = small_clients()
+    untested = untested._replace(test_size=np.zeros_like(untested.test_size))
+    with pytest.raises(ValueError, match=r"they have no test examples"):
+        compare({"a": ALONE}, small_clients(), validation=untested, **options)
+
+
+def test_a_single_point_needs_no_examples_to_choose_it(monkeypatch):
+    swept(monkeypatch, lambda rate, seed: result(0.5))
+    single = Candidate(lambda rate: fedavg(MODEL, local=local(rate)), {"rate": [0.1]})
+    assert compare({"a": single}, one_example_each(), **SETTING).mean("a", math.inf)[0] == 0.5
+
+
+def test_a_point_without_a_score_or_without_updates_is_never_chosen(monkeypatch, caplog):
+    outcomes = {0.1: result(math.nan), 0.2: result(0.9, dropped=1.0), 0.3: result(0.4, dropped=0.25), 0.4: result(0.3)}
+    swept(monkeypatch, lambda rate, seed: outcomes[rate])
+    found = compare({"a": Candidate(alone, {"rate": [*outcomes]}, 1)}, small_clients(), **SETTING)
+    assert found.tuning[0]["chosen"] == {"rate": 0.3}
+    assert found.tuning[0]["dropped"] == [0.0, 1.0, 0.25, 0.0]
+    assert found.to_markdown().splitlines()[-1] == "| a | 0.400 ± 0.000 (25% of updates dropped) |"
+    for rate, reason in ((0.1, "no score"), (0.2, "all updates dropped")):
+        methods = {"a": Candidate(alone, {"rate": [rate]}, 1), "b": ALONE}
+        outcomes |= {0.1: outcomes[0.1] if rate == 0.1 else result(0.2)}
+        found = compare(methods, small_clients(), **SETTING)
+        assert (found.tuning[0]["chosen"], found.missing[0]["reason"]) == ({}, reason)
+        assert f"| a | {reason} |" in found.to_markdown()
+        assert "methods['a'] at epsilon=inf has no point to choose" in caplog.text
+
+
+def test_a_run_whose_updates_were_all_dropped_has_no_place_in_the_ranking(monkeypatch):
+    swept(monkeypatch, lambda rate, seed: result(0.1, dropped=float(rate == 0.2)))
+    build = lambda rate: fedavg(MODEL, local=local(rate))  # noqa: E731
+    methods = {name: Candidate(build, {"rate": [rate]}) for name, rate in (("good", 0.1), ("lost", 0.2))}
+    found = compare(methods, small_clients(), **SETTING)
+    assert found.to_markdown().splitlines()[-2:] == ["| good | 0.100 ± 0.000 |", "| lost | all updates dropped |"]
+    assert found.differences("good") == []
+    assert math.isnan(found.mean("lost", math.inf)[0])
+    public = compare(methods, small_clients(), report="public", **SETTING)
+    assert [row.get("dropped") for row in public.rows] == [None, None, 1.0, 1.0]
+
+
+def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(monkeypatch, caplog, tmp_path):
+    short = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    together = []
+
+    def fake(key, build, values, clients, **options):
+        together.append(values["rate"])
+        if len(values["rate"]) > 1 or values["rate"] == [0.3]:
+            raise short
+        if values["rate"] == [0.2] and int(jax.random.key_data(key)[0, -1]) == 1:
+            raise MemoryError("Unable to allocate 9 GiB")
+        return [result(values["rate"][0])]
+
+    monkeypatch.setattr("jaxfl.run.compare.sweep", fake)
+    methods = {
+        "a": Candidate(alone, {"rate": [0.1, 0.2, 0.3]}, 1),
+        "b": Candidate(alone, {"rate": [0.3]}, 1),
+        "c": ALONE,
+    }
+    found = compare(methods, small_clients(), folder=tmp_path, **SETTING)
+    assert together[:5] == [[0.1, 0.2, 0.3], [0.1, 0.2], [0.1], [0.2], [0.3]]
+    assert [(row["method"], row["seed"]) for row in found.rows] == [("a", 0), ("c", 0)]
+    assert found.to_markdown().splitlines()[-3:] == [
+        "| a | 0.200 (1 of 2 seeds out of memory, 1 point out of memory) |",
+        "| b | out of memory |",
+        "| c | 0.200 (1 of 2 seeds out of memory) |",
+    ]
+    assert "methods['a'], tuning, points 2 to 2, (rate=0.3): memory does not hold it" in caplog.text
+    assert Comparison.load(tmp_path / "comparison.json").missing == found.missing
+    assert "out of memory" in (tmp_path / "report.html").read_text()
+
+
+def test_other_errors_name_the_candidate_and_the_points(monkeypatch):
+    swept(monkeypatch, lambda rate, seed: RuntimeError("no"))
+    with pytest.raises(RuntimeError) as found:
+        compare({"a": ALONE}, small_clients(), **SETTING)
+    assert "methods['a'], tuning, (rate=0.1), (rate=0.2)" in found.value.__notes__[-1]
+
+
+def test_values_that_decide_shapes_are_compiled_apart(monkeypatch):
+    made = []
+
+    def build(rate, batch_size, model, noise_multiplier):
+        made.append((rate, batch_size))
+        private = LocalSGD(optax.sgd(rate), batch_size=batch_size, epochs=2 if batch_size > 2 else 1)
+        return dp_fedavg(model, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), local=private)
+
+    calls = swept(monkeypatch, lambda rate, seed: result(rate))
+    wide = mlp((8, 8, 1), 10, hidden=(4,))
+    points = grid(rate=[0.1, 0.3], batch_size=[2, 4], model=[MODEL, wide])
+    found = compare({"a": Candidate(build, points)}, small_clients(), **SETTING | {"epsilons": (8.0, math.inf)})
+    assert {type(size) for _, size in made if not isinstance(size, jax.core.Tracer)} == {int}
+    tuning, final = calls[:4], calls[4:]
+    for call in tuning:
+        assert call["rate"] == [0.1, 0.3, 0.1, 0.3]
+        assert call["noise_multiplier"] == [call["noise_multiplier"][0]] * 2 + [0.0] * 2
+        assert call.keys() == {"rate", "noise_multiplier"}
+    assert [call["rate"] for call in final] == [[0.3, 0.3]] * 2
+    assert found.tuning[0]["chosen"] == {"rate": 0.3, "batch_size": 2, "model": "mlp"}
+    assert found.tuning[0]["points"]["model"][:2] == ["mlp", "mlp 2"]
+    assert found.tuning[0]["scores"]["1"] == [0.1] * 4 + [0.3] * 4
+
+
+def test_numbers_that_a_program_leaves_open_share_one_as_before(monkeypatch):
+    calls = swept(monkeypatch, lambda rate, seed: result(rate))
+    candidate = Candidate(private, grid(rate=[0.1, 1], clip=[1.0, 2]))
+    found = compare({"a": candidate}, small_clients(), **SETTING)
+    assert len(calls) == 1 + len(SETTING["seeds"])
+    assert calls[0]["rate"] == [0.1, 0.1, 1.0, 1.0] * 2
+    assert found.tuning[0]["chosen"] == {"rate": 1, "clip": 1.0}
+
+
+def test_grids_keep_whole_numbers_and_take_any_values():
+    found = grid(rate=np.array([0.1, 0.3]), epochs=range(1, 3), noise=["grid", None])
+    assert found["epochs"] == [1, 1, 2, 2] * 2
+    assert {type(value) for value in found["epochs"]} == {int}
+    assert found["rate"] == [0.1] * 4 + [0.3] * 4
+    assert found["noise"] == ["grid", None] * 4
+    for axis, words in (([], "one value"), ("text", "list of values"), ([math.nan], "NaN"), (1, "list of values")):
+        with pytest.raises((TypeError, ValueError), match=words):
+            grid(a=axis)
+
+
+def test_differences_are_paired_by_seed_where_seeds_are_missing():
+    rows = [row("A", 1.0, 1, 0.9), row("A", 1.0, 2, 0.5), row("B", 1.0, 0, 0.1), row("B", 1.0, 1, 0.4)]
+    (found,) = MADE._replace(rows=rows).differences("B")
+    assert found["difference"] == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+def test_a_point_of_another_batch_size_is_the_run_of_that_size():
+    def build(batch_size):
+        return local_only(MODEL, local=LocalSGD(optax.sgd(0.1), batch_size=batch_size))
+
+    clients, others = small_clients(), hold_out(small_clients(), 0.4, seed=5)
+    found = compare(
+        {"a": Candidate(build, {"batch_size": [2, 5]}, 2)}, clients, validation=others, **SETTING | {"seeds": (0,)}
+    )
+    for column, size in enumerate((2, 5)):
+        run = simulate(100, build(size), others, rounds=2, eval_every=1, progress=False)
+        scores = [by_point[column] for by_point in found.tuning[0]["scores"].values()]
+        assert scores == pytest.approx([metrics["accuracy"] for metrics in run.metrics])

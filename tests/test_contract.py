@@ -21,7 +21,7 @@ from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms import Mechanism, PrivateMask
 from jaxfl.privacy.sampling import Full
 from jaxfl.run.simulate import _Run, simulate
-from jaxfl.types import Algorithm
+from jaxfl.types import Algorithm, Lists
 
 KEY = jax.random.key(7)
 ROUNDS = 3
@@ -116,7 +116,9 @@ def test_order_of_clients_changes_nothing():
     clients = small_clients()
     order = np.random.default_rng(0).permutation(clients.number)
     permuted = clients._replace(
-        train=clients.train[order], train_size=clients.train_size[order], test_size=clients.test_size[order]
+        train=Lists.of([clients.train[i] for i in order]),
+        train_size=clients.train_size[order],
+        test_size=clients.test_size[order],
     )
     assert_close(run(algorithm, clients)[0], run(algorithm, permuted)[0])
 

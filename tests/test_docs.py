@@ -1,14 +1,18 @@
 """What the documentation needs no build for: names, pages and links."""
 
+import contextlib
+import functools
+import importlib
 import pathlib
 import re
 import runpy
+import shlex
 
 import pytest
 from algorithms_table import ALGORITHMS
 
 import jaxfl
-from jaxfl import algorithms, callbacks, data, models, privacy, tasks
+from jaxfl import algorithms, callbacks, cli, data, models, privacy, tasks
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = runpy.run_path(str(ROOT / "docs/_ext/methods.py"))["PAGES"]
@@ -41,7 +45,12 @@ def test_the_reference_has_every_public_name_once():
 
 
 def test_the_reference_has_nothing_else():
-    of_those = {"run.simulate.RunOptions", "privacy.planning.Plan", "privacy.accounting.Epsilon"}  # taken or given
+    of_those = {
+        "types.Lists",
+        "run.simulate.RunOptions",
+        "privacy.planning.Plan",
+        "privacy.accounting.Epsilon",
+    }  # taken or given
     assert set(LISTED) <= public() | of_those
 
 
@@ -55,6 +64,34 @@ def test_every_method_is_on_one_page():
 def test_a_page_names_what_exists(page):
     assert set(page.rows or ()) <= set(ALGORITHMS)
     assert set(page.measured) <= MADE["results"]
+
+
+EXECUTED = [path for path in DOCUMENTS if "{code-cell}" in path.read_text()]
+COMMANDS = [
+    (path, words)
+    for path in DOCUMENTS
+    for words in re.findall(r"^(?:.*`)?jaxfl ((?:quickstart|run|compare|report|plan|data|doctor)\b[^`\n|]*)(?:$|`)",
+                            path.read_text(), re.MULTILINE)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "words"), COMMANDS, ids=lambda value: str(value).rpartition("/")[2])
+def test_a_documented_command_fits(path, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "--config" in words:
+        cells = re.findall(r"^```\{code-cell\}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        exec(next(cell for cell in cells if ".yaml" in cell), {})
+    cli.parse(shlex.split(words))
+
+
+@pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
+def test_an_executed_cell_shows_all_that_it_prints_and_its_failure_ends_the_build(path):
+    text = path.read_text()
+    assert not re.findall(r"(?:remove|hide)-(?:cell|output|std)|raises-exc|skip-exec|--no-raise-error|%%capture", text)
+    assert not re.findall(r"^ *!|os\.system|get_ipython", text, re.MULTILINE)  # their exit codes are lost
+    settings = (ROOT / "docs/conf.py").read_text()
+    assert "nb_execution_raise_on_error = True" in settings
+    assert not re.findall(r"nb_output_stderr|nb_execution_allow_errors|nb_remove", settings)
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
@@ -80,3 +117,33 @@ def headings(path):
     """Anchors of a document's headings."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def resolved(name):
+    """What a dotted name leads to, by imports of modules and then by attributes."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        module = ".".join(parts[:count])
+        with contextlib.suppress(ModuleNotFoundError):
+            return functools.reduce(getattr, parts[count:], importlib.import_module(module))
+    raise ModuleNotFoundError(name)
+
+
+def test_modules_of_the_reference_are_imported_by_the_names_that_it_gives():
+    modules = re.findall(r"^\.\. py:module:: (\S+)$", REFERENCE, re.MULTILINE)
+    assert "jaxfl.callbacks" in modules
+    for module in modules:
+        assert importlib.import_module(module).__name__ == module
+    for name in LISTED:
+        module, _, attribute = f"jaxfl.{name}".rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documents_import_and_name_what_exists(path):
+    text = path.read_text()
+    for module, several, one in re.findall(r"^ *from (jaxfl[\w.]*) import (?:\(([^)]*)\)|(.*))", text, re.MULTILINE):
+        for name in re.findall(r"\w+", several or one.partition("#")[0]):
+            resolved(f"{module}.{name}")
+    for name in re.findall(r"`(jaxfl(?:\.\w+)+)[`(]", text):
+        resolved(name)

@@ -15,7 +15,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 from jaxfl.tasks import classification
-from jaxfl.types import Message
+from jaxfl.types import Lists, Message
 
 KEY = jax.random.key(5)
 
@@ -187,7 +187,7 @@ def test_evaluation_equals_a_plain_loop(tests):
     if tests:  # several blocks of batches, the last of them broken
         rows = np.random.default_rng(0).integers(len(clients.labels), size=(clients.number, tests)).astype(np.int32)
         sizes = np.resize(np.array([300, 0, 1, 60, 61, 180, 299], np.int32), clients.number)
-        clients = clients._replace(test=rows, test_size=sizes)
+        clients = clients._replace(test=Lists.of(rows), test_size=sizes)
     algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), epochs=3))
     population = place(clients)
     (server, _), states = initialize(KEY, KEY, algorithm, population)
@@ -197,7 +197,7 @@ def test_evaluation_equals_a_plain_loop(tests):
     hits = np.argmax(logits, axis=1) == clients.labels
     losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(clients.labels)))
     for i in range(clients.number):
-        rows = clients.test[i, : clients.test_size[i]]
+        rows = clients.test[i][: clients.test_size[i]]
         if len(rows) == 0:
             assert np.isnan(scores["accuracy"][i])
             continue

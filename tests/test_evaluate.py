@@ -5,12 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algorithms_table import MODEL, small_clients
+from reference import padded
 
 from jaxfl.algorithms import fedavg
 from jaxfl.engine.evaluate import compile_evaluation, summarize
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import initialize
 from jaxfl.tasks import classification
+from jaxfl.types import Lists
 
 KEY = jax.random.key(7)
 
@@ -18,12 +20,12 @@ KEY = jax.random.key(7)
 def test_a_model_without_finite_outputs_has_no_score_and_no_other_client_notices():
     """Client 1's model is NaN, client 3's infinite, client 4 has a NaN to test on; row 0, where padding points, too."""
     clients = small_clients()
-    test, inputs = np.array(clients.test), np.array(clients.inputs, np.float32) / 255
+    test, inputs = padded(clients.test), np.array(clients.inputs, np.float32) / 255
     size = np.array(clients.test_size)
     size[6] = 2  # the rest of its row is padding
     test[6, 2:] = 0
     inputs[[0, test[4, 1]]] = np.nan
-    clients = clients._replace(inputs=inputs, test=test, test_size=size)
+    clients = clients._replace(inputs=inputs, test=Lists.of(test), test_size=size)
 
     def personalize(key, server, client, data):
         factor = jnp.where(data.size == 4, jnp.nan, 1.0)

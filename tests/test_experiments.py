@@ -256,8 +256,8 @@ def test_validation_and_test_examples_are_never_trained_on():
     setting = methods.SETTINGS["shared"]._replace(clients=10, examples=20, validation=5, test=20)
     digits = load("digits")
     held_out, tested = (methods.clients_of(digits, "shared", setting, 0, held_out=held) for held in (True, False))
-    np.testing.assert_array_equal(*(np.asarray(c.inputs)[c.train] for c in (held_out, tested)))
-    train, test = (np.asarray(held_out.inputs)[rows].reshape(-1, 64) for rows in (held_out.train, held_out.test))
+    np.testing.assert_array_equal(*(np.asarray(c.inputs)[c.train.flat] for c in (held_out, tested)))
+    train, test = (np.asarray(held_out.inputs)[rows.flat].reshape(-1, 64) for rows in (held_out.train, held_out.test))
     assert held_out.test_size.tolist() == [5] * 10
     assert not {row.tobytes() for row in train} & {row.tobytes() for row in test}
 

@@ -25,6 +25,9 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Poisson
 from jaxfl.run import fingerprint
+from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.recorder import Plan
+from jaxfl.types import Lists
 
 KEY = jax.random.key(1)
 UPDATE = "the clients' update"
@@ -77,11 +80,12 @@ def folder(tmp_path_factory):
 
 def changed(name, index, value):
     """The same clients with another value at one place."""
-    clients = small_clients()
-    array = np.array(getattr(clients, name))
+    clients: Any = jax.tree.map(np.copy, small_clients())
+    field = getattr(clients, name)
+    array = field.flat if isinstance(field, Lists) else field
+    assert array[index] != value
     array[index] = value
-    assert not np.array_equal(array, getattr(clients, name))
-    return clients._replace(**{name: array})
+    return clients
 
 
 def other_constant():
@@ -115,9 +119,9 @@ OTHERS: dict[str, Any] = {
     "cohort": ({"algorithm": lambda: method(sampling=Poisson(0.5))}, r"mechanism\.sampling\.rate 0\.6, not 0\.5"),
     "pixel": ({"clients": lambda: changed("inputs", (3, 1, 1, 0), 77)}, "What differs: inputs"),
     "label": ({"clients": lambda: changed("labels", 3, 9)}, "What differs: labels"),
-    "partition": ({"clients": lambda: changed("train", (0, 0), 1700)}, "What differs: the partition"),
+    "partition": ({"clients": lambda: changed("train", 0, 1700)}, "What differs: the partition"),
     "size": ({"clients": lambda: changed("train_size", 0, 8)}, "numbers of training examples"),
-    "tests": ({"clients": lambda: changed("test", (0, 0), 1700)}, "rows of test examples"),
+    "tests": ({"clients": lambda: changed("test", 0, 1700)}, "rows of test examples"),
     "evaluations": ({"eval_every": lambda: 1}, r"evaluations \[2\], not \[1, 2\]"),
     "rounds": ({"rounds": lambda: 1}, "rounds 2, not 1"),
     "devices": ({"devices": lambda: jax.devices()[:1]}, "devices 2, not 1"),
@@ -128,7 +132,8 @@ OTHERS: dict[str, Any] = {
 def test_another_run_is_refused_and_what_differs_is_named(name, folder):
     options, named = OTHERS[name]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
-    with pytest.raises(ValueError, match=f"holds another run.*{named}.*resume='never'"):
+    remedy = "To resume it" if name == "devices" else "resume='never'"
+    with pytest.raises(ValueError, match=f"holds another run.*{named}.*{remedy}"):
         run(folder, **{option: make() for option, make in options.items()})
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
@@ -149,6 +154,27 @@ def test_what_is_in_another_function_changes_no_other_hash(folder):
         "labels",
     ]
     assert fingerprint.differences(facts, facts | {clip: None}) == [clip]
+
+
+@pytest.mark.parametrize(
+    ("stored", "device", "remedy"),
+    [
+        (8, "cpu", "set JAX_NUM_CPU_DEVICES=8 before Python starts"),
+        (1, "cpu", r"set JAX_NUM_CPU_DEVICES=1 before Python starts or give devices=jax.devices\(\)\[:1\]"),
+        (1, "NVIDIA H100", r"give devices=jax.devices\(\)\[:1\]"),
+        (8, "NVIDIA H100", "run it on 8 devices"),
+    ],
+)
+def test_another_number_of_devices_is_refused_with_the_remedy_that_keeps_the_run(stored, device, remedy, tmp_path):
+    plan, facts = Plan(1, [1]), {"method": "mine", "device": device, "devices": stored}
+    Checkpoints(tmp_path / "ckpt", facts, plan).save(1, {"weights": jnp.zeros(3)}, plan)
+    other = Checkpoints(tmp_path / "ckpt", facts | {"devices": 2}, plan)
+    with pytest.raises(ValueError, match=rf"devices {stored}, not 2\. To resume it, {remedy}\. For a new run") as found:
+        other.restore(lambda made: {"weights": jnp.zeros(3)}, lambda *_: None)
+    assert "delete" not in str(found.value)
+    other = Checkpoints(tmp_path / "ckpt", facts | {"devices": 2, "method": "yours"}, plan)
+    with pytest.raises(ValueError, match=r"method mine, not yours; devices .*resume='never'"):
+        other.restore(lambda made: {"weights": jnp.zeros(3)}, lambda *_: None)
 
 
 @pytest.mark.slow

@@ -2,15 +2,19 @@ import logging
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
-from algorithms_table import MODEL, SIZES, small_clients
+from algorithms_table import ALGORITHMS, MODEL, SIZES, small_clients
+from reference import padded
 
+from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine.round import Records
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full
-from jaxfl.run.health import Watch
-from jaxfl.types import Ledger
+from jaxfl.run.health import Watch, _like_weights, remedy
+from jaxfl.types import Ledger, Lists, Message
 
 MAKE: Any = Records  # of host arrays, as a run reads them
 
@@ -24,12 +28,12 @@ def broken_clients(train=(), test=()):
     """Digits as floats; some clients have an example to train or to test on with a NaN or an infinity."""
     clients = small_clients()
     inputs = np.array(clients.inputs, np.float32)
-    own = np.max(clients.train) + 1 + np.arange(C)  # rows of nobody else
-    rows = np.array(clients.test)
+    own = np.max(clients.train.flat) + 1 + np.arange(C)  # rows of nobody else
+    rows = padded(clients.test)
     rows[list(test), -1] = own[list(test)]
     inputs[own[list(test)], 3] = np.inf
-    inputs[[clients.train[i, clients.train_size[i] - 1] for i in train], 5] = np.nan
-    return clients._replace(inputs=inputs, test=rows)
+    inputs[[clients.train[i][-1] for i in train], 5] = np.nan
+    return clients._replace(inputs=inputs, test=Lists.of(rows))
 
 
 def records(dropped, participants, noise=0.0):
@@ -57,7 +61,8 @@ def test_clients_with_broken_data_are_found():
     padding = broken_clients(train=(1, 7), test=(4,))
     inputs = np.array(padding.inputs)
     inputs[0] = np.nan  # where padding points: it is client 0's alone
-    train, test = watch(padding._replace(inputs=inputs, test=padding.test + 50)).broken_data
+    moved = Lists(padding.test.flat + 50, padding.test.start)
+    train, test = watch(padding._replace(inputs=inputs, test=moved)).broken_data
     assert np.flatnonzero(train).tolist() == [0, 1, 7]
 
 
@@ -113,7 +118,7 @@ def test_models_without_finite_scores_are_told_with_their_clients(caplog):
         found.scores([scores(1, 4, 7)], 20)
     assert [r.getMessage() for r in caplog.records] == [
         "run: 3 of 11 tested clients (clients 1, 4, 7) have no finite scores after round 20, which count as "
-        "0; NaN or infinite examples (clients 1, 4): clean them; the others' personal models have "
+        "0; NaN or infinite examples (clients 1, 4): clean them; the others' models have "
         "diverged: lower the learning rate, or clip updates"
     ]
     caplog.clear()
@@ -161,3 +166,72 @@ def test_dropped_updates_are_told_as_soon_as_they_are_a_tenth_and_once(caplog):
     few = watch()
     few.dropped([own], 0, 3)  # 2 of 48
     assert len(caplog.records) == 1
+
+
+def sends_weights_by_mistake(method):
+    """The method with weights in its messages, though its server adds what it gets."""
+
+    def client_update(key, server, client, data):
+        message, client, info = method.client_update(key, server, client, data)
+        return Message(optax.tree.add(server.params, message.update)), client, info
+
+    return method._replace(client_update=client_update)
+
+
+MISTAKEN = {
+    "fedavg": lambda: fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4)),
+    "clipped": lambda: dp_fedavg(MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full()),
+    "adam on the server": lambda: fedavg(MODEL, server_optimizer=optax.adam(0.01)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKEN)
+def test_weights_in_place_of_a_difference_are_named(name, caplog):
+    method = MISTAKEN[name]()
+    simulate(0, method, small_clients(), rounds=1, progress=False)
+    assert "as long as the weights" not in caplog.text
+    simulate(0, sends_weights_by_mistake(method), small_clients(), rounds=1, progress=False)
+    assert caplog.text.count("the updates of the first round are as long as the weights") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fedavg", "feddpa", "ditto", "dp_pfeddsu", "scaffold", "padpfl_paper", "ppsgd"])
+@pytest.mark.parametrize("sgd", [0.1, 3.0])
+def test_what_methods_send_is_not_taken_for_weights(name, sgd, caplog):
+    simulate(0, ALGORITHMS[name](z=0.0, sgd=sgd), small_clients(), rounds=1, progress=False)
+    assert "as long as the weights" not in caplog.text
+
+
+def test_only_steps_along_the_weights_and_of_their_length_look_like_weights():
+    rng = np.random.default_rng(0)
+    old = rng.normal(size=500)
+    other = rng.normal(size=500) * np.linalg.norm(old) / 500**0.5
+    assert _like_weights(old, 2 * old + 0.3 * other, np.linalg.norm(old))
+    assert not _like_weights(old, 2 * old, 0.01 * np.linalg.norm(old))  # growth of a trained model
+    assert not _like_weights(old, old + other, np.linalg.norm(other))
+    assert not _like_weights(old, 0 * old, np.linalg.norm(old))  # decay
+    assert not _like_weights(0 * old, other, np.linalg.norm(other))
+    assert not _like_weights(np.ones(2), 2 * np.ones(2), 2**0.5)
+
+
+def test_the_remedy_of_lost_models_names_indices_that_nothing_has_checked():
+    tokens = small_clients()._replace(inputs=np.zeros((10, 4), np.int32))
+    assert "if clients.inputs index a table, give the model `vocabulary`" in remedy([PLAIN], tokens)
+    known = PLAIN._replace(model=MODEL._replace(vocabulary=5))
+    for method, clients in ((known, tokens), (PLAIN, small_clients())):
+        assert remedy([method], clients) == "lower the learning rate, or clip updates"
+
+
+def test_a_public_report_names_and_counts_no_client(caplog):
+    found = Watch("run", broken_clients(train=(1,), test=(4,)), [PLAIN], public=True)
+    found.scores([scores(1, 4, 7)], 20)
+    found.dropped([records([3, 3], [4, 4])], 0, 2)
+    with pytest.raises(FloatingPointError, match="some updates were not finite"):
+        found.updates(records([3, 3], [3, 3]), 0, 2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "run: some tested clients have no finite scores after round 20, which count as 0; NaN or infinite examples: "
+        "clean them; the others' models have diverged: lower the learning rate, or clip updates",
+        "run: some updates were not finite and were dropped: NaN or infinite training examples: clean them; others "
+        "diverged: lower the learning rate, or clip updates",
+    ]

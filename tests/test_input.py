@@ -18,17 +18,21 @@ import numpy as np
 import optax
 import pytest
 from algorithms_table import MODEL, small_clients
+from flax import nnx
+from reference import padded
 
 import jaxfl
 from experiments.common import cli
 from jaxfl import Message, simulate
 from jaxfl._validate import show
-from jaxfl.algorithms import fedavg
+from jaxfl.algorithms import fedavg, fedrep
 from jaxfl.cli import in_one_line
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.local.train import LocalSGD, _shuffle
-from jaxfl.models import from_flax, lenet, mlp
+from jaxfl.models import from_flax, from_nnx, gru, lenet, lora, mlp, transformer
+from jaxfl.privacy import Mechanism
 from jaxfl.quickstart import Config
+from jaxfl.types import Lists
 
 KEY = jax.random.key(0)
 SOURCE = str(pathlib.Path(jaxfl.__file__).parent)
@@ -89,9 +93,17 @@ def test_the_table_has_every_public_argument():
         assert own <= {*arguments}, name
 
 
-def test_the_table_has_800_cases():
+def test_lists_in_place_of_a_populations_arrays_are_refused_by_field(never_runs):
+    for field, array in small_clients()._asdict().items():
+        values: Any = [own.tolist() for own in array] if isinstance(array, Lists) else array.tolist()
+        clients = small_clients()._replace(**{field: values})
+        with pytest.raises(TypeError, match=f"clients.{field} must be an array, got .*numpy.asarray"):
+            simulate(KEY, fedavg(MODEL), clients, rounds=1, progress=False)
+
+
+def test_the_table_has_10000_cases():
     kinds = [kind for _, arguments in malformed.ROWS.values() for _, kind in arguments.values()]
-    assert sum(len(malformed.bad_values(kind)) for kind in kinds) >= 800
+    assert sum(len(malformed.bad_values(kind)) for kind in kinds) >= 10_000
 
 
 @pytest.mark.parametrize("name", malformed.ROWS)
@@ -121,6 +133,7 @@ INPUTS, LABELS = np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1])
 DATA = from_arrays(INPUTS, LABELS, INPUTS, LABELS)
 LISTS = [[0, 1], [2, 3]]
 CLIENTS = small_clients()
+MATRIX = padded(CLIENTS.train)
 TAKES = "model='mlp' with inputs uint8(8, 8, 1)"
 
 
@@ -152,14 +165,20 @@ def test_a_dataset_with_something_replaced_is_checked(change, named):
         ({"labels": CLIENTS.labels[:-1]}, "clients.labels.shape=(1796,)"),
         ({"labels": CLIENTS.labels - 1}, "clients.labels holds -1"),
         ({"labels": CLIENTS.labels + 1}, "clients.labels go up to 10"),
-        ({"train": CLIENTS.train + 5000}, "clients.train=5000"),
-        ({"train": CLIENTS.train - 1}, "clients.train=-1"),
-        ({"train": CLIENTS.train * 1.0}, "clients.train is float64"),
-        ({"train": CLIENTS.train[0]}, "clients.train is int32 of shape (9,)"),
-        ({"train": CLIENTS.train[:, :0], "train_size": CLIENTS.train_size * 0}, "clients.train has shape (11, 0)"),
+        ({"train": [[0, 1], [2, 3]]}, "clients.train must be an array, got [[0, 1], [2, 3]]"),
+        ({"train_size": [1, 2]}, "clients.train_size must be an array, got [1, 2]"),
+        ({"train": Lists(CLIENTS.train.flat + 5000, CLIENTS.train.start)}, "clients.train=5000"),
+        ({"train": Lists(CLIENTS.train.flat - 1, CLIENTS.train.start)}, "clients.train=-1"),
+        ({"train": MATRIX * 1.0}, "clients.train is float64"),
+        ({"train": MATRIX - 1}, "clients.train=-1"),
+        ({"train": Lists(CLIENTS.train.flat * 1.0, CLIENTS.train.start)}, "clients.train.flat is float64"),
+        ({"train": Lists(CLIENTS.train.flat, -CLIENTS.train.start)}, "clients.train.start=-"),
+        ({"train": Lists(CLIENTS.train.flat, CLIENTS.train.start + 5000)}, "clients.train.start=5000"),
+        ({"train": MATRIX[0]}, "clients.train is int32 of shape (9,)"),
+        ({"train": MATRIX[:, :0], "train_size": CLIENTS.train_size * 0}, "clients.train has shape (11, 0)"),
         ({"train_size": CLIENTS.train_size + 9}, "clients.train_size=9 to 18"),
         ({"train_size": CLIENTS.train_size[:-1]}, "clients.train_size is int32 of shape (10,)"),
-        ({"test": CLIENTS.test[:-1]}, "clients.test is int32 of shape (10, 5)"),
+        ({"test": CLIENTS.test.flat.reshape(11, 5)[:-1]}, "clients.test holds lists of 10 clients: give lists of 11"),
         ({"test_size": -CLIENTS.test_size}, "clients.test_size=-5"),
     ],
 )
@@ -313,6 +332,110 @@ def test_real_rows_come_before_padding_in_64_bits(padded):
     assert found.dtype == jnp.int32
 
 
+@contextlib.contextmanager
+def flags(**values):
+    """Set flags of JAX for a while."""
+    before = {name: getattr(jax.config, name) for name in values}
+    for name, value in values.items():
+        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "NaN and infinity are errors": {"jax_debug_nans": True, "jax_debug_infs": True},
+    "strict promotion": {"jax_numpy_dtype_promotion": "strict"},
+    "no transfers": {"jax_transfer_guard": "disallow"},
+    "no compilation": {"jax_disable_jit": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_a_run_is_the_same_under_flags_of_jax(name, states, caplog):
+    def run():
+        model = mlp((8, 8, 1), 10, hidden=(4,))
+        method = fedrep(model, local=LocalSGD(optax.sgd(0.1), 4), mechanism=Mechanism(clip=1.0, client_noise=0.1))
+        return simulate(0, method, clients, rounds=2, states=states, progress=False)
+
+    clients = small_clients()  # one has no training example, another no test
+    clients = clients._replace(test_size=np.where(np.arange(len(clients.test_size)) == 3, 0, clients.test_size))
+    expected = run()
+    with flags(**FLAGS[name]):
+        found = run()
+    jax.tree.map(np.testing.assert_array_equal, (found.server, found.scores), (expected.server, expected.scores))
+    assert np.flatnonzero(np.isnan(found.scores["loss"])).tolist() == [3]
+    assert ("jax_disable_jit does not apply" in caplog.text) == (name == "no compilation")
+
+
+def test_models_are_built_without_a_transfer_to_a_device():
+    with flags(jax_transfer_guard="disallow"):
+        for model in (mlp((8, 8, 1)), gru(7, 6), from_flax(nn.Dense(3), (4,))):
+            assert model.layers
+
+
+class Positions(nn.Module):
+    """Looks tokens up in a table of 17, and their positions in a table of 6."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        where = nn.Embed(6, 4, name="where")(jnp.broadcast_to(jnp.arange(6), tokens.shape))
+        return nn.Dense(17)(nn.Embed(17, 4, name="what")(tokens) + where)
+
+
+class Looked(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.out = nnx.Embed(17, 4, rngs=rngs), nnx.Linear(4, 17, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.out(self.embed(tokens))
+
+
+NEXT: dict[str, Any] = {"task": jaxfl.tasks.next_token()}
+INDEXED: dict[str, Any] = {
+    "gru": lambda: gru(17, 6),
+    "transformer": lambda: transformer(17, 6, width=8, blocks=1, heads=2),
+    "an embedding of linen": lambda: from_flax(Positions(), (6,), **NEXT),
+    "an embedding of bytes": lambda: from_flax(Positions(), (6,), prepare=lambda x: x.astype(jnp.int32), **NEXT),
+    "an embedding of nnx": lambda: from_nnx(Looked, (6,), vocabulary=17, **NEXT),
+    "an adapted gru": lambda: lora(gru(17, 6), gru(17, 6).init(KEY), rank=1),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_tokens_outside_the_models_table_are_refused_before_anything_compiles(name, never_runs):
+    model = INDEXED[name]()
+    assert model.vocabulary == 17
+    tokens = np.full((5_000, 6), 16)
+    rows = [*np.arange(5_000).reshape(5, -1)]
+
+    def run(inputs):
+        labels = np.zeros((5_000, 6), int)
+        clients = make_clients((inputs, labels, inputs[:0], labels[:0]), rows, [[]] * 5)
+        simulate(KEY, fedavg(model), clients, rounds=1, progress=False)
+
+    for wrong in (17, 22, 200, -1):
+        inputs = np.where(np.arange(5_000)[:, None] == 4_321, wrong, tokens)
+        inputs = inputs.astype(np.uint8 if name == "an embedding of bytes" else np.int64)
+        words = (
+            rf"clients.inputs must lie in \[0, 17\), .*got {255 if wrong < 0 and inputs.dtype == np.uint8 else wrong}"
+        )
+        with pytest.raises(ValueError, match=rf"{words} in row 4321. Correct the data"):
+            run(inputs)
+    with pytest.raises(Reached):
+        run(tokens)
+
+
+def test_inputs_that_index_nothing_are_not_checked(never_runs):
+    prepared = from_flax(Positions(), (6,), prepare=lambda x: x - 100, **NEXT)
+    assert prepared.vocabulary is None
+    assert from_flax(nn.Dense(3), (6,)).vocabulary is None
+
+
 PROGRAM = """
 import jax, numpy as np, optax
 from algorithms_table import ALGORITHMS, small_clients
@@ -362,14 +485,17 @@ def test_a_command_line_that_does_not_fit_is_told_in_words(options, named, monke
     with pytest.raises(SystemExit) as ended:
         cli(Config, None)
     assert ended.value.code == 2
-    assert named in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    told = capsys.readouterr().err
+    assert named in told
+    assert told.count("\n") == 1
 
 
 def test_errors_of_a_command_are_one_line_where_they_are_checks(capsys):
     try:
         from_arrays(INPUTS, LABELS, INPUTS, LABELS, classes=0)
     except ValueError as error:
-        in_one_line(ValueError, error, error.__traceback__)
+        with pytest.raises(SystemExit, match="2"):
+            in_one_line(ValueError, error, error.__traceback__)
     assert capsys.readouterr().err == "error: classes=0: give a whole number of at least 1\n"
     try:
         np.zeros(2).reshape(3)

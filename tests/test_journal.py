@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 
+from jaxfl import files
 from jaxfl.algorithms import fedavg
 from jaxfl.engine.round import Records
 from jaxfl.run import report
@@ -66,7 +67,8 @@ def test_rounds_in_which_nothing_counted_are_no_part_of_a_mean(tmp_path):
 
 
 def test_public_reports_leave_out_exact_numbers(tmp_path):
-    scores = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss", "epsilon"}
+    scores = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"}
+    scores |= {"epsilon", "epsilon_rdp"}
     _, result = finished(tmp_path, public=True)
     rows = [json.loads(line) for line in (tmp_path / report.METRICS).read_text().splitlines()]
     assert all(row.keys() == scores for row in (*result.metrics, *rows))
@@ -76,6 +78,23 @@ def test_public_reports_leave_out_exact_numbers(tmp_path):
     assert result.metrics[0].keys() == scores | set(records().info) - {"loss"} | {"train_loss", "nonfinite"}
     with np.load(tmp_path / report.PER_CLIENT) as found:
         np.testing.assert_array_equal(found["participations"], records().ledger.participants.sum(0))
+
+
+def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
+    """A longer run writes no more for each row; what a kill left of a line is gone with the next row."""
+    calls, path = [], tmp_path / report.METRICS
+    write = files.write_metrics
+    monkeypatch.setattr(files, "write_metrics", lambda *given: calls.append(len(given[1])) or write(*given))
+    journal, _ = finished(tmp_path)
+    assert calls == [1, 3]  # the first row, and all at the end
+    complete = path.read_bytes()
+    path.write_bytes(complete[:-20])
+    other = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), tmp_path)
+    other.restore(journal.recorded, 4, Plan(6, ROUNDS))
+    other.record(MAKE(*(_cut(field, 6) for field in records())), 4, 2)
+    accuracy = np.linspace(0, 1, C, dtype=np.float32)
+    other.evaluated(2, {"accuracy": accuracy, "loss": 1 + accuracy})
+    assert path.read_bytes() == complete
 
 
 def test_a_journal_that_goes_on_has_the_rows_it_had():

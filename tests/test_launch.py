@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
 from jax._src import distributed
+from jax._src.clusters import ClusterEnv
 
 from jaxfl import launch
 from jaxfl.engine import processes
@@ -104,6 +106,127 @@ def test_wrong_options_are_one_line(options, words, capsys):
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+NOT_IN_A_CLUSTER = ("SLURM_", "OMPI_", "CUDA_VISIBLE", "ROCR_VISIBLE", "HIP_VISIBLE", "JAX_PLATFORMS", "JAX_LOCAL")
+
+
+def slurm(tasks, task, nodes=1, **more):
+    """Slurm's variables in a task of a node with so many tasks."""
+    named = {"JOB_ID": "7", "STEP_NODELIST": "n[1-9]", "NTASKS": tasks * nodes, "PROCID": task, "LOCALID": task}
+    return {f"SLURM_{name}": str(value) for name, value in (named | {"STEP_NUM_NODES": nodes} | more).items()}
+
+
+def open_mpi(tasks, task):
+    """Open MPI's variables in a task of a node with so many tasks."""
+    world = {"SIZE": 2 * tasks, "RANK": task, "LOCAL_SIZE": tasks, "LOCAL_RANK": task}
+    uri = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+    return uri | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in world.items()}
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Set a cluster's variables, and the GPUs that a task sees."""
+    for name in os.environ:
+        if name.startswith(NOT_IN_A_CLUSTER):
+            monkeypatch.delenv(name)
+    before = jax.config.values["jax_platforms"]
+    jax.config.update("jax_platforms", None)
+
+    def enter(variables, gpus=None):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        if gpus is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+
+    yield enter
+    jax.config.update("jax_platforms", before)
+
+
+FOUR = "0,1,2,3"
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "mine", "told"),
+    [
+        (slurm(1, 0, nodes=2), FOUR, [0, 1, 2, 3], "tasks: 1, each with 4 of 4 GPUs"),
+        (slurm(1, 0, GPUS_ON_NODE=4), FOUR, [0, 1, 2, 3], "tasks: 1, each with 4 of 4 GPUs"),
+        (slurm(4, 2), FOUR, [2], ""),
+        (slurm(2, 1, nodes=2, STEP_TASKS_PER_NODE="2(x2)"), FOUR, [2, 3], ""),
+        (slurm(2, 0, STEP_TASKS_PER_NODE="4(x2),2", NODEID=2), "GPU-a1,GPU-b2", [0], "tasks: 2, each with 1 of 2 GPUs"),
+        (slurm(4, 3, GPUS_ON_NODE=4), "0", [0], ""),
+        (open_mpi(1, 0), FOUR, [0, 1, 2, 3], "tasks: 1, each with 4 of 4 GPUs"),
+        (open_mpi(2, 1), FOUR, [2, 3], ""),
+    ],
+)
+def test_the_tasks_of_a_node_use_all_of_its_gpus(cluster, capsys, variables, gpus, mine, told):
+    cluster(variables, gpus)
+    assert launch._devices() == mine
+    said = capsys.readouterr().err
+    assert said.partition(": ")[2].strip() == told
+    # What JAX makes of it; left to itself it takes one.
+    found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, mine, None, None)
+    assert found[3] == mine
+    alone = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, None)
+    assert len(alone[3] or ()) == 1
+
+
+def test_gpus_that_no_task_would_use_are_an_error(cluster, capsys):
+    for variables, gpus in ((slurm(3, 0), FOUR), (slurm(1, 0, GPUS_ON_NODE=4), "0"), (open_mpi(8, 0), FOUR)):
+        cluster(variables, gpus)
+        with pytest.raises(SystemExit) as end:
+            launch.main([__file__])
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert "4 GPUs" in said
+        assert "Start one task per node that sees all GPUs, or one task per GPU." in said
+        assert said.count("\n") == 1
+
+
+def test_a_cluster_of_cpus_is_left_to_jax(cluster, capsys):
+    cluster(slurm(2, 0), "")
+    assert launch._devices() is None
+    assert "tasks: 2, each with" in capsys.readouterr().err
+    cluster(slurm(2, 0), FOUR)
+    jax.config.update("jax_platforms", "cpu")
+    assert launch._devices() is None
+
+
+def test_a_choice_of_the_user_stays(cluster, monkeypatch):
+    cluster(slurm(1, 0), FOUR)
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "1")
+    assert launch._devices() is None
+
+
+def test_without_a_cluster_one_line_says_so(cluster, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main([__file__])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "no cluster is detected. Give --processes" in said
+    assert said.count("\n") == 1
+
+
+def test_a_process_joins_with_its_gpus(cluster, monkeypatch):
+    cluster(slurm(2, 1), FOUR)
+    started, joined = [], []
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **options: started.append(a[0]) or Child(**options))
+    assert launch.main([__file__]) == 0
+    monkeypatch.setattr(launch, "_end_after", lambda launcher: None)
+    monkeypatch.setattr(launch, "_run", lambda *given: 0)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: joined.append(options))
+    exec(started[0][2], {})
+    assert joined[0]["local_device_ids"] == [2, 3]
+
+
+def test_the_exit_code_of_a_programs_own_hook_stays(tmp_path, monkeypatch):
+    path = tmp_path / "program.py"
+    path.write_text("import sys\nsys.excepthook = lambda *error: sys.exit(5)\nraise ValueError\n")
+    monkeypatch.setattr(sys, "argv", ["launch", str(path)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(launch, "agree", lambda facts: None)
+    assert launch._run("", None, None) == 5
 
 
 def test_a_port_that_another_run_listens_at_is_refused(capsys):

@@ -4,6 +4,7 @@ import html.parser
 import importlib.util
 import json
 import math
+import os
 import shutil
 
 import numpy as np
@@ -135,7 +136,7 @@ def test_the_page_says_how_it_was_run(run):
 def test_pictures_are_on_the_page_and_beside_it(run):
     folder, _, page = run
     drawn = set(page.texts["text"])
-    assert {"test accuracy", "loss", "ε so far (sums, RDP)", "test accuracy of a client"} <= drawn
+    assert {"test accuracy", "loss", "ε so far (one client, sums)", "test accuracy of a client"} <= drawn
     assert (folder / report.PRINTED).read_bytes().startswith(b"%PDF")
 
 
@@ -257,7 +258,10 @@ def test_methods_of_an_epsilon_are_compared_with_one_that_has_no_noise(tmp_path)
 
 def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
     statement = json.loads((run[0] / report.PRIVACY).read_text())
-    MADE._replace(rows=[row("m", epsilon, 1, 0.5) for epsilon in (1.0, 8.0)]).save(tmp_path / report.COMPARISON)
+    rows = [row("m", epsilon, 1, 0.5) for epsilon in (1.0, 8.0)]
+    for point, own in enumerate(rows):
+        own["run"] = f"m/seed=1/{point}_rate=0.1"
+    MADE._replace(rows=rows).save(tmp_path / report.COMPARISON)
     for seed in (1, 10):
         for point, epsilon in enumerate((1.0, 8.0)):
             folder = tmp_path / "m" / f"seed={seed}" / f"{point}_rate=0.1"
@@ -266,6 +270,10 @@ def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
             (folder / report.PRIVACY).write_text(json.dumps(statement | {"honest": honest}))
     page = Page(write_report(tmp_path))
     assert [rows[0][2] for rows in page.table("protects")] == [1.0, 8.0]
+    outside = tmp_path / "m" / "seed=10"
+    outside.mkdir(exist_ok=True)
+    MADE._replace(rows=[rows[0] | {"run": "../seed=1/1_rate=0.1"}]).save(outside / report.COMPARISON)
+    assert not Page(write_report(outside)).table("protects")
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
@@ -296,3 +304,19 @@ def test_without_matplotlib_a_run_and_its_page_have_no_pictures(tmp_path, monkey
     assert "pip install &#x27;jaxfl[plot]&#x27;" in page
     with pytest.raises(ValueError, match=r"pip install 'jaxfl\[plot\]'"):
         MADE.plot(tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder"])
+def test_a_page_waits_for_no_file_and_needs_only_the_rows(kind, tmp_path):
+    make = os.mkfifo if kind == "fifo" else os.mkdir
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n')
+    (tmp_path / "ckpt" / "3").mkdir(parents=True)
+    (tmp_path / "ckpt" / "3x").mkdir()
+    (tmp_path / "ckpt" / "3x" / "manifest.json").write_text("{}")
+    for name in ("privacy.json", "per_client.npz", "config.json", "comparison.json", "ckpt/3/manifest.json"):
+        make(tmp_path / name)
+    assert Page(write_report(tmp_path)).table("round", "accuracy") == [[[1, 0.5]]]
+    (tmp_path / "metrics.jsonl").unlink()
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"holds no metrics\.jsonl"):
+        write_report(tmp_path)

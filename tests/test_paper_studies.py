@@ -51,7 +51,7 @@ def test_heads_on_an_untrained_extractor_send_nothing_but_zeros():
     bench = Bench(Options(scale="smoke", seeds=(0,)))
     method = bench.build("head alone", noise_multiplier=0.0, clip=1.0)
     server, states = method.init(jax.random.key(0), 1)
-    data = data_of(jax.tree.map(jnp.asarray, bench.clients(5, 0)), 0, 0)
+    data = data_of(jax.tree.map(jnp.asarray, bench.clients(5, 0)), 0, 0, bench.setting.examples)
     message, head, _ = method.client_update(jax.random.key(1), server, jax.tree.map(lambda leaf: leaf[0], states), data)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(message.update))
     assert any(np.any(a != b[0]) for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(states), strict=True))

@@ -1,5 +1,6 @@
 import collections
 import functools
+import hashlib
 import os
 import pathlib
 import secrets
@@ -14,7 +15,7 @@ from jax import Array
 from jaxtyping import Key
 
 from jaxfl import simulate, sweep
-from jaxfl.engine import compilation_cache
+from jaxfl.engine import chunk, compilation_cache
 from jaxfl.types import Algorithm, Clients
 
 PROGRAM = """
@@ -36,11 +37,11 @@ print(seen["cache_misses"], seen["cache_hits"], bits.hex())
 """
 
 
-def run(code: str, **environment: str | None) -> list[list[str]]:
+def run(code: str, before: str = "", **environment: str | None) -> list[list[str]]:
     """Words of the lines that a fresh process prints, where no cache is configured."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "JAXFL_"))}
     own = inherited | {key: value for key, value in environment.items() if value is not None}
-    command = [sys.executable, "-W", "error", "-c", PROGRAM + code]
+    command = [sys.executable, "-W", "error", "-c", before + PROGRAM + code]
     tests = {"PYTHONPATH": os.pathsep.join([*sys.path, str(pathlib.Path(__file__).parent)])}
     done = subprocess.run(command, env=own | tests, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -58,6 +59,11 @@ def test_a_second_process_compiles_nothing_whatever_the_seed(tmp_path):
     assert warm[:2] == ["0", cold[0]]
     assert off[:2] == ["0", "0"]
     assert warm[2] == off[2] != cold[2]  # bit for bit, loaded or compiled
+    folder = tmp_path / "programs"
+    (processor,) = (path for path in folder.iterdir() if path.is_dir())
+    assert len(list(processor.iterdir())) == int(cold[0])
+    compilation_cache.trim(folder, 0)  # knows the names that JAX gives, in a folder that was marked before
+    assert list(processor.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -118,16 +124,108 @@ def test_keys_and_data_are_arguments_of_all_programs(name, compiled):
     assert compiled() == before
 
 
-def test_the_folder_keeps_what_was_used_last(tmp_path):
-    for age, name in enumerate(["a/new", "b/middle", "b/old"]):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(bytes(10))
-        os.utime(path, (1e9 - age, 1e9 - age))
-    compilation_cache.trim(tmp_path, 30)
-    assert len(list(tmp_path.glob("*/*"))) == 3
-    compilation_cache.trim(tmp_path, 29)
-    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["middle", "new"]
-    compilation_cache.trim(tmp_path, 0)
-    assert not list(tmp_path.glob("*/*"))
+def program(folder: pathlib.Path, name: str, *, age: int = 0, processor: str = "0123456789abcdef") -> pathlib.Path:
+    """Write a file of 10 bytes with a name of JAX's, last used at 1e9 seconds less its age."""
+    path = folder / processor / f"jit_{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(bytes(10))
+    os.utime(path, (1e9 - age, 1e9 - age))
+    return path
+
+
+def test_the_folder_keeps_the_programs_that_were_used_last(tmp_path):
+    folder = tmp_path / "programs"
+    compilation_cache.claim(folder)
+    new = program(folder, "new", processor="fedcba9876543210")
+    middle = program(folder, "middle", age=1)
+    old = program(folder, "old", age=2)
+    compilation_cache.trim(folder, 30)
+    assert all(path.exists() for path in (new, middle, old))
+    compilation_cache.trim(folder, 29)
+    assert [path.exists() for path in (new, middle, old)] == [True, True, False]
+    compilation_cache.trim(folder, 0)
+    assert not any(path.exists() for path in (new, middle, old))
     compilation_cache.trim(tmp_path / "absent", 0)
+
+
+@pytest.mark.parametrize("where", ["folder", "above", "link to a marked folder"])
+def test_a_folder_that_others_filled_is_neither_marked_nor_trimmed(where, tmp_path):
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    kept = program(folder, "own")
+    if where == "above":
+        kept = folder / "thesis.tex"
+        kept.write_bytes(bytes(10))
+    elif where == "link to a marked folder":
+        kept.unlink()
+        kept.parent.rmdir()
+        compilation_cache.claim(folder)
+        kept = program(folder, "own")
+        folder = tmp_path / "link"
+        folder.symlink_to(tmp_path / "programs")
+    compilation_cache.claim(folder)
+    compilation_cache.trim(folder, 0)
+    assert kept.exists()
+
+
+def test_only_files_that_jax_wrote_are_trimmed_and_no_link_is_followed(tmp_path):
+    folder = tmp_path / "programs"
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    compilation_cache.claim(folder)
+    own = program(folder, "own")
+    foreign = [
+        program(theirs, "elsewhere"),
+        program(folder, "of no processor", processor="weights"),
+        folder / own.name,
+        own.parent / "model-cache",
+        own.parent / f"{own.name}.bak",
+    ]
+    for path in foreign[2:]:
+        path.write_bytes(bytes(10))
+    (folder / ("f" * 16)).symlink_to(foreign[0].parent)
+    linked = own.parent / foreign[0].name
+    linked.symlink_to(foreign[0])
+    compilation_cache.trim(folder, 0)
+    assert not own.exists()
+    assert all(path.exists() for path in foreign)
+    assert linked.is_symlink()
+
+
+@pytest.mark.parametrize("named", ["~no_such_user/x", "/dev/null/x", "/proc/x"])
+def test_choices_of_chunks_stay_in_memory_where_no_cache_can_be_had(named, monkeypatch):
+    monkeypatch.setenv("JAXFL_CACHE_DIR", named)
+    monkeypatch.setattr(chunk, "_REMEMBERED", {})
+    chunk._remember("one", {"chunk": 3})
+    assert chunk._recall("one") == 3
+    assert chunk._recall("other") is None
+
+
+def test_programs_compile_without_a_word_where_the_cache_cannot_be_made():
+    code = 'print(jax.jit(lambda x: x + 1)(1.0), jax.config.values["jax_compilation_cache_dir"])'
+    assert run(code, JAXFL_CACHE_DIR="/proc/x")[1] == ["2.0", "None"]
+
+
+def test_a_user_without_a_home_imports_the_library():
+    homeless = """
+import os
+import pwd
+
+
+def getpwuid(uid):
+    raise KeyError(uid)
+
+
+pwd.getpwuid = getpwuid
+os.environ.pop("HOME", None)
+"""
+    code = """
+from jaxfl.files import cache_folder
+try:
+    cache_folder()
+except OSError as error:
+    print(error)
+"""
+    (cache, _), message = run(code, before=homeless)
+    assert cache == "None"
+    assert "Set JAXFL_CACHE_DIR" in " ".join(message)

@@ -1,5 +1,9 @@
+import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -26,6 +30,26 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     assert re.search(r"epsilon \d", printed)
     assert (tmp_path / "runs/example/privacy.json").exists()
     assert len((tmp_path / "runs/example/metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_example_prints_what_the_readme_says(tmp_path, devices):
+    stated = re.search(r"prints an accuracy of (\d\.\d+), at an epsilon of (\d+)\.", README.read_text())
+    assert stated is not None
+    # As a user runs it: this process compiles in other ways (see `conftest.py`).
+    ours = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"}
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(README.parent)}
+    program = tmp_path / "example.py"
+    program.write_text(BLOCKS[0])
+    command = [sys.executable, str(program)]
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    accuracy = re.search(r"^0\.\d+$", printed, re.MULTILINE)  # a progress bar comes first
+    assert accuracy is not None
+    assert f"{float(accuracy[0]):.{len(stated[1]) - 2}f}" == stated[1]
+    epsilon = json.loads((tmp_path / "runs/example/privacy.json").read_text())["honest"]["aggregate"]["epsilon"]
+    assert float(stated[2]) - 0.01 < epsilon <= float(stated[2])
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+import os
+
 import jax
 import numpy as np
 import pytest
@@ -59,6 +61,22 @@ def test_lost_rows_are_named(tmp_path):
     with pytest.raises(DamagedError, match=r"rows.bin is missing"):
         store.restore(**store.saved())
     assert not (tmp_path / "rows.bin").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_rows_in_another_kind_of_file_are_damage_and_not_waited_for(kind, tmp_path):
+    store, path = filled(tmp_path), tmp_path / "rows.bin"
+    aside = path.rename(tmp_path / "aside")
+    content = aside.read_bytes()
+    if kind == "link":
+        path.symlink_to(aside)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(DamagedError, match=r"rows\.bin"):
+        Store(tmp_path, LIKE, 6).restore(**store.saved())
+    assert aside.read_bytes() == content
 
 
 def test_states_without_leaves_need_no_file(tmp_path):

@@ -14,12 +14,14 @@ from test_contract import KEY as KEY_OF_RUNS
 from test_contract import ROUNDS, assert_close, run
 
 import jaxfl
-from jaxfl import tasks
+from jaxfl import callbacks, tasks
 from jaxfl.algorithms import dp_fedavg, dp_fedavg_fb, fedavg, feddpa
 from jaxfl.data import from_arrays, iid, make_clients
-from jaxfl.models import from_flax
+from jaxfl.local.train import LocalSGD
+from jaxfl.models import from_flax, gru
 from jaxfl.privacy import DPSGD, Poisson
 from jaxfl.privacy.accounting import epsilon, planned_ledger
+from jaxfl.run.check import check_algorithm
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -31,7 +33,7 @@ def score(metric, outputs, labels, batches=3):
     for o, y in zip(np.array_split(outputs, batches), np.array_split(labels, batches), strict=True):
         o, y = np.concatenate([o, np.full_like(o[:1], np.nan)]), np.concatenate([y, y[:1]])
         sums = metric.sums(jnp.asarray(o), jnp.asarray(y), (jnp.arange(len(y)) < len(y) - 1).astype(jnp.float32))
-        total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        total = metric.merge(jax.tree.map(jnp.zeros_like, sums) if total is None else total, sums)
     return float(metric.value(total))
 
 
@@ -167,24 +169,134 @@ def own(**changes: Any):
         "loss": lambda o, y: (o[:, 0] - y) ** 2,
         "metrics": {"error": tasks.average(lambda o, y: abs(o[:, 0] - y))},
     }
-    return jaxfl.Task("own", **(good | changes))
+    return lambda: jaxfl.Task("own", **(good | changes))
 
 
 @pytest.mark.parametrize(
     ("task", "words"),
     [
         (own(loss=lambda o, y: jnp.mean(o)), "one loss per example"),
-        (own(metrics={"loss": tasks.average(lambda o, y: o[:, 0])}), "name already"),
-        (own(metrics={"epsilon": tasks.average(lambda o, y: o[:, 0])}), "name already"),
-        (own(metrics={"error": lambda o, y: o[:, 0]}), "Metric"),
         (own(metrics={"error": jaxfl.Metric(lambda o, y, w: (o[:, 0], w))}), "single number"),
         (own(metrics={}), "metrics"),
     ],
 )
 def test_a_task_of_your_own_is_checked(task, words):
     _, clients = data_of("regression")
+    model = from_flax(nn.Dense(1), (6,), task=task())
     with pytest.raises((ValueError, TypeError), match=words):
-        jaxfl.simulate(KEY, fedavg(from_flax(nn.Dense(1), (6,), task=task)), clients, rounds=1, progress=False)
+        jaxfl.simulate(KEY, fedavg(model), clients, rounds=1, progress=False)
+
+
+ERROR = tasks.average(lambda o, y: o[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"loss": ERROR}, "reports have 'loss' already"),
+        ({"epsilon": ERROR}, "reports have 'epsilon' already"),
+        ({"test_size": ERROR}, "reports have 'test_size' already"),
+        ({"error": ERROR, "error_std": ERROR}, "reports have 'error_std' already"),
+        ({"error": ERROR, "error_examples": ERROR}, "reports have 'error_examples' already"),
+        ({"top 5": ERROR}, "identifier, got 'top 5'"),
+        ({3: ERROR}, "identifier, got 3|Type-check"),  # annotations are checked first in tests
+        ({"error": lambda o, y: o[:, 0]}, "must be a Metric|Type-check"),
+    ],
+)
+def test_metrics_are_checked_where_a_task_is_made(metrics, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        own(metrics=metrics)()
+
+
+def test_any_identifier_is_a_name_of_a_metric_in_every_report(tmp_path):
+    names = ("file", "allow_pickle", "args", "path", "self")
+    task = own(metrics=dict.fromkeys(names, ERROR))()
+    _, clients = data_of("regression")
+    method = fedavg(from_flax(nn.Dense(1), (6,), task=task))
+    log = callbacks.csv(tmp_path / "rows.csv")
+    result = jaxfl.simulate(KEY, method, clients, rounds=1, progress=False, folder=tmp_path / "run", callbacks=[log])
+    with np.load(tmp_path / "run" / "per_client.npz") as written:
+        for name in names:
+            np.testing.assert_array_equal(written[name], result.history[name])
+    assert (tmp_path / "rows.csv").read_text().startswith("round,file,file_std,file_worst10,file_examples,allow_pickle")
+
+
+def test_infos_of_a_method_are_named_by_identifiers():
+    _, clients = data_of("regression")
+    method = fedavg(from_flax(nn.Dense(1), (6,), task=own()()))
+
+    def update(*arguments):
+        message, state, info = method.client_update(*arguments)
+        return message, state, info | {"a/b": info["loss"]}
+
+    with pytest.raises(ValueError, match="info by identifiers, got 'a/b'"):
+        jaxfl.simulate(KEY, method._replace(client_update=update), clients, rounds=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("mean", "std"), [(0.0, 1.0), (288.0, 5.0), (1000.0, 1.0), (30_000.0, 50.0), (48.85, 0.01), (1.7e9, 1e6)]
+)
+@pytest.mark.parametrize("batches", [1, 40])
+def test_r2_keeps_its_digits_where_targets_lie_far_from_0(mean, std, batches):
+    rng = np.random.default_rng(3)
+    labels = (mean + std * rng.normal(size=1000)).astype(np.float32)
+    outputs = (labels + 0.3 * std * rng.normal(size=1000)).astype(np.float32)
+    found = score(tasks.regression("r2").metrics["r2"], outputs[:, None], labels, batches)
+    assert found == pytest.approx(sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 3.0, 1000.1, 2012.0])
+def test_r2_of_equal_targets_is_not_defined(value):
+    labels = np.full(133, value, np.float32)
+    assert np.isnan(score(tasks.regression("r2").metrics["r2"], labels[:, None] + 0.1, labels))
+
+
+def test_r2_of_several_columns_is_that_of_all_errors_over_all_spreads():
+    rng = np.random.default_rng(4)
+    labels = np.array([[5.0, -2000.0]]) + rng.normal(size=(60, 2)) * np.array([[1.0, 3.0]])
+    outputs = labels + rng.normal(size=(60, 2))
+    expected = 1 - np.sum((outputs - labels) ** 2) / np.sum((labels - labels.mean(0)) ** 2)
+    found = score(tasks.regression("r2").metrics["r2"], outputs.astype(np.float32), labels.astype(np.float32))
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_r2_of_a_run_is_scikit_learns():
+    x = np.random.default_rng(5).normal(size=(300, 2)).astype(np.float32)
+    labels = (2000 + x[:, 0]).astype(np.float32)
+    rows = [np.arange(100), np.arange(100, 300)]  # two and four batches of an evaluation
+    clients = make_clients((x, labels, x, labels), rows, rows)
+    model = from_flax(Far(), (2,), task=tasks.regression("r2"))
+    result = jaxfl.simulate(KEY, fedavg(model, local=LocalSGD(optax.sgd(0.0))), clients, rounds=1, progress=False)
+    outputs = 2000 + 0.5 * x[:, 0]
+    expected = [sk.r2_score(labels[own], outputs[own]) for own in rows]
+    np.testing.assert_allclose(result.scores["r2"], expected, atol=1e-3)
+
+
+class Far(nn.Module):
+    """Outputs that know half of the target."""
+
+    @nn.compact
+    def __call__(self, x):
+        return 2000 + 0.5 * x[:, :1] + self.param("bias", nn.initializers.zeros, (1, 1))
+
+
+def test_a_merge_that_changes_the_sums_is_refused():
+    _, clients = data_of("regression")
+    metric = jaxfl.Metric(lambda o, y, w: jnp.sum(w), lambda total: total, merge=lambda a, b: (a, b))
+    task = own(metrics={"error": metric})()
+    with pytest.raises(ValueError, match=r"metrics\['error'\].merge gives sums"):
+        jaxfl.simulate(KEY, fedavg(from_flax(nn.Dense(1), (6,), task=task)), clients, rounds=1)
+
+
+def test_a_negative_label_of_tokens_gets_the_advice_that_fits():
+    tokens = np.ones((8, 6), np.int32)
+    labels = np.where(np.arange(6)[None] < 4, tokens, -100)
+    clients = make_clients((tokens, labels, tokens[:0], labels[:0]), [np.arange(8)], [[]])
+    with pytest.raises(ValueError, match=r"got -100.*task=jaxfl.tasks.next_token\(ignore=-100\)"):
+        jaxfl.simulate(KEY, fedavg(gru(7, 6)), clients, rounds=1, progress=False)
+    model = gru(7, 6, embedding=2, width=2)._replace(task=tasks.next_token(ignore=-100))
+    check_algorithm(fedavg(model), clients, rounds=1)
 
 
 @pytest.mark.parametrize("make", [tasks.classification, tasks.multi_label, tasks.regression, tasks.next_token])

@@ -215,7 +215,7 @@ def most_frequent(clients: Clients) -> float:
     """Mean accuracy of who always answers with a space, the most frequent character of English text."""
     space, labels = shakespeare.CHARACTERS.index(" "), np.asarray(clients.labels)
     shares = []
-    for rows, size in zip(np.asarray(clients.test), np.asarray(clients.test_size)):
+    for rows, size in zip(clients.test, clients.test_size, strict=True):
         found = labels[rows[:size]]
         if (known := found[found >= 0]).size:
             shares.append(np.mean(known == space))

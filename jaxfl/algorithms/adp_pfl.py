@@ -54,7 +54,12 @@ def _check_percentile(name: str, value: Any) -> Any:
 
 
 def _check_threshold(name: str, value: Any) -> Any:
-    return value if traced(value) else float(check_numbers(name, value, axes=(0,), negative=True))
+    if traced(value):
+        return value
+    number = float(check_numbers(name, value, axes=(0,), negative=True))
+    if number >= 1:
+        raise ValueError(f"{name} must be below 1, got {number:g}. Give a number from 0; one below it selects all.")
+    return number
 
 
 @checked(percentile=_check_percentile)
@@ -66,7 +71,7 @@ def fisher_percentile(percentile: Number, square: Square = "examples") -> MaskFn
 
 @checked(threshold=_check_threshold)
 def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
-    """Coordinates whose Fisher information, min-max scaled over all (14), is above tau."""
+    """Select coordinates whose Fisher information, min-max scaled over all to [0, 1] (14), is above tau, below 1."""
 
     def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
         return jax.tree.map(lambda f: f > threshold, normalize_over_all(_FISHER[square](model, params, data)))

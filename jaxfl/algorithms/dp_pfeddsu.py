@@ -36,7 +36,7 @@ def dp_pfeddsu(
     noise_multiplier: Number,
     clip: Number = 0.01,
     density: Number = 0.05,
-    sparse_layers: int = 4,
+    sparse_layers: int | None = None,
     penalty_weight: Number = 0.2,
     mask_source: Literal["broadcast", "local_step", "public_random"] = "broadcast",
     backward_density: Number | None = None,
@@ -61,7 +61,8 @@ def dp_pfeddsu(
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         clip: C.
         density: S, the share of a sparse kernel that is kept; max(1, ceil(S n)) weights of n, ties to the lower index.
-        sparse_layers: how many of the extractor's layers with a kernel are sparse, counted from the last.
+        sparse_layers: how many of the extractor's layers with a kernel are sparse, counted from the last. None: 4, or
+            all of fewer.
         penalty_weight: lambda.
         mask_source: whose weights the mask follows. "broadcast": the server's, public and fixed for the round;
             "local_step": the client's own at every local step; "public_random": none, as a control: a new random mask
@@ -87,6 +88,7 @@ def dp_pfeddsu(
     >>> dp_pfeddsu(mlp((8, 8, 1), 10, hidden=(16,)), sampling=Full(), noise_multiplier=40.0).mechanism.clip
     0.01
     """
+    sparse_layers = _check_layers(model, sparse_layers)
     wider = density if backward_density is None else backward_density
     if not (traced(wider) or traced(density)) and wider < density:
         raise ValueError(f"backward_density={wider!r}: give at least density={density!r}")
@@ -115,7 +117,7 @@ def dp_pfeddsu_paper(
     clients: int,
     clip: Number = 0.01,
     density: Number = 0.05,
-    sparse_layers: int = 4,
+    sparse_layers: int | None = None,
     penalty_weight: Number = 0.2,
     delta: float | None = None,
     claim: float | None = None,
@@ -146,6 +148,7 @@ def dp_pfeddsu_paper(
     >>> type(dp_pfeddsu_paper(network, sampling=Full(), noise_multiplier=40.0, clients=20).mechanism).__name__
     'PrivateMask'
     """
+    sparse_layers = _check_layers(model, sparse_layers)
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         mask = top_k_masks(lax.stop_gradient(params), _sparse(model, params, sparse_layers), density)
@@ -156,6 +159,21 @@ def dp_pfeddsu_paper(
     method = _sparsified(model, mechanism, masks, penalty_weight, private=True, **options)
     rule = "as if the noise were on all weights, whoever's mask they are on"
     return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, None if claim is None else (claim, rule)))
+
+
+def _check_layers(model: Model, number: int | None) -> int:
+    """Return how many layers are sparse at most. A number that is given must fit the model."""
+    if number is None:
+        return 4
+    shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
+    extractor = {name: shapes[name] for name in shapes.keys() - set(model.head)}
+    most = len(_sparse(model, extractor, number))
+    if number > most:
+        raise ValueError(
+            f"sparse_layers must be at most {most}, the layers with a kernel in the extractor of {model.name}, "
+            f"got {number}. Leave it out for 4, or all of fewer."
+        )
+    return number
 
 
 def _sparse(model: Model, params: Params, number: int) -> list[str]:

@@ -169,7 +169,7 @@ def paper_epsilon(
     """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
     mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=sampling)
-    return running_epsilon(mechanism, 1, terms=Terms(delta))(steps)
+    return running_epsilon(mechanism, 1, terms=Terms(delta))(steps).rdp
 
 
 def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: float) -> tuple[int, Poisson]:

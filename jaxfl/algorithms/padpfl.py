@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,6 +15,7 @@ from jaxfl._validate import (
     check_numbers,
     check_positive,
     checked,
+    key_of,
     probability,
     show,
     traced,
@@ -318,7 +318,7 @@ def _exposure(weights: Float[np.ndarray, "..."]) -> float:
 
 def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: float) -> Float[Array, ""]:
     """Norm of the gradient of a client's whole proximal objective: one plain step with all of its examples."""
-    key = jax.random.key(0)  # the order of a single batch
+    key = key_of(0)  # the order of a single batch
     whole = LocalSGD(optax.sgd(1.0), data.padded, steps=1)
     after, _ = whole.train(key, model, params, data, penalty=lambda params: proximal(params, center, mu))
     return jnp.asarray(optax.tree.norm(optax.tree.sub(after, params)))

@@ -240,6 +240,7 @@ def personal_examples(
     steps: int,
     rounds: int,
     optimizer: optax.GradientTransformation = optax.sgd(0.05),
+    examples: int | None = None,
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> DPSGD:
@@ -252,14 +253,15 @@ def personal_examples(
         steps: local steps per round.
         rounds: T.
         optimizer: for the local steps.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        examples: training examples of all clients, for the default delta; None: up to 10,000.
+        delta: failure probability; None: min(1e-5, 1 / (10 examples)).
         accountant: "rdp" asks for more noise than "pld", and takes less time.
 
     >>> private = personal_examples(np.array([1.0, 8.0]), clip=1.0, rate=0.1, steps=10, rounds=2)
     >>> private.noise_multiplier.round(2).tolist()
     [2.1, 0.68]
     """
-    run = {"rate": rate, "steps": steps, "participations": rounds, "clients": len(epsilon), "delta": delta}
+    run = {"rate": rate, "steps": steps, "participations": rounds, "examples": examples, "delta": delta}
     noise = _by_kind(np.asarray(epsilon), lambda budget: calibrate_examples(budget, accountant=accountant, **run))
     return DPSGD(clip=clip, noise_multiplier=noise, rate=rate, steps=steps, optimizer=optimizer)
 

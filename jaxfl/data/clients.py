@@ -1,15 +1,16 @@
-"""Clients: index lists -> one example store and padded rows; its layout over devices."""
+"""Clients: index lists -> one example store and the clients' rows; its layout over devices."""
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Float64, Int, Int32
 
-from jaxfl._validate import check_arrays, check_counts, check_fraction, checked, count_from_0, show
+from jaxfl._validate import check_arrays, check_counts, check_fraction, check_instance, checked, count_from_0, show
 from jaxfl.data.load import Dataset, check_rows, from_arrays
-from jaxfl.types import Clients
+from jaxfl.types import Clients, Lists
 
 
 def _check_data(name: str, value: Any) -> Dataset:
@@ -29,8 +30,9 @@ def make_clients(
 ) -> Clients:
     """Put all examples into one store, training examples first, and give each client its rows.
 
-    The examples are stored once, in their dtype; a client costs only its padded rows. A client may have
-    no examples. Test lists may overlap, training lists may not: an example has one owner.
+    The examples are stored once, in their dtype, as a copy. Without test examples the store is the given array itself,
+    which must then stay as it is, and may be a memory map. A client costs only the numbers of its rows. A client may
+    have no examples. Test lists may overlap, training lists may not: an example has one owner.
 
     Args:
         data: A dataset, or arrays (train inputs, train labels, test inputs, test labels).
@@ -38,7 +40,7 @@ def make_clients(
         test_lists: Rows of the test examples, one array per client.
 
     Returns:
-        Host arrays: store of D = n + m examples, rows [C, N] and [C, M] padded with 0, sizes [C].
+        Host arrays: store of D = n + m examples, lists of the clients' rows, sizes [C].
 
     Raises:
         ValueError: Numbers of lists that differ; lists that are not vectors of whole numbers, go beyond the
@@ -50,8 +52,8 @@ def make_clients(
         >>> train = iid(digits.train_labels, 100, seed=0)
         >>> test = matching(train, digits.train_labels, digits.test_labels, seed=0)
         >>> clients = make_clients(digits, train, test)
-        >>> clients.train.shape, clients.inputs.shape, int(clients.test_size.sum())
-        ((100, 15), (1797, 8, 8, 1), 359)
+        >>> clients.train[0].shape, clients.inputs.shape, int(clients.test_size.sum())
+        ((15,), (1797, 8, 8, 1), 359)
     """
     dataset: Any = data
     if len(train_lists) != len(test_lists) or not len(train_lists):
@@ -59,16 +61,53 @@ def make_clients(
             f"{len(train_lists)} train_lists and {len(test_lists)} test_lists: give one of each per client"
         )
     offset = len(dataset.train_labels)
-    train, train_size = _pad("train_lists", train_lists, offset)
-    test, test_size = _pad("test_lists", test_lists, len(dataset.test_labels))
+    train, train_size = _joined("train_lists", train_lists, offset)
+    test, test_size = _joined("test_lists", test_lists, len(dataset.test_labels))
     _check_owners(train, train_size)
-    inputs = np.concatenate([dataset.train_inputs, dataset.test_inputs])
-    labels = np.concatenate([dataset.train_labels, dataset.test_labels])
-    test = np.where(_real(test, test_size), test + np.int32(offset), np.int32(0))
-    return Clients(inputs=inputs, labels=labels, train=train, train_size=train_size, test=test, test_size=test_size)
+    inputs = _stacked(dataset.train_inputs, dataset.test_inputs)
+    labels = _stacked(dataset.train_labels, dataset.test_labels)
+    trained = Lists.cut(train, train_size)
+    tested = Lists.cut(test + np.int32(offset), test_size)
+    return Clients(inputs, labels, trained, train_size, tested, test_size)
 
 
-@checked(share=functools.partial(check_fraction, one=False), seed=count_from_0)
+def _check_lists(name: str, value: Any) -> Clients:
+    """Require clients, and return them with lists in place of matrices of rows."""
+    return in_lists(check_instance(name, value, (Clients,)))
+
+
+def in_lists(clients: Clients) -> Clients:
+    """Return the clients with lists in place of matrices of rows, without a copy."""
+    train, test = (rows if isinstance(rows, Lists) else Lists.of(rows) for rows in (clients.train, clients.test))
+    return clients._replace(train=train, test=test)
+
+
+def rows_of(lists: Lists, size: Int[np.ndarray, "c"], clients: Any = slice(None)) -> Int[np.ndarray, "r"]:
+    """Return the row numbers of some clients (by default all), one client after the other, without padding.
+
+    They are a view where they are already like this, which matters for a file that is mapped into memory.
+
+    Args:
+        lists: On the host.
+        size: How many row numbers each of these clients has.
+        clients: Which clients, as an index of an array.
+    """
+    start = np.asarray(lists.start)[clients]
+    end = np.cumsum(size, dtype=np.int64)
+    total = int(end[-1]) if len(end) else 0
+    moved = np.repeat(start - (end - size), size)
+    if not total or (moved == moved[0]).all():
+        first = int(moved[0]) if total else 0
+        return np.asarray(lists.flat)[first : first + total]
+    return np.asarray(lists.flat)[np.arange(total) + moved]
+
+
+def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
+    """Return the lists without padding."""
+    return Lists.cut(rows_of(lists, size).astype(np.int32, copy=False), size)
+
+
+@checked(clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0)
 def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
     """Clients whose test examples are a share of their training examples, which they then do not train on.
 
@@ -85,33 +124,39 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     >>> tuning.train_size.tolist(), tuning.test_size.tolist()
     ([3, 1], [2, 0])
     """
-    train, size = np.asarray(clients.train), np.asarray(clients.train_size)
-    real = _real(train, size)
-    shuffled = train
+    size = np.asarray(clients.train_size, np.int32)
+    rows = rows_of(clients.train, size)
     if seed is not None:
-        order = np.argsort(np.where(real, np.random.default_rng(seed).random(train.shape), 2.0), axis=1)
-        shuffled = np.take_along_axis(train, order, axis=1)  # real rows come first
+        rows = rows[np.lexsort((_draws(seed, size), np.repeat(np.arange(len(size)), size)))]
     tested = np.minimum(np.maximum(np.rint(share * size).astype(np.int32), 1), np.maximum(size - 1, 0)).astype(np.int32)
     left = (size - tested).astype(np.int32)
-
-    def rows(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-        columns = np.arange(max(1, count.max()))
-        own = np.take_along_axis(shuffled, np.minimum(start[:, None] + columns, train.shape[1] - 1), axis=1)
-        return np.where(columns < count[:, None], own, 0).astype(np.int32)
-
-    train, test = rows(np.zeros_like(left), left), rows(left, tested)
+    position = np.arange(len(rows)) - np.repeat(np.cumsum(size, dtype=np.int64) - size, size)
+    kept = position < np.repeat(left, size)
+    train, test = Lists.cut(rows[kept], left), Lists.cut(rows[~kept], tested)
     return clients._replace(train=train, train_size=left, test=test, test_size=tested)
 
 
-@checked(own=functools.partial(check_counts, least=0))
+def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
+    """Draw a number for each example: those that a matrix [C, max N] of numbers would have at their places."""
+    generator = np.random.default_rng(seed)
+    widest = int(size.max())
+    found = []
+    for own in size.tolist():
+        found.append(generator.random(own))
+        # The numbers of the padding are skipped, not drawn, so that the time follows the examples.
+        generator.bit_generator.advance(widest - own)  # pyrefly: ignore[missing-attribute]
+    return np.concatenate(found)
+
+
+@checked(clients=_check_lists, own=functools.partial(check_counts, least=0))
 def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
     """Lay clients out so that an equal split of each leading axis gives each device its own clients.
 
     Clients are padded to a multiple of `shards` with empty ones, and block b is the b-th run of
     `C / shards` clients. Block b of the store holds the examples these clients refer to, in their old
-    order, padded with zeros to the length of the longest block; rows are local to the block. An example
-    is copied once per block that refers to it, and not at all if no client does. With one shard
-    the clients are returned unchanged.
+    order, padded with zeros to the length of the longest block. Lists are padded likewise, and their rows and
+    starts are local to the block. An example is copied once per block that refers to it, and not at all if no client
+    does. With one shard, the store is not copied, and lists lose their padding.
 
     Args:
         clients: Clients over one store, as `make_clients` returns them.
@@ -126,15 +171,18 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         >>> inputs, labels = np.arange(8.0).reshape(4, 2), np.array([0, 1, 2, 3])
         >>> lists = [np.array([3]), np.array([0, 1])]
         >>> halves = shard(make_clients((inputs, labels, inputs[:0], labels[:0]), lists, [[], []]), 2)
-        >>> halves.labels.tolist(), halves.train.tolist()
-        ([3, 0, 0, 1], [[0, 0], [0, 1]])
+        >>> halves.labels.tolist(), halves.train.flat.tolist(), halves.train.start.tolist()
+        ([3, 0, 0, 1], [0, 0, 0, 1], [0, 0])
     """
+    splits = [(clients.train, np.asarray(clients.train_size)), (clients.test, np.asarray(clients.test_size))]
     if shards == 1:
-        return clients
-    inputs, labels, *fields = map(np.asarray, clients)
-    padded = (np.pad(array, [(0, -len(array) % shards)] + [(0, 0)] * (array.ndim - 1)) for array in fields)
-    blocks = list(zip(*(np.split(array, shards) for array in padded)))
-    kept = [np.unique(np.concatenate([rows[_real(rows, size)] for rows, size in (b[:2], b[2:])])) for b in blocks]
+        train, test = (packed(lists, size) for lists, size in splits)
+        return clients._replace(train=train, test=test)
+    inputs, labels = np.asarray(clients.inputs), np.asarray(clients.labels)
+    per_block = -(-clients.number // shards)
+    of_block = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
+    rows = [[rows_of(lists, size[part], part) for part in of_block] for lists, size in splits]
+    kept = [np.unique(np.concatenate(both)) for both in zip(*rows, strict=True)]
     length = max(1, *map(len, kept))
     own = range(shards) if own is None else own
     store = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
@@ -142,15 +190,31 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     for i, b in enumerate(own):
         store[i, : len(kept[b])], names[i, : len(kept[b])] = inputs[kept[b]], labels[kept[b]]
 
-    def local(b: int, rows: np.ndarray, size: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.where(_real(rows, size), np.searchsorted(kept[b], rows), 0).astype(np.int32), size
+    def laid_out(rows: list[np.ndarray], size: np.ndarray) -> tuple[Lists, np.ndarray]:
+        sizes = [np.pad(size[of_block[b]], (0, per_block - len(size[of_block[b]]))) for b in own]
+        local = [np.searchsorted(kept[b], rows[b]) for b in own]
+        return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
 
-    parts = [local(b, *blocks[b][:2]) + local(b, *blocks[b][2:]) for b in own]
-    rows_and_sizes = (np.concatenate(arrays) for arrays in zip(*parts))
-    return Clients(store.reshape(-1, *inputs.shape[1:]), names.reshape(-1, *labels.shape[1:]), *rows_and_sizes)
+    trained, tested = (laid_out(own_rows, size) for own_rows, (_, size) in zip(rows, splits, strict=True))
+    return Clients(store.reshape(-1, *inputs.shape[1:]), names.reshape(-1, *labels.shape[1:]), *trained, *tested)
 
 
-@checked()
+def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], length: int) -> Lists:
+    """Return lists whose arrays split into blocks of equal lengths, one for each device.
+
+    Args:
+        rows: The row numbers in each block.
+        sizes: The clients' numbers of rows in each block, equally many clients in all.
+        length: How many rows a block has room for.
+    """
+    flat = np.zeros((len(rows), max(1, length)), np.int32)
+    for line, own in zip(flat, rows, strict=True):
+        line[: len(own)] = own
+    starts = [Lists.cut(own, size).start for own, size in zip(rows, sizes, strict=True)]
+    return Lists(flat.reshape(-1), np.concatenate(starts).astype(np.int32))
+
+
+@checked(clients=_check_lists)
 def describe(clients: Clients) -> dict[str, int | float]:
     """Number of clients, least, median and largest train and test sizes, and bytes of all arrays.
 
@@ -164,15 +228,16 @@ def describe(clients: Clients) -> dict[str, int | float]:
     for split, size in sizes.items():
         facts |= {f"{split}_min": int(size.min()), f"{split}_median": float(np.median(size))}
         facts |= {f"{split}_max": int(size.max())}
-    return facts | {"bytes": sum(int(array.nbytes) for array in clients)}
+    return facts | {"bytes": sum(int(array.nbytes) for array in jax.tree.leaves(clients))}
 
 
-def _real(rows: np.ndarray, size: np.ndarray) -> Bool[np.ndarray, "C N"]:
-    return np.arange(rows.shape[1]) < size[:, None]
+def _stacked(train: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """Return both arrays in one; without test examples the first itself, which may be a file larger than memory."""
+    return np.concatenate([train, test]) if len(test) else train
 
 
-def _pad(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "C N"], Int32[np.ndarray, "C"]]:
-    """Check the lists against data of that length and pad them with 0 to a width of at least 1."""
+def _joined(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "R"], Int32[np.ndarray, "C"]]:
+    """Check the lists against data of that length, and return their rows one after the other, and their sizes."""
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)
     flat = np.concatenate(arrays)
@@ -182,16 +247,13 @@ def _pad(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray
     if twice.size:
         at = order[twice[0]]
         raise ValueError(f"{name}[{client[at]}] has row {flat[at]} twice: give each row once")
-    padded = np.zeros((len(arrays), max(1, size.max())), np.int32)
-    padded[_real(padded, size)] = flat
-    return padded, size
+    return flat, size
 
 
-def _check_owners(train: np.ndarray, size: np.ndarray) -> None:
-    client, column = np.nonzero(_real(train, size))
-    if not client.size:
+def _check_owners(rows: np.ndarray, size: np.ndarray) -> None:
+    if not rows.size:
         raise ValueError("train_lists are all empty: give at least one client an example")
-    rows = train[client, column]
+    client = np.repeat(np.arange(len(size)), size)
     order = np.argsort(rows, kind="stable")
     twice = np.flatnonzero(np.diff(rows[order]) == 0)
     if twice.size:

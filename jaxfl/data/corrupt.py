@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_array, check_arrays, check_fraction, checked, count_from_0, show
+from jaxfl._validate import check_array, check_arrays, check_fraction, checked, count_from_0, not_empty, show
 from jaxfl.data.load import check_inputs, check_labels, check_rows
 
 
@@ -61,7 +61,7 @@ def salt_and_pepper(
     return corrupt_clients(inputs, check_rows("rows", [rows], len(inputs)), [density], seed=seed)
 
 
-@checked(inputs=_check_pixels, lists=check_arrays, densities=_check_densities, seed=count_from_0)
+@checked(inputs=_check_pixels, lists=not_empty(check_arrays), densities=_check_densities, seed=count_from_0)
 def corrupt_clients(
     inputs: Shaped[np.ndarray, "D ..."], lists: Sequence[np.ndarray], densities: Sequence[float], *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:
@@ -102,7 +102,7 @@ def corrupt_clients(
     return noisy
 
 
-@checked(labels=check_labels, rows=check_array)
+@checked(labels=not_empty(check_labels), rows=check_array)
 def flip_labels(labels: np.ndarray, rows: np.ndarray, *, classes: int) -> np.ndarray:
     """Labels whose given rows say K - 1 - k in place of k: clients that lie by their data.
 

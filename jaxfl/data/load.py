@@ -12,7 +12,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,13 +20,15 @@ import numpy as np
 from jaxtyping import Float32, Int32, Integer
 
 from jaxfl._validate import check_array, check_choice, check_path, checked
-from jaxfl.files import cache_folder, replacing
+from jaxfl.files import cache_folder, opened, replacing
 
 EMNIST = tuple(f"emnist/{config}" for config in ("digits", "balanced", "letters", "byclass", "bymerge", "mnist"))
 NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn_cropped", "emnist", *EMNIST)
 
 _CACHE_FORMAT = 1
 _BLOCK = 4096
+_MOST_CLASSES = 2**24
+"""Labels are counted by class, and outputs are one for each class; larger labels are other numbers by mistake."""
 
 
 class Dataset(NamedTuple):
@@ -89,20 +91,28 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
 def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     """Finite numbers in at most 32 bits."""
     if np.issubdtype(values.dtype, np.integer):
-        if values.dtype.itemsize < 4:
+        if values.dtype.itemsize < 4 or values.dtype == np.int32:
             return values
-        wide = values[(values < np.iinfo(np.int32).min) | (values > np.iinfo(np.int32).max)]
-        if wide.size:
-            raise ValueError(f"{name} holds {wide[0]}: give whole numbers of 32 bits")
+        for part in _parts(values):
+            wide = part[(part < np.iinfo(np.int32).min) | (part > np.iinfo(np.int32).max)]
+            if wide.size:
+                raise ValueError(f"{name} holds {wide[0]}: give whole numbers of 32 bits")
         return values.astype(np.int32, copy=False)
     if not np.issubdtype(values.dtype, np.floating):
         raise ValueError(f"{name}.dtype={values.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)")
     with np.errstate(over="ignore"):
         values = values.astype(np.float32, copy=False)
-    bad = ~np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
+    axes = tuple(range(1, values.ndim))
+    bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in _parts(values)])
     if bad.any():
         raise ValueError(f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them")
     return values
+
+
+def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield consecutive rows of an array of any length, which may be a file that is larger than memory."""
+    for start in range(0, max(1, len(values)), _BLOCK):
+        yield values[start : start + _BLOCK]
 
 
 def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
@@ -224,6 +234,9 @@ def from_arrays(
     train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
+    if classes is None and largest >= _MOST_CLASSES:
+        which = "train_labels" if train_labels.max() == largest else "test_labels"
+        raise ValueError(f"{which} must be below {_MOST_CLASSES}, got {largest}. Number the classes from 0.")
     classes = classes or largest + 1
     return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes, name, owner, test_owner)
 
@@ -243,7 +256,7 @@ def _digits() -> Dataset:
 def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
     """The folder of the highest prepared version of `name`."""
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
-    root = Path(named or "~/tensorflow_datasets").expanduser().absolute()
+    root = Path(os.path.expanduser(named or "~/tensorflow_datasets")).absolute()
     versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]
     versions = [folder for folder in versions if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)]
     if not versions:
@@ -343,25 +356,26 @@ def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     return arrays
 
 
-def _cache_file(name: str, folder: Path) -> Path:
+def _cache_file(name: str, folder: Path) -> str:
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
     facts = (_CACHE_FORMAT, name, folder.name, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    return cache_folder() / f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
+    return f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
-def _read_cache(path: Path) -> dict[str, Any] | None:
+def _read_cache(cached: str) -> dict[str, Any] | None:
     """The cached arrays; None where there are none, or they are damaged (a zip file checks itself)."""
     try:
-        with open(path, "rb") as raw, np.load(raw) as file:
+        with opened(cache_folder() / cached) as raw, np.load(raw) as file:
             return {field: file[field] for field in (*Dataset._fields[:4], "classes")}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error):
         return None
 
 
-def _write_cache(path: Path, arrays: dict[str, Any]) -> None:
-    """Write all or nothing; a folder that cannot be written is no error."""
+def _write_cache(cached: str, arrays: dict[str, Any]) -> None:
+    """Write all or nothing; a folder that cannot be had or written is no error."""
     with contextlib.suppress(OSError):
+        path = cache_folder() / cached
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)

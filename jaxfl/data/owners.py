@@ -3,12 +3,12 @@
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import checked
+from jaxfl._validate import checked, not_empty
 from jaxfl.data.load import check_labels
 from jaxfl.data.partition import Rows, lists_of
 
 
-@checked(owner=check_labels, test_owner=check_labels)
+@checked(owner=not_empty(check_labels), test_owner=check_labels)
 def by_owner(
     owner: Shaped[np.ndarray, "n"], test_owner: Shaped[np.ndarray, "m"] | None = None, *, least: int = 1
 ) -> tuple[Rows, Rows]:

@@ -14,14 +14,23 @@ from typing import Any, Literal, TypeAlias, overload
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
-from jaxfl._validate import check_arrays, check_count, check_counts, check_fraction, checked, count_from_0, show
+from jaxfl._validate import (
+    check_arrays,
+    check_count,
+    check_counts,
+    check_fraction,
+    checked,
+    count_from_0,
+    not_empty,
+    show,
+)
 from jaxfl.data.load import check_labels, check_rows, check_targets
 
 Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
 """The rows of each client."""
 
 
-@checked(labels=check_targets, seed=count_from_0)
+@checked(labels=not_empty(check_targets), seed=count_from_0)
 def iid(labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: int | None = None) -> Rows:
     """Deal examples at random; sizes differ by at most one.
 
@@ -65,7 +74,7 @@ def by_sizes(labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.
     return lists_of(owner, len(sizes))
 
 
-@checked(labels=check_labels, seed=count_from_0, minimum=count_from_0)
+@checked(labels=not_empty(check_labels), seed=count_from_0, minimum=count_from_0)
 def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, seed: int, minimum: int = 0) -> Rows:
     """Split each class over the clients in proportions drawn from a symmetric Dirichlet(alpha).
 
@@ -100,14 +109,14 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
         )
     rng = np.random.default_rng(seed)
     owner = np.full(len(labels), -1)
-    for k in _classes(labels):
+    for k in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == k))
         ends = np.rint(np.cumsum(_proportions(rng, clients, alpha)) * len(rows)).astype(int)
         owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
     return lists_of(_top_up(rng, owner, clients, minimum), clients)
 
 
-@checked(labels=check_labels, size=check_count, seed=count_from_0)
+@checked(labels=not_empty(check_labels), size=check_count, seed=count_from_0)
 def dirichlet_by_client(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, size: int, seed: int) -> Rows:
     """Give each client as many examples, of classes in proportions of its own from a symmetric Dirichlet(alpha).
 
@@ -136,7 +145,7 @@ def dirichlet_by_client(labels: Shaped[np.ndarray, "D"], clients: int, alpha: fl
     if clients * size > len(labels):
         raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
     rng = np.random.default_rng(seed)
-    rows = [rng.permutation(np.flatnonzero(labels == k)) for k in _classes(labels)]
+    rows = [rng.permutation(np.flatnonzero(labels == k)) for k in np.unique(labels)]
     left = np.array([len(own) for own in rows])
     owner = np.full(len(labels), -1)
     for client in range(clients):
@@ -159,7 +168,7 @@ def label_share(
 def label_share(
     labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: np.ndarray
 ) -> tuple[Rows, Rows]: ...
-@checked(labels=check_labels, share=check_fraction, seed=count_from_0, test_labels=check_labels)
+@checked(labels=not_empty(check_labels), share=check_fraction, seed=count_from_0, test_labels=check_labels)
 def label_share(
     labels: Shaped[np.ndarray, "D"],
     clients: int,
@@ -195,7 +204,7 @@ def label_share(
         The set-up of ADP-PFL: "each client gets a random 20 % of the labels".
     """
     rng = np.random.default_rng(seed)
-    classes = _classes(labels)
+    classes = np.unique(labels)
     number = max(1, round(share * len(classes)))
     owned = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1) < number
     while clients * number >= len(classes) and not owned.any(0).all():
@@ -207,7 +216,7 @@ def label_share(
     return train if test_labels is None else (train, matching(train, labels, test_labels, seed=seed))
 
 
-@checked(labels=check_labels, test_labels=check_labels, seed=count_from_0)
+@checked(labels=not_empty(check_labels), test_labels=not_empty(check_labels), seed=count_from_0)
 def classes_per_client(
     labels: Shaped[np.ndarray, "D"],
     test_labels: Shaped[np.ndarray, "M"],
@@ -251,7 +260,7 @@ def classes_per_client(
         Collins et al. 2021, "Exploiting shared representations for personalized federated learning";
         its code needs K to divide `s * clients`.
     """
-    classes = _classes(labels)
+    classes = np.unique(labels)
     check_count("s", s, most=len(classes) if distinct else None)
     rng = np.random.default_rng(seed)
     base, more = divmod(s * clients, len(classes))
@@ -271,7 +280,9 @@ def classes_per_client(
     return train, [np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots]
 
 
-@checked(train_lists=check_arrays, labels=check_labels, test_labels=check_labels, seed=count_from_0)
+@checked(
+    train_lists=not_empty(check_arrays), labels=not_empty(check_labels), test_labels=check_labels, seed=count_from_0
+)
 def matching(
     train_lists: Sequence[np.ndarray],
     labels: Shaped[np.ndarray, "D"],
@@ -284,7 +295,7 @@ def matching(
     Client i, with `n_ik` of the `n_k` owned training examples of class k, gets `m_k n_ik / n_k` of the
     `m_k` test examples, rounded up or down. Shares are rounded up where the client has received too little
     so far, so that its total is near its fair share as well. All test examples of a
-    class that some client owns are dealt.
+    class that some client owns are dealt, and those of other classes are left out.
 
     Args:
         train_lists: Training rows of each client.
@@ -293,7 +304,8 @@ def matching(
         seed: Seed of the split.
 
     Raises:
-        ValueError: Labels that are not whole numbers from 0, or training rows outside `labels`.
+        ValueError: Labels that are not whole numbers from 0, no client, or training rows outside
+            `labels`.
 
     Example:
         >>> labels = np.array([0, 0, 0, 1])
@@ -301,6 +313,8 @@ def matching(
         2
     """
     clients, train_lists = len(train_lists), check_rows("train_lists", train_lists, len(labels))
+    if not clients:
+        raise ValueError("train_lists must have a client, got []. Give the rows of one at least.")
     client = np.repeat(np.arange(clients), [len(rows) for rows in train_lists])
     rows = np.concatenate([np.zeros(0, np.int32), *train_lists])
     rng = np.random.default_rng(seed)
@@ -317,12 +331,6 @@ def matching(
         short[up] -= 1
         owner[pool] = np.repeat(np.arange(clients), whole)
     return lists_of(owner, clients)
-
-
-def _classes(labels: Int32[np.ndarray, "D"]) -> Int32[np.ndarray, "K"]:
-    if not len(labels):
-        raise ValueError("labels is empty: give at least one example")
-    return np.unique(labels)
 
 
 def _check_shards(name: str, labels: np.ndarray, classes: np.ndarray, shards: np.ndarray, remedy: str = "") -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfl._validate import check_choice, check_count, check_positive, checked
+from jaxfl._validate import check_choice, check_count, check_positive, checked, key_of
 from jaxfl.chips import CHIPS, device_of
 from jaxfl.engine.chunk import fitting
 from jaxfl.engine.kernels import step_cost
@@ -74,8 +74,8 @@ def footprint(
     Args:
         chip: one of `jaxfl.chips.CHIPS`.
         algorithm: what a round does.
-        clients: host arrays, or their shapes (`jax.ShapeDtypeStruct`): besides these, only numbers of training
-            examples are read, where they are known.
+        clients: host arrays. Only the numbers of training examples are read, and shapes (`jax.ShapeDtypeStruct`) may
+            stand for all others.
         chunk: clients vectorised at a time; halved where the chip's memory does not hold them.
         trips: how often the loop over local steps runs, and those around it, from the inside; a step then has its
             share of what they do besides. Of `LocalSGD`: steps in a block, blocks in an epoch, epochs.
@@ -106,10 +106,14 @@ def step_flops(algorithm: Algorithm, population: Population) -> float:
 
 
 def described(clients: Clients, device: jax.Device) -> Population:
-    """Clients on a device that need not be there: shapes in place of arrays."""
+    """Clients on a device that need not be there: shapes in place of arrays.
+
+    All have the largest one's capacity, so that a program has each local step once.
+    """
     mesh = Mesh(np.array([device]), ("clients",))
     shapes = _shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
-    return Population(shapes, clients.number, mesh, size=common_size(clients))
+    largest = max(1, int(np.max(clients.train_size)))
+    return Population(shapes, clients.number, mesh, size=common_size(clients), capacities=(largest,))
 
 
 def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
@@ -119,7 +123,7 @@ def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
 
 def _arguments(algorithm: Algorithm, population: Population) -> tuple:
     """Shapes of a call's arguments besides the clients."""
-    key, number = jax.eval_shape(lambda: (jax.random.key(0), jax.numpy.int32(0)))
+    key, number = jax.eval_shape(lambda: (key_of(0), jax.numpy.int32(0)))
     start = functools.partial(first_states, algorithm, population=population)
     center, states = jax.eval_shape(start, key, key)
     shared = _shapes(population.mesh, (key, number, number, center), P())

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from jaxfl.backend import of_mesh
 from jaxfl.engine import processes
-from jaxfl.files import cache_folder, write_json
+from jaxfl.engine.memo import Same, key_of_arrays, remembered
+from jaxfl.files import cache_folder, read, write_json
 
 T = TypeVar("T")
 _LOG = logging.getLogger("jaxfl")
@@ -39,7 +40,13 @@ Build = Callable[[int], functools.partial]
 def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
     """Compile for a chunk, and for the arguments of a call."""
     step = build(chunk)
-    compiled = step.func.lower(*step.args, *arguments, **step.keywords).compile()  # pyrefly: ignore[missing-attribute]
+    program: Any = step.func
+    given = (step.args, arguments, step.keywords)
+
+    def compile_() -> Any:
+        return program.lower(*step.args, *arguments, **step.keywords).compile()
+
+    compiled = remembered(("compiled", Same(program), key_of_arrays(given)), compile_)
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return Program(functools.partial(compiled, *step.args, **step.keywords), chunk, temporary / chunk)
 
@@ -136,7 +143,7 @@ def attempt(work: Callable[[], T], chunk: int) -> T | None:
         return work()
     except jax.errors.JaxRuntimeError as error:
         # Of several processes, all would have to halve.
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         if chunk == 1 or jax.process_count() > 1:
             error.add_note(
@@ -144,6 +151,12 @@ def attempt(work: Callable[[], T], chunk: int) -> T | None:
             )
             raise
         return None
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether an exception says that the host's or a device's memory is too small."""
+    of_device = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return of_device or isinstance(error, MemoryError)
 
 
 def _memory(mesh: Mesh) -> float:
@@ -169,7 +182,7 @@ def _recall(name: str) -> int | None:
     """The remembered chunk; an unreadable file counts as none."""
     if name not in _REMEMBERED:
         try:
-            choice = json.loads((cache_folder() / f"chunk-{name}.json").read_text())
+            choice = json.loads(read(cache_folder() / f"chunk-{name}.json"))
             if type(choice["chunk"]) is not int or choice["chunk"] < 1:
                 return None
             _REMEMBERED[name] = choice

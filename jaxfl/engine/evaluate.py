@@ -13,13 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.mesh import Population, by_capacity, data_of
 from jaxfl.engine.program import Points, compile_for, over_points
 from jaxfl.engine.states import States
 from jaxfl.local.lanes import longest
 from jaxfl.local.train import blocks_of
 from jaxfl.tasks import Metric, average
-from jaxfl.types import Algorithm, Clients, Params, Tree
+from jaxfl.types import Algorithm, Clients, Model, Params, Tree
 
 _BATCH = 64
 """Largest number of examples per forward pass; the loop over them follows the client's own size."""
@@ -36,19 +36,30 @@ are no answer, not even one that is right by chance.
 def compile_evaluation(
     algorithm: Algorithm | Points, population: Population, *, chunk: int = 1
 ) -> functools.partial[PerClient]:
-    """One program `(key, server, states) -> PerClient` over all clients, `chunk` vectorised at a time per device.
+    """One program `(key, server, states, last=0) -> PerClient` over all clients, `chunk` at a time per device.
 
-    For `Points`, all have a leading axis P.
+    `last` is the number of the last round, for what trains at evaluation. For `Points`, all but `last` have a leading
+    axis P.
     """
 
-    def evaluate(clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: States) -> PerClient:
+    def evaluate(
+        clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: States, last: Any = 0
+    ) -> PerClient:
         def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: States) -> PerClient:
             def local(ids: Int[Array, "C"], server: Tree, states: States, clients: Clients) -> PerClient:
+                here = population._replace(clients=clients)
+
                 def score(slot: Int[Array, ""]) -> PerClient:
-                    return _client(algorithm, key, slot, ids[slot], server, states, clients, population.size)
+                    return _client(algorithm, key, slot, ids[slot], server, states, here, last)
 
                 slots = jnp.arange(ids.shape[0])
-                return lax.map(score, slots, batch_size=min(chunk, len(slots)) if chunk > 1 else None)
+                if chunk == 1:
+                    return lax.map(score, slots)
+                # Vectorised clients go on until the largest of them ends, so that those of like size go together.
+                several = max(len(population.capacities), len(population.test_capacities)) > 1
+                order = jnp.lexsort((clients.test_size, clients.train_size)) if several else slots
+                scores = lax.map(score, order, batch_size=min(chunk, len(slots)))
+                return jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores) if several else scores
 
             by_client = P("clients")
             scores = jax.shard_map(
@@ -74,25 +85,41 @@ def _client(
     number: Int[Array, ""],
     server: Tree,
     states: States,
-    clients: Clients,
-    trained: int | None,
+    population: Population,
+    last: Any,
 ) -> PerClient:
-    model, size, data = algorithm.model, clients.test_size[slot], data_of(clients, slot, number, size=trained)
-    metrics = {"loss": average(model.task.loss), **model.task.metrics}
-    params = algorithm.personalize(jax.random.fold_in(key, number), server, states[slot], data)
-    width = max(1, clients.test.shape[1])
-    batch = -(-width // -(-width // _BATCH))  # batches of one size, with little padding
-    blocks, per_block = blocks_of(width, batch)
-    shape = (blocks, per_block, batch)
-    rows = jnp.pad(clients.test[slot], (0, math.prod(shape) - clients.test.shape[1])).reshape(shape)
-    real = (jnp.arange(rows.size) < size).reshape(shape)
+    clients, trained = population.clients, population.size
+
+    def personal(capacity: int) -> Params:
+        data = data_of(clients, slot, number, capacity, index=last, size=trained)
+        return algorithm.personalize(jax.random.fold_in(key, number), server, states[slot], data)
+
+    params = by_capacity(population.capacities, clients.train_size[slot], personal)
+    tested = functools.partial(_tested, algorithm.model, params, clients, slot)
+    return by_capacity(population.test_capacities, clients.test_size[slot], tested)
+
+
+def _tested(model: Model, params: Params, clients: Clients, slot: Int[Array, ""], capacity: int) -> PerClient:
+    """Return the scores of some parameters on a client's test examples, at most `capacity` of them."""
+    metrics, size = {"loss": average(model.task.loss), **model.task.metrics}, clients.test_size[slot]
+    batch = -(-capacity // -(-capacity // _BATCH))  # batches of one size, with little padding
+    per_block = blocks_of(capacity, batch)[1]
+    shape = (per_block, batch)
+
+    def examples_of(number: Int[Array, ""] | int) -> tuple[Array, Array, Bool[Array, "b B"]]:
+        positions = (number * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
+        real = positions < size
+        rows = jnp.where(real, clients.test.flat[jnp.where(real, clients.test.start[slot] + positions, 0)], 0)
+        return clients.inputs[rows], clients.labels[rows], real
 
     def block(number: Int[Array, ""], sums: Tree) -> Tree:
         # Laid out ahead, as in training: in the inner loop XLA would fuse the layout change with the network.
-        x, labels = jax.vmap(model.prepare)(clients.inputs[rows[number]]), clients.labels[rows[number]]
+        inputs, labels, real = examples_of(number)
+        x = jax.vmap(model.prepare)(inputs)
 
         def test(i: Int[Array, ""], sums: Tree) -> Tree:
-            return jax.tree.map(jnp.add, sums, sums_of(params, x[i], labels[i], real[number, i]))
+            own = sums_of(params, x[i], labels[i], real[i])
+            return {name: metric.merge(sums[name], own[name]) for name, metric in metrics.items()}
 
         return lax.fori_loop(0, longest(jnp.minimum(per_block, batches - number * per_block)), test, sums)
 
@@ -100,8 +127,11 @@ def _client(
         outputs, weights = model.apply(params, x), tested.astype(jnp.float32)
         return {name: metric.sums(outputs, labels, weights) for name, metric in metrics.items()}
 
-    first = clients.inputs[rows[0, 0]], clients.labels[rows[0, 0]], real[0, 0]
-    shapes = jax.eval_shape(lambda x, *rest: sums_of(params, model.prepare(x), *rest), *first)
+    def first() -> dict[str, Tree]:
+        inputs, labels, real = examples_of(0)
+        return sums_of(params, model.prepare(inputs[0]), labels[0], real[0])
+
+    shapes = jax.eval_shape(first)
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     batches = -(-size // batch)
     sums = lax.fori_loop(0, longest(-(-batches // per_block)), block, none)

@@ -1,17 +1,32 @@
 """Clients on a mesh of devices: each device holds its own clients, with their examples or all examples."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
 from jaxfl.data.clients import shard
+from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Clients, Rows, StepNoise, Tree
+
+_SMALL = 512
+"""Examples of the largest client up to which all clients have the same program."""
+
+_MOST = 4
+"""Capacities of a population, each of which takes time to compile."""
+
+_OVERHEAD = 256
+"""Positions whose padding costs as much as the start of a client does."""
+
+_WORK = 4
+"""Positions whose padding costs at most as much as one example does that is trained on."""
 
 
 class Population(NamedTuple):
@@ -19,6 +34,8 @@ class Population(NamedTuple):
 
     `frozen` are a model's frozen weights, the whole of them on every device. `size` is the number of training examples
     of every client, where all have as many: of vectorised ones none then waits for another, and loops have one length.
+    `capacities` and `test_capacities` are the numbers of positions that the clients' programs are made for (see
+    `capacities_of`).
     """
 
     clients: Clients
@@ -27,6 +44,8 @@ class Population(NamedTuple):
     layout: P | Clients = P("clients")
     frozen: Tree = ()
     size: int | None = None
+    capacities: tuple[int, ...] = ()
+    test_capacities: tuple[int, ...] = ()
 
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
@@ -63,13 +82,49 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     placed = jax.tree.map(put, in_rows(shard(clients, mesh.size, local)))
-    return Population(placed, clients.number, mesh, size=common_size(clients))
+    return sized(Population(placed, clients.number, mesh), clients)
+
+
+def sized(population: Population, clients: Clients) -> Population:
+    """Return the population with what its programs depend on of the clients' sizes, which are on the host."""
+    trained, tested = (capacities_of(np.asarray(size)) for size in (clients.train_size, clients.test_size))
+    return population._replace(size=common_size(clients), capacities=trained, test_capacities=tested)
 
 
 def common_size(clients: Clients) -> int | None:
-    """The number of training examples of every client; None where they differ, or are not known."""
-    sizes = clients.train_size
-    return int(sizes[0]) if isinstance(sizes, np.ndarray) and len(sizes) and (sizes == sizes[0]).all() else None
+    """The number of training examples of every client; None where they differ."""
+    sizes = np.asarray(clients.train_size)
+    return int(sizes[0]) if (sizes == sizes[0]).all() else None
+
+
+def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
+    """Return the numbers of positions that programs are made for, in ascending order.
+
+    A client has the least one that holds its examples. What a program does by position, such as to put them in
+    order, costs the client its padding. Each further program costs the time to compile it, so that there is one for all
+    unless a further one saves a third of the estimated work of all clients.
+
+    >>> capacities_of(np.array([3, 500, 40]))
+    (500,)
+    >>> capacities_of(np.array([3, 3, 50_000, 2, 1]))
+    (3, 50000)
+    """
+    found = (max(1, int(sizes.max())),)
+    ordered = np.sort(sizes)
+    # The largest size of every half octave.
+    octaves = np.ceil(2 * np.log2(np.maximum(ordered, 1)))
+    candidates = [int(size) for size in ordered[np.flatnonzero(np.diff(octaves))] if size]
+
+    def work(capacities: tuple[int, ...]) -> float:
+        clients = np.diff(np.searchsorted(ordered, capacities, side="right"), prepend=0)
+        return float(clients @ np.array(capacities) + _OVERHEAD * len(ordered) + _WORK * ordered.sum(dtype=np.int64))
+
+    while found[-1] > _SMALL and len(found) < _MOST and candidates:
+        finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
+        if 3 * work(finer) > 2 * work(found):
+            break
+        found = finer
+    return found
 
 
 def in_rows(clients: Clients) -> Clients:
@@ -90,17 +145,31 @@ def _same(tree: Tree) -> Tree:
     return tree
 
 
+def by_capacity(capacities: tuple[int, ...], size: Int[Array, ""] | int, work: Callable[[int], Tree]) -> Tree:
+    """Return `work(capacity)` for the least capacity that holds a client's examples.
+
+    The largest of vectorised clients decides, because all branches would be computed if the index differed by client.
+    """
+    if len(capacities) == 1:
+        return work(capacities[0])
+    level = jnp.sum(size > jnp.array(capacities[:-1]))
+    return lax.switch(longest(level), [functools.partial(work, capacity) for capacity in capacities])
+
+
 def data_of(
     clients: Clients,
     slot: Int[Array, ""] | int,
     number: Int[Array, ""] | int,
+    capacity: int,
     noise: StepNoise | None = None,
     index: Int[Array, ""] | int = 0,
     size: int | None = None,
 ) -> ClientData:
     """What the client in a slot sees, by its number among all, in the round of number `index`.
 
-    `size` is the population's: a constant, where vectorised clients would each have a number of their own.
+    `capacity` is its number of positions, at least its size. `size` is the population's: a constant, where vectorised
+    clients would each have a number of their own.
     """
     own = clients.train_size[slot] if size is None else jnp.int32(size)
-    return ClientData(clients.inputs, clients.labels, clients.train[slot], own, number, noise, index)
+    shared, rows = (clients.inputs, clients.labels), clients.train
+    return ClientData(*shared, rows.flat, own, number, noise, index, rows.start[slot], capacity)

@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -13,6 +14,27 @@ _PATIENCE_SECONDS = 1800
 """How long processes wait for each other."""
 
 _MEETINGS = itertools.count()
+
+
+_T = TypeVar("_T")
+
+
+def by_first(work: Callable[[], _T]) -> _T | None:
+    """Return what `work` returns in process 0, and None in others. All processes raise where process 0 does.
+
+    Raises:
+        OSError, ValueError: in process 0, what `work` raised; in others a ValueError.
+    """
+    problem: OSError | ValueError | None = None
+    result: _T | None = None
+    if jax.process_index() == 0:
+        try:
+            result = work()
+        except (OSError, ValueError) as error:
+            problem = error
+    if largest(problem is not None)[0]:
+        raise problem or ValueError("process 0 of this run has stopped. Read its error.")
+    return result
 
 
 def largest(*values: float | int) -> list[float | int]:

@@ -47,10 +47,15 @@ def initialize(
     key: Key[Array, "*P"], memory_key: Key[Array, "..."], algorithm: Algorithm | Points, population: Population
 ) -> tuple[Center, States]:
     """Server state and mechanism memory, replicated, and client states, on the devices of their clients."""
+    return compile_init(algorithm, population)(key, memory_key)
+
+
+def compile_init(algorithm: Algorithm | Points, population: Population) -> Callable[[Any, Any], tuple[Center, States]]:
+    """Return the program of `initialize`, which reads no arrays of the population."""
     quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
     init = over_points(functools.partial(first_states, population=population), algorithm)
     shardings = _shardings(algorithm, population)
-    return jax.jit(init, out_shardings=shardings, compiler_options=quick)(key, memory_key)
+    return jax.jit(init, out_shardings=shardings, compiler_options=quick)
 
 
 def first_states(
@@ -61,10 +66,12 @@ def first_states(
     if extra := population.clients.number - population.number:  # rows that fill up the mesh: nobody's
         states = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.repeat(leaf[-1:], extra, axis=0)]), states)
 
+    largest = population.capacities[-1]
+
     def sent(clients: Clients) -> Tree:
         client = jax.tree.map(lambda leaf: leaf[0], states)
         noise = None if algorithm.dp_sgd is None else StepNoise(jnp.zeros(()), key)
-        return algorithm.client_update(key, server, client, data_of(clients, 0, 0, noise))[0].update
+        return algorithm.client_update(key, server, client, data_of(clients, 0, 0, largest, noise))[0].update
 
     shapes = functools.partial(jax.eval_shape, sent, population.clients)  # of a client's update
     memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), shapes, population.number)

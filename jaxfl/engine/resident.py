@@ -1,7 +1,7 @@
 """Rounds and evaluations of clients whose states and examples are on the devices."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Literal
 
 import jax
@@ -11,8 +11,9 @@ from jaxtyping import Key
 
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
-from jaxfl.engine.mesh import everywhere, place
-from jaxfl.engine.program import Points, compile_rounds, freeze, initialize
+from jaxfl.engine.memo import described, key_of_method, remembered
+from jaxfl.engine.mesh import Population, everywhere, place
+from jaxfl.engine.program import Points, compile_init, compile_rounds, freeze
 from jaxfl.engine.round import Keys, Records
 from jaxfl.engine.states import States
 from jaxfl.types import Algorithm, Clients, Tree
@@ -46,17 +47,28 @@ class Resident:
         self.init_key, self.algorithm = init_key, algorithm
         self.population = freeze(algorithm, place(clients, devices))
         self.keys = everywhere(self.population.mesh, keys)
+        bare = described(self.population)
+        key = (key_of_method(algorithm), bare)
+        # What these functions hold must not be `self`, nor arrays: programs are kept beyond the run.
+        self._init = remembered(("init", *key), lambda: compile_init(algorithm, bare))
+        self._build = _program(
+            ("rounds", segment, *key),
+            lambda chunk: compile_rounds(algorithm, bare, chunk=chunk, segment=segment),
+            self.population,
+        )
+        self._score = _program(
+            ("evaluation", *key),
+            lambda chunk: compile_evaluation(algorithm, bare, chunk=chunk),
+            self.population,
+        )
         self.begin(chunk)
         self.program: Program | None = None
-        population = self.population  # not `self`, which would keep programs until the garbage collector runs
-        self._build = functools.cache(lambda chunk: compile_rounds(algorithm, population, chunk=chunk, segment=segment))
-        self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
         self._segment = segment
 
     def begin(self, chunk: int | Literal["auto"]) -> None:
         """Go back to the first state; the chunk is for the next compilation."""
         self.chunk = chunk
-        self.center, self.states = initialize(self.init_key, self.keys.cohort, self.algorithm, self.population)
+        self.center, self.states = self._init(self.init_key, self.keys.cohort)
 
     @property
     def stateful(self) -> bool:
@@ -88,7 +100,7 @@ class Resident:
             score = compile_evaluation(algorithm, self.population, chunk=1)
         return {
             "round": [step.func.trace(*step.args, *self._arguments(0, 1), **step.keywords).jaxpr],
-            "evaluation": [score.func.trace(*score.args, key, self.center.server, self.states, **score.keywords).jaxpr],
+            "evaluation": [score.func.trace(*score.args, *self._scored(key, 0), **score.keywords).jaxpr],
         }
 
     def rounds(self, start: int, count: int) -> Records:
@@ -99,11 +111,11 @@ class Resident:
             self.center, self.states, records = self.program.step(*arguments)
         return jax.device_get(records)
 
-    def evaluate(self, key: Key[Array, "*P"]) -> PerClient:
-        """Scores of all clients, on the host."""
+    def evaluate(self, key: Key[Array, "*P"], last: int) -> PerClient:
+        """Return the scores of all clients after round `last`, on the host."""
 
         def scores(chunk: int) -> PerClient:
-            return jax.device_get(self._score(chunk)(key, self.center.server, self.states))
+            return jax.device_get(self._score(chunk)(*self._scored(key, last)))
 
         found, self._tested = halved(scores, self._tested)
         return found
@@ -135,3 +147,25 @@ class Resident:
         """Arguments of a call; the numbers are on all devices, so that the call transfers nothing."""
         numbers = everywhere(self.population.mesh, (np.int32(start), np.int32(count)))
         return self.keys, *numbers, self.center, self.states
+
+    def _scored(self, key: Key[Array, "*P"], last: int) -> tuple:
+        """Return the arguments of an evaluation after round `last`."""
+        return key, self.center.server, self.states, np.int32(last)
+
+
+def _program(
+    key: tuple[Hashable, ...], make: Callable[[int], functools.partial], population: Population
+) -> Callable[[int], functools.partial]:
+    """Return a function from a chunk to its remembered program, with the population's arrays.
+
+    Args:
+        key: what the program depends on besides the chunk.
+        make: makes it for descriptions of arrays.
+        population: its clients and frozen weights take the place of the descriptions.
+    """
+
+    def build(chunk: int) -> functools.partial:
+        made = remembered((*key, chunk), functools.partial(make, chunk))
+        return functools.partial(made.func, population.clients, *made.args[1:], frozen=population.frozen)
+
+    return build

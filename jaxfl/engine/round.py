@@ -6,30 +6,29 @@ the order of a cohort changes a client's randomness.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.extend import core
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl.engine.mesh import Population, data_of
+from jaxfl.engine.mesh import Population, by_capacity, data_of
 from jaxfl.engine.states import States
-from jaxfl.privacy.dp_sgd import DPSGD, trainings
+from jaxfl.privacy.dp_sgd import trainings
 from jaxfl.privacy.mechanisms.gaussian import Cohort, Participant, Total
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.privacy.sums import add, add_up, widen
-from jaxfl.tasks import columns
+from jaxfl.tasks import RESERVED, columns
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 
 _BLOCK = 8
 """Chunks whose clients are added up in single precision, lane by lane, before the exact sum (see `sums`)."""
-
-RESERVED = {"round", "epsilon", "participants", "nonfinite", "update_norm", "clipped", "train_loss"}
-"""Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
 
 
 class Keys(NamedTuple):
@@ -231,7 +230,8 @@ def _cohort(
         return add_up(part)
 
     lanes = () if chunk == 1 else (chunk,)
-    shapes, row, _ = jax.eval_shape(client, jnp.zeros((), order.dtype), states)
+    program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(jnp.zeros((), order.dtype), states)
+    _check_private_steps(algorithm, program.jaxpr)
     zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
     if total is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
@@ -270,10 +270,14 @@ def _participant(
     old = states[slot]
     private = algorithm.dp_sgd is not None
     noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number)) if private else None
-    data = data_of(population.clients, slot, number, noise, index, population.size)
-    with trainings() as steps:
-        message, new, info = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
-    _check(algorithm, info, steps)
+
+    def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
+        data = data_of(population.clients, slot, number, capacity, noise, index, population.size)
+        given = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
+        _check_names(algorithm, given[2])
+        return given
+
+    message, new, info = by_capacity(population.capacities, population.clients.train_size[slot], updated)
 
     update, norm, bound = mechanism.bound(memory, message.update)
     kept = _all_finite(new)
@@ -291,19 +295,27 @@ def _participant(
     return Sums(given, info, real.astype(jnp.float32), (real & ~finite).astype(jnp.int32)), new
 
 
-def _check(algorithm: Algorithm, info: dict[str, Array], steps: list[DPSGD]) -> None:
-    """Require the private steps that are accounted, and infos of other names than the engine's."""
+def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
+    """Require that the program of a client makes the private steps that are accounted, once."""
     stated = algorithm.dp_sgd
-    if stated is not None:
-        wrong = "makes no private steps" if "private_steps" not in info else ""
-        wrong = f"trains by private steps {len(steps)} times" if len(steps) > 1 else wrong
-        if any((own.rate, own.steps) != (stated.rate, stated.steps) for own in steps):
-            wrong = "makes other private steps"
-        if wrong:
-            raise ValueError(
-                f"dp_sgd={stated!r}, but client_update of {algorithm.name!r} {wrong}: train by its `train`, once in a "
-                "round, and return the info of that, or leave it out"
-            )
+    if stated is None:
+        return
+    found = trainings(client)
+    wrong = "" if found else "makes no private steps"
+    times = found.get(stated.mark, 0.0)
+    if times > 1:
+        wrong = f"trains by private steps {'in a loop' if math.isinf(times) else f'{times:.0f} times'}"
+    if found.keys() - {stated.mark}:
+        wrong = "makes other private steps"
+    if wrong:
+        raise ValueError(
+            f"dp_sgd={stated!r}, but client_update of {algorithm.name!r} {wrong}: train by its `train`, once in a "
+            "round, outside loops and `jax.vmap`, or leave it out; for longer training give more `steps`"
+        )
+
+
+def _check_names(algorithm: Algorithm, info: dict[str, Array]) -> None:
+    """Require infos of other names than the engine's."""
     if taken := (RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys():
         raise ValueError(
             f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jaxtyping import Int, UInt8, UInt32
 
+from jaxfl import files
 from jaxfl.types import Tree
 
-_ROWS = "rows.bin"
+ROWS = "rows.bin"
 _PART_BYTES = 2**25
 
 
@@ -56,10 +57,10 @@ class Store:
         # An open map outlives its file's name: a temporary file needs no clean-up.
         temporary = self.folder is None
         with tempfile.TemporaryDirectory() if temporary else contextlib.nullcontext(self.folder) as name:
-            path = pathlib.Path(str(name)) / _ROWS
+            path = pathlib.Path(str(name)) / ROWS
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
-            self._map(path, "w+")
+            self._map(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, "w+")
 
     def read(self, ids: Int[np.ndarray, "S"], of: Tree = None) -> Tree:
         """Copies of some clients' rows [S, ...], from all files or from `of`."""
@@ -94,14 +95,17 @@ class Store:
     def restore(self, side: UInt8[np.ndarray, "C"], sums: UInt32[np.ndarray, "C"]) -> None:
         """Go back to the rows of a checkpoint; `DamagedError` if they have changed."""
         assert self.folder is not None
-        path, size = self.folder / _ROWS, 2 * self.number * self.bytes_per_client
+        path, size = self.folder / ROWS, 2 * self.number * self.bytes_per_client
         if self.bytes_per_client:
-            if not path.exists():
+            if files.kind(path) is None:
                 raise DamagedError(f"{path} is missing")
-            if path.stat().st_size != size:
+            if not files.is_regular(path) or path.stat().st_size != size:
                 raise DamagedError(f"{path} has not {size} bytes")
             # A read-only file is mapped copy-on-write: rows that move (see `states`) stay in memory.
-            self._map(path, "r+" if os.access(path, os.W_OK) else "c")
+            if os.access(path, os.W_OK):
+                self._map(path, os.O_RDWR, "r+")
+            else:
+                self._map(path, os.O_RDONLY, "c")
         self.side, self.sums = np.array(side), np.array(sums)
         parts = self._parts(np.arange(self.number))
         sums_now = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
@@ -125,9 +129,14 @@ class Store:
             leaf.flags.writeable = False
         return views
 
-    def _map(self, path: pathlib.Path, mode: Literal["w+", "r+", "c"]) -> None:
+    def _map(self, path: pathlib.Path, flags: int, mode: Literal["w+", "r+", "c"]) -> None:
+        """Map the rows of a file that is opened with these flags, and closed: a map needs no descriptor."""
         shape = (2, self.number, self.bytes_per_client)
-        self._lay(np.memmap(path, np.uint8, mode, shape=shape) if self.bytes_per_client else np.zeros(shape, np.uint8))
+        if not self.bytes_per_client:
+            self._lay(np.zeros(shape, np.uint8))
+            return
+        with os.fdopen(files.open_regular(path, flags), "rb" if mode == "c" else "r+b") as file:
+            self._lay(np.memmap(file, np.uint8, mode, shape=shape))
 
     def _lay(self, rows: UInt8[np.ndarray, "2 C bytes"]) -> None:
         self.bytes, names = rows, self._row.names or ()
@@ -140,7 +149,7 @@ class Store:
 
     def _check_space(self) -> None:
         folder = self.folder or pathlib.Path(tempfile.gettempdir())
-        needed, path = self.bytes_per_client * self.number * (2 if self.folder else 1), folder / _ROWS
+        needed, path = self.bytes_per_client * self.number * (2 if self.folder else 1), folder / ROWS
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free + (path.stat().st_blocks * 512 if path.exists() else 0)
         if needed > free:

@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Int, Key
 
 from jaxfl.backend import compiler_options
+from jaxfl.data.clients import blocks_of_lists, in_lists, rows_of
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
-from jaxfl.engine.mesh import Population, common_size, mesh_of
+from jaxfl.engine.mesh import Population, mesh_of, sized
 from jaxfl.engine.program import compile_for, first_states, freeze, states_in_rows
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
 from jaxfl.engine.state_file import Store
@@ -48,7 +49,7 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     """Put the example store on every device; the clients' rows stay where they are.
 
     Args:
-        clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
+        clients: host arrays; lists and sizes may be memory-mapped, and are not copied.
         devices: which devices to use; all of the default backend where None.
 
     Raises:
@@ -60,8 +61,8 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     store = jax.device_put((Rows.of(clients.inputs), clients.labels), NamedSharding(mesh, P()))
     by_client = P("clients")
     layout = Clients(P(), P(), by_client, by_client, by_client, by_client)  # pyrefly: ignore[bad-argument-type]
-    placed = Clients(*store, *map(np.asarray, clients[2:]))
-    return Population(placed, clients.number, mesh, layout, size=common_size(placed))
+    placed = in_lists(clients)._replace(inputs=store[0], labels=store[1])
+    return sized(Population(placed, clients.number, mesh, layout), clients)
 
 
 def open_store(
@@ -107,7 +108,7 @@ class Stream:
         init_key: key of the first state.
         keys: streams of the rounds.
         algorithm: what a round does.
-        clients: host arrays; rows and sizes may be memory-mapped, and are not copied.
+        clients: host arrays; lists and sizes may be memory-mapped, and are not copied.
         devices: where to run (None: all devices).
         chunk: clients vectorised at a time on each device; "auto": measured.
         folder: for the client states (None: a temporary one).
@@ -133,9 +134,13 @@ class Stream:
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
         self.keys = jax.device_put(keys, self.everyone)
         self.begin(chunk)
-        per_client = self.store.bytes_per_client + 4 * (clients.train.shape[1] + clients.test.shape[1])
+        rows = int(np.sum(clients.train_size, dtype=np.int64) + np.sum(clients.test_size, dtype=np.int64))
+        per_client = self.store.bytes_per_client + 4 * max(1, rows // clients.number)
         usual = algorithm.mechanism.sampling.usual(self.population.number)
         block = max(_BLOCK_BYTES // per_client, (1 if chunk == "auto" else chunk) * mesh.size)
+        sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
+        # Rows of the clients in a device's slots, whoever they are: blocks have one shape.
+        self._most = functools.cache(lambda split, slots: int(np.sort(sizes[split])[-slots:].sum(dtype=np.int64)))
         self.slots = self._whole(min(block, math.ceil(usual)))
         self.tested = self._whole(block)
         self._programs()
@@ -179,7 +184,7 @@ class Stream:
         arguments = clients, self.keys, index, cohort, ids, self.center, self.zero, states
         added = build.func.trace(*arguments, **build.keywords)
         finished = self.finish.trace(self.keys, index, cohort, self.zero, self.center)
-        scored = score.func.trace(clients, index, key, self.center.server, states, **score.keywords)
+        scored = score.func.trace(clients, index, key, self.center.server, states, index, **score.keywords)
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
     def rounds(self, start: int, count: int) -> Records:
@@ -211,14 +216,14 @@ class Stream:
             settle(*before)
         return jax.tree.map(lambda *rounds: np.stack(rounds), *records)
 
-    def evaluate(self, key: Key[Array, ""]) -> PerClient:
-        """Scores of all clients, on the host."""
+    def evaluate(self, key: Key[Array, ""], last: int) -> PerClient:
+        """Return the scores of all clients after round `last`, on the host."""
 
         def score(step: functools.partial, first: int) -> PerClient:
             ids = np.arange(first, first + self.tested, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
             index = jax.device_put(ids[0], self.everyone)
-            return step.func(clients, index, key, self.center.server, states, **step.keywords)
+            return step.func(clients, index, key, self.center.server, states, np.int32(last), **step.keywords)
 
         def scores(chunk: int) -> list[PerClient]:
             step = functools.partial(score, self._score(chunk))
@@ -309,11 +314,20 @@ class Stream:
                 yield Block(index, cohort, ids.reshape(-1).astype(np.int32), first + self.slots >= len(members))
 
     def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, States]:
-        """Some clients' rows on the devices, with or without test examples; an empty slot has any client's."""
-        clients, rows = self.population.clients, np.minimum(ids, self.store.number - 1)
-        clients = clients if tests else clients._replace(test=clients.test[:, :0])
-        loaded = Clients(*clients[:2], *(array[rows] for array in clients[2:]))
-        return jax.device_put((ids, loaded, self.store.read(rows)), (self.by_client, self.layout, self.by_client))
+        """Some clients' rows on the devices, with or without test examples; an empty slot has no examples."""
+        clients, known = self.population.clients, np.minimum(ids, self.store.number - 1)
+        parts = np.split(known, self.population.mesh.size)
+
+        def laid_out(split: str, wanted: bool) -> dict[str, Any]:
+            lists, size = getattr(clients, split), np.asarray(getattr(clients, f"{split}_size"))
+            own = np.where(wanted & (ids < self.store.number), size[known], 0).astype(np.int32)
+            sizes = np.split(own, len(parts))
+            rows = [rows_of(lists, *chosen) for chosen in zip(sizes, parts, strict=True)]
+            length = self._most(split, len(parts[0])) if wanted else 0
+            return {split: blocks_of_lists(rows, sizes, length), f"{split}_size": own}
+
+        loaded = clients._replace(**laid_out("train", True), **laid_out("test", tests))
+        return jax.device_put((ids, loaded, self.store.read(known)), (self.by_client, self.layout, self.by_client))
 
     def _renew(self, ids: Int[np.ndarray, "S"], states: States, before: Block, new: States) -> States:
         """The same rows, with the newest states of clients that were in the previous block."""

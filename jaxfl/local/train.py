@@ -1,24 +1,30 @@
 """The local training loop that all methods share."""
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_key, checked, count_from_0
 from jaxfl.local.lanes import begin, hold, longest
 from jaxfl.local.masks import keep
+from jaxfl.server import schedule_free, states_of
 from jaxfl.types import ClientData, Model, Params, Tree
 
 STEP = "local_step"
 """By this name a compiled program shows what is part of one."""
+
+_RESTARTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("restarted", default=None)
 
 _BLOCK_EXAMPLES = 128
 """Examples gathered and laid out at once: few enough that a small client among large ones stays cheap."""
@@ -41,12 +47,14 @@ class LocalSGD:
     """How a client trains: minibatch steps over its own examples, by an optimizer with a fresh state.
 
     Args:
-        optimizer: any optax transformation.
+        optimizer: any optax transformation. A schedule in it starts again in every round, because its state does. Of
+            `optax.contrib.schedule_free`, the weights for evaluation are kept.
         batch_size: B; the last batch of an epoch may be smaller.
         epochs: passes over the client's examples, unless `steps` is given; 0 leaves the parameters as they are.
         steps: number of steps, however many passes they take.
         decay: a schedule as of optax, from a round's number (from 0) to a factor of all updates in that round. It
-            scales the learning rate of SGD, with momentum or without. Where a client is evaluated, it is `decay(0)`.
+            scales the learning rate of SGD, with momentum or without. Training for an evaluation has the factor of the
+            last round.
 
     >>> LocalSGD(optax.sgd(0.1), decay=optax.exponential_decay(1.0, transition_steps=10, decay_rate=0.5)).batch_size
     32
@@ -193,8 +201,9 @@ def train(
 
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
-    start = (begin(params), optimizer.init(params), jnp.zeros(()))
-    params, _, total_loss = lax.fori_loop(0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start)
+    start = (begin(params), first_state(optimizer, params, local.decay), jnp.zeros(()))
+    params, state, total_loss = lax.fori_loop(0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start)
+    params = weights_to_keep(state, params, mask, total)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 
@@ -251,6 +260,61 @@ def decayed(
 ) -> optax.GradientTransformation:
     """An optimizer as it is in the client's round."""
     return optimizer if decay is None else optax.chain(optimizer, optax.scale(decay(data.round)))
+
+
+@contextlib.contextmanager
+def restarted() -> Iterator[list[optax.GradientTransformation]]:
+    """Collect the optimizers with a schedule of their own whose training is traced inside."""
+    found: list[optax.GradientTransformation] = []
+    token = _RESTARTED.set(found)
+    try:
+        yield found
+    finally:
+        _RESTARTED.reset(token)
+
+
+def first_state(optimizer: optax.GradientTransformation, params: Params, decay: Decay | None) -> Tree:
+    """Return an optimizer's state at the start of a round."""
+    state = optimizer.init(params)
+    if decay is not None and schedule_free(state):
+        raise ValueError(
+            f"decay must be None with optax.contrib.schedule_free, got {decay!r}. Leave decay out: the steps' average "
+            "takes the place of a schedule."
+        )
+    found = _RESTARTED.get()
+    if found is not None and states_of(state, _has_schedule):
+        found.append(optimizer)
+    return state
+
+
+def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, ""]) -> Params:
+    """Return the weights that training ends with: those for evaluation of `optax.contrib.schedule_free`.
+
+    The steps of any other optimizer end where they should. Masked coordinates keep their bits.
+    """
+    free = schedule_free(state)
+    if not free:
+        return params
+    if len(free) > 1 or jax.tree.structure(free[0].z) != jax.tree.structure(params):
+        raise ValueError(
+            "optimizer must apply optax.contrib.schedule_free to all parameters at once, got one of a part of them. "
+            "Give another optimizer, such as optax.sgd(0.1)."
+        )
+    averages = optax.contrib.schedule_free_eval_params(free[0], params)
+    trainable = mask(params) if callable(mask) else mask
+    if trainable is None:
+        trainable = jax.tree.map(lambda leaf: True, params)
+
+    def chosen(trained: Any, average: Array, last: Array) -> Array:
+        return jnp.where(jnp.asarray(trained) & (steps > 0), average.astype(last.dtype), last)
+
+    return jax.tree.map(chosen, trainable, averages, params)
+
+
+def _has_schedule(state: Any) -> bool:
+    """Return whether a part of an optimizer's state counts the steps of a schedule."""
+    injected = getattr(state, "hyperparams_states", {})  # of `optax.inject_hyperparams`
+    return isinstance(state, optax.ScaleByScheduleState) or bool(injected)
 
 
 @jax.named_scope(STEP)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfl._validate import check_layers, checked, show
+from jaxfl._validate import check_layers, checked, key_of, show
 from jaxfl.types import Model, Params, Tree
 
 
@@ -123,7 +123,7 @@ def check_params(model: Model, params: Any) -> Params:
         raise ValueError(f"model={model.name!r} has frozen weights already: give the model that they belong to")
     shapes = [
         {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-        for tree in (params, jax.eval_shape(model.init, jax.random.key(0)))
+        for tree in (params, jax.eval_shape(lambda: model.init(key_of(0))))
     ]
     found, wanted = shapes
     if other := sorted(found.keys() ^ wanted.keys()):

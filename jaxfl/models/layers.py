@@ -196,6 +196,25 @@ _dense_squares.defvjp(_dense_forward, lambda saved, dy: (dy @ saved[1].T, (saved
 _dense_norms.defvjp(_dense_forward, _norms_backward)
 
 
+class FirstAxisDense(nn.Module):
+    """A dense layer over the first axis of three, for feature-major activations.
+
+    Args:
+        features: number of outputs.
+    """
+
+    features: int
+    axis = 0
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "features B L"]:
+        """Outputs."""
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[0], self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        # Two axes: of more, XLA makes copies.
+        return (kernel.T @ x.reshape(len(x), -1)).reshape(-1, *x.shape[1:]) + bias[:, None, None]
+
+
 class GroupNorm(nn.Module):
     """y = (x - mean) / sqrt(var + epsilon) * scale + bias, with moments per example and group of channels.
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import check_count, check_layers, check_positive, checked
+from jaxfl._validate import check_count, check_layers, check_positive, checked, key_of
 from jaxfl.models.frozen import check_params, layers_of, rebuilt
-from jaxfl.models.layers import Dense
+from jaxfl.models.layers import Dense, FirstAxisDense
 from jaxfl.models.wrap import with_either
 from jaxfl.types import Model, Params, Tree
 
@@ -24,9 +24,12 @@ class _Kernel(NamedTuple):
     axes: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    first: bool = False
+    """Whether the layer's outputs have their features in the first axis, not in the last ones."""
 
 
 Path = tuple[str, ...]
+_DENSE = (nn.Dense, nn.DenseGeneral, Dense, FirstAxisDense)
 _Context = nn.module.InterceptorContext
 _TRACE = jax.make_user_context(None)
 
@@ -90,7 +93,7 @@ def lora(
     params, train = check_params(model, params), layers_of(model, train)
     scale = 1.0 if alpha is None else check_positive("alpha", alpha) / rank
     kernels = _chosen(model, params, where, train)
-    keys = jax.random.split(jax.random.key(seed), len(kernels))
+    keys = jax.random.split(key_of(seed), len(kernels))
     a = {path: _random(key, kernel, rank) for key, (path, kernel) in zip(keys, kernels.items(), strict=True)}
     b = {path: jnp.zeros((rank, *kernel.outputs)) for path, kernel in kernels.items()}
     adapters = {path: {"a": a[path], "b": b[path]} if train_a else {"b": b[path]} for path in kernels}
@@ -120,9 +123,10 @@ def lora(
 
 
 def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
-    """(x A) B, with the axes of x that stay in front."""
+    """(x A) B, with the axes of x that stay in front, or behind where the layer has its features first."""
     x = jnp.tensordot(x, a.astype(x.dtype), (kernel.axes, tuple(range(len(kernel.axes)))))
-    return jnp.tensordot(x, b.astype(x.dtype), 1)
+    y = jnp.tensordot(x, b.astype(x.dtype), 1)
+    return jnp.moveaxis(y, -1, 0) if kernel.first else y
 
 
 def _input(args: tuple, kwargs: dict[str, Any]) -> Array:
@@ -166,15 +170,17 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
 
     def see(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:
         module, y = context.module, call(*args, **kwargs)
-        if context.method_name != "__call__" or not isinstance(module, nn.Dense | nn.DenseGeneral | Dense):
+        if context.method_name != "__call__" or not isinstance(module, _DENSE):
             return y
         x, axes = _input(args, kwargs), getattr(module, "axis", -1)
         axes = tuple(axis % x.ndim - x.ndim for axis in ((axes,) if isinstance(axes, int) else axes))
-        inputs, outputs = tuple(x.shape[axis] for axis in axes), y.shape[x.ndim - len(axes) :]
+        inputs = tuple(x.shape[axis] for axis in axes)
+        first = isinstance(module, FirstAxisDense)
+        outputs = y.shape[:1] if first else y.shape[x.ndim - len(axes) :]
         kernel = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params).get("kernel")
         # Others are shared out over batches, or over the turns of a loop.
         if module.path and jnp.shape(kernel) == (*inputs, *outputs):
-            found[module.path] = _Kernel(axes, inputs, outputs)
+            found[module.path] = _Kernel(axes, inputs, outputs, first)
         return y
 
     def look(dtype: Any, shape: tuple[int, ...]) -> None:

@@ -5,6 +5,7 @@ every position, each of the tokens up to there (`jaxfl.tasks.next_token`), or [B
 """
 
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,6 +15,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from jaxfl._validate import checked
+from jaxfl.models.layers import FirstAxisDense
 from jaxfl.models.wrap import from_flax
 from jaxfl.tasks import classification, next_token
 from jaxfl.types import Model
@@ -47,7 +49,8 @@ def gru(
 
     References: Cho et al. 2014 (arXiv:1406.1078), with the reset gate after the product, as in cuDNN.
     """
-    return _model("gru", _Gru(vocabulary, outputs or vocabulary, embedding, width, every), length, every)
+    module = _Gru(vocabulary, outputs or vocabulary, embedding, width, every)
+    return _model("gru", module, length, every, vocabulary)
 
 
 @checked()
@@ -83,12 +86,13 @@ def transformer(
     if width % heads:
         raise ValueError(f"heads={heads}: give a divisor of width={width}")
     module = _Transformer(vocabulary, outputs or vocabulary, length, width, blocks, heads, every)
-    return _model("transformer", module, length, every)
+    return _model("transformer", module, length, every, vocabulary)
 
 
-def _model(name: str, module: nn.Module, length: int, every: bool) -> Model:
+def _model(name: str, module: nn.Module, length: int, every: bool, vocabulary: int) -> Model:
     task = next_token() if every else classification()
-    return from_flax(module, (length,), head=("head",), name=name, prepare=_whole, task=task, form="lax")
+    options: dict[str, Any] = {"prepare": _whole, "task": task, "form": "lax", "vocabulary": vocabulary}
+    return from_flax(module, (length,), head=("head",), name=name, **options)
 
 
 def _whole(tokens: Shaped[Array, "B L"]) -> Int[Array, "B L"]:
@@ -191,25 +195,12 @@ class _Block(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "F B L"]:
         (width, batch, length), size = x.shape, x.shape[0] // self.heads
-        projected = _Dense(3 * width, name="attention")(_Norm(name="attention_norm")(x))
+        projected = FirstAxisDense(3 * width, name="attention")(_Norm(name="attention_norm")(x))
         projected = projected.reshape(3, self.heads, size, batch, length).transpose(0, 1, 3, 2, 4)
         mixed = _attend(*projected).transpose(0, 2, 1, 3).reshape(x.shape)
-        x = x + _Dense(width, name="attention_out")(mixed)
-        hidden = _Dense(4 * width, name="hidden")(_Norm(name="hidden_norm")(x))
-        return x + _Dense(width, name="hidden_out")(nn.gelu(hidden))
-
-
-class _Dense(nn.Module):
-    """A dense layer over the first axis."""
-
-    features: int
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "features B L"]:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[0], self.features))
-        bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        # Two axes: of more, XLA makes copies.
-        return (kernel.T @ x.reshape(len(x), -1)).reshape(-1, *x.shape[1:]) + bias[:, None, None]
+        x = x + FirstAxisDense(width, name="attention_out")(mixed)
+        hidden = FirstAxisDense(4 * width, name="hidden")(_Norm(name="hidden_norm")(x))
+        return x + FirstAxisDense(width, name="hidden_out")(nn.gelu(hidden))
 
 
 class _Norm(nn.Module):

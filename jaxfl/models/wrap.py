@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_counts, check_layers, checked, show
+from jaxfl._validate import check_counts, check_layers, checked, key_of, show
 from jaxfl.backend import Form
 from jaxfl.lazy import nnx
 from jaxfl.models._rewrite import in_form
@@ -40,6 +40,7 @@ def from_flax(
     prepare: Callable[[Array], Array] = scale_bytes,
     task: Task = classification(),
     form: Form | None = None,
+    vocabulary: int | None = None,
 ) -> Model:
     """Wrap a Flax linen module that maps a batch `[B, *input_shape]` to outputs `[B, ...]`, logits `[B, K]` by default.
 
@@ -60,6 +61,8 @@ def from_flax(
         form: of convolutions and pooling: "winograd" or "im2col", for CPUs, and "grouped" or "packed", for GPUs, where
             square kernels have one; see `jaxfl.models.layers`. Any other, such as "lax", runs the module as it is.
             None: "winograd" on a CPU, where it is many times as fast, "grouped" on a GPU, "lax" on a TPU.
+        vocabulary: number of rows of the table that the inputs index; a run refuses inputs outside [0, vocabulary).
+            None: the size of the `nn.Embed` that is called on the inputs themselves, if there is one.
 
     Raises:
         ValueError: the module does not take a batch of that shape, keeps more than parameters, draws in evaluation,
@@ -79,7 +82,7 @@ def from_flax(
         rngs = None if key is None else {"params": key}  # other streams derive from it
         return module.apply({"params": params}, x, method=method, rngs=rngs, **_mode(module, method, key))
 
-    options = {"head": head, "name": name, "prepare": prepare, "task": task, "form": form}
+    options = {"head": head, "name": name, "prepare": prepare, "task": task, "form": form, "vocabulary": vocabulary}
     return _model(_Network(module, variables, call), tuple(input_shape), **options)
 
 
@@ -99,6 +102,7 @@ def from_nnx(
     prepare: Callable[[Array], Array] = scale_bytes,
     task: Task = classification(),
     form: Form | None = None,
+    vocabulary: int | None = None,
 ) -> Model:
     """Wrap a Flax nnx module, as `from_flax` does a linen one.
 
@@ -114,6 +118,7 @@ def from_nnx(
         prepare: from a stored batch to the module's input.
         task: what the outputs are for.
         form: of convolutions and pooling.
+        vocabulary: number of rows of the table that the inputs index; a run refuses inputs outside [0, vocabulary).
 
     Raises:
         ValueError: as `from_flax`.
@@ -152,7 +157,7 @@ def from_nnx(
         merged.eval() if key is None else merged.train()
         return getattr(merged, method)(x, **_mode(merged, method, key))
 
-    options = {"head": head, "name": name, "prepare": prepare, "task": task, "form": form}
+    options = {"head": head, "name": name, "prepare": prepare, "task": task, "form": form, "vocabulary": vocabulary}
     return _model(_Network(instance, variables, call), tuple(input_shape), **options)
 
 
@@ -167,7 +172,7 @@ def _stream(key: Array | None, number: int, leaf: Any) -> Array:
     """A new value of one leaf of nnx's streams: a key, or how often it was used."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.zeros(leaf.shape, leaf.dtype)
-    key = jax.random.fold_in(jax.random.key(0) if key is None else key, number)
+    key = jax.random.fold_in(key_of(0) if key is None else key, number)
     return jax.random.split(key, leaf.shape) if leaf.shape else key
 
 
@@ -195,8 +200,10 @@ def _model(
     prepare: Callable[[Array], Array],
     task: Task,
     form: Form | None,
+    vocabulary: int | None,
 ) -> Model:
     kind = type(network.module).__name__
+    tables: list[int] = []
 
     def method(method: str) -> Callable[..., Array]:
         function = in_form(functools.partial(network.call, method), form)
@@ -204,8 +211,11 @@ def _model(
 
     def made(key: Array, dtype: Any) -> tuple[Any, Any]:
         """Variables, and outputs where there are parameters alone."""
-        batch = prepare(jnp.zeros((2, *input_shape), dtype))
-        variables = network.variables(key, batch)
+        raw = jnp.zeros((2, *input_shape), dtype)
+        batch = prepare(raw)
+        indices = [batch] if _keeps_values(prepare, raw) else []
+        with nn.intercept_methods(functools.partial(_note_table, indices, tables)):
+            variables = network.variables(key, batch)
         outputs = network.call("__call__", variables["params"], batch, None) if set(variables) == {"params"} else None
         return variables, outputs
 
@@ -227,7 +237,25 @@ def _model(
     split = hasattr(network.module, "extract") and hasattr(network.module, "classify")
     extract, classify = (method(part) if split else None for part in ("extract", "classify"))
     model = Model(name or kind, init, prepare, extract, classify, method("__call__"), None, layers, head)
-    return model._replace(input_shape=input_shape, task=task)
+    known = min(tables, default=None) if vocabulary is None else vocabulary
+    return model._replace(input_shape=input_shape, task=task, vocabulary=known)
+
+
+def _keeps_values(prepare: Callable[[Array], Array], inputs: Array) -> bool:
+    """Return whether a function changes nothing but the type of whole numbers."""
+    steps = jax.make_jaxpr(prepare)(jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)).eqns
+    return {step.primitive.name for step in steps} <= {"convert_element_type"}
+
+
+def _note_table(
+    indices: list[Array], tables: list[int], call: Callable, args: tuple, kwargs: dict[str, Any], context: Any
+) -> Any:
+    """Call a method of a linen module, and note the size of a table of embeddings that the given indices look up."""
+    found = call(*args, **kwargs)
+    looked_up = any(argument is given for argument in (*args, *kwargs.values()) for given in indices)
+    if looked_up and isinstance(context.module, nn.Embed) and context.method_name == "__call__":
+        tables.append(context.module.num_embeddings)
+    return found
 
 
 def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
@@ -248,7 +276,7 @@ def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
 def _first_taken(made: Callable[[Array, Any], Any], kind: str, input_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
     """The dtype that a module takes, and what it makes of it."""
     try:
-        dtype, parts = with_either(lambda dtype: jax.eval_shape(lambda key: made(key, dtype), jax.random.key(0)))
+        dtype, parts = with_either(lambda dtype: jax.eval_shape(lambda: made(key_of(0), dtype)))
         return dtype, *parts
     except ExceptionGroup as group:
         errors = group.exceptions

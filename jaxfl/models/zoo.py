@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Shaped
 
-from jaxfl._validate import check_choice, check_counts, checked, show
+from jaxfl._validate import check_choice, check_counts, checked, key_of, show
 from jaxfl.backend import Form, backend
 from jaxfl.models._convolution import to_pairs
 from jaxfl.models.layers import Convolution, Dense, GroupNorm, as_floats
@@ -361,7 +361,7 @@ def _model(
     def apply(method: str, squares: bool, params: Any, x: Array, _key: Array | None = None) -> Any:
         return network(chosen(), squares).apply({"params": params}, x, method=method)
 
-    if any(0 in leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)))):
+    if _empty(init):
         raise ValueError(
             f"input_shape={shape!r}: nothing is left of it after the convolutions of {name}, give a larger one"
         )
@@ -380,8 +380,17 @@ def _model(
     )
 
 
+def _empty(init: Callable[[Array], Any]) -> bool:
+    """Return whether a layer gets nothing, which some initializers divide by."""
+    try:
+        params = jax.eval_shape(lambda: init(key_of(0)))
+    except ZeroDivisionError:
+        return True
+    return any(0 in leaf.shape for leaf in jax.tree.leaves(params))
+
+
 def depth_order(init: Callable[[Array], Any]) -> tuple[str, ...]:
     """Names of the top-level parameters in order of creation: a dict that went through JAX is sorted."""
     names: list[str] = []
-    jax.eval_shape(lambda key: names.extend(init(key)), jax.random.key(0))
+    jax.eval_shape(lambda: names.extend(init(key_of(0))))
     return tuple(names)

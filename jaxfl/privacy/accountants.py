@@ -22,6 +22,7 @@ Optimal Accounting of Differential Privacy via Characteristic Function, AISTATS 
 over states obey the same bound. PLD accounting has this pair as `REPLACE_ONE`; its Rényi divergence is integrated here.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Iterator
@@ -42,9 +43,21 @@ ORDERS = [*range(2, 65), 76, 91, 108, 128, 152, 181, 215, 256, 512, 1024]
 """Rényi orders under sampling: integers, as the series may diverge at fractional orders; few, as an order costs as many
 terms. The last digits of an epsilon depend on them."""
 
+_LEAST_ON_GRID = 1e-3
+"""Less noise than this under sampling is accounted for by RDP: its losses, of up to 500,000, fit no grid."""
+
+_MOST_ROUGH = 32
+"""The highest order of rough searches: the best order of most budgets is lower."""
+
+_MOST_COMPOSED = 10**6
+"""More sampled rounds than these are accounted for by RDP alone: their PLD needs too fine a grid."""
+
 _PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()  # without sampling: a closed form at every order
 
 _MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = 256, 64, 8, 64  # a total costs 1 ms, a level 15 to 300
+
+LEAST = 1e-60
+"""Smaller noise multipliers count as none: accountants take their inverse squares."""
 
 _remember = functools.lru_cache(maxsize=4096)  # runs that differ only by seed share their accounting
 
@@ -75,26 +88,36 @@ class Bound(NamedTuple):
     theorem: str
 
 
-def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> Bound:
-    """The smallest epsilon that the accountant proves for `repeats` such views."""
+def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0) -> Bound:
+    """The smallest epsilon that the accountant proves for `repeats` such views.
+
+    A `grid` above 1 is for searches: losses lie on a grid so many times as wide, and under sampling the lowest Rényi
+    orders alone are tried. The epsilon is valid, and larger.
+    """
     kinds, kind_of_client = _group_clients(view)
-    evaluate = rdp_epsilon if accountant == "rdp" else pld_epsilon
+    if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
+        accountant = "rdp"
+    most = ORDERS[-1] if grid == 1 else _MOST_ROUGH
+    if accountant == "rdp":
+        evaluate = functools.partial(rdp_epsilon, most=most)
+    else:
+        evaluate = functools.partial(pld_epsilon, grid=grid)
     values = [evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T]
     direct = Bound(np.array(values)[kind_of_client], f"{view.theorem}; {accountant.upper()}")
     if view.amplified is None or accountant == "pld":
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
-    spent = np.sum([count * view.amplified.divergences(level) for level, count in levels], axis=0)
-    value = float(dp_accounting.rdp.compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
+    spent = np.sum([count * view.amplified.divergences(level, most=most) for level, count in levels], axis=0)
+    value = float(dp_accounting.rdp.compute_epsilon(orders_up_to(most), (repeats * spent).tolist(), delta)[0])
     if direct.values.max() <= value:
         return direct
     return Bound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
 
 
-def least_epsilon(view: View, accountant: Accountant, delta: float, repeats: int = 1) -> float:
+def least_epsilon(view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0) -> float:
     """The smallest valid epsilon of the worst client ("pld": also where only RDP has the theorem)."""
     names: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
-    return min(float(bound(view, name, delta, repeats).values.max()) for name in names)
+    return min(float(bound(view, name, delta, repeats, grid).values.max()) for name in names)
 
 
 def worst_rounds(view: View) -> Iterator[View]:
@@ -105,6 +128,14 @@ def worst_rounds(view: View) -> Iterator[View]:
         if amplified is not None:
             amplified = amplified._replace(multiplier=amplified.multiplier.min(keepdims=True))
         yield view._replace(multiplier=least, hidden=np.array([hidden]), amplified=amplified)
+
+
+def most_exposed(view: View) -> View:
+    """Return a view of one client whose bounds are the largest of all clients', where no round is amplified."""
+    if view.hidden.any() or view.multiplier.shape[1] == 1:
+        return view
+    least = total_multiplier(view.multiplier).min()
+    return view._replace(multiplier=np.full((1, 1), least), hidden=np.zeros(1, bool))
 
 
 def worst_client(view: View) -> View:
@@ -122,21 +153,27 @@ def rdp_epsilon(
     delta: float,
     repeats: int = 1,
     replaced: bool = False,
+    most: int = ORDERS[-1],
 ) -> float:
-    """RDP epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one."""
-    return _rdp_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced)
+    """RDP epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one.
+
+    Under sampling, by orders up to `most`.
+    """
+    return _rdp_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced, most)
 
 
 @_remember
-def _rdp_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool) -> float:
-    if replaced:
-        plain = plain / 2
-        if sampled:
-            spent = np.array(ORDERS) / (2 * plain**2) if plain else np.full(len(ORDERS), math.inf)
-            spent = spent + sum(count * replaced_divergences(level, rate) for level, count in sampled)
-            return float(dp_accounting.rdp.compute_epsilon(ORDERS, (repeats * spent).tolist(), delta)[0])
-    accountant = rdp_accountant(sampled=bool(sampled))
-    return float(accountant.compose(_events(plain, sampled, rate), repeats).get_epsilon(delta))
+def _rdp_epsilon(
+    plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool, most: int
+) -> float:
+    if _vanishing(plain, sampled):
+        return math.inf
+    orders = orders_up_to(most) if sampled else _PLAIN_ORDERS
+    spent = repeats * (np.array(orders) / (2 * (plain / 2 if replaced else plain) ** 2))
+    for level, count in sampled:
+        divergences = replaced_divergences(level, rate) if replaced else sampled_divergences(level, rate, most)
+        spent += repeats * count * divergences[: len(orders)]
+    return float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
 
 
 def pld_epsilon(
@@ -146,35 +183,78 @@ def pld_epsilon(
     delta: float,
     repeats: int = 1,
     replaced: bool = False,
+    grid: float = 1.0,
 ) -> float:
     """PLD epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one.
 
-    Exact for the Gaussian alone.
+    Exact for the Gaussian alone. Losses lie on a grid `grid` times as wide as usual. Where they exceed any grid, the
+    epsilon is the smaller of that by RDP and that of the Gaussians without sampling, which never adds to an epsilon.
     """
-    return _pld_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced)
+    levels = _levels(sampled)
+    if _vanishing(plain, levels):
+        return math.inf
+    if not levels or levels[0][0] >= _LEAST_ON_GRID:
+        # Exponentials of losses may exceed floating point, and delta the mass of the tails that a grid leaves out.
+        with contextlib.suppress(OverflowError):
+            value = _pld_epsilon(plain, levels, rate, delta, repeats, replaced, grid)
+            if math.isfinite(value) or not levels:
+                return value
+    multipliers, counts = np.array(levels).T
+    alone = float((plain**-2.0 + counts @ multipliers**-2.0) ** -0.5)
+    by_orders = _rdp_epsilon(plain, levels, rate, delta, repeats, replaced, ORDERS[-1])
+    return min(by_orders, _gaussian_epsilon(alone, delta, repeats, replaced))
 
 
 @_remember
-def _pld_epsilon(plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool) -> float:
-    if plain == 0 or not sampled:
-        with np.errstate(divide="ignore"):  # it takes log(0) where delta is far from reached
-            single = plain / (2 if replaced else 1) / math.sqrt(repeats)
-            return float(dp_accounting.get_epsilon_gaussian(single, delta))
-    # REPLACE_ONE doubles the sensitivity of plain Gaussians itself.
-    relation = (
-        dp_accounting.NeighboringRelation.REPLACE_ONE if replaced else dp_accounting.NeighboringRelation.REPLACE_SPECIAL
-    )
-    accountant = dp_accounting.pld.PLDAccountant(
-        relation, _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0)
-    )
-    return float(accountant.compose(_events(plain, sampled, rate), repeats).get_epsilon(delta))
+def _pld_epsilon(
+    plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool, grid: float = 1.0
+) -> float:
+    if not sampled:
+        return _gaussian_epsilon(plain, delta, repeats, replaced)
+    interval = grid * _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0)
+    parts = [_losses(level, rate, replaced, interval).self_compose(repeats * count) for level, count in sampled]
+    if math.isfinite(plain):
+        parts.append(_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
+    total = functools.reduce(lambda first, second: first.compose(second), parts)
+    return float(total.get_epsilon_for_delta(delta))
 
 
-def rdp_accountant(sampled: bool) -> Any:
-    """An empty accountant under zero-out."""
-    return dp_accounting.rdp.RdpAccountant(
-        ORDERS if sampled else _PLAIN_ORDERS, dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+@functools.lru_cache(maxsize=64)
+def _losses(multiplier: float, rate: float, replaced: bool, interval: float) -> Any:
+    """Return the privacy loss distribution of one sampled Gaussian, which serves every number of rounds."""
+    relations = dp_accounting.NeighboringRelation
+    # REPLACE_ONE doubles the sensitivity itself.
+    return dp_accounting.pld.privacy_loss_distribution.from_gaussian_mechanism(
+        multiplier,
+        value_discretization_interval=interval,
+        sampling_prob=rate,
+        neighboring_relation=relations.REPLACE_ONE if replaced else relations.REPLACE_SPECIAL,
     )
+
+
+def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) -> float:
+    """Return the exact epsilon of one Gaussian, `repeats` times."""
+    with np.errstate(divide="ignore"):  # it takes log(0) where delta is far from reached
+        single = plain / (2 if replaced else 1) / math.sqrt(repeats)
+        return float(dp_accounting.get_epsilon_gaussian(single, delta))
+
+
+def _vanishing(plain: float, sampled: Levels) -> bool:
+    """Whether some noise is too small for the squares that accountants need."""
+    return min([plain, *(level for level, _ in sampled)]) < LEAST
+
+
+@_remember
+def sampled_divergences(multiplier: float, rate: float, most: int = ORDERS[-1]) -> Float[np.ndarray, "orders"]:
+    """Return the Rényi divergences of a Poisson-sampled Gaussian at the orders up to `most`, under zero-out."""
+    relation = dp_accounting.NeighboringRelation.REPLACE_SPECIAL
+    event = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(multiplier))
+    return np.array(dp_accounting.rdp.RdpAccountant(orders_up_to(most), relation).compose(event).rdp)
+
+
+def orders_up_to(most: int) -> list[int]:
+    """Return the Rényi orders up to one."""
+    return [order for order in ORDERS if order <= most]
 
 
 @_remember
@@ -209,22 +289,6 @@ def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x
     """log(1 - q + q exp(u)), to full precision for small q."""
     small = np.log1p(rate * np.expm1(np.minimum(u, 30.0)))
     return np.where(u < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + u))
-
-
-def gaussians(plain: float, sampled: Float[np.ndarray, "R"], rate: float) -> Any:
-    """One Gaussian, and a Poisson-sampled one per entry of `sampled`; infinite multipliers are skipped."""
-    return _events(plain, _levels(sampled), rate)
-
-
-def _events(plain: float, sampled: Levels, rate: float) -> Any:
-    events = [dp_accounting.GaussianDpEvent(plain)] if math.isfinite(plain) else []
-    for level, count in sampled:
-        events.append(
-            dp_accounting.SelfComposedDpEvent(
-                dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(level)), count
-            )
-        )
-    return dp_accounting.ComposedDpEvent(events)
 
 
 def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray, "*C"]:
@@ -264,26 +328,32 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 
 
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
-    """Grid spacing of the privacy loss: small against one round's loss, at most about a million points."""
+    """Return the grid's spacing: small against one round's loss, and at most about a million points.
+
+    It follows the rounds in powers of 2, so that few grids serve all evaluations of a run.
+    """
     levels, counts = np.array(sampled).T
     plain, levels = plain / change, levels / change
     spread = counts @ (rate / levels) ** 2
     total = math.sqrt(repeats * (spread + plain**-2.0))
-    least = min(plain, levels.min())
+    least = min(plain / math.sqrt(repeats), levels.min())
     longest = 10 / least + 0.5 / least**2
-    return float(max(min(0.05 * math.sqrt(spread / counts.sum()), 5e-4 * max(1.0, total)), longest / 1e6))
+    scale = 2.0 ** math.floor(math.log2(max(1.0, total)))
+    return float(max(min(0.05 * math.sqrt(spread / counts.sum()), 5e-4 * scale), longest / 1e6))
 
 
 @_remember
-def without_replacement(multiplier: float, clients: int, size: int) -> Float[np.ndarray, "orders"]:
+def without_replacement(
+    multiplier: float, clients: int, size: int, most: int = ORDERS[-1]
+) -> Float[np.ndarray, "orders"]:
     """Replace-one Rényi divergences of a Gaussian on `size` of the clients; they bound the zero-out ones."""
-    accountant = dp_accounting.rdp.RdpAccountant(ORDERS, dp_accounting.NeighboringRelation.REPLACE_ONE)
+    accountant = dp_accounting.rdp.RdpAccountant(orders_up_to(most), dp_accounting.NeighboringRelation.REPLACE_ONE)
     event = dp_accounting.SampledWithoutReplacementDpEvent(clients, size, dp_accounting.GaussianDpEvent(multiplier))
     return np.array(accountant.compose(event).rdp)
 
 
 @_remember
-def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
+def balls_in_bins(multiplier: float, bins: int, most: int = ORDERS[-1]) -> Float[np.ndarray, "orders"]:
     r"""Rényi divergences of a Gaussian in one uniformly drawn round of b, against none; the larger direction.
 
     The pair :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions dominates (Chua et
@@ -298,9 +368,10 @@ def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
     the integrals by the trapezoidal rule over log t and the normal variable of L. Orders above 256, and those whose
     integrand does not decay on the grid, get the unsampled divergence, :math:`a / 2 z^2`, which is no smaller.
     """
-    z, plain = multiplier, np.array(ORDERS) / (2 * multiplier**2)
-    most = max(order for order in ORDERS if order <= 256)
-    k = np.arange(most + 1)
+    orders = orders_up_to(most)
+    z, plain = multiplier, np.array(orders) / (2 * multiplier**2)
+    highest = max(order for order in orders if order <= 256)
+    k = np.arange(highest + 1)
     term = k * (k - 1) / (2 * z**2) - scipy.special.gammaln(k + 1)
     power = _log_power(term, bins)
     u = np.arange(-45.0, 60.0, 0.02) - math.log(bins)
@@ -308,8 +379,8 @@ def balls_in_bins(multiplier: float, bins: int) -> Float[np.ndarray, "orders"]:
     weight = -0.5 * x**2 - np.logaddexp.reduce(-0.5 * x**2)
     transform = np.array([np.logaddexp.reduce(weight - np.exp(v + x / z - 0.5 / z**2)) for v in u])
     divergences = plain.copy()
-    for i, order in enumerate(ORDERS):
-        if order > most:
+    for i, order in enumerate(orders):
+        if order > highest:
             break
         up = scipy.special.gammaln(order + 1) - order * math.log(bins) + power[order]
         s = order - 1

@@ -1,7 +1,6 @@
 """From ledger to epsilon by observer; planned ledgers, progress, and calibration."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -9,19 +8,35 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxfl._validate import check_fraction, check_numbers, checked, probability, show
+from jaxfl._validate import check_fraction, check_numbers, check_positive, checked, probability, show
 from jaxfl.lazy import dp_accounting
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, failure_probability, least_epsilon
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.observers import Observer, View, plain_view
-from jaxfl.privacy.sampling import Full, Poisson, Sampling
+from jaxfl.privacy.sampling import Full, Poisson, Sampling, limited
 from jaxfl.types import Ledger, Terms
 
 Unit = Literal["client", "example"]
 BOTH: tuple[Accountant, ...] = ("pld", "rdp")
 _FULL = Full()
+_TINY = "the noise or delta is too small to account for"
+
+
+_LEAST_BUDGET = 1e-8
+_MOST_BUDGET = 1e5
+
+
+def check_budget(name: str, value: Any) -> float:
+    """Require an epsilon for which accountants find the noise in floating point."""
+    budget = check_positive(name, value)
+    if _LEAST_BUDGET <= budget <= _MOST_BUDGET:
+        return budget
+    raise ValueError(
+        f"{name} must be from {_LEAST_BUDGET:g} to {_MOST_BUDGET:g}, got {show(value)}. "
+        "Give an epsilon in that range; a larger one protects nobody, so leave the noise out."
+    )
 
 
 def check_ledger(name: str, value: Any) -> Ledger:
@@ -115,14 +130,31 @@ def epsilons(
     clients = ledger.participants.shape[1]
     delta = failure_probability(delta, clients)
     check_fraction("delta", delta, one=False)
+    view = _view(ledger, mechanism, observer, one_round=one_round, unit=unit, stateful=stateful)
+    parts = [view] if accountants.trivial(view) or not one_round else list(accountants.worst_rounds(view))
+    return _bounds(parts, by, delta, clients)
+
+
+def _view(
+    ledger: Ledger,
+    mechanism: Mechanism,
+    observer: Observer,
+    *,
+    one_round: bool = False,
+    unit: Unit = "client",
+    stateful: bool = False,
+) -> View:
+    """Return what an observer learns about a unit."""
     view = mechanism.view(ledger, observer, replaced=unit == "example" and observer != "upload", one_round=one_round)
     if unit == "example":
         view = accountants.worst_client(view)
-    if stateful:
-        view = _of_states(view)
-    if accountants.trivial(view):
-        return dict.fromkeys(by, _trivial(view, clients))
-    parts = list(accountants.worst_rounds(view)) if one_round else [view]
+    return _of_states(view) if stateful else view
+
+
+def _bounds(parts: Sequence[View], by: Sequence[Accountant], delta: float, clients: int) -> dict[Accountant, Epsilon]:
+    """Return each accountant's largest epsilons over several views."""
+    if accountants.trivial(parts[0]) and len(parts) == 1:
+        return dict.fromkeys(by, _trivial(parts[0], clients))
     return {accountant: _worst(parts, accountant, delta, clients) for accountant in by}
 
 
@@ -139,19 +171,25 @@ def _trivial(view: View, clients: int) -> Epsilon:
     return Epsilon(value, per_client, "none", view.silent) if value else Epsilon(value, per_client, view.theorem, None)
 
 
-def _worst(parts: Sequence[View], accountant: Accountant, delta: float, clients: int) -> Epsilon:
-    """Each client's largest epsilon over several views, by one accountant."""
-    bounds = [accountants.bound(part, accountant, delta) for part in parts]
+def _worst(parts: Sequence[View], accountant: Accountant, delta: float, clients: int, repeats: int = 1) -> Epsilon:
+    """Each client's largest epsilon over several views, each repeated, by one accountant."""
+    bounds = [accountants.bound(part, accountant, delta, repeats) for part in parts]
     per_client = np.array(np.broadcast_to(np.maximum.reduce([bound.values for bound in bounds]), clients))
     value = float(per_client.max())
     if math.isinf(value):
-        return Epsilon(value, per_client, "none", parts[0].silent)
+        tiny = all(np.all(part.multiplier > 0) for part in parts)
+        return Epsilon(value, per_client, "none", _TINY if tiny else parts[0].silent)
     return Epsilon(value, per_client, max(bounds, key=lambda bound: bound.values.max()).theorem, None)
 
 
 @checked(ledger=check_ledger, delta=probability)
 def example_epsilon(
-    ledger: Ledger, dp_sgd: DPSGD | None, *, accountant: Accountant = "pld", delta: float | None = None
+    ledger: Ledger,
+    dp_sgd: DPSGD | None,
+    *,
+    accountant: Accountant = "pld",
+    delta: float | None = None,
+    examples: int | None = None,
 ) -> Epsilon:
     """Example-level epsilon of each client, composed over the local steps of its rounds.
 
@@ -162,7 +200,8 @@ def example_epsilon(
         ledger: the rounds as they happened, or as planned; a client's least noise counts for all its rounds.
         dp_sgd: the steps, whose noise is read from the ledger; None: there are none.
         accountant: "pld", or "rdp".
-        delta: failure probability; None: min(1e-5, 1 / (10 C)) for C clients.
+        delta: failure probability; None: min(1e-5, 1 / (10 N)) for N examples.
+        examples: N, training examples of all clients together, a public number; None: as many as clients.
 
     Guarantee: example-level, zero-out; an example belongs to one client. With more than 64 kinds of clients, every
         client counts as participating as often as the most frequent one.
@@ -173,7 +212,7 @@ def example_epsilon(
     7.05
     """
     clients = ledger.participants.shape[1]
-    delta = failure_probability(delta, clients)
+    delta = failure_probability(delta, clients if examples is None else examples)
     check_fraction("delta", delta, one=False)
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
@@ -194,7 +233,7 @@ def example_epsilon(
     per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
     worst = float(per_client.max())
     if math.isinf(worst):
-        return Epsilon(worst, per_client, "none", "local steps add no noise")
+        return Epsilon(worst, per_client, "none", _TINY if kinds[0].all() else "local steps add no noise")
     theorem = f"Poisson-sampled Gaussian, rate {dp_sgd.rate:g}, zero-out, {dp_sgd.steps} steps per round"
     return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
 
@@ -206,6 +245,7 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSG
     Noise set by released numbers is planned with everyone's full budget share.
     """
     plan = mechanism.planned(clients, rounds)
+    plan = plan._replace(participants=np.asarray(plan.participants, bool))
     if dp_sgd is None:
         return plan
     dp_sgd.check_fits(clients)
@@ -213,53 +253,91 @@ def planned_ledger(mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSG
     return plan._replace(example_noise=np.broadcast_to(noise, (rounds, len(noise))))
 
 
-@checked()
-def running_epsilon(mechanism: Mechanism, clients: int, *, terms: Terms = Terms()) -> Callable[[int], float]:
-    """Build a function from rounds done to the aggregate RDP epsilon so far, cheap enough for a progress bar.
+class Spent(NamedTuple):
+    """Epsilons of a run so far. `None` marks an observer or a unit that the run does not protect."""
 
-    An upper bound on `epsilon`: it skips the second bound of fixed-size sampling. Bitwise a function of the number of
-    rounds alone, whatever the earlier calls.
+    epsilon: float
+    """One client against an observer of sums: the tightest valid bound, the headline of the statement."""
+    rdp: float
+    """The same by Rényi divergences alone."""
+    upload: float | None = None
+    """One client against an observer of uploads, where clients add noise."""
+    example: float | None = None
+    """One example, where local steps are private."""
+
+
+@checked()
+def running_epsilon(
+    mechanism: Mechanism,
+    clients: int,
+    *,
+    terms: Terms = Terms(),
+    dp_sgd: DPSGD | None = None,
+    examples: int | None = None,
+    stateful: bool = False,
+) -> Callable[[int | Ledger], Spent]:
+    """Build a function from the rounds so far to their epsilons, as `privacy_statement` states them.
+
+    The rounds are a ledger, or a number of planned ones. The result is bitwise a function of these rounds alone,
+    whatever the earlier calls. It is cheap enough for every evaluation: one round's losses are computed once.
+
+    Args:
+        mechanism: the run's.
+        clients: number of clients.
+        terms: delta, and the reason if no epsilon exists.
+        dp_sgd: the private local steps, None: there are none.
+        examples: training examples of all clients, for the default delta of one example.
+        stateful: clients keep a state, see `epsilon`.
 
     >>> spent = running_epsilon(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4)
-    >>> spent(0), round(spent(100), 2)
-    (0.0, 4.73)
+    >>> [round(value, 2) for value in spent(100)[:2]], spent(0).epsilon
+    ([4.38, 4.73], 0.0)
     """
-    if terms.broken is not None and mechanism.communicates:
-        return lambda done: math.inf if done else 0.0
     delta = failure_probability(terms.delta, clients)
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     known = max(len(table) for table in tables)
-    view = mechanism.view(mechanism.planned(clients, known), "aggregate")
-    if view.whole or view.grows:
 
-        @functools.cache
-        def of_run(rounds: int) -> float:
-            whole = view if rounds == known else mechanism.view(mechanism.planned(clients, rounds), "aggregate")
-            return _trivial(whole, clients).value if accountants.trivial(whole) else least_epsilon(whole, "rdp", delta)
-
-        return lambda done: of_run(done if view.grows and known == 1 else known) if done else 0.0
-    multiplier, hidden = view.multiplier.min(axis=1), view.hidden
-    multiplier[hidden] = accountants.round_down(multiplier[hidden])
-
-    def curve(plain: float, sampled: Float[np.ndarray, "R"]) -> Float[np.ndarray, "orders"]:
-        accountant = accountants.rdp_accountant(sampled=bool(hidden.any()))
-        return accountant.compose(accountants.gaussians(plain, sampled, view.rate)).rdp
-
-    of_level = functools.cache(lambda level: curve(math.inf, np.array([level])))
-    orders = accountants.rdp_accountant(sampled=bool(hidden.any())).orders
-
-    def spent(done: int) -> float:
+    def planned(done: int) -> Ledger:
         if known > 1 and done > known:
             raise ValueError(f"done={done!r}: the mechanism's schedule has {known} rounds")
-        rows = np.arange(done) % known
-        plain, sampled = multiplier[rows[~hidden[rows]]], multiplier[rows[hidden[rows]]]
-        total = curve(float(accountants.total_multiplier(plain)), np.empty(0))
-        # The order, and so the last digit, depends on the rounds alone.
-        for level, count in zip(*np.unique(sampled[sampled < math.inf], return_counts=True), strict=True):
-            total += count * of_level(float(level))
-        return float(dp_accounting.rdp.compute_epsilon(orders, total, delta)[0])  # pyrefly: ignore[bad-argument-type]
+        return first_rounds(planned_ledger(mechanism, clients, known if known > 1 else max(done, 1), dp_sgd), done)
+
+    def client(ledger: Ledger, observer: Observer) -> dict[Accountant, float]:
+        if not len(ledger.participants):
+            return dict.fromkeys(BOTH, 0.0)
+        if terms.broken is not None:
+            return dict.fromkeys(BOTH, math.inf)
+        view = accountants.most_exposed(_view(ledger, mechanism, observer, stateful=stateful))
+        bounds = _bounds([view], BOTH, delta, view.multiplier.shape[1])
+        return {accountant: bound.value for accountant, bound in bounds.items()}
+
+    def example(ledger: Ledger) -> float:
+        if not len(ledger.participants):
+            return 0.0
+        options = {"delta": terms.delta, "examples": examples}
+        return min(example_epsilon(ledger, dp_sgd, accountant=name, **options).value for name in BOTH)
+
+    def spent(rounds: int | Ledger) -> Spent:
+        ledger = rounds if isinstance(rounds, Ledger) else planned(rounds)
+        sums = client(ledger, "aggregate")
+        upload = min(client(ledger, "upload").values()) if mechanism.clients_noisy else None
+        least = min([*sums.values(), *([] if upload is None else [upload])])
+        return Spent(least, sums["rdp"], upload, None if dp_sgd is None else example(ledger))
 
     return spent
+
+
+def first_rounds(ledger: Ledger, done: int) -> Ledger:
+    """Return the first rounds of a ledger, whose arrays may stand for all rounds."""
+    rounds = len(ledger.participants)
+
+    def part(leaf: np.ndarray) -> np.ndarray:
+        return leaf[:done] if len(leaf) == rounds else leaf
+
+    fields: dict[str, Any] = {
+        name: part(np.asarray(leaf)) for name, leaf in ledger._asdict().items() if name != "notes"
+    }
+    return Ledger(**fields, notes={name: part(note) for name, note in ledger.notes.items()})
 
 
 def no_epsilon(clients: int, reason: str) -> Epsilon:
@@ -267,7 +345,68 @@ def no_epsilon(clients: int, reason: str) -> Epsilon:
     return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
 
 
-@checked(delta=probability, shape=check_numbers)
+class Exposure(NamedTuple):
+    """What the sums of a planned run reveal of its most exposed client: so many times what one view reveals."""
+
+    view: View
+    repeats: int
+
+    def scaled(self, factor: float) -> "Exposure":
+        """Return it with `factor` times the noise."""
+        return self._replace(view=self.view.scaled(factor))
+
+    def epsilons(self, clients: int, delta: float, by: Sequence[Accountant] = BOTH) -> dict[Accountant, Epsilon]:
+        """Return the epsilon by each accountant; every client counts as the most exposed one."""
+        kinds = self.view.multiplier.shape[1]
+        if accountants.trivial(self.view):
+            found = dict.fromkeys(by, _trivial(self.view, kinds))
+        else:
+            found = {accountant: _worst([self.view], accountant, delta, kinds, self.repeats) for accountant in by}
+        return {
+            accountant: worst._replace(per_client=np.broadcast_to(worst.value, clients))
+            for accountant, worst in found.items()
+        }
+
+
+def planned_exposure(
+    mechanism: Mechanism,
+    clients: int,
+    rounds: int,
+    *,
+    participations: int | None = None,
+    separation: int | None = None,
+    stateful: bool = False,
+) -> Exposure:
+    """Return what a planned run reveals, by rounds, rates, and most participations and least gap of a client.
+
+    Rounds that are alike are accounted for once, so neither the number of clients nor that of rounds costs memory,
+    unless noise or weights follow a schedule, or noise is correlated.
+
+    Args:
+        mechanism: with its noise and its sampler.
+        clients: number of clients.
+        rounds: T.
+        participations: most rounds of a client, and
+        separation: fewest rounds from one to the next, as a server enforces them; None: those of the sampler.
+        stateful: clients keep a state, see `epsilon`.
+    """
+    mechanism = dataclasses.replace(mechanism, sampling=limited(mechanism.sampling, rounds, participations, separation))
+    tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
+    length = max(len(table) for table in tables)
+    if length not in (1, rounds):
+        mechanism.check_fits(clients, rounds)
+    view = mechanism.view(mechanism.planned(clients, length), "aggregate")
+    if view.grows and length < rounds:
+        length = min(view.turn or rounds, rounds)
+        view = mechanism.view(mechanism.planned(clients, length), "aggregate")
+    repeats = -(-rounds // length)
+    if participations is not None:
+        repeats = min(repeats, participations)
+    view = accountants.worst_client(_of_states(view) if stateful else view)
+    return Exposure(view, repeats)
+
+
+@checked(epsilon=check_budget, delta=probability, shape=check_numbers)
 def calibrate(
     epsilon: float,
     *,
@@ -279,8 +418,10 @@ def calibrate(
     accountant: Accountant = "pld",
     shape: Sequence[float] | np.ndarray | None = None,
     stateful: bool = False,
+    participations: int | None = None,
+    separation: int | None = None,
 ) -> float:
-    """Find the smallest noise multiplier z whose aggregate epsilon after `rounds` is at most `epsilon`.
+    r"""Find the smallest noise multiplier z whose aggregate epsilon after `rounds` is at most `epsilon`.
 
     Args:
         epsilon: target for the whole run; the result stays below it, by at most 0.1% where possible.
@@ -293,36 +434,43 @@ def calibrate(
         accountant: "pld": the smallest valid bound, see `epsilon`; or "rdp", which needs more noise.
         shape: relative noise by round `[T]`; the result is then a factor on it.
         stateful: clients keep a state, see `epsilon`; without, fixed-size sampling may need less noise.
+        participations: k, the most rounds in which a client takes part, which the server of a deployment enforces;
+            None: as many as the sampler and `separation` allow.
+        separation: b, the fewest rounds from one participation of a client to its next, which the server enforces, if
+            the sampler does not keep them anyway; None: the sampler's.
+
+    Limits take the place of amplification by sampling (see `jaxfl.privacy.sampling.Limited`): the run is one Gaussian
+    of multiplier :math:`z / \sqrt{k}` with independent noise, and :math:`z / (\sqrt{k} \|c\|_2)` with a strategy c of
+    at most b bands (`jaxfl.privacy.mechanisms.correlated`).
 
     >>> round(calibrate(1.0, clients=20, rounds=100), 1)
+    37.3
+    >>> round(calibrate(1.0, clients=20, rounds=400, participations=100), 1)
     37.3
     """
     if shape is not None and len(shape) != rounds:
         raise ValueError(f"shape={show(shape)}: give {rounds} numbers above 0, one per round")
-    scale = (1.0,) if shape is None else tuple(np.asarray(shape, float).tolist())
+    scale = np.ones(1) if shape is None else np.asarray(shape, float)
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
     if base.clients_noisy:
         raise ValueError(f"mechanism={base!r}: its clients add noise; give one whose server does, or calibrate_upload")
     if (weighed := len(base.weight_table)) not in (1, rounds):
         raise ValueError(f"mechanism.weights={show(base.weights)}, of {weighed} rounds: give one, or {rounds}")
 
-    def planned(factor: float, rounds: int) -> View:
-        noise = tuple(factor * value for value in scale)
+    def exposed(factor: float) -> Exposure:
+        noise = tuple((factor * scale).tolist())
         probe = dataclasses.replace(base, clip=1.0, noise_multiplier=noise if len(noise) > 1 else noise[0])
-        return probe.view(probe.planned(clients, rounds), "aggregate")
+        limits: dict[str, Any] = {"participations": participations, "separation": separation}
+        return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
 
-    length = max(len(scale), len(base.weight_table))
-    view = planned(1.0, length)
-    if view.grows and length < rounds:
-        length = rounds
-        view = planned(1.0, length)
-    if accountants.trivial(view) or not np.allclose(planned(2.0, length).multiplier, 2 * view.multiplier):
+    exposure = exposed(1.0)
+    view = exposure.view
+    if accountants.trivial(view) or not np.allclose(exposed(2.0).view.multiplier, 2 * view.multiplier):
         raise ValueError(f"mechanism={base!r}: its epsilon is not that of noise_multiplier ({view.silent})")
-    view = accountants.worst_client(_of_states(view) if stateful else view)
-    return _calibrate(view, epsilon, failure_probability(delta, clients), accountant, rounds // length)
+    return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)
 
 
-@checked(delta=probability)
+@checked(epsilon=check_budget, delta=probability)
 def calibrate_upload(
     epsilon: float,
     *,
@@ -344,17 +492,18 @@ def calibrate_upload(
     74.6
     """
     delta = failure_probability(delta, clients)
-    return _calibrate(plain_view(np.full((1, 1), 0.5), "Gaussian"), epsilon, delta, accountant, participations)
+    exposure = Exposure(plain_view(np.full((1, 1), 0.5), "Gaussian"), participations)
+    return needed_noise(exposure, epsilon, delta, accountant)
 
 
-@checked(rate=check_fraction, delta=probability)
+@checked(epsilon=check_budget, rate=check_fraction, delta=probability)
 def calibrate_examples(
     epsilon: float,
     *,
     rate: float,
     steps: int,
     participations: int,
-    clients: int | None = None,
+    examples: int | None = None,
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
@@ -365,30 +514,66 @@ def calibrate_examples(
         rate: probability that an example is in a batch.
         steps: local steps per round.
         participations: most rounds in which a client participates.
-        clients: their number, for the default delta; None: up to 10,000.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        examples: training examples of all clients, for the default delta; None: up to 10,000.
+        delta: failure probability; None: min(1e-5, 1 / (10 examples)).
         accountant: "pld", or "rdp", which needs more noise.
 
     >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
     1.0
     """
-    delta = failure_probability(delta, clients)
+    delta = failure_probability(delta, examples)
     total = {"clients": 1, "rounds": steps * participations, "sampling": Poisson(rate)}
     return calibrate(epsilon, delta=delta, accountant=accountant, **total)
 
 
-def _calibrate(view: View, target: float, delta: float, accountant: Accountant, repeats: int) -> float:
-    """Find the noise factor whose epsilon is at most the target, and at most 0.1% below it."""
-    if accountant == "rdp":  # start from a Gaussian's noise times the rate
-        total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
-        noise = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
-    else:  # start from RDP's: PLDs are slow far below the noise needed
-        noise = _calibrate(view, target, delta, "rdp", repeats)
+def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
+    """Return about the noise factor whose epsilon is the target: by RDP, with few orders."""
+    view, repeats = exposure
+    total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
+    gaussian = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
+    return _search(lambda noise: least_epsilon(view.scaled(noise), "rdp", delta, repeats, _WIDE), target, gaussian)
+
+
+def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Accountant) -> float:
+    """Return the noise factor whose epsilon is at most the target, and at most 0.1% below it."""
+    view, repeats = exposure
+
+    def spent(noise: float, grid: float = 1.0) -> float:
+        return least_epsilon(view.scaled(noise), accountant, delta, repeats, grid)
+
+    noise = rough_noise(exposure, target, delta)
+    if accountant == "pld" and view.hidden.any():
+        noise = _by_wide_grids(spent, target, noise)
+    return _search(spent, target, noise)
+
+
+_MOST_ATTEMPTS = 60
+_WIDE = 16.0
+"""Of the grids of losses on which noise is sought: an epsilon takes a tenth of the time."""
+
+
+def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise: float) -> float:
+    """Return about the noise that spends the target.
+
+    What a grid adds to epsilon is proportional to its squared width, so two widths say what there is without. Where it
+    adds much, at very small budgets, the first guess is as good.
+    """
+    if spent(noise, _WIDE) > target:
+        return noise
+    noise = _search(lambda factor: spent(factor, _WIDE), target, noise)
+    value = spent(noise, _WIDE)
+    half = spent(noise, _WIDE / 2)
+    excess = value / (half - (value - half) / 3)
+    return _search(lambda factor: spent(factor, _WIDE), target * excess * (1 - 1e-4), noise, slack=2e-4)
+
+
+def _search(spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4) -> float:
+    """Return noise near a first guess that spends the target, or less by a share of at most `slack`."""
     low, above, high, below = 0.0, math.inf, math.inf, 0.0  # noise too small, its epsilon; enough, its epsilon
-    aim, attempt = target * (1 - 2e-4), 0
-    while below < target * (1 - 5e-4) and high > low * (1 + 2e-5):
+    aim, attempt = target * (1 - 0.4 * slack), 0
+    while below < target * (1 - slack) and high > low * (1 + 2e-5) and attempt < _MOST_ATTEMPTS:
         noise = float(f"{noise:.6g}")  # processors differ in the last digits, and so would runs' folders
-        value = least_epsilon(view.scaled(noise), accountant, delta, repeats)
+        value = spent(noise)
         if value > target:
             low, above = noise, value
         else:
@@ -400,4 +585,9 @@ def _calibrate(view: View, target: float, delta: float, accountant: Accountant, 
             interpolate = attempt % 4 and below > 0 and math.isfinite(above)
             part = math.log(aim / below) / math.log(above / below) if interpolate else 0.5
             noise = high * (low / high) ** min(max(part, 0.02), 0.98)
+    if math.isinf(high):
+        raise ValueError(
+            f"epsilon must be larger for this accountant, which proves no less than {above:.3g} with noise of "
+            f"{low:.3g}, got {target:.6g}. Give a larger epsilon, or the accountant 'pld'."
+        )
     return high

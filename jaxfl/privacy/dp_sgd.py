@@ -1,21 +1,35 @@
 """DP-SGD in local steps: Poisson batches, per-example clipping, and noise on the sum."""
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core
 from jaxtyping import Float, Float64, Int, Key
 
-from jaxfl._validate import check_fraction, check_noise, checked
+from jaxfl._validate import check_fraction, check_noise, checked, key_of, traced
 from jaxfl.local.lanes import begin, hold, longest
-from jaxfl.local.train import Apply, BatchLoss, Decay, GradientFn, Mask, Penalty, decayed, descend, penalty_of
+from jaxfl.local.train import (
+    Apply,
+    BatchLoss,
+    Decay,
+    GradientFn,
+    Mask,
+    Penalty,
+    decayed,
+    descend,
+    first_state,
+    penalty_of,
+    weights_to_keep,
+)
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import check_clip, extremes
 from jaxfl.privacy.noise import add_gaussian, derive
@@ -23,18 +37,9 @@ from jaxfl.privacy.sampling import coins
 from jaxfl.types import ClientData, Model, Params, StepNoise, Tree
 
 _CHUNK = 16
-_TRAININGS: contextvars.ContextVar[list["DPSGD"] | None] = contextvars.ContextVar("trainings", default=None)
-
-
-@contextlib.contextmanager
-def trainings() -> Iterator[list["DPSGD"]]:
-    """The private steps that are traced inside, by call of `train`."""
-    found: list[DPSGD] = []
-    token = _TRAININGS.set(found)
-    try:
-        yield found
-    finally:
-        _TRAININGS.reset(token)
+_MARK = "private steps"
+_ONCE = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+"""Operations that run the program inside them once."""
 
 
 @checked(noise_multiplier=check_noise, rate=check_fraction)
@@ -58,7 +63,8 @@ class DPSGD:
         decay: as in `jaxfl.LocalSGD`; noise scales with the gradients, and epsilon is unchanged.
 
     The engine gives each client its noise, records it in the ledger, and rejects a `client_update` that makes no
-    private steps, other ones, or trains by them twice: the second time would have the noise of the first.
+    private steps, other ones, or trains by them twice, in a loop or under `jax.vmap`: the second time would have the
+    noise and the batches of the first. `jax.jit`, `jax.checkpoint` and `jax.lax.cond` around them are fine.
 
     Guarantee: example-level, zero-out adjacency (an example's clipped gradient is replaced by zero, n is public), by
         the Poisson-sampled Gaussian mechanism composed over all steps; for every observer of the client's messages.
@@ -99,8 +105,6 @@ class DPSGD:
         if gradient is not None:
             remedy = "it reads every batch twice, leave it out, or train by LocalSGD"
             raise ValueError(f"gradient={gradient!r} with DPSGD: {remedy}")
-        if (found := _TRAININGS.get()) is not None:
-            found.append(self)
         drawing, own = jax.random.split(key)  # a layer's draws have nothing in common with batches and noise
         noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), own)
         total = jnp.where(data.size > 0, self.steps, 0)
@@ -121,8 +125,10 @@ class DPSGD:
 
             return hold(i < total, descend(optimizer, of_batch, carry, mask=mask), carry)
 
-        start = (begin(params), optimizer.init(params), jnp.zeros(()))
-        params, _, total_loss = lax.fori_loop(0, longest(total), step, start)
+        start = (begin(params), first_state(optimizer, params, self.decay), jnp.zeros(()))
+        params, state, total_loss = lax.fori_loop(0, longest(total), step, start)
+        params = weights_to_keep(state, params, mask, total)
+        total_loss = checkpoint_name(total_loss, self.mark)
         steps = total.astype(jnp.float32)
         return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}
 
@@ -130,6 +136,12 @@ class DPSGD:
     def dp_sgd(self) -> "DPSGD":
         """These private steps."""
         return self
+
+    @property
+    def mark(self) -> str:
+        """The name that these private steps leave in a traced program."""
+        rate = f"traced {id(self.rate)}" if traced(self.rate) else repr(self.rate)
+        return f"{_MARK}: rate {rate}, steps {self.steps}"
 
     @property
     def noise_table(self) -> Float64[np.ndarray, "#C"]:
@@ -141,6 +153,51 @@ class DPSGD:
         if len(self.noise_table) not in (1, clients):
             shape = self.noise_table.shape
             raise ValueError(f"dp_sgd.noise_multiplier has shape {shape}: it must fit {clients} clients")
+
+
+def trainings(program: core.Jaxpr) -> dict[str, float]:
+    """Count by mark how often a traced program trains by private steps, at most: infinitely often in an open loop.
+
+    A mark is on the sum of losses, a single number. Whatever part of a training `jax.vmap` repeats, it repeats the sum.
+    """
+    found: dict[str, float] = {}
+
+    def add(times: float, counts: dict[str, float]) -> None:
+        for mark, count in counts.items():
+            found[mark] = found.get(mark, 0.0) + times * count
+
+    for operation in program.eqns:
+        name = operation.primitive.name
+        inner = [trainings(part) for part in _programs(operation.params)]
+        if name == "name" and operation.params["name"].startswith(_MARK):
+            marked: Any = operation.invars[0]
+            add(1.0, {operation.params["name"]: float(math.prod(marked.aval.shape))})
+        elif name == "cond":  # only one of its branches runs
+            marks = {mark for branch in inner for mark in branch}
+            add(1.0, {mark: max(branch.get(mark, 0.0) for branch in inner) for mark in marks})
+        else:
+            for counts in inner:
+                add(_times(operation), counts)
+    return found
+
+
+def _times(operation: core.JaxprEqn) -> float:
+    """Return how often an operation runs the program inside it, at most."""
+    name = operation.primitive.name
+    if name == "scan":
+        return float(operation.params["length"])
+    return 1.0 if name in _ONCE else math.inf
+
+
+def _programs(value: Any) -> Iterator[core.Jaxpr]:
+    """Yield the programs inside a parameter of an operation."""
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, dict | tuple | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _programs(part)
 
 
 def noisy_gradient(
@@ -200,7 +257,7 @@ def noisy_gradient(
         inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
         batch = inputs, labels, positions < count
         if ghost_norms is None:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0) if drawing is None else drawing, positions)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key_of(0) if drawing is None else drawing, positions)
             return optax.tree.add(total, _one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip))
         # An accelerator's TensorFloat-32 would round norms and gradients differently.
         with jax.default_matmul_precision("float32"):

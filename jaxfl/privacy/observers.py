@@ -12,7 +12,7 @@ Samplers account for amplification by hidden cohorts (`jaxfl.privacy.sampling`).
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -24,6 +24,8 @@ Observer = Literal["aggregate", "upload", "client"]
 OPEN_UPLOADS = "the server sees uploads without noise"
 ROUNDING = 1e-4
 """Relative: the engine draws, adds up and records in single precision."""
+_SUMMED = 6e-6
+"""Bound on what rounding lets any client change a sum by, over C max w (see `jaxfl.privacy.sums`)."""
 _ENOUGH = 1e100
 """Larger multipliers count as this one, which is conservative: accountants square them."""
 
@@ -32,8 +34,8 @@ class Amplified(NamedTuple):
     """Rounds whose amplification only Rényi divergences account for."""
 
     multiplier: Float[np.ndarray, "T"]
-    divergences: Callable[[float], Float[np.ndarray, "orders"]]
-    """Of one round, by multiplier, at `accountants.ORDERS`."""
+    divergences: Callable[..., Float[np.ndarray, "orders"]]
+    """Of one round, by multiplier, at `accountants.ORDERS`; with `most`, at those orders up to `most`."""
     theorem: str
     stateless: bool = False
     """Holds only where clients keep no state."""
@@ -52,6 +54,7 @@ class View(NamedTuple):
         amplified: a second valid bound, by Rényi divergences alone, or None.
         whole: the single entry covers all rounds of the ledger.
         grows: entries are not one per round: more rounds need another view.
+        turn: rounds that an entry covers; 0: a single entry covers all rounds.
     """
 
     multiplier: Float[np.ndarray, "T #C"]
@@ -63,6 +66,7 @@ class View(NamedTuple):
     amplified: Amplified | None = None
     whole: bool = False
     grows: bool = False
+    turn: int = 1
 
     def scaled(self, factor: float) -> "View":
         """The view with `factor` times the noise."""
@@ -132,7 +136,7 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 
 
-def brought(participants: np.ndarray, noise: Float[np.ndarray, "T #C"]) -> Float[np.ndarray, "T"]:
+def brought(participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]) -> Float[np.ndarray, "T"]:
     """What the participants' noise, as variances, adds up to in each round."""
     if not np.any(noise):
         return np.zeros(len(noise))
@@ -162,7 +166,12 @@ def upload_costs(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float = 0.0) 
 
 
 def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
-    """Std over the sensitivity to each client."""
+    """Return the std over the sensitivity to each client.
+
+    Rounding of a sum is in units of the largest weight. A smaller one is charged with it; for the largest it is below
+    a relative 1e-5.
+    """
+    weights = np.where(weights > 0, weights + _SUMMED * (weights.max(axis=1, keepdims=True) - weights), 0.0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.where(weights > 0, np.minimum(np.sqrt(variance) / weights, _ENOUGH), math.inf)
 

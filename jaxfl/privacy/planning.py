@@ -1,17 +1,29 @@
 """Before a run: noise and limits for a budget, and which mechanism leaves the least noise."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float
+from rich.console import Console
+from rich.progress import Progress
 
 from jaxfl._validate import at_least_0, check_count, checked, probability, show
-from jaxfl.privacy.accountants import failure_probability
-from jaxfl.privacy.accounting import Epsilon, calibrate, epsilons, planned_ledger, tightest
+from jaxfl.privacy.accountants import failure_probability, least_epsilon
+from jaxfl.privacy.accounting import (
+    Epsilon,
+    Exposure,
+    check_budget,
+    needed_noise,
+    planned_exposure,
+    rough_noise,
+    tightest,
+)
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
-from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise, prefix_error
+from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise
 from jaxfl.privacy.sampling import MOST_BINS, BallsInBins, CyclicPoisson, FixedSize, MinSeparation, Poisson
 
 Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
@@ -19,7 +31,9 @@ Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", 
 minimum separation."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 _CYCLES = (2, 4, 8, 16, 32, 64)
+_KNOWN: tuple[Kind, ...] = ("separated", "blt")  # kinds that rest on no coins
 _BUFFERS = 3
+_MOST_CORRELATED = 100_000  # rounds: a minute for the strategies' errors
 
 
 class Plan(NamedTuple):
@@ -39,6 +53,10 @@ class Plan(NamedTuple):
     """Root mean square over rounds of the noise per model coordinate, over C (prefix sums of the noisy means)."""
     stateful: bool = False
     """Whether clients keep a state."""
+    participations: int | None = None
+    """Most rounds of a client, as the server enforces them; None: those of the sampler."""
+    separation: int | None = None
+    """Fewest rounds from one participation of a client to its next, likewise."""
 
     @property
     def epsilon(self) -> float:
@@ -47,11 +65,15 @@ class Plan(NamedTuple):
 
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
         """Epsilon at other deltas."""
-        return np.array([_epsilon(self.mechanism, self.clients, self.rounds, d, self.stateful) for d in deltas])
+        return np.array([self._after(self.rounds, delta) for delta in deltas])
 
     def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
         """Epsilon after other numbers of rounds."""
-        return np.array([_epsilon(self.mechanism, self.clients, n, self.delta, self.stateful) for n in rounds])
+        return np.array([self._after(number, self.delta) for number in rounds])
+
+    def _after(self, rounds: int, delta: float) -> float:
+        limits: dict[str, Any] = {"participations": self.participations, "separation": self.separation}
+        return _epsilon(self.mechanism, self.clients, rounds, delta, stateful=self.stateful, **limits)
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
@@ -60,7 +82,7 @@ def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
     return tuple(dict.fromkeys(value))
 
 
-@checked(noise_multiplier=at_least_0, delta=probability, kinds=_check_kinds)
+@checked(epsilon=check_budget, noise_multiplier=at_least_0, delta=probability, kinds=_check_kinds)
 def plan(
     *,
     clients: int,
@@ -71,6 +93,9 @@ def plan(
     delta: float | None = None,
     kinds: Sequence[Kind] = KINDS,
     stateful: bool = False,
+    participations: int | None = None,
+    separation: int | None = None,
+    progress: bool = False,
 ) -> list[Plan]:
     r"""Compare mechanisms for a deployment, least noise on the model first.
 
@@ -86,8 +111,13 @@ def plan(
         noise_multiplier: z, which determines epsilon.
         delta: failure probability; None: min(1e-5, 1 / (10 N)).
         kinds: what to compare; "banded" and "separated" take the best cycle of 2 to 64 rounds whose groups hold a
-            cohort.
+            cohort. Correlated noise is left out beyond 100,000 rounds.
         stateful: clients keep a state from round to round, see `epsilon`.
+        participations: k, the most rounds of a client, which the server enforces; None: those of the sampler.
+        separation: b, the fewest rounds from one participation of a client to its next, which the server enforces;
+            None: those of the sampler. With a limit, only "separated" and "blt" are compared: the other kinds rest on
+            independent coins, which limits end (see `calibrate`).
+        progress: show a bar on the terminal's standard error.
 
     >>> best, *others = plan(clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated"))
     >>> best.kind, round(best.noise_multiplier, 3), round(best.epsilon, 2)
@@ -97,27 +127,84 @@ def plan(
     if (epsilon is None) == (noise_multiplier is None):
         raise ValueError(f"epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}: give one of the two")
     delta = failure_probability(delta, clients)
+    limits: dict[str, Any] = {"participations": participations, "separation": separation}
+    limited = participations is not None or separation is not None
+    if separation is not None and separation * cohort > clients:
+        raise ValueError(
+            f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit in {clients} "
+            f"clients, got {separation}. Give a smaller separation or cohort."
+        )
 
-    def priced(kind: Kind, mechanism: Mechanism) -> Plan:
+    def error(mechanism: Mechanism, z: float) -> float:
+        return z / mechanism.sampling.expected(clients) * noise_error(mechanism, rounds)
+
+    def exposed(mechanism: Mechanism) -> Exposure:
+        return planned_exposure(mechanism, clients, rounds, stateful=stateful, **limits)
+
+    def promised(mechanism: Mechanism) -> float:
+        """Return about the least error."""
         if epsilon is None:
-            z = float(noise_multiplier or 0.0)
-        else:
-            budget: Any = {"clients": clients, "rounds": rounds, "delta": delta, "stateful": stateful}
-            z = calibrate(epsilon, mechanism=mechanism, **budget)
-        mechanism = dataclasses.replace(mechanism, noise_multiplier=z)
-        ledger = planned_ledger(mechanism, clients, rounds)
-        bounds = epsilons(ledger, mechanism, delta=delta, stateful=stateful)
-        error = z / mechanism.sampling.expected(clients) * noise_error(mechanism, rounds)
-        return Plan(kind, mechanism, clients, rounds, delta, z, tightest(bounds), bounds["rdp"], error, stateful)
+            return error(mechanism, 1.0)
+        return error(mechanism, rough_noise(exposed(mechanism), epsilon, delta))
 
-    def best(kind: Kind) -> list[Plan]:
-        plans = (priced(kind, mechanism) for mechanism in _candidates(kind, clients, cohort, rounds))
-        return sorted(plans, key=_error)[:1]
+    def needed(mechanism: Mechanism) -> float:
+        """Return the noise multiplier."""
+        if epsilon is None:
+            return float(noise_multiplier or 0.0)
+        return needed_noise(exposed(mechanism), epsilon, delta, "pld")
 
-    plans = sorted((candidate for kind in kinds for candidate in best(kind)), key=_error)
+    def beaten(mechanism: Mechanism, least: float) -> bool:
+        """Return whether the noise that leaves the least error so far is too little for the budget."""
+        if epsilon is None:
+            return False
+        enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))
+        return least_epsilon(enough.view, "pld", delta, enough.repeats) > epsilon
+
+    def best(mechanisms: Sequence[Mechanism], step: Callable[[], None]) -> tuple[Mechanism, float] | None:
+        """Return the mechanism of least error, and its noise; those that promise it are tried first."""
+        found, least = None, math.inf
+        for mechanism in sorted(mechanisms, key=promised):
+            if found is None or not beaten(mechanism, least):
+                z = needed(mechanism)
+                if error(mechanism, z) < least:
+                    found, least = (mechanism, z), error(mechanism, z)
+            step()
+        return found
+
+    def priced(kind: Kind, mechanism: Mechanism, z: float) -> Plan:
+        bounds = exposed(mechanism).scaled(z).epsilons(clients, delta)
+        return Plan(
+            kind=kind,
+            mechanism=dataclasses.replace(mechanism, noise_multiplier=z),
+            clients=clients,
+            rounds=rounds,
+            delta=delta,
+            noise_multiplier=z,
+            pld=tightest(bounds),
+            rdp=bounds["rdp"],
+            error=error(mechanism, z),
+            stateful=stateful,
+            **limits,
+        )
+
+    compared: list[Kind] = [kind for kind in kinds if not limited or kind in _KNOWN]
+    candidates = {kind: _candidates(kind, clients, cohort, rounds, participations, separation) for kind in compared}
+    with _bar(sum(map(len, candidates.values())), progress) as step:
+        found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
+        plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
-        raise ValueError(f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}; give others")
-    return plans
+        under = f" under participations={participations}, separation={separation}" if limited else ""
+        raise ValueError(f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}{under}; give others")
+    return sorted(plans, key=_error)
+
+
+@contextlib.contextmanager
+def _bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
+    """Show a bar on the terminal's standard error, and yield what moves it."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
+        line = bar.add_task("mechanisms", total=steps)
+        yield lambda: bar.advance(line)
 
 
 def noise_error(mechanism: Mechanism, rounds: int) -> float:
@@ -128,8 +215,9 @@ def noise_error(mechanism: Mechanism, rounds: int) -> float:
     >>> round(noise_error(Mechanism(), 7), 6)
     2.0
     """
-    correlated = isinstance(mechanism, CorrelatedNoise)
-    return prefix_error(mechanism.strategy(rounds) if correlated else np.ones(1), rounds)
+    if not isinstance(mechanism, CorrelatedNoise):
+        return math.sqrt((rounds + 1) / 2)
+    return mechanism.error(rounds)
 
 
 @checked(noise_multiplier=at_least_0, delta=probability)
@@ -171,12 +259,14 @@ def largest_cohort(
     return _largest(within, check_count("clients", clients))
 
 
-def _epsilon(mechanism: Mechanism, clients: int, rounds: int, delta: float | None, stateful: bool = False) -> float:
-    ledger = planned_ledger(mechanism, clients, rounds)
-    return tightest(epsilons(ledger, mechanism, delta=delta, stateful=stateful)).value
+def _epsilon(mechanism: Mechanism, clients: int, rounds: int, delta: float | None, **options: Any) -> float:
+    exposure = planned_exposure(mechanism, clients, rounds, **options)
+    return tightest(exposure.epsilons(clients, failure_probability(delta, clients))).value
 
 
-def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mechanism]:
+def _candidates(
+    kind: Kind, clients: int, cohort: int, rounds: int, participations: int | None, separation: int | None
+) -> list[Mechanism]:
     """Mechanisms of a kind that fit, with clip and multiplier 1."""
     base: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
     cycles = [b for b in _CYCLES if b <= rounds and b * cohort <= clients]
@@ -187,13 +277,19 @@ def _candidates(kind: Kind, clients: int, cohort: int, rounds: int) -> list[Mech
     if kind == "balls in bins":
         bins = round(clients / cohort)
         return [Mechanism(**base, sampling=BallsInBins(bins))] if bins <= MOST_BINS else []
+    if rounds > _MOST_CORRELATED:
+        return []
     if kind == "banded":
         return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(cohort / clients, b)) for b in cycles]
-    separations = sorted({*cycles, min(rounds, clients // cohort)})
-    if kind == "separated":
-        return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b)) for b in separations]
-    b = separations[-1]
-    return [BLTNoise(**base, **blt(_BUFFERS, rounds, b)._asdict(), sampling=MinSeparation(cohort, b))]
+    apart = min(rounds, clients // cohort)
+    if kind == "blt":
+        apart = separation or apart
+        numbers = blt(_BUFFERS, rounds, apart, participations)._asdict()
+        return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, apart))]
+    if separation is None:
+        return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b)) for b in sorted({*cycles, apart})]
+    bands = {1, min(rounds, separation), *(b for b in _CYCLES if b <= rounds)}
+    return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation)) for b in sorted(bands)]
 
 
 def _error(candidate: Plan) -> float:

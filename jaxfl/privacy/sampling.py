@@ -27,6 +27,14 @@ def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{coun
     return (bits[:, 0] < high) | ((bits[:, 0] == high) & (bits[:, 1] < low))
 
 
+def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
+    """Draw a permutation. A key pair's sorts 64 bits, of which two agree with a probability below count^2 2^-65."""
+    if not key.ndim:
+        return jax.random.permutation(key, count)
+    bits = random_bits(key, (2, count))
+    return jnp.lexsort((bits[0], bits[1])).astype(jnp.int32)
+
+
 def _threshold(rate: Number) -> tuple[Any, Any]:
     """A rate below 1, times 2^64, rounded down, as two words; of a traced rate, the next float below."""
     if traced(rate):
@@ -62,13 +70,26 @@ class Sampling:
         """Successive rounds sharing a key."""
         return 1
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
-        """Draw who takes part in round `index`; the key is that of its `period`."""
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+        """Draw who takes part in round `index`.
+
+        The key is that of its `period`: a JAX key, or under secret noise a pair, of which `random_bits` takes both
+        (see `jaxfl.privacy.noise`).
+        """
         raise NotImplementedError
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
         """Who can take part, by round; read-only."""
         return np.broadcast_to(True, (rounds, clients))
+
+    @property
+    def gap(self) -> int:
+        """The fewest rounds from one participation of a client to its next."""
+        return 1
+
+    def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
+        """Return `possible`, in a form that takes no memory where the sampler has one."""
+        return self.possible(clients, rounds)
 
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
@@ -116,7 +137,7 @@ class Poisson(Sampling):
         """At a rate of 1 only."""
         return self.rate == 1
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Draw who takes part; client i's coin depends on the key and on i alone."""
         del index
         return coins(key, clients, self.rate)
@@ -148,11 +169,10 @@ class FixedSize(Sampling):
         check_count("size", self.size, most=clients)
         return float(self.size)
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Draw who takes part."""
         del index
-        rank = jax.random.permutation(key, clients)
-        return rank < self.size
+        return permutation(key, clients) < self.size
 
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
@@ -183,7 +203,7 @@ class Full(Sampling):
         """Number of participants."""
         return float(clients)
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """All take part."""
         del key, index
         return jnp.ones(clients, bool)
@@ -239,13 +259,22 @@ class CyclicPoisson(Sampling):
         """Numbers vary."""
         return False
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Draw from the round's group."""
         return coins(key, clients, self.turn_rate) & (jnp.asarray(_groups(clients, self.groups)) == index % self.groups)
 
+    @property
+    def gap(self) -> int:
+        """The number of groups."""
+        return self.groups
+
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
         """Each client in the rounds of its group."""
-        return _turns(clients, rounds, self.groups)
+        return np.asarray(self.turns(clients, rounds))
+
+    def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
+        """Return the rounds of groups that take turns."""
+        return Turns(clients, rounds, self.groups)
 
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
@@ -282,18 +311,33 @@ class MinSeparation(Sampling):
 
     def expected(self, clients: int) -> float:
         """Number of participants."""
-        check_count("size", self.size, most=clients // self.separation)
+        most = clients // self.separation
+        if self.size > most:
+            raise ValueError(
+                f"size must be at most {most}, the clients in each of {self.separation} groups of {clients} clients, "
+                f"got {self.size}. Give a smaller size or separation."
+            )
         return float(self.size)
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Draw from the round's group."""
         outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
-        order = jnp.argsort(jnp.where(outside, 2.0, jax.random.uniform(key, (clients,))))
+        places = permutation(key, clients) if key.ndim else jax.random.uniform(key, (clients,))
+        order = jnp.argsort(jnp.where(outside, clients, places))
         return jnp.zeros(clients, bool).at[order[: self.size]].set(True)
+
+    @property
+    def gap(self) -> int:
+        """The number of groups."""
+        return self.separation
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
         """Each client in the rounds of its group."""
-        return _turns(clients, rounds, self.separation)
+        return np.asarray(self.turns(clients, rounds))
+
+    def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
+        """Return the rounds of groups that take turns."""
+        return Turns(clients, rounds, self.separation)
 
     def beside(
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
@@ -347,7 +391,7 @@ class BallsInBins(Sampling):
         """An epoch."""
         return self.bins
 
-    def sample(self, key: Key[Array, ""], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
         """Clients whose bin is the round; uniform to 2^-64."""
         bits = random_bits(key, (clients, 2))
         high = jnp.asarray(2**32 % self.bins, jnp.uint32)
@@ -379,9 +423,87 @@ def _groups(clients: int, groups: int) -> Int[np.ndarray, "C"]:
     return np.random.default_rng(0).permutation(clients).astype(np.int32) % groups
 
 
-def _turns(clients: int, rounds: int, groups: int) -> Bool[np.ndarray, "T C"]:
-    """Who can take part if round t belongs to group t mod b."""
-    return _groups(clients, groups) == np.arange(rounds)[:, None] % groups
+class Turns:
+    """Who can take part, [T, C], if groups of clients take turns: a table that exists only where somebody reads it.
+
+    The accounting of a plan needs no more than the rounds of the client that is most exposed, those of the first group.
+
+    Args:
+        clients: C.
+        rounds: T.
+        gap: b, the number of groups; with `most`, only the fewest rounds from one participation to the next.
+        most: the most rounds of a client, any that keep the gap; None: the client's own group says which.
+    """
+
+    def __init__(self, clients: int, rounds: int, gap: int, most: int | None = None) -> None:
+        self.shape = (rounds, clients)
+        self.dtype = np.dtype(bool)
+        self.gap = gap
+        self.known = most is None
+        """Whether a client's rounds are known, not only their number and gap."""
+        self.most = -(-rounds // gap) if most is None else min(most, -(-rounds // gap))
+        """k, the most rounds of a client."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Lay the table out."""
+        if not self.known:
+            raise ValueError(
+                "participations and separation must be None for a mechanism whose `view` reads who took part, since "
+                "limits leave that open. Leave them out."
+            )
+        rounds, clients = self.shape
+        return _groups(clients, self.gap) == np.arange(rounds)[:, None] % self.gap
+
+
+@dataclasses.dataclass(frozen=True)
+class Limited(Sampling):
+    r"""In a plan: cohorts of a server that limits how often, and how soon again, a client takes part.
+
+    Every participation counts in full, since a limit makes a client's coins depend on one another, which no theorem of
+    amplification covers. With at most k participations, each at least b rounds after the last, independent noise is
+    one Gaussian of multiplier :math:`(\sum_j z_j^{-2})^{-1/2}` over the k least :math:`z_j` among successive blocks of
+    b rounds, each with its least noise: a block holds one participation at most.
+
+    Args:
+        sampling: the sampler that the server restrains.
+        participations: k; None: as many as fit.
+        separation: b.
+    """
+
+    sampling: Sampling
+    participations: int | None
+    separation: int
+
+    def expected(self, clients: int) -> float:
+        """Mean number of participants, by the sampler."""
+        return self.sampling.expected(clients)
+
+    @property
+    def gap(self) -> int:
+        """The separation."""
+        return self.separation
+
+    def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
+        """Return what is known of a client's rounds: their number and gap."""
+        return Turns(clients, rounds, self.separation, rounds if self.participations is None else self.participations)
+
+    def view(self, noise: SumNoise) -> View:
+        """Gaussians: the least noise of each block of b rounds, and of these the k least."""
+        view = _by_turn(_cohort_view(noise, 1)._replace(amplified=None), self.separation)
+        if self.participations is None or self.participations >= len(view.multiplier):
+            return view
+        least = np.sort(view.multiplier, axis=0)[: self.participations]
+        return view._replace(multiplier=least, hidden=view.hidden[: self.participations])
+
+
+def limited(sampling: Sampling, rounds: int, participations: int | None, separation: int | None) -> Sampling:
+    """Return the sampler under limits; itself if it keeps them anyway."""
+    gap = max(sampling.gap, separation or 1)
+    free = participations is None or participations >= -(-rounds // gap)
+    return sampling if free and gap == sampling.gap else Limited(sampling, participations, gap)
 
 
 def _by_turn(view: View, length: int) -> View:
@@ -390,7 +512,7 @@ def _by_turn(view: View, length: int) -> View:
     multiplier = np.pad(view.multiplier, ((0, padded), (0, 0)), constant_values=math.inf)
     multiplier = multiplier.reshape(-1, length, multiplier.shape[1]).min(axis=1)
     hidden = np.pad(view.hidden, (0, padded), constant_values=True).reshape(-1, length)
-    return view._replace(multiplier=multiplier, hidden=np.logical_and.reduce(hidden, axis=1), grows=True)
+    return view._replace(multiplier=multiplier, hidden=np.logical_and.reduce(hidden, axis=1), grows=True, turn=length)
 
 
 def _sampled_view(noise: SumNoise, rate: float) -> View:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxfl._validate import checked, show
 from jaxfl.privacy.accountants import Accountant, default_delta, failure_probability
@@ -57,22 +58,35 @@ _PRECISION = {
     "float": "finite precision: float32 Gaussian noise, of which the sums that can be represented may tell neighbours "
     "apart, and which ends at some 5 standard deviations",
     "grid": "what is left of finite precision: updates and noise lie on one grid, so that rounding is post-processing, "
-    "but the noise is drawn by thresholds of 64 bits",
+    "but the noise is drawn by thresholds of 95 bits, from probabilities accurate to a relative 2^-50",
 }
+_STEPS_PRECISION = (
+    "finite precision of private local steps: their noise is float32 Gaussian, off the grid, and so is what one "
+    "example's epsilon rests on"
+)
 
 _SEED = (
     "noise from a known seed: a simulation; not to be published for real data (a small seed is found by trying, and "
     "the key lies in the run's folder)"
 )
 _SECRET = (
-    "the noise comes from 128 fresh bits of the system, kept in one file that only its owner can read, and expanded by "
-    "Threefry-2x32, which is not a certified cryptographic generator"
+    "cohorts and noise come from 128 fresh bits of the system, kept in one file that only its owner can read, and "
+    "expanded by Threefry-2x32, which is not a certified cryptographic generator"
 )
 _REFUTED = (
     "AUDIT: an attacker has shown epsilon to be at least {:.4g} at 95% confidence, but {:.4g} is stated: the run, its "
     "noise or its accounting is wrong; publish nothing of it"
 )
-_PAIRED = "the points of this sweep share their noise: at most one of them may be published"
+_HINT = (
+    "the estimate is further above the stated {:.4g} than in 99 of 100 honest runs: a hint, not a proof, that "
+    "there is less noise than accounted, or that clients move sums further; look for the fault, and audit "
+    "again with more canaries"
+)
+_LARGE_DELTA = (
+    "delta {:g} is at least 1/{}: it allows publishing one {} outright, so this epsilon promises nothing; quote one at "
+    "delta {:g}"
+)
+_PAIRED = "the points of this sweep share their cohorts and noise: at most one of them may be published"
 
 
 @checked(ledger=check_ledger)
@@ -83,6 +97,7 @@ def privacy_statement(
     *,
     terms: Terms = Terms(),
     dp_sgd: DPSGD | None = None,
+    examples: int | None = None,
     randomness: Randomness = "seed",
     paired: bool = False,
     stateful: bool = False,
@@ -98,8 +113,10 @@ def privacy_statement(
         clients: number of clients.
         terms: delta, the paper's claim, and the reason if no epsilon exists.
         dp_sgd: the private local steps; None: there are none.
+        examples: training examples of all clients together, which set the default delta of one example. The statement
+            publishes this number. None: as many as clients.
         randomness: source of the noise: a seed that may be known, or fresh secret bits of the system.
-        paired: the run is a point of a sweep whose points share their noise.
+        paired: the run is a point of a sweep whose points share their cohorts and noise.
         stateful: clients keep a state from one round to the next, see `epsilon`.
 
     >>> from jaxfl.privacy.accounting import planned_ledger
@@ -119,6 +136,11 @@ def privacy_statement(
         claim = {"epsilon": _number(terms.claim[0]), "rule": terms.claim[1], "status": "claimed, not verified"}
     delta = failure_probability(terms.delta, clients)
     noisy = mechanism.noisy or dp_sgd is not None
+    number = clients if examples is None else examples
+    of_example = failure_probability(terms.delta, number)
+    warnings = _warnings(delta, clients, mechanism.communicates, noisy and randomness == "seed", paired)
+    if dp_sgd is not None and of_example >= 1 / number:
+        warnings.insert(0, _LARGE_DELTA.format(of_example, "examples", "example", default_delta(number)))
     return {
         "unit": "client: all of one client's data, over the whole run",
         "delta": delta,
@@ -135,21 +157,27 @@ def privacy_statement(
         "randomness": randomness,
         "paired": paired,
         "honest": _honest(ledger, mechanism, terms.broken, delta, stateful),
-        "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, delta),
+        "examples": None if dp_sgd is None else _examples(ledger, dp_sgd, of_example, examples),
         "claim": claim,
-        "warnings": _warnings(delta, clients, mechanism.communicates, noisy and randomness == "seed", paired),
+        "warnings": warnings,
         "assumed": _assumed(mechanism, randomness, stateful),
-        "not_covered": [*_NOT_COVERED, _PRECISION[mechanism.noise]],
+        "not_covered": [*_NOT_COVERED, _PRECISION[mechanism.noise], *_precision_of_steps(mechanism, dp_sgd)],
     }
 
 
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
-    """The statement with an audit (`jaxfl.privacy.audit`), and what it refutes."""
+    """Return the statement with an audit (`jaxfl.privacy.audit`), what it refutes, and what its estimate hints at.
+
+    The hint is there where the least plausible estimate, `estimate_at_least`, is above the stated epsilon.
+    """
     lower_bound, warnings = audit["at_least"], list(statement["warnings"])
     stated = statement["honest"]["aggregate"]["epsilon"]
     if stated != "inf" and lower_bound > stated:
         warnings.insert(0, _REFUTED.format(lower_bound, stated))
         logging.getLogger("jaxfl").error(warnings[0])
+    elif stated != "inf" and audit.get("estimate_at_least", 0.0) > stated:
+        audit = audit | {"hint": _HINT.format(stated)}
+        logging.getLogger("jaxfl").warning("audit: %s", audit["hint"])
     claim = statement["claim"]
     if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
         claim = claim | {"status": "claimed, and refuted for whole clients by the audit"}
@@ -157,12 +185,35 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
 
 
 def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
-    """The statement without epsilons by client, which tell how often each took part."""
+    """Return the statement without epsilons by client, which tell how often each took part."""
     return {
         name: without_clients(part) if isinstance(part, dict) else part
         for name, part in statement.items()
         if name != "per_client"
     }
+
+
+def split_clients(statement: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Float[np.ndarray, "C"]]]:
+    """Return the statement with the spread of the clients' epsilons alone, and these as arrays.
+
+    The arrays' names say whose bound it is, for instance `epsilon_upload_pld`. A file of a million clients has a tenth
+    of the size as arrays.
+    """
+    arrays: dict[str, Float[np.ndarray, "C"]] = {}
+
+    def without_values(part: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+        kept = {}
+        for name, value in part.items():
+            if name == "values":
+                arrays["_".join(("epsilon", *path))] = np.array([float(own) for own in value])
+            elif isinstance(value, dict):
+                step = () if name in ("honest", "per_client") else (name,)
+                kept[name] = without_values(value, (*path, *step))
+            else:
+                kept[name] = value
+        return kept
+
+    return without_values(statement, ()), arrays
 
 
 def _check_statement(name: str, value: Any) -> dict[str, Any]:
@@ -243,11 +294,14 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         lines += [Line(1, f"guarantee against an observer of {seen['sees']}:"), *_observer_lines(seen)]
     if examples := statement.get("examples"):
         lines.append(Line(1, f"guarantee for one example, against an observer of {examples['sees']}:"))
+        if examples.get("number"):
+            text = f"delta {examples['delta']:g}, for {examples['number']} training examples in all, a public number"
+            lines.append(Line(2, text))
         lines += _observer_lines(examples)
     if audit := statement.get("audit"):
         found = f"epsilon is at least {_show(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')})"
         text = f"audited from below with {audit['canaries']} canaries: {found}; estimate {_show(audit['estimate'])}"
-        lines.append(Line(1, text))
+        lines += [Line(1, text), *(Line(2, audit[name]) for name in ("hint",) if name in audit)]
     if claim := statement["claim"]:
         lines.append(Line(1, f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})"))
     lines += [Line(1, f"warning: {warning}") for warning in statement["warnings"]]
@@ -292,7 +346,7 @@ def _observer(observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping
     """
     sees, adjacency = _OBSERVERS[observer]
     least = {key: tightest(both) for key, both in bounds[observer].items()}
-    for key, both in bounds["upload"].items():
+    for key, both in bounds["upload"].items():  # `running_epsilon` takes the same minimum
         if (uploads := tightest(both)).value < least[key].value:
             least[key] = uploads._replace(theorem=f"of the uploads, which bounds that of sums: {uploads.theorem}")
     result = {"sees": sees, "adjacency": adjacency} | _headline(least["total"])
@@ -308,9 +362,11 @@ def _headline(least: Epsilon) -> dict[str, Any]:
     return {"epsilon": _number(least.value), "by": least.theorem, "reason": least.reason}
 
 
-def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float) -> dict[str, Any]:
+def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "unit": "example: one of a client's, over the whole run",
+        "delta": delta,
+        "number": number,
         "sees": "every upload and every cohort, or of sums and broadcasts alone",
         "adjacency": "zero-out: the example's clipped gradient is replaced by zero; numbers of examples are public",
         "clip": float(dp_sgd.clip),
@@ -364,10 +420,7 @@ def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
 def _warnings(delta: float, clients: int, communicates: bool, seeded: bool, paired: bool) -> list[str]:
     warnings = []
     if communicates and delta >= 1 / clients:
-        warnings.append(
-            f"delta {delta:g} is at least 1/clients: it allows publishing one client outright, "
-            f"so this epsilon promises nothing; quote one at delta {default_delta(clients):g}"
-        )
+        warnings.append(_LARGE_DELTA.format(delta, "clients", "client", default_delta(clients)))
     if seeded:
         warnings.append(_SEED)
     return [*warnings, _PAIRED] if paired else warnings
@@ -382,6 +435,11 @@ def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> li
         assumed.append("weights are public: where they are numbers of examples, these are published")
     assumed += mechanism.sampling.assumed(stateful)
     return [*assumed, _SECRET] if randomness == "secret" else assumed
+
+
+def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> list[str]:
+    """Return what else finite precision leaves uncovered where local steps have noise of another kind than sums."""
+    return [_STEPS_PRECISION] if dp_sgd is not None and mechanism.noise == "grid" else []
 
 
 def _number(value: float) -> float | str:

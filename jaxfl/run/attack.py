@@ -1,21 +1,29 @@
 """Attacks on single clients after a run: whose examples did they train on?"""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from jaxfl._validate import checked
-from jaxfl.engine.mesh import data_of
+from jaxfl.data.clients import shard
+from jaxfl.engine.mesh import by_capacity, capacities_of, data_of
 from jaxfl.privacy.mechanisms.gaussian import Participant
 from jaxfl.privacy.noise import CLIENT, PRIVATE_STEPS, derive
 from jaxfl.run.check import check_clients, check_one_key
+from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result
-from jaxfl.types import Algorithm, Clients, Params, StepNoise
+from jaxfl.types import Algorithm, Clients, Message, Params, StepNoise
+
+_BATCH = 64
+"""Examples per forward pass."""
+
+Found: TypeAlias = dict[str, Float[Array, "_"]]
+"""Losses of the rows of all clients, one client after the other, by split."""
 
 
 class Membership(NamedTuple):
@@ -32,6 +40,7 @@ class Membership(NamedTuple):
     auc_by_client: Float[np.ndarray, "C"]
 
 
+@under_own_flags
 @checked(key=check_one_key, clients=check_clients)
 def membership(
     key: Key[Array, ""] | int,
@@ -65,8 +74,11 @@ def membership(
         raise ValueError(f"{of=} with {algorithm.name!r}: it sends weights, no update of them; give 'personal'")
     server, states, memory, mechanism = result.server, result.states, result.memory, algorithm.mechanism
     model = algorithm.model
-    clients, states = jax.tree.map(jnp.asarray, (clients, states))
+    sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
+    capacities = capacities_of(sizes["train"])
+    clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), states))
     broadcast = getattr(server, "params", None)
+    last = max(len(result.ledger.participants) - 1, 0)  # the round whose `decay` the client's models have
 
     def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
         def own(table: Float[Array, "#C"]) -> Float[Array, ""]:
@@ -76,9 +88,13 @@ def membership(
         if algorithm.dp_sgd is not None:
             multiplier = own(jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32))
             noise = StepNoise(multiplier, derive(key, PRIVATE_STEPS, index))
-        data = data_of(clients, index, index, noise)
         state = jax.tree.map(lambda leaf: leaf[index], states)
-        message = algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]
+
+        def sent(capacity: int) -> Message:
+            data = data_of(clients, index, index, capacity, noise, last)
+            return algorithm.client_update(derive(key, CLIENT, index), server, state, data)[0]
+
+        message = by_capacity(capacities, clients.train_size[index], sent)
         if jax.tree.structure(message.update) != jax.tree.structure(broadcast):
             raise ValueError(
                 f"of={of!r} with {algorithm.name!r}: it sends no update of all parameters; give 'personal'"
@@ -90,23 +106,41 @@ def membership(
 
     def personal(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
         state = jax.tree.map(lambda leaf: leaf[index], states)
-        return algorithm.personalize(key, server, state, data_of(clients, index, index))
 
-    def losses(index: Int[Array, ""]) -> tuple[Float[Array, "N"], Float[Array, "M"]]:
+        def params_of(capacity: int) -> Params:
+            data = data_of(clients, index, index, capacity, index=last)
+            return algorithm.personalize(key, server, state, data)
+
+        return by_capacity(capacities, clients.train_size[index], params_of)
+
+    def add(index: Int[Array, ""], found: Found) -> Found:
         params = (uploaded if of == "upload" else personal)(index, jax.random.fold_in(key, index))
 
-        def of_rows(rows: Int[Array, "n"]) -> Float[Array, "n"]:
-            outputs = model.apply(params, model.prepare(clients.inputs[rows]))
-            return model.task.loss(outputs, clients.labels[rows])
+        def losses(split: str) -> Float[Array, "R"]:
+            lists, size = getattr(clients, split), getattr(clients, f"{split}_size")[index]
+            start = lists.start[index]
 
-        return of_rows(clients.train[index]), of_rows(clients.test[index])
+            def block(i: Int[Array, ""], found: Float[Array, "R"]) -> Float[Array, "R"]:
+                positions = i * _BATCH + jnp.arange(_BATCH)
+                rows = lists.flat[jnp.where(positions < size, start + positions, 0)]
+                outputs = model.apply(params, model.prepare(clients.inputs[rows]))
+                losses = model.task.loss(outputs, clients.labels[rows])
+                # The next client overwrites the padding's losses behind the client's own.
+                return lax.dynamic_update_slice(found, losses, (start + i * _BATCH,))
 
-    inside, outside = jax.device_get(jax.jit(lambda ids: jax.lax.map(losses, ids))(jnp.arange(clients.number)))
-    member = np.arange(inside.shape[1]) < np.asarray(clients.train_size)[:, None]
-    other = np.arange(outside.shape[1]) < np.asarray(clients.test_size)[:, None]
-    by_client = [_auc(a[m], b[o]) for a, m, b, o in zip(inside, member, outside, other)]
-    pooled = inside[member], outside[other]
-    return Membership(_auc(*pooled), _tpr(*pooled), np.array(by_client))
+            return lax.fori_loop(0, -(-size // _BATCH), block, found[split])
+
+        return {split: losses(split) for split in found}
+
+    def all_losses() -> Found:
+        found = {split: jnp.zeros(size.sum() + _BATCH, jnp.float32) for split, size in sizes.items()}
+        return lax.fori_loop(0, clients.number, add, found)
+
+    found = jax.device_get(jax.jit(all_losses)())
+    inside, outside = (found[split][: size.sum()] for split, size in sizes.items())
+    members, others = (np.split(found[split][: size.sum()], np.cumsum(size)[:-1]) for split, size in sizes.items())
+    by_client = [_auc(a, b) for a, b in zip(members, others, strict=True)]
+    return Membership(_auc(inside, outside), _tpr(inside, outside), np.array(by_client))
 
 
 def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> float:

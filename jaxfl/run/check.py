@@ -1,5 +1,7 @@
 """Whether the arguments of a run are valid, and algorithm, model and clients fit: nothing is compiled."""
 
+import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,38 +11,68 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_array, check_callable, check_count, check_instance, check_key, show
+from jaxfl._validate import Check, check_array, check_callable, check_count, check_instance, check_key, key_of, show
 from jaxfl.data.load import check_inputs, check_targets
-from jaxfl.engine.round import RESERVED
+from jaxfl.local.train import restarted
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.tasks import Metric, Task
-from jaxfl.types import Algorithm, ClientData, Clients, Message, Model, StepNoise, Terms, Tree
+from jaxfl.tasks import Task
+from jaxfl.types import Algorithm, ClientData, Clients, Lists, Message, Model, StepNoise, Terms, Tree
+
+_LOG = logging.getLogger("jaxfl")
+
+_PART = 4096
+"""Rows of the store that are checked at once."""
 
 
 def check_clients(name: str, value: Any) -> Clients:
     """Require clients whose arrays fit together, even after some were replaced."""
     clients = check_instance(name, value, (Clients,))
+    for field, array in clients._asdict().items():
+        if isinstance(array, list | tuple):
+            raise TypeError(f"{name}.{field} must be an array, got {show(array)}. Convert it by `numpy.asarray`.")
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
+    checked: dict[str, Any] = {}
     check_targets(f"{name}.labels", clients.labels, len(inputs))
     number = None
     for split in ("train", "test"):
-        rows, size = (check_array(f"{name}.{field}", getattr(clients, field)) for field in (split, f"{split}_size"))
-        number = len(rows) if number is None and rows.ndim else number
-        wanted = f"give whole numbers of shape [{number}{', N' * (split == 'train')}{', M' * (split == 'test')}]"
-        if rows.ndim != 2 or rows.dtype.kind not in "iu" or len(rows) != number or not number:
-            raise ValueError(f"{name}.{split} is {rows.dtype} of shape {rows.shape}: {wanted}")
+        lists = _check_lists(f"{name}.{split}", getattr(clients, split))
+        size = check_array(f"{name}.{split}_size", getattr(clients, f"{split}_size"))
+        number = len(lists) if number is None else number
+        if len(lists) != number or not number:
+            raise ValueError(f"{name}.{split} holds lists of {len(lists)} clients: give lists of {number or 1}")
         if size.shape != (number,) or size.dtype.kind not in "iu":
             kind = f"{size.dtype} of shape {size.shape}"
             raise ValueError(f"{name}.{split}_size is {kind}: give [{number}] whole numbers")
-        if size.min() < 0 or size.max() > rows.shape[1]:
-            wanted = f"sizes from 0 to the {rows.shape[1]} rows of {name}.{split}"
+        rows = lists.flat
+        room = np.diff(lists.start, append=len(rows))
+        if size.min() < 0 or (size > room).any():
+            wanted = f"sizes from 0 to the numbers of rows in {name}.{split}"
             raise ValueError(f"{name}.{split}_size={size.min()} to {size.max()}: give {wanted}")
         if rows.size and (rows.min() < 0 or rows.max() >= len(inputs)):
             raise ValueError(f"{name}.{split}={rows.min()} to {rows.max()}: give rows from 0 to {len(inputs) - 1}")
-    if not clients.train.shape[1]:
-        raise ValueError(f"{name}.train has shape {clients.train.shape}: give room for at least one row")
-    return clients
+        checked |= {split: lists, f"{split}_size": size}
+    shape = np.shape(clients.train.flat if isinstance(clients.train, Lists) else clients.train)
+    if not shape[-1]:
+        raise ValueError(f"{name}.train has shape {shape}: give room for at least one row")
+    return clients._replace(**checked)
+
+
+def _check_lists(name: str, value: Any) -> Lists:
+    """Require lists of rows, or a matrix of rows with padding, and return lists."""
+    if not isinstance(value, Lists):
+        rows = check_array(name, value)
+        if rows.ndim != 2 or rows.dtype.kind not in "iu":
+            wanted = "give jaxfl.types.Lists, or a matrix of whole numbers with a line for each client"
+            raise ValueError(f"{name} is {rows.dtype} of shape {rows.shape}: {wanted}")
+        return Lists.of(rows)
+    flat, start = (check_array(f"{name}.{field}", getattr(value, field)) for field in ("flat", "start"))
+    for field, array in (("flat", flat), ("start", start)):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{name}.{field} is {array.dtype} of shape {array.shape}: give a vector of whole numbers")
+    if start.size and (start[0] < 0 or (np.diff(start, append=len(flat)) < 0).any()):
+        raise ValueError(f"{name}.start={start.min()} to {start.max()}: give ascending positions in {name}.flat")
+    return Lists(flat, start)
 
 
 def check_chunk(name: str, value: Any) -> Any:
@@ -67,10 +99,15 @@ def check_one_key(name: str, value: Any) -> Key[Array, ""]:
 
 def check_values(name: str, value: Any) -> dict[str, list[float]]:
     """Require columns of numbers; the builder checks their values."""
+    return check_columns(name, value, _numbers, "numbers")
+
+
+def check_columns(name: str, value: Any, check: Check, kind: str) -> dict[str, list[Any]]:
+    """Require columns by argument, each of which passes a check of its own."""
     if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
-        wanted = "columns of numbers by argument, for instance {'clip': [0.1, 1.0]}"
+        wanted = f"columns of {kind} by argument, for instance {{'clip': [0.1, 1.0]}}"
         raise TypeError(f"{name}={show(value)}: give {wanted}")
-    return {argument: _numbers(f"{name}[{argument!r}]", column) for argument, column in value.items()}
+    return {argument: check(f"{name}[{argument!r}]", column) for argument, column in value.items()}
 
 
 def _numbers(name: str, column: Any) -> list[float]:
@@ -96,7 +133,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     algorithm.mechanism.check_fits(clients.number, rounds)
     if algorithm.dp_sgd is not None:
         check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(clients.number)
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
     shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)
 
@@ -107,12 +144,17 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             where = f"client states{jax.tree_util.keystr(path)} of shape {leaf.shape}"
             raise ValueError(f"init gives {where}: give a row for each client, [{clients.number}, ...]")
     of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-    client, (rows, size) = jax.tree.map(of_one, (states, shapes[2:4]))
+    client, size, start = jax.tree.map(of_one, (states, shapes.train_size, shapes.train.start))
     noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    data = ClientData(shapes.inputs, shapes.labels, rows, size, number, noise, number)
+    largest = max(1, int(np.max(clients.train_size)))
+    store = shapes.inputs, shapes.labels, shapes.train.flat
+    data = ClientData(*store, size, number, noise, number, start, largest)
 
-    given = _trace("client_update", algorithm.client_update, key, server, client, data)
+    with restarted() as schedules:
+        given = _trace("client_update", algorithm.client_update, key, server, client, data)
+    if schedules:
+        _warn_of_restarts(algorithm.name)
     message, after, info = _parts("client_update", given, ("a Message", "the client's state", "info"))
     if not isinstance(message, Message):
         raise ValueError(f"client_update gives message={_kind(message)}: give a jaxfl.Message(update)")
@@ -122,6 +164,10 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             raise ValueError(f"client_update gives {where} of {leaf.dtype}: give floating numbers")
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
         raise ValueError(f"client_update gives info={_kind(info)}: give a dict of single numbers")
+    if wrong := [name for name in info if not isinstance(name, str) or not name.isidentifier()]:
+        raise ValueError(
+            f"client_update must give info by identifiers, got {wrong[0]!r}. Use letters, digits and _ in its names."
+        )
     _check_same("client_update gives the client's state", after, client, "init makes one")
 
     stepped = _trace("server_update", algorithm.server_update, server, message.update)
@@ -129,6 +175,22 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     personal = _trace("personalize", algorithm.personalize, key, server, client, data)
     _check_same("personalize gives parameters", personal, params, "the model has some")
     return message.update
+
+
+@functools.cache  # once for a method, however many runs of it there are
+def _warn_of_restarts(name: str) -> None:
+    if jax.process_index() == 0:
+        _LOG.warning(
+            "%s: the schedule in the clients' optimizer starts again in every round. Give a schedule over rounds as "
+            "LocalSGD(decay=...)",
+            name,
+        )
+
+
+def check_mechanism(algorithm: Algorithm, clients: Clients, update: Tree) -> None:
+    """Require that a mechanism begins, for clients who send such an update."""
+    begin = functools.partial(algorithm.mechanism.init, update=lambda: update, clients=clients.number)
+    jax.eval_shape(lambda: begin(key_of(0)))
 
 
 def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
@@ -143,6 +205,7 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     outputs = _trace(subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
     if not outputs.shape or outputs.shape[0] != 2:
         raise ValueError(f"{subject} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
+    _check_indices(model, clients)
     labels = np.asarray(clients.labels)
     check_instance("model.task", model.task, (Task,))
     try:
@@ -151,6 +214,24 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
         raise ValueError(f"{subject} {error}") from None
     _check_task(model.task, outputs, jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype)))
     return params
+
+
+def _check_indices(model: Model, clients: Clients) -> None:
+    """Require whole-number inputs to lie in the table that the model looks them up in."""
+    if model.vocabulary is None or clients.inputs.dtype.kind not in "iu":
+        return
+    if clients.inputs.dtype.kind == "u" and np.iinfo(clients.inputs.dtype).max < model.vocabulary:
+        return
+    for start in range(0, len(clients.inputs), _PART):  # the store may be a file that is larger than memory
+        part = np.asarray(clients.inputs[start : start + _PART])
+        outside = (part < 0) | (part >= model.vocabulary)
+        if outside.any():
+            row = start + int(np.argwhere(outside)[0][0])
+            raise ValueError(
+                f"clients.inputs must lie in [0, {model.vocabulary}), the rows of the table of model={model.name!r}, "
+                f"got {part[outside][0]} in row {row}. Correct the data, for instance by a token of its own for "
+                f"padding and for unknown words, or make the model for a larger vocabulary."
+            )
 
 
 def _check_task(task: Task, outputs: Any, labels: Any) -> None:
@@ -163,10 +244,9 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
     weights = jax.ShapeDtypeStruct((2,), jnp.float32)
     for name, metric in task.metrics.items():
         subject = f"task={task.name!r}: metrics[{name!r}]"
-        if name in RESERVED | {"loss", "test_size", "participations"}:
-            raise ValueError(f"{subject}: reports have this name already, choose another")
-        check_instance(subject, metric, (Metric,))
         sums = _trace(f"{subject}.sums", metric.sums, outputs, labels, weights)
+        merged = _trace(f"{subject}.merge", metric.merge, sums, sums)
+        _check_same(f"{subject}.merge gives sums", merged, sums, f"{subject}.sums gives some")
         value = _trace(f"{subject}.value", metric.value, sums)
         if value.shape != ():
             raise ValueError(f"{subject}.value gives {_kind(value)}: give a single number")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import pathlib
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,20 @@ import jax
 
 from jaxfl.engine import processes
 from jaxfl.engine.state_file import DamagedError
-from jaxfl.files import write_json
+from jaxfl.files import is_regular, kind, opened, read, write_json
 from jaxfl.lazy import orbax as ocp
-from jaxfl.run.fingerprint import Facts, differences
+from jaxfl.run.fingerprint import Facts, differences, remedy
 from jaxfl.run.recorder import Plan
 from jaxfl.types import Tree
 
 _LOG = logging.getLogger("jaxfl")
 _MANIFEST, _STATE, _UNFINISHED = "manifest.json", "state", "unfinished"
+_ROUNDS = re.compile("[1-9][0-9]{0,17}")
+"""Names of checkpoints: after how many rounds they were made."""
+
+_SHOWN = 3
+"""Damaged checkpoints that a message names."""
+
 _REMEDY = "Choose another folder, delete this one, or start over in it with resume='never'"
 
 
@@ -48,7 +55,7 @@ class Checkpoints:
             return
         unfinished, first = self._folder / _UNFINISHED, jax.process_index() == 0
         if first:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
             unfinished.mkdir(parents=True)
         processes.largest(0)  # all wait for process 0
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
@@ -57,10 +64,10 @@ class Checkpoints:
             content = {"fingerprint": self._fingerprint, "plan": self._plan._asdict(), "made": made._asdict()}
             content |= {"files": _sums(unfinished)}
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
-            shutil.rmtree(self._folder / str(rounds), ignore_errors=True)  # a damaged one
+            _remove(self._folder / str(rounds))  # a damaged one
             unfinished.rename(self._folder / str(rounds))
             for other in {*self._steps()} - {rounds, self._whole if made.states else rounds}:
-                shutil.rmtree(self._folder / str(other))
+                _remove(self._folder / str(other))
         self._whole = rounds
 
     def restore(self, like: Callable[[Plan], Tree], take: Callable[[int, Tree, Plan], None]) -> int:
@@ -79,12 +86,13 @@ class Checkpoints:
             except DamagedError as error:
                 damaged.append(f"the checkpoint of round {rounds}: {error}")
                 continue
-            for text in damaged:
-                _LOG.warning("%s is damaged and not used, %s: going on from round %d", self._run, text, rounds)
+            if damaged:
+                text = "%s holds damaged checkpoints, which are not used: %s. Resuming from round %d"
+                _LOG.warning(text, self._run, _listed(damaged), rounds)
             self._whole = rounds
             return rounds
         if damaged:
-            text = f"folder={self._run!r} holds no checkpoint that is whole ({'; '.join(damaged)})"
+            text = f"folder={self._run!r} holds no checkpoint that is whole ({_listed(damaged)})"
             raise ValueError(f"{text}. {_REMEDY}, or put the files back")
         return 0
 
@@ -98,9 +106,12 @@ class Checkpoints:
         return self._steps()[-1:] == [rounds]
 
     def clear(self) -> None:
-        """Remove all states."""
-        if jax.process_index() == 0 and self._folder.exists():
-            shutil.rmtree(self._folder)
+        """Remove all states. Files of other names stay."""
+        if jax.process_index() == 0:
+            for path in (self._folder / _UNFINISHED, *checkpoints(self._folder)):
+                _remove(path)
+            with contextlib.suppress(OSError):  # it is missing, or holds other files
+                self._folder.rmdir()
         processes.largest(0)
 
     @property
@@ -108,9 +119,7 @@ class Checkpoints:
         return str(self._folder.parent)
 
     def _steps(self) -> list[int]:
-        if not self._folder.exists():
-            return []
-        return sorted(int(path.name) for path in self._folder.iterdir() if path.name.isdecimal())
+        return [int(path.name) for path in checkpoints(self._folder)]
 
     def _check_same(self) -> None:
         """Require that all processes see one folder, and belong to one run."""
@@ -126,7 +135,7 @@ class Checkpoints:
         """An intact state of this run, and the plan that it was made by."""
         folder, content, made, problem = self._folder / str(rounds), {}, self._plan, None
         try:
-            content = _manifest(folder)
+            content = _manifest(folder, self._fingerprint.get("format"))
             planned, made = [Plan(**content["plan"]), self._plan], Plan(**content["made"])
             extends = planned[0].rounds < self._plan.rounds
             facts = [
@@ -134,7 +143,8 @@ class Checkpoints:
                 for own, plan in zip([content["fingerprint"], self._fingerprint], planned)
             ]
             if differing := "; ".join(differences(*facts)):
-                raise ValueError(f"folder={self._run!r} holds another run. What differs: {differing}. {_REMEDY}")
+                text = f"folder={self._run!r} holds another run. What differs: {differing}"
+                raise ValueError(f"{text}. {_resumable(*facts) or _REMEDY}")
             if not made.states and (extends or self._plan.states):
                 text = f"folder={self._run!r} holds a run of {rounds} rounds whose clients' states were not kept"
                 raise ValueError(f"{text}: it can only be read, with keep_states=False. {_REMEDY}")
@@ -155,27 +165,55 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in _by_name(like)]), made
 
 
-def _manifest(folder: pathlib.Path) -> Facts:
+def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the folders of checkpoints in a folder, the newest last. Links and other names are left out."""
+    if kind(folder) != "a folder":
+        return []
+    found = [path for path in folder.iterdir() if _ROUNDS.fullmatch(path.name) and kind(path) == "a folder"]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _remove(path: pathlib.Path) -> None:
+    """Remove what has a name that checkpoints have, but nothing that it links to."""
+    if kind(path) == "a folder":
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _resumable(stored: Facts, current: Facts) -> str:
+    """Return the remedy that keeps the stored run, if there is one."""
+    kept = remedy(stored, current)
+    return f"{kept}. For a new run, choose another folder" if kept else ""
+
+
+def _listed(damaged: list[str]) -> str:
+    rest = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []
+    return "; ".join(damaged[:_SHOWN] + rest)
+
+
+def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
+    """Return what a folder's manifest holds, where its facts are of this format (see `fingerprint.FORMAT`)."""
     path = folder / _MANIFEST
     content: Facts = {}
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
-        content = json.loads(path.read_bytes())
+        content = json.loads(read(path))
         if content.pop("sha256") != _of_json(content):
             content = {}
-    if "plan" in content:
+    if "plan" in content and content["fingerprint"].get("format") == layout:
         return content
-    if content or (not path.exists() and (folder / "fingerprint").is_dir()):
+    if content or (kind(path) is None and (folder / "fingerprint").is_dir()):
         run = str(folder.parent.parent)
         text = f"folder={run!r} holds a run of an older version of jaxfl, which this one does not read"
         raise ValueError(f"{text}. {_REMEDY}")
-    raise DamagedError(f"{_MANIFEST} is {'damaged' if path.exists() else 'missing'}")
+    raise DamagedError(f"{_MANIFEST} is {'missing' if kind(path) is None else 'damaged'}")
 
 
 def _check_files(folder: pathlib.Path, sums: dict[str, str]) -> None:
     try:
         present = _sums(folder)
     except OSError as error:
-        raise DamagedError(f"its files cannot be read ({error.strerror})") from error
+        raise DamagedError(f"its files cannot be read ({error.strerror or error})") from error
     for name, value in sums.items():
         if present.get(name) != value:
             raise DamagedError(f"{name} is {'damaged' if name in present else 'missing'}")
@@ -186,8 +224,8 @@ def _sums(folder: pathlib.Path) -> dict[str, str]:
     sums = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name != _MANIFEST:
-            with path.open("rb") as file:
+        if is_regular(path) and name != _MANIFEST:
+            with opened(path) as file:
                 sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return sums
 

@@ -11,7 +11,7 @@ import numpy as np
 import scipy
 
 from jaxfl._validate import checked, probability
-from jaxfl.files import write_json
+from jaxfl.files import read, write_json
 from jaxfl.run import plots
 
 Row: TypeAlias = dict[str, Any]
@@ -22,9 +22,14 @@ _LATEX = {sign: rf"\{sign}" for sign in "&%$#_{}"} | {
 }  # fmt: skip
 
 
-def at_an_end(value: float, tried: Sequence[float]) -> bool:
-    """Whether a wider grid might have had a better value; of two values, each is at an end."""
-    return len(set(tried)) > 2 and value in (min(tried), max(tried))
+ALL_DROPPED = "all updates dropped"
+"""Reason why a run has no place in a table: its model is the untrained one."""
+
+
+def at_an_end(value: Any, tried: Sequence[Any]) -> bool:
+    """Whether a wider grid might have had a better value; of two values, each is at an end. Only numbers have ends."""
+    numbers = all(isinstance(one, int | float) and not isinstance(one, bool) for one in tried)
+    return numbers and len(set(tried)) > 2 and value in (min(tried), max(tried))
 
 
 class Comparison(NamedTuple):
@@ -32,8 +37,12 @@ class Comparison(NamedTuple):
 
     `rows` has one row per method, epsilon and seed: `method`, `epsilon` (the target; infinite without noise),
     `stated` (the statement's for the observer of sums; 0 for methods that send nothing, None where there is none),
-    `seed`, `chosen` (the point), and the last row of the run's metrics. `tuning` has, for each method and epsilon, the
-    points and, by the evaluated rounds that may be chosen, their scores on validation examples.
+    `seed`, `chosen` (the point), the last row of the run's metrics, `dropped` (the share of the updates that were not
+    finite, where there were any), and `run` (the run's folder, if there is one). `tuning` has, for each method and
+    epsilon, the points and, by the evaluated rounds that may be chosen, their scores on validation examples. `missing`
+    has a row for each run that there is not: `method`, `epsilon`, `seed` (None: tuning), `chosen`, `reason`.
+
+    A run all of whose updates were dropped has a row, but no place in means, differences and pictures.
     """
 
     rows: list[Row]
@@ -42,6 +51,7 @@ class Comparison(NamedTuple):
     lower_is_better: bool
     protocol: str
     """For a caption."""
+    missing: list[Row] = []  # noqa: RUF012 (never written to)
 
     def mean(self, method: str, epsilon: float) -> tuple[float, float]:
         """Mean and standard deviation over seeds of the headline metric."""
@@ -63,7 +73,10 @@ class Comparison(NamedTuple):
             other = epsilon if (reference, epsilon) in self.cells else math.inf
             if method == reference or (reference, other) not in self.cells:
                 continue
-            gains = np.subtract(self._values(method, epsilon), self._values(reference, other))
+            own, theirs = self._by_seed(method, epsilon), self._by_seed(reference, other)
+            gains = np.array([own[seed] - theirs[seed] for seed in own if seed in theirs])
+            if not gains.size or np.isnan(gains).any():
+                continue
             mean, half = float(gains.mean()), None
             if len(gains) > 1:
                 error = gains.std(ddof=1) / math.sqrt(len(gains))
@@ -101,7 +114,28 @@ class Comparison(NamedTuple):
 
     def figure(self) -> Any:
         """The same as a figure of matplotlib."""
-        return plots.comparison(self.means(), self.headline, {row["method"] for row in self.rows if row["stated"] != 0})
+        means: dict[str, dict[float, tuple[float, float]]] = {}
+        for method, epsilon in self.cells:
+            found = self.mean(method, epsilon)
+            if not math.isnan(found[0]):
+                means.setdefault(method, {})[epsilon] = found
+        return plots.comparison(means, self.headline, {row["method"] for row in self.rows if row["stated"] != 0})
+
+    def notes(self, method: str, epsilon: float) -> list[str]:
+        """Return what was dropped or is missing of a method at an epsilon, for readers of its mean."""
+        rows = _of_cell(self.rows, method, epsilon)
+        missing = _of_cell(self.missing, method, epsilon)
+        if not rows:
+            return [missing[-1]["reason"]] if missing else []
+        shares = [row.get("dropped", 0.0) for row in rows]
+        untrained = shares.count(1.0)
+        if untrained:
+            return [ALL_DROPPED + (f" in {untrained} of {len(rows)} seeds" if untrained < len(rows) else "")]
+        found = [f"{100 * np.mean(shares):.2g}% of updates dropped"] if any(shares) else []
+        seeds = [row["reason"] for row in missing if row["seed"] is not None]
+        found += [f"{len(seeds)} of {len(seeds) + len(rows)} seeds {seeds[0]}"] if seeds else []
+        points = [row["reason"] for row in missing if row["seed"] is None]
+        return found + ([f"{len(points)} point{'s' * (len(points) > 1)} {points[0]}"] if points else [])
 
     def means(self) -> dict[str, dict[float, tuple[float, float]]]:
         """For each method, the mean and the standard deviation over seeds by epsilon."""
@@ -114,7 +148,7 @@ class Comparison(NamedTuple):
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Comparison":
         """Read what `save` wrote."""
-        return cls(**json.loads(pathlib.Path(path).read_text()))
+        return cls(**json.loads(read(pathlib.Path(path))))
 
     @property
     def cells(self) -> list[tuple[str, float]]:
@@ -122,19 +156,33 @@ class Comparison(NamedTuple):
         return list(dict.fromkeys((row["method"], row["epsilon"]) for row in self.rows))
 
     def _values(self, method: str, epsilon: float) -> list[float]:
-        return [row[self.headline] for row in self.rows if (row["method"], row["epsilon"]) == (method, epsilon)]
+        return list(self._by_seed(method, epsilon).values())
+
+    def _by_seed(self, method: str, epsilon: float) -> dict[int, float]:
+        """Return the headline metric by seed; NaN where all updates were dropped."""
+        rows = _of_cell(self.rows, method, epsilon)
+        return {row["seed"]: math.nan if row.get("dropped") == 1 else row[self.headline] for row in rows}
 
     def _table(self) -> list[list[str]]:
-        epsilons = sorted({epsilon for _, epsilon in self.cells})
+        cells = [*self.cells, *((row["method"], row["epsilon"]) for row in self.missing)]
+        epsilons = sorted({epsilon for _, epsilon in cells})
         head = [self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
-        lines = []
-        for method in dict.fromkeys(method for method, _ in self.cells):
-            line = [method]
-            for epsilon in epsilons:
-                mean, std = self.mean(method, epsilon) if (method, epsilon) in self.cells else (math.nan, math.nan)
-                line.append("–" if math.isnan(mean) else f"{mean:.3f}" + ("" if math.isnan(std) else f" ± {std:.3f}"))
-            lines.append(line)
-        return [head, *lines]
+        methods = dict.fromkeys([*(row["method"] for row in self.tuning), *(method for method, _ in cells)])
+        return [head, *([method, *(self._cell(method, epsilon) for epsilon in epsilons)] for method in methods)]
+
+    def _cell(self, method: str, epsilon: float) -> str:
+        """Return mean and standard deviation, with notes, or why there is no mean."""
+        notes = ", ".join(self.notes(method, epsilon))
+        values = self._values(method, epsilon)
+        mean, std = self.mean(method, epsilon) if values else (math.nan, math.nan)
+        if math.isnan(mean):
+            return notes or "–"
+        text = f"{mean:.3f}" + ("" if math.isnan(std) else f" ± {std:.3f}")
+        return f"{text} ({notes})" if notes else text
+
+
+def _of_cell(rows: Sequence[Row], method: str, epsilon: float) -> list[Row]:
+    return [row for row in rows if (row["method"], row["epsilon"]) == (method, epsilon)]
 
 
 def _latex(text: str) -> str:

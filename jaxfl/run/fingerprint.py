@@ -18,6 +18,9 @@ from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Key
 
+from jaxfl.backend import backend
+from jaxfl.data.clients import packed
+from jaxfl.engine.memo import key_of_method, remembered
 from jaxfl.engine.program import Points, over_points
 from jaxfl.types import Algorithm, Clients, Model, Tree
 
@@ -41,8 +44,14 @@ _ARRAYS = {
     "test": "rows of test examples",
     "test_size": "the clients' numbers of test examples",
 }
+_PACKAGES = ("jaxfl", "jax", "jaxlib")
+"""Packages whose version affects results."""
+
 _LONG = 16
 """Longer arrays are represented by their hash."""
+
+FORMAT = 2
+"""How facts are hashed: 2 hashes clients' rows without padding. Runs of other formats cannot be compared."""
 
 _SPOKEN = ("name", "debug_info")
 """Parameters of operations that affect no result."""
@@ -52,9 +61,13 @@ Facts = dict[str, Any]
 
 
 def marked(method: Any) -> Any:
-    """The same algorithm or points, whose functions leave their names in traces."""
+    """The same algorithm or points, whose functions leave their names in traces; once made, the same again."""
+    return remembered(("marked", key_of_method(method)), lambda: _marked(method))
+
+
+def _marked(method: Any) -> Any:
     if isinstance(method, Points):
-        return method._replace(build=lambda **values: marked(method.build(**values)))
+        return method._replace(build=lambda **values: _marked(method.build(**values)))
     return method._replace(**{name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS})
 
 
@@ -85,10 +98,11 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
 
 
 def of_clients(clients: Clients) -> Facts:
-    """Hashes of the clients' arrays."""
-    return {"clients": clients.number} | {
-        _ARRAYS[name]: {"sha256": _of_array(array)} for name, array in clients._asdict().items()
-    }
+    """Hashes of the clients' arrays, and of their rows without padding, in which two runs may differ."""
+    train = packed(clients.train, np.asarray(clients.train_size))
+    test = packed(clients.test, np.asarray(clients.test_size))
+    arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
+    return {"clients": clients.number} | {_ARRAYS[name]: {"sha256": _of_array(array)} for name, array in arrays.items()}
 
 
 def of_frozen(model: Model) -> Facts:
@@ -125,21 +139,49 @@ def of_value(name: str, value: Any) -> Facts:
 
 def of_versions(mesh: Mesh) -> Facts:
     """What else affects the results of a program."""
-    versions = {name: _version(name) for name in ("jaxfl", "jax", "jaxlib")}
+    versions = {name: _version(name) for name in _PACKAGES}
     device = mesh.devices.flat[0]
     settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")}
-    return versions | {"device": device.device_kind, "devices": mesh.size} | settings
+    return versions | {"format": FORMAT, "device": device.device_kind, "devices": mesh.size} | settings
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:
     """What differs, in words, the current value last; programs only if nothing else does, since they follow from it."""
+    return [_difference(name, stored.get(name), current.get(name)) for name in _differing(stored, current)]
+
+
+def remedy(stored: Facts, current: Facts) -> str:
+    """Return how to resume the stored run where only versions and devices differ, and otherwise an empty text."""
+    names = set(_differing(stored, current))
+    if not names <= {*_PACKAGES, "devices"}:
+        return ""
+    parts = []
+    if packages := [f"{name}=={stored[name]}" for name in _PACKAGES if name in names]:
+        parts.append(f"install {' '.join(packages)}")
+    if "devices" in names:
+        split = backend(str(current.get("device"))).devices is not None
+        parts.append(_on_devices(stored["devices"], split))
+    return f"To resume it, {' and '.join(parts)}" if parts else ""
+
+
+def _on_devices(number: int, split: bool) -> str:
+    """Return how to run on this number of devices, into which a CPU can be split."""
+    if jax.process_count() > 1:
+        return f"start processes with {number} devices in all"
+    ways = [f"set JAX_NUM_CPU_DEVICES={number} before Python starts"] if split else []
+    if number <= jax.device_count():
+        ways.append(f"give devices=jax.devices()[:{number}]")
+    return " or ".join(ways) or f"run it on {number} devices"
+
+
+def _differing(stored: Facts, current: Facts) -> list[str]:
+    """Return the names of facts that differ, without those that follow from others."""
     missing = object()
     names = [name for name in current | stored if stored.get(name, missing) != current.get(name, missing)]
     groups: list[list[str]] = [[], [], []]
     for name in names:
         groups[2 if name in _WHOLE.values() else int(name in _PARTS.values())].append(name)
-    named = next(filter(None, groups), [])
-    return [_difference(name, stored.get(name), current.get(name)) for name in named]
+    return next(filter(None, groups), [])
 
 
 def _difference(name: str, stored: Any, current: Any) -> str:

@@ -6,9 +6,8 @@ import os
 import pathlib
 import socket
 
-import jax
-
 from jaxfl.engine import processes
+from jaxfl.files import IrregularError, open_regular
 
 try:
     import fcntl
@@ -17,14 +16,16 @@ except ImportError:  # Windows, where folders are not locked
 
 _LOG = logging.getLogger("jaxfl")
 _NAME = ".lock"
+_SIGNATURE = b"process "
+"""First bytes of the file while a run holds it."""
 
 
 class Lock:
     """The lock of a folder that a run uses; the system releases it however the process ends.
 
     Of several processes of one run, the first holds the lock for all. The file stays, so that its name is safe to
-    reuse; while the folder is in use, it names the process. A read-only folder, or a file system without locks, is not
-    locked.
+    reuse. While the folder is in use, the file names the process. A shared lock writes nothing: without a file to
+    open, nothing is locked. A file system without locks is not locked either.
 
     Args:
         folder: None: nothing is locked.
@@ -33,56 +34,69 @@ class Lock:
     def __init__(self, folder: pathlib.Path | None) -> None:
         self.folder = folder
         self._file: int | None = None
+        self._signed = False
 
     def take(self, *, shared: bool) -> None:
         """Lock the folder, or change the lock: shared with other readers, or exclusive.
 
         Raises:
-            ValueError: it is in use; or it cannot be written, which only a shared lock allows.
+            ValueError: the folder is in use. An exclusive lock is also not to be had where the folder cannot be
+                written, or where a link, or a file of another program, has the name of the lock.
         """
-        problem = None
-        if jax.process_index() == 0:
-            try:
-                self._take(shared)
-            except ValueError as error:
-                problem = error
-        if processes.largest(problem is not None)[0]:
-            raise problem or ValueError(f"folder={str(self.folder)!r}: process 0 of this run could not lock it")
+        processes.by_first(lambda: self._take(shared))
 
     def close(self) -> None:
         """Release the folder."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        if self._signed:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
-        self._release()
+        os.close(self._file)
+        self._file, self._signed = None, False
 
     def _take(self, shared: bool) -> None:
+        self.close()
         if self.folder is None:
             return
-        if not os.access(self.folder, os.W_OK):
-            if shared:
-                return
+        if not shared and not os.access(self.folder, os.W_OK):
             raise ValueError(f"folder={str(self.folder)!r} cannot be written: choose another folder")
         if fcntl is None:
             return
-        self.close()
         try:
-            self._file = os.open(self.folder / _NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = open_regular(self.folder / _NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            user = (self.folder / _NAME).read_text(errors="replace").strip()
-            self._release()
+            user = self._text().decode(errors="replace").strip()
+            self.close()
             raise ValueError(
                 f"folder={str(self.folder)!r} is in use by {user or 'another process'}: wait for it, end it, or choose "
                 "another folder"
             ) from None
         except OSError as error:
-            self._release()
-            _LOG.warning("%s cannot be locked (%s): let no other run use it meanwhile", self.folder, error.strerror)
+            self.close()
+            if isinstance(error, IrregularError) and not shared:
+                raise ValueError(f"{error}. Remove it, or choose another folder.") from None
+            log = _LOG.debug if shared else _LOG.warning
+            log("%s cannot be locked (%s): let no other run use it meanwhile", self.folder, error.strerror or error)
             return
-        (self.folder / _NAME).write_text("" if shared else f"process {os.getpid()} on {socket.gethostname()}\n")
+        if not shared:
+            self._sign()
 
-    def _release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+    def _sign(self) -> None:
+        """Write who holds the lock into the file, unless another program wrote the file."""
+        assert self._file is not None
+        found = self._text()
+        if not found.startswith(_SIGNATURE[: len(found)]):
+            self.close()
+            text = f"folder={str(self.folder)!r} holds a file {_NAME!r} that no run wrote"
+            raise ValueError(f"{text}. Remove it, or choose another folder.")
+        with contextlib.suppress(OSError):  # a full disk
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, _SIGNATURE + f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._signed = True
+
+    def _text(self) -> bytes:
+        """The beginning of the file."""
+        assert self._file is not None
+        return os.pread(self._file, 1000, 0)

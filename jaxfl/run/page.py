@@ -13,11 +13,24 @@ from typing import Any
 import numpy as np
 
 from jaxfl._validate import check_path, checked
-from jaxfl.files import replacing
+from jaxfl.files import is_regular, opened, read, replacing
 from jaxfl.privacy.statement import statement_lines
 from jaxfl.run import plots
+from jaxfl.run.checkpoint import checkpoints
 from jaxfl.run.comparison import Comparison, at_an_end
-from jaxfl.run.report import AUDIT, CHECKPOINTS, COMPARISON, CONFIG, METRICS, PAGE, PER_CLIENT, PRINTED, PRIVACY
+from jaxfl.run.report import (
+    AUDIT,
+    CHECKPOINTS,
+    COLUMNS,
+    COMPARISON,
+    CONFIG,
+    METRICS,
+    PAGE,
+    PER_CLIENT,
+    PRINTED,
+    PRIVACY,
+    points_of,
+)
 
 _WORST = 20
 """Clients that are listed at first sight."""
@@ -46,10 +59,10 @@ def write_report(folder: str | os.PathLike) -> pathlib.Path:
         ValueError: the folder holds none of these.
     """
     path = pathlib.Path(folder)
-    points = sorted((own.parent for own in path.glob(f"[0-9]*/{METRICS}")), key=lambda own: int(_first(own.name)))
-    if (path / COMPARISON).is_file():
+    points = [point for point in points_of(path) if is_regular(point / METRICS)] if path.is_dir() else []
+    if is_regular(path / COMPARISON):
         text = _comparison(path)
-    elif (path / METRICS).is_file():
+    elif is_regular(path / METRICS):
         text = _run(path)
     elif points:
         text = _sweep(path, points)
@@ -84,7 +97,7 @@ def _run(folder: pathlib.Path) -> str:
         _section(
             "By round",
             _figures({name: partial(plots.alone, draw) for name, draw in drawn.items()}),
-            _details("All figures by round", _table(list(rows[-1]) if rows else [], (row.values() for row in rows))),
+            _details("All figures by round", _table(list(last), (row.values() for row in rows)), _costs(last)),
         ),
         _clients(arrays, rows, headline, statement),
         _section("Audit", _audit(statement["audit"], folder)) if statement.get("audit") else "",
@@ -113,7 +126,8 @@ def _comparison(folder: pathlib.Path) -> str:
     methods = list(dict.fromkeys(method for method, _ in found.cells))
     silent = [row["method"] for row in found.rows if row["stated"] == 0]
     without_noise = [method for method, epsilon in found.cells if epsilon == math.inf]
-    reference = next(iter([*silent, *without_noise]), methods[0])  # what others are compared with at every epsilon
+    # Others are compared with it at every epsilon.
+    reference = next(iter([*silent, *without_noise, *methods]), None)
     better = "lower" if found.lower_is_better else "higher"
     results = [
         [method, epsilon, _stated(found, method, epsilon), *found.mean(method, epsilon)]
@@ -124,18 +138,30 @@ def _comparison(folder: pathlib.Path) -> str:
         _section(
             "Results",
             _text("p", f"{found.headline} on test examples, over seeds; {better} is better."),
-            _figures({"comparison": found.figure}, wide=True),
+            _figures({"comparison": found.figure}, wide=True) if found.rows else "",
             _table(["method", "ε", "ε stated (sums)", found.headline, "std over seeds"], results),
+            *(
+                _text("p", f"{method}, ε {_plain(epsilon)}: {note}.", "warning")
+                for method, epsilon in found.cells
+                for note in found.notes(method, epsilon)
+            ),
         ),
     ]
     lines = [
         [row["method"], row["epsilon"], row["difference"], row["low"], row["high"]]
-        for row in found.differences(reference)
+        for row in (found.differences(reference) if reference else [])
     ]
     if lines:
         text = f"Paired over seeds, with 95% intervals of Student's t; epsilons without {reference} take its only one."
         head = ["method", "ε", f"{found.headline} − {reference}", "low", "high"]
         parts.append(_section(f"Differences to {reference}", _text("p", text), _table(head, lines)))
+    if found.missing:
+        head = ["method", "ε", "seed", "point", "reason"]
+        lines = []
+        for row in found.missing:
+            point = "; ".join(f"{name} {_short(value)}" for name, value in row["chosen"].items())
+            lines.append([row["method"], row["epsilon"], row["seed"], point, row["reason"]])
+        parts.append(_section("Missing", _text("p", "Without a seed: tuning."), _table(head, lines)))
     if found.tuning:
         parts.append(_section("Tuning", *_tuning(found)))
     parts.append(_section("Privacy", *_statements(folder, found)))
@@ -153,13 +179,17 @@ def _tuning(found: Comparison) -> list[str]:
     lines, parts = [], []
     for row in found.tuning:
         columns = row["points"].items()
-        tried = [f"{name}: {len(set(column))} from {min(column):.4g} to {max(column):.4g}" for name, column in columns]
-        ends = [name for name, column in columns if at_an_end(row["chosen"][name], column)]
-        chosen = [f"{name} {value:.4g}{'*' * (name in ends)}" for name, value in row["chosen"].items()]
+        tried = [f"{name}: {_range(column)}" for name, column in columns]
+        ends = [name for name, value in row["chosen"].items() if at_an_end(value, row["points"][name])]
+        chosen = [f"{name} {_short(value)}{'*' * (name in ends)}" for name, value in row["chosen"].items()]
         lines.append([row["method"], row["epsilon"], "; ".join(tried), "; ".join(chosen), row["rounds"]])
         if row["scores"]:
             head = [*row["points"], *(f"{found.headline}, round {at}" for at in row["scores"])]
-            body = zip(*row["points"].values(), *row["scores"].values(), strict=True)
+            columns = [*row["points"].values(), *row["scores"].values()]
+            if "dropped" in row:
+                head.append("share of updates dropped")
+                columns.append(row["dropped"])
+            body = zip(*columns, strict=True)
             title = f"{row['method']}, ε {_plain(row['epsilon'])}: every point on validation examples"
             parts.append(_details(title, _table(head, body)))
     note = _text("p", "* at an end of what was tried: a wider range may hold a better point.")
@@ -167,18 +197,32 @@ def _tuning(found: Comparison) -> list[str]:
     return [_table(head, lines), note if any("*" in str(line[3]) for line in lines) else "", *parts]
 
 
+def _range(column: Sequence[Any]) -> str:
+    """Return the values that were tried, in a few words."""
+    values = list(dict.fromkeys(column))
+    if all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return f"{len(values)} from {_short(min(values))} to {_short(max(values))}"
+    return ", ".join(map(_short, values))
+
+
+def _short(value: Any) -> str:
+    """Return a number with four digits, or text."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{value:.4g}" if number else str(value)
+
+
 def _statements(folder: pathlib.Path, found: Comparison) -> list[str]:
     """The statement of each method and epsilon, of its first seed, where the runs' folders are there."""
     parts = []
-    for method in dict.fromkeys(method for method, _ in found.cells):
-        seed = next(row["seed"] for row in found.rows if row["method"] == method)
-        parts_of_seed = [part for part in (folder / method).glob(f"seed={seed}*") if _first(part.name) == str(seed)]
-        runs = [run for part in parts_of_seed for run in part.glob(f"*/{PRIVACY}")]
-        runs.sort(key=lambda run: (int(_first(run.parts[-3].partition("points")[2])), int(_first(run.parts[-2]))))
-        own = [epsilon for name, epsilon in found.cells if name == method]
-        for epsilon, run in zip(own, runs, strict=False):
-            parts.append(_details(f"{method}, ε {_plain(epsilon)}", _privacy(_json(run))))
-    return parts or [_text("p", "The runs' own statements are not in this folder.")]
+    for method, epsilon in found.cells:
+        row = next(row for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon))
+        run = folder / str(row.get("run", ""))
+        inside = run != folder and run.resolve().is_relative_to(folder.resolve())
+        statement = _json(run / PRIVACY) if inside else {}
+        if statement:
+            parts.append(_details(f"{method}, ε {_plain(epsilon)}", _privacy(statement)))
+    none = "No row names a folder of its run: there was no folder, or an earlier version wrote the comparison."
+    return parts or [_text("p", none)]
 
 
 def _privacy(statement: Mapping[str, Any]) -> str:
@@ -191,9 +235,14 @@ def _privacy(statement: Mapping[str, Any]) -> str:
         if example := seen.get("example"):
             lines.append(["one example", seen["sees"], example["epsilon"], example["reason"] or example["by"]])
     if own := statement.get("examples"):
-        lines.append(["one example, by local steps", own["sees"], own["epsilon"], own["reason"] or own["by"]])
+        delta = own.get("delta", statement["delta"])
+        protects = "one example, by local steps" + (f", at delta {delta:g}" if delta != statement["delta"] else "")
+        lines.append([protects, own["sees"], own["epsilon"], own["reason"] or own["by"]])
+    lines.sort(key=lambda line: line[2] == "inf")  # the epsilons that count come first
     if audit := statement.get("audit"):
         lines.append(["a canary", "audited from below", _Html(f"≥ {_cell(audit['at_least'])}"), audit["by"]])
+        if hint := audit.get("hint"):
+            lines.append(["a canary", "estimated by the audit", audit["estimate"], hint])
     if claim := statement["claim"]:
         lines.append([claim["status"], "the paper's own rule", claim["epsilon"], claim["rule"]])
     warnings = "".join(_text("p", warning, "warning") for warning in statement["warnings"])
@@ -226,8 +275,9 @@ def _clients(arrays: Mapping[str, np.ndarray], rows: Sequence[dict], headline: s
     columns |= {"test examples": arrays["test_size"]}
     columns |= {"rounds": arrays["participations"]} if "participations" in arrays else {}
     for seen, name in ((statement or {}).get("honest") or {}).items():
-        if own := name["pld"].get("per_client"):
-            columns[f"ε ({seen})"] = own["values"]
+        own = arrays.get(f"epsilon_{seen}_pld", name["pld"].get("per_client", {}).get("values"))
+        if own is not None:
+            columns[f"ε ({seen})"] = own
     lines = [[column[i] for column in columns.values()] for i in order[:_CLIENTS]]
     told = "all" if len(values) <= _CLIENTS else f"the worst {_CLIENTS} of {len(values)}"
     note = "" if tested.all() else f"{int((~tested).sum())} of {len(values)} clients have no test example. "
@@ -258,8 +308,13 @@ def _dropped(rows: Sequence[Mapping[str, Any]]) -> str:
     return _text("p", text, "warning") if count else ""
 
 
+def _costs(row: Mapping[str, Any]) -> str:
+    """Return what the columns of epsilons mean, the observer among it."""
+    return _pairs({name: text for name, text in COLUMNS.items() if name in row})
+
+
 def _rows(folder: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [json.loads(line) for line in read(folder / METRICS).splitlines()]
 
 
 def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -268,20 +323,21 @@ def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return json.loads(read(path)) if is_regular(path) else {}
 
 
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
+    if not is_regular(path):
         return {}
-    with np.load(path) as found:
+    with opened(path) as file, np.load(file) as found:
         return {name: found[name] for name in found}
 
 
 def _facts(folder: pathlib.Path) -> dict[str, Any]:
     """What the newest checkpoint says of the run: of its own folder, or of the sweep's."""
     for root in (folder, folder.parent):
-        found = sorted((root / CHECKPOINTS).glob("[0-9]*/manifest.json"), key=lambda path: int(path.parent.name))
+        found = [path / "manifest.json" for path in checkpoints(root / CHECKPOINTS)]
+        found = [path for path in found if is_regular(path)]
         if found:
             manifest = _json(found[-1])
             return manifest.get("plan", {}) | manifest.get("fingerprint", {})
@@ -337,7 +393,8 @@ def _section(title: str, *parts: str) -> str:
     return f"<section><h2>{html.escape(title)}</h2>\n{body}\n</section>" if body else ""
 
 
-def _details(title: str, body: str, *, opened: bool = False) -> str:
+def _details(title: str, *parts: str, opened: bool = False) -> str:
+    body = "\n".join(filter(None, parts))
     return f"<details{' open' * opened}><summary>{html.escape(title)}</summary>\n{body}\n</details>"
 
 

@@ -138,8 +138,12 @@ def panels(rows: Sequence[Row], headline: str) -> dict[str, Callable[[Axes], Non
     losses = {"train_loss": "train, participants", "loss": "test, all clients"}
     if any(np.isfinite(column(rows, name)).any() for name in losses):
         found["loss"] = lambda axes: _lines(axes, rows, losses, "loss")
-    if np.isfinite(column(rows, "epsilon")).any():
-        found["epsilon"] = lambda axes: _lines(axes, rows, {"epsilon": ""}, "ε so far (sums, RDP)")
+    costs = {"epsilon": "one client, sums", "epsilon_example": "one example"}
+    costs = {name: text for name, text in costs.items() if np.isfinite(column(rows, name)).any()}
+    if costs:
+        label = "ε so far" if len(costs) > 1 else f"ε so far ({next(iter(costs.values()))})"
+        texts = costs if len(costs) > 1 else dict.fromkeys(costs, "")
+        found["epsilon"] = lambda axes: _lines(axes, rows, texts, label)
     if (column(rows, "nonfinite") > 0).any():
         found["dropped"] = lambda axes: _lines(axes, rows, {"nonfinite": ""}, "dropped updates")
     return found

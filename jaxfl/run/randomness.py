@@ -1,9 +1,13 @@
 """Where a run's randomness comes from: its key, or fresh bits of the system that only the owner can read."""
 
 import collections
+import hashlib
+import json
 import os
 import pathlib
 import secrets
+import stat
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +16,19 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key, UInt32
 
+from jaxfl import files
 from jaxfl.engine import processes
 from jaxfl.engine.round import Keys
 from jaxfl.privacy.noise import derive
 from jaxfl.run import fingerprint, report
+
+_BYTES = 16
+"""Bytes of the secret bits of one run."""
+
+_DIGEST_BYTES = 32
+"""Bytes of the digest of run and folder (SHA-256) behind the bits. Files of earlier versions have none."""
+
+_REMEDY = "Put the run's own file back, start over with resume='never', which draws new bits, or choose another folder."
 
 _POINT = 2**31
 """No round has this number: keys of points are derived apart from those of rounds."""
@@ -27,15 +40,21 @@ class Streams(NamedTuple):
     secret: bool
     """Cohorts and noise from fresh bits of the system."""
     paired: bool = False
-    """The same noise for points of the same key."""
+    """The same cohorts and noise for points of the same key."""
+    numbers: tuple[int, ...] | None = None
+    """Numbers of the points among those of their key; None: in the order of the points."""
 
-    def keys(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> Keys:
-        """The streams of one run, or of each point; secret ones from the folder, or new."""
+    def bits(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> "SecretBits":
+        """Return the secret bits of one run, or of each point, read from the folder or drawn."""
+        count = 0 if not self.secret else 1 if self.paired else key.size
+        return SecretBits(count, None if folder is None else folder / report.NOISE_KEY)
+
+    def keys(self, key: Key[Array, "*P"], bits: "SecretBits") -> Keys:
+        """The streams of one run, or of each point."""
         if not self.secret:
-            return Keys(key, key, key if self.paired or not key.ndim else _apart(key))
-        count = 1 if self.paired else key.size
-        bits = _secret_bits(count, folder if jax.process_index() == 0 else None)
-        noise = jax.random.wrap_key_data(jnp.asarray(processes.of_first(bits)), impl="threefry2x32")
+            own = key if self.paired or not key.ndim else _apart(key, self.numbers)
+            return Keys(key, own, own)
+        noise = jax.random.wrap_key_data(jnp.asarray(processes.of_first(bits.words)), impl="threefry2x32")
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
 
@@ -47,30 +66,111 @@ class Streams(NamedTuple):
     def facts(self, keys: Keys) -> fingerprint.Facts:
         """What distinguishes runs of one key; a hash, which reveals no secret key."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
-        return {"the secret key of the noise": secret, "paired_noise": self.paired}
+        facts: fingerprint.Facts = {"the secret key of the noise": secret, "paired_noise": self.paired}
+        if keys.clients.ndim and not self.secret and not self.paired:
+            facts["the cohorts of the points"] = fingerprint.of_key(keys.cohort)["key"]
+        return facts
 
 
-def _apart(key: Key[Array, "P"]) -> Key[Array, "P"]:
-    """Distinct keys: of equal ones the first is kept, as in `simulate`."""
-    uses, apart = collections.Counter[bytes](), []
-    for one_key, data in zip(key, np.asarray(jax.random.key_data(key))):
-        number = uses[data.tobytes()]
+def _apart(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array, "P"]:
+    """Derive a key for each point from the point's number. Number 0 keeps its key, as in `simulate`."""
+    if numbers is None:
+        numbers = _order(key)
+    derived = [derive(one, _POINT, number) if number else one for one, number in zip(key, numbers, strict=True)]
+    return jnp.stack(derived)
+
+
+def _order(key: Key[Array, "P"]) -> list[int]:
+    """Return for each key how many equal ones precede it."""
+    uses = collections.Counter[bytes]()
+    numbers = []
+    for data in np.asarray(jax.random.key_data(key)):
+        numbers.append(uses[data.tobytes()])
         uses[data.tobytes()] += 1
-        apart.append(derive(one_key, _POINT, number) if number else one_key)
-    return jnp.stack(apart)
+    return numbers
 
 
-def _secret_bits(count: int, folder: pathlib.Path | None) -> UInt32[np.ndarray, "P 2 2"]:
-    """128 bits for each point: those in the folder, or fresh ones, which only the owner may read there."""
-    path = None if folder is None else folder / report.NOISE_KEY
-    if path is not None and path.exists():
-        bits = np.frombuffer(path.read_bytes(), np.uint32)
-        if bits.size != 4 * count:
-            raise ValueError(f"{str(path)!r} holds {bits.size // 4} keys, not {count}: choose another folder")
-        return bits.reshape(count, 2, 2)
-    fresh = secrets.token_bytes(16 * count)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(fresh)
-    return np.frombuffer(fresh, np.uint32).reshape(count, 2, 2)
+class SecretBits:
+    """The secret bits of a run, and their file in its folder, which names the run that they were drawn for.
+
+    A run that starts from a checkpoint has the bits that the checkpoint names by their hash. A run that starts from
+    the beginning has bits that were drawn for it: new ones, or those that it left in the folder when it died before
+    its first checkpoint. Its first rows of metrics may have been read by then, so the same run must repeat them with
+    the same noise, and any other run must have other noise.
+
+    Args:
+        count: how many runs have bits of their own, 0 for none.
+        path: of the file; None: the bits are in no file. Of several processes, the first reads and writes it.
+
+    Raises:
+        ValueError: the file is not one that its owner alone can read, or has another size.
+    """
+
+    def __init__(self, count: int, path: pathlib.Path | None) -> None:
+        self._path = path if count else None
+        self._size = _BYTES * count
+        self._found = None if self._path is None else processes.by_first(self._read)
+        self._bits = (self._found or secrets.token_bytes(self._size))[: self._size]
+        self.words: UInt32[np.ndarray, "P 2 2"] = np.frombuffer(self._bits, np.uint32).reshape(count, 2, 2)
+
+    def begin(self, run: fingerprint.Facts) -> None:
+        """Keep the bits for a run that starts from the beginning.
+
+        Raises:
+            ValueError: the file's bits were drawn for another run, or in another folder.
+            OSError: the file cannot be written.
+        """
+        if self._path is not None:
+            processes.by_first(lambda: self._keep(run))
+
+    def _read(self) -> bytes | None:
+        """Return what the file holds, and None where nothing has its name."""
+        path = self._path
+        if path is None or files.kind(path) is None:
+            return None
+        try:
+            with files.opened(path) as file:
+                _check_owner(path, os.fstat(file.fileno()))
+                content = file.read()
+        except OSError as error:
+            raise ValueError(f"{str(path)!r} cannot be used ({error}). {_REMEDY}") from error
+        if len(content) not in (self._size, self._size + _DIGEST_BYTES):
+            wanted = f"the secret bits of {self._size // _BYTES} runs"
+            raise ValueError(f"{str(path)!r} must hold {wanted}, got {len(content)} bytes. {_REMEDY}")
+        if not all(any(content[start : start + _BYTES]) for start in range(0, self._size, _BYTES)):
+            raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_REMEDY}")
+        return content
+
+    def _keep(self, run: fingerprint.Facts) -> None:
+        assert self._path is not None
+        path = self._path
+        for other in files.leftovers(path):
+            other.unlink(missing_ok=True)
+        named = json.dumps([str(path.parent.resolve()), run], sort_keys=True)
+        content = self._bits + hashlib.sha256(named.encode()).digest()
+        if self._found is None:
+            try:
+                files.write_secret(path, content)
+            except OSError as error:
+                text = f"{error.strerror}: the secret bits cannot be kept. Make room, or choose another folder"
+                raise OSError(error.errno, text, str(path)) from error
+            try:
+                self._found = self._read()
+            except ValueError:  # a file system that keeps neither owner nor mode
+                path.unlink(missing_ok=True)
+                raise
+        if self._found != content:
+            text = f"{str(path)!r} holds bits that were drawn for another run or in another folder"
+            raise ValueError(f"{text}, whose noise must not be used twice. {_REMEDY}")
+
+
+def _check_owner(path: pathlib.Path, found: os.stat_result) -> None:
+    """Require that only the user of this process can open the file. Windows has no such modes."""
+    if not hasattr(os, "geteuid"):
+        return
+    if found.st_uid != os.geteuid():
+        raise ValueError(f"{str(path)!r} must belong to user {os.geteuid()}, got user {found.st_uid}. {_REMEDY}")
+    if found.st_mode & 0o077:
+        mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
+        text = f"{str(path)!r} must be open to its owner alone, got {mode}"
+        raise ValueError(f"{text}. If nobody else has read it, call `chmod 600` for it. {_REMEDY}")

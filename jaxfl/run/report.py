@@ -7,13 +7,13 @@ import datetime
 import hashlib
 import json
 import logging
+import math
 import os
 import pathlib
 import re
-import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,7 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from jaxfl.files import write_json
+from jaxfl.engine.state_file import ROWS
+from jaxfl.files import kind, leftovers, write_json
 
 _LOG = logging.getLogger("jaxfl")
 
@@ -32,6 +33,32 @@ CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, CHECKPOINTS, STATES, NOISE_
     "noise.key",
 )  # fmt: skip
 PRINTED, PAGE, COMPARISON = "curves.pdf", "report.html", "comparison.json"
+_REPORTS = (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE)
+
+_POINT = re.compile(r"[0-9]{1,9}(_[^\W\d]\w*=[^/]+)*")
+"""Names of the folders of a sweep's points: their number, then values by argument."""
+
+FILES = (
+    CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, CHECKPOINTS, STATES, NOISE_KEY, PRINTED, PAGE, COMPARISON,
+)  # fmt: skip
+"""Names that the folders of runs and comparisons use."""
+
+COLUMNS = {
+    "epsilon": "one client's epsilon so far, against an observer of noisy sums and broadcasts: the statement's",
+    "epsilon_rdp": "the same by Rényi divergences alone, which is no smaller unless uploads bound it",
+    "epsilon_upload": "one client's epsilon so far, against an observer of every upload and every cohort",
+    "epsilon_example": "one example's epsilon so far, by private local steps, against either observer",
+}
+"""Columns of `metrics` that say what the rounds so far cost, each by the bounds of the privacy statement."""
+
+
+def shown_epsilon(rows: Sequence[Mapping[str, float | int]]) -> str:
+    """Return the largest epsilon over runs, for a bar: of one example where only that is finite."""
+    client = max(row["epsilon"] for row in rows)
+    example = max(row.get("epsilon_example", math.inf) for row in rows)
+    if math.isinf(client) and math.isfinite(example):
+        return f"epsilon {example:.3g} (example)"
+    return f"epsilon {client:.3g}"
 
 
 def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
@@ -60,17 +87,39 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
     return folder
 
 
+def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
+    """Require that a run, or a sweep with its runs' folders, can write its files without following a link.
+
+    Raises:
+        ValueError: a link or file has the name of a folder, or a folder that of a file.
+    """
+    folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
+    for path in folders:
+        if (found := kind(path)) not in (None, "a folder"):
+            raise ValueError(f"{str(path)!r} must be a folder, got {found}. Remove it, or choose another folder.")
+    for path in (folder / NOISE_KEY, *(run / name for run in runs for name in _REPORTS)):
+        if kind(path) == "a folder":
+            raise ValueError(f"{str(path)!r} must be a file, got a folder. Remove it, or choose another folder.")
+
+
 def clear(folder: pathlib.Path, points: bool) -> None:
-    """Remove the client states and reports of a run, or of a sweep's points, which have numbered subfolders."""
+    """Remove client states, secret bits and reports of a run, or of a sweep's points. Files of other names stay."""
     if jax.process_index() != 0:
         return
-    shutil.rmtree(folder / STATES, ignore_errors=True)
-    (folder / NOISE_KEY).unlink(missing_ok=True)
-    for run in [path for path in folder.glob("[0-9]*") if path.is_dir()] if points else [folder]:
-        for name in (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE):
-            (run / name).unlink(missing_ok=True)
-        if points and not any(run.iterdir()):
-            run.rmdir()
+    runs = points_of(folder) if points else [folder]
+    for path in (folder / NOISE_KEY, *(run / name for run in runs for name in _REPORTS)):
+        for own in (path, *leftovers(path)):
+            own.unlink(missing_ok=True)
+    (folder / STATES / ROWS).unlink(missing_ok=True)
+    for own in (folder / STATES, *(runs if points else ())):
+        with contextlib.suppress(OSError):  # it is missing, or holds other files
+            own.rmdir()
+
+
+def points_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the folders of a sweep's points, in their order. Links are left out."""
+    points = [path for path in folder.iterdir() if _POINT.fullmatch(path.name) and kind(path) == "a folder"]
+    return sorted(points, key=lambda path: int(path.name.split("_")[0]))
 
 
 def tell(text: str, shown: bool) -> None:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Literal, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,9 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_instance, check_key, check_path, checked
+from jaxfl._validate import check_count, check_counts, check_instance, check_key, check_path, checked
 from jaxfl.backend import of_devices
+from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, opened
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
 from jaxfl.engine.program import Points, over_points
@@ -26,9 +27,17 @@ from jaxfl.engine.round import Records
 from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, Scores, audited, model_in, unaudited, with_final
 from jaxfl.run import fingerprint, report, signals
-from jaxfl.run.callbacks import Callback, check_callbacks
-from jaxfl.run.check import check_algorithm, check_chunk, check_clients, check_devices, check_one_key, check_values
+from jaxfl.run.check import (
+    check_algorithm,
+    check_chunk,
+    check_clients,
+    check_devices,
+    check_mechanism,
+    check_one_key,
+    check_values,
+)
 from jaxfl.run.checkpoint import Checkpoints
+from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.randomness import Streams
@@ -43,19 +52,14 @@ _SEGMENT_ROUNDS = 16
 
 _CHECKPOINT_SECONDS = 30.0
 
-CHECKS = {"clients": check_clients, "chunk": check_chunk, "devices": check_devices, "folder": check_path}
+CHECKS = {
+    "clients": check_clients,
+    "chunk": check_chunk,
+    "devices": check_devices,
+    "folder": check_path,
+    "rounds": functools.partial(check_count, most=2**31 - 1),  # programs count rounds in 32 bits
+}
 """Checks of the arguments that `simulate` and `sweep` share."""
-
-
-def _in_32_bits(run: Callable) -> Callable:
-    """Run as without JAX_ENABLE_X64, to the bit: programs are written for 32 bits."""
-
-    @functools.wraps(run)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with jax.enable_x64(False):
-            return run(*args, **kwargs)
-
-    return call
 
 
 class RunOptions(TypedDict, total=False):
@@ -69,10 +73,14 @@ class RunOptions(TypedDict, total=False):
         devices: where to run (default: all devices).
         secret_noise: draw noise, cohorts and private local steps from 128 fresh bits of the system in place of `key`,
             whose seed may be small enough to guess. They lie only in the folder's `noise.key`, which its owner alone
-            can read and a resumed run needs. The run cannot be repeated. A sweep draws bits for each point.
+            can read and a resumed run needs. A key that others can read, or that was made for another run, is an
+            error. The run cannot be repeated. A sweep draws bits for each point.
         report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
             `clipped`, `participants`, `nonfinite` and the method's own infos in `metrics`, and how often each client
-            took part in per_client.npz, and epsilons by client. Test scores, checkpoints and what is returned remain.
+            took part in per_client.npz, and epsilons by client. All epsilons, of the statement too, are those of the
+            plan, in which every client takes part in every round that it can: the rounds as they happened show who was
+            drawn how often. Warnings name and count no clients. Test scores, checkpoints and the arrays that are
+            returned remain.
         resume: "auto" resumes from the folder; "never" starts over and replaces its contents.
         progress: show a bar with round, headline metric and epsilon so far.
         audit: canaries that take part beside the clients; what an attacker tells of them bounds epsilon from below, in
@@ -89,7 +97,7 @@ class RunOptions(TypedDict, total=False):
     audit: Canaries | None
 
 
-@_in_32_bits
+@under_own_flags
 @checked(key=check_one_key, callbacks=check_callbacks, **CHECKS)
 def simulate(
     key: Key[Array, ""] | int,
@@ -120,8 +128,9 @@ def simulate(
         states: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
             temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
             cohort are sent ahead of its round. `states` of the result is then mapped and read-only.
-        callbacks: called with all rows of metrics, the newest last, at each evaluation and before a resumed run goes
-            on. If one returns True, the run ends there (see `jaxfl.callbacks`). Each of several processes calls them.
+        callbacks: called with a copy of all rows of metrics, the newest last, at each evaluation and before a resumed
+            run goes on. If one returns True, the run ends there (see `jaxfl.callbacks`). Each of several processes
+            calls them. All are called, even if one raises; the run is then saved, and the exception raised.
         options: see `RunOptions`.
 
     Raises:
@@ -137,11 +146,12 @@ def simulate(
     settings = _Settings(rounds, states=states, **options)
     with contextlib.closing(Lock(folder)) as lock:
         run = _Run(key, [algorithm], None, clients, settings, lock, [folder])
-        return run.finish_after(algorithm.name, callbacks)[0]
+        with opened(callbacks):
+            return run.finish_after(algorithm.name, callbacks)[0]
 
 
-@_in_32_bits
-@checked(key=check_key, values=check_values, **CHECKS)
+@under_own_flags
+@checked(key=check_key, values=check_values, numbers=functools.partial(check_counts, least=0), **CHECKS)
 def sweep(
     key: Key[Array, "*P"] | int,
     build: Callable[..., Algorithm],
@@ -153,16 +163,18 @@ def sweep(
     batch: int | None = None,
     paired_noise: bool = False,
     keep_states: bool = True,
+    numbers: Sequence[int] | None = None,
     **options: Unpack[RunOptions],
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
 
-    Results are those of `simulate`, up to rounding; the program is compiled once. All points advance together: a
-    stopped sweep goes on where it was. With a folder, each point writes its reports into a folder below.
+    The program is compiled once. Up to rounding, the first point of a key has the results of `simulate`, and so have
+    points with keys of their own, and all points under `paired_noise`. All points advance together: a stopped sweep
+    goes on where it was. With a folder, each point writes its reports into a folder below.
 
     Args:
-        key: one, or a seed, for all points, which then share all randomness but the noise (`paired_noise`), or one key
-            per point `[P]`.
+        key: one, or a seed, for all points, which then share all randomness but cohorts and noise (`paired_noise`), or
+            one key per point `[P]`.
         build: keyword arguments to algorithm, for instance `functools.partial(dp_pfeddsu, model, ...)`. Values may be
             learning rates, clip bounds, noise multipliers, weights of penalties, densities: numbers that decide
             neither shapes nor Python branches.
@@ -171,10 +183,13 @@ def sweep(
         rounds: T.
         folder: for the whole sweep; None writes nothing.
         batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
-        paired_noise: points of one key also share their noise, up to its scale. Differences between them are then less
-            noisy, but any two of them reveal the clean updates: at most one may be published.
+        paired_noise: points of one key also share their cohorts, and their noise up to its scale. Differences between
+            them are then less noisy, but any two of them reveal the clean updates: at most one may be published.
         keep_states: whether clients' states stay when all rounds are done, as many as points times clients. If not,
             results have none, and neither has the folder, which can be read then but not extended.
+        numbers: of the points in a larger sweep of one key, of which this sweep is a part, from 0. Parts that run one
+            after the other then draw the cohorts and the noise that the points have in the whole. None: 0, 1, 2, ...
+            among the points of each key.
         options: see `RunOptions`.
 
     Raises:
@@ -200,12 +215,19 @@ def sweep(
     points = Points(build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch)
     _check_clipped(points, algorithms)
     root = None if folder is None else pathlib.Path(folder)
-    names = ["_".join([str(p), *(f"{name}={value:g}" for name, value in row.items())]) for p, row in enumerate(rows)]
-    folders = [None if root is None else root / name for name in names]
-    settings = _Settings(rounds, paired_noise=paired_noise, keep_states=keep_states, **options)
+    folders = [None if root is None else root / name for name in names_of_points(values, count)]
+    if numbers is not None and len(numbers) != count:
+        raise ValueError(f"numbers must have one entry for each of the {count} points, got {len(numbers)}.")
+    own = None if numbers is None else tuple(numbers)
+    settings = _Settings(rounds, paired_noise=paired_noise, keep_states=keep_states, numbers=own, **options)
     with contextlib.closing(Lock(root)) as lock:
         run = _Run(keys, algorithms, points, clients, settings, lock, folders)
         return run.finish_after(f"{algorithms[0].name}, {count} points", ())
+
+
+def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[str]:
+    """Return the names of the folders of a sweep's points."""
+    return ["_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())]) for p in range(count)]
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
@@ -223,19 +245,24 @@ def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int
 def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
     """Require finite clip bounds where the points' one program adds noise, were it of size 0."""
     unclipped = [p for p, algorithm in enumerate(algorithms) if math.isinf(algorithm.mechanism.clip)]
-    noisy: list[bool] = []
-
-    def note(built: Algorithm) -> Array:
-        noisy.append(built.mechanism.noisy)
-        return jnp.zeros(())
-
-    if unclipped and points.values:
-        jax.eval_shape(over_points(note, points))
-    if any(noisy):
+    if unclipped and noisy(points):
         raise ValueError(
             f"values of point {unclipped[0]}: clip=inf in a sweep with noise, which is in multiples of it: "
             "give a large number, or make that point a run of its own"
         )
+
+
+def noisy(points: Points) -> bool:
+    """Return whether the one program of points adds noise, were it of size 0; not where it leaves no number open."""
+    found: list[bool] = []
+
+    def note(built: Algorithm) -> Array:
+        found.append(built.mechanism.noisy)
+        return jnp.zeros(())
+
+    if points.values:
+        jax.eval_shape(over_points(note, points))
+    return any(found)
 
 
 class _Settings(NamedTuple):
@@ -245,6 +272,7 @@ class _Settings(NamedTuple):
     states: Literal["device", "host"] = "device"
     paired_noise: bool = False
     keep_states: bool = True
+    numbers: tuple[int, ...] | None = None
     eval_every: int | None = None
     chunk: int | Literal["auto"] | None = None
     devices: list[jax.Device] | None = None
@@ -257,7 +285,7 @@ class _Settings(NamedTuple):
     @property
     def streams(self) -> Streams:
         """Where randomness comes from."""
-        return Streams(secret=self.secret_noise, paired=self.paired_noise)
+        return Streams(self.secret_noise, self.paired_noise, self.numbers)
 
 
 def _with_canaries(
@@ -290,14 +318,14 @@ class _Run:
         rounds = settings.rounds
         self.update = check_algorithm(algorithms[0], clients, rounds)
         for other in algorithms[1:]:  # they differ only in numbers, which a mechanism may still refuse
-            begin = functools.partial(other.mechanism.init, update=lambda: self.update, clients=clients.number)
-            jax.eval_shape(begin, jax.random.key(0))
+            check_mechanism(other, clients, self.update)
         self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         evaluations = sorted({*range(every, rounds + 1, every), rounds})
         folder = lock.folder
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            report.check_names(folder, [path for path in folders if path is not None])
             if settings.resume == "never":
                 lock.take(shared=False)
                 report.clear(folder, points is not None)
@@ -306,7 +334,8 @@ class _Run:
             algorithms, points = _with_canaries(algorithms, points, settings.audit)
             self.points = points
         init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
-        keys = settings.streams.keys(key_of_rounds, folder)
+        bits = settings.streams.bits(key, folder)
+        keys = settings.streams.keys(key_of_rounds, bits)
         method = fingerprint.marked(points or algorithms[0])
         chunk = of_devices(settings.devices).chunk if settings.chunk is None else settings.chunk
         if settings.states == "host":
@@ -318,8 +347,9 @@ class _Run:
         plan = Plan(rounds, evaluations, self.keeps)
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
+        record = self.runner.record()  # once: it is the same for all points
         self.journals = [
-            Journal(algorithm, clients, plan, self.runner.record(), path if writes else None, public=public, told=told)
+            Journal(algorithm, clients, plan, record, path if writes else None, public=public, told=told)
             for algorithm, path in zip(plain, folders, strict=True)
         ]
         self.first = self._models() if settings.audit is not None else []
@@ -334,11 +364,14 @@ class _Run:
                 self.checkpoints.clear()
             else:
                 self._restore(lock)
+            if self.done == 0:
+                bits.begin(facts)
         self.kept = self.done
 
     def finish_after(self, name: str, callbacks: Sequence[Callback]) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
-        self.watch = Watch(name, self.clients, [journal.algorithm for journal in self.journals])
+        public = self.journals[0].public
+        self.watch = Watch(name, self.clients, [journal.algorithm for journal in self.journals], public=public)
         shown = self.progress and jax.process_index() == 0
         if self.restored and self.checkpoints is not None:
             read = f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
@@ -384,6 +417,9 @@ class _Run:
     def go(self, update: Callable, callbacks: Sequence[Callback], asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done, or a callback ends it."""
         pace, program = math.inf, None
+        for budget in callbacks:
+            if isinstance(budget, EpsilonBudget):
+                budget.begin(self.journals[0].ahead, self.done)
         over = bool(self.journals[0].metrics) and self._call(callbacks)
         while self.done < self.rounds and not processes.largest(over)[0]:
             if program is None:
@@ -392,6 +428,8 @@ class _Run:
                 update(self.done, "running")
             target = next(r for r in self.evaluations if r > self.done)
             count = int(min(target - self.done, _SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
+            # The first call has one round. Its arguments are donated, so that its weights are read before.
+            weights = self._models() if self.done == 0 and jax.process_count() == 1 else []
             start = time.monotonic()
             records = attempt(functools.partial(self.runner.rounds, self.done, count), program.chunk)
             if records is None:
@@ -400,6 +438,9 @@ class _Run:
                 continue
             pace = (time.monotonic() - start) / count
             self._record(records, count)
+            if weights and count == 1:
+                lengths = [float(journal.recorded.records.info["update_norm"][0]) for journal in self.journals]
+                self.watch.sent(weights, self._models(), lengths)
             if self.done in self.evaluations:
                 self._evaluate()
                 over = self._call(callbacks)
@@ -420,9 +461,8 @@ class _Run:
 
     def _call(self, callbacks: Sequence[Callback]) -> bool:
         """Call all of them; whether one ends the run. If one fails, what was computed is kept."""
-        rows = self.journals[0].metrics
         try:
-            return any([bool(callback(list(rows))) for callback in callbacks])  # noqa: C419 (all are called)
+            return ask(callbacks, self.journals[0].metrics)
         except Exception:
             if self.checkpoints and jax.process_count() == 1:  # others would not come to write their part
                 self._save(self.checkpoints)
@@ -457,22 +497,23 @@ class _Run:
                 self.journals[0].recorded.records, self.evaluations[index - 1] if index else 0, self.done
             )
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
-        scores = self._split(self.runner.evaluate(key))
+        with scores_may_be_undefined():
+            scores = self._split(self.runner.evaluate(key, self.done - 1))
         self.watch.scores(scores, self.done)
         for journal, part in zip(self.journals, scores, strict=True):
             journal.evaluated(index, part)
 
     def _text(self, count: int, seconds: float) -> str:
-        """Headline metric, epsilon so far, and clients per second in the last rounds, for the progress bar."""
+        """Return headline metric and epsilon of the last evaluation, and clients per second, for the progress bar."""
         headline = self.journals[0].task.headline
         scores = [journal.metrics[-1][headline] for journal in self.journals if journal.metrics]
         known = sorted({value for value in scores if not math.isnan(value)})
         score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:]))
-        epsilon = max(journal.epsilon(self.done) for journal in self.journals)
         last = slice(self.done - count, self.done)
         rate = sum(journal.recorded.records.info["participants"][last].sum() for journal in self.journals) / seconds
-        first = f"{headline} {score}, " if known else ""
-        return f"{first}epsilon {epsilon:.3g} (RDP), {rate:,.{0 if rate >= 10 else 1}f} clients/s"
+        figures = [f"{headline} {score}"] if known else []
+        figures += [report.shown_epsilon([journal.metrics[-1] for journal in self.journals])] if scores else []
+        return ", ".join([*figures, f"{rate:,.{0 if rate >= 10 else 1}f} clients/s"])
 
     def _state(self, made: Plan, recorded: list[Recorded]) -> dict[str, Tree]:
         """What a checkpoint keeps, with records of such a plan."""

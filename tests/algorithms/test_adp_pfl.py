@@ -39,6 +39,12 @@ def by_size(key, model, params, data):
     return 1.0 + data.size
 
 
+@pytest.mark.parametrize("threshold", [1.0, 2.0])
+def test_a_threshold_that_no_information_is_above_is_refused(threshold):
+    with pytest.raises(ValueError, match=f"threshold must be below 1, got {threshold:g}"):
+        fisher_threshold(threshold)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("everything", [{"mask": None}, {"mask": fisher_threshold(-1.0)}])
 def test_without_masks_and_client_budgets_it_is_dp_fedavg_bit_for_bit(everything):
@@ -286,6 +292,12 @@ def test_masks_may_square_the_mean_gradient_instead(build):
 def test_a_square_of_nothing_else(build):
     with pytest.raises(ValueError, match="square='all'"):
         build(0.5, square="all")
+
+
+@pytest.mark.parametrize("threshold", [1.0, 2.0])
+def test_a_threshold_that_no_scaled_information_exceeds_is_an_error(threshold):
+    with pytest.raises(ValueError, match="threshold must be below 1, got"):
+        fisher_threshold(threshold)
 
 
 @pytest.mark.parametrize("build", [fisher_percentile, largest, random_share])

@@ -161,6 +161,9 @@ def test_wrong_arguments_name_themselves():
         "penalty_weight": {"penalty_weight": -1.0},
         "clip": {"clip": float("inf")},
     }
+    layers = sum(name not in MODEL.head for name in MODEL.layers)  # each of an mlp's has a kernel
+    assert dp_pfeddsu(MODEL, **good, sparse_layers=layers).name == "dp_pfeddsu"
+    wrongs["sparse_layers must be at most"] = {"sparse_layers": layers + 1}
     for name, wrong in wrongs.items():
         with pytest.raises(ValueError, match=name):
             dp_pfeddsu(MODEL, **good, **wrong)

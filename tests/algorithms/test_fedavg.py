@@ -61,9 +61,9 @@ def test_head_tuning_moves_only_the_head():
 def test_local_only_clients_do_not_see_each_other():
     clients = small_clients()
     changed = clients._replace(
-        labels=np.where(np.arange(len(clients.labels)) == clients.train[4, 0], 0, clients.labels)
+        labels=np.where(np.arange(len(clients.labels)) == clients.train[4][0], 0, clients.labels)
     )
-    assert clients.labels[clients.train[4, 0]] != 0
+    assert clients.labels[clients.train[4][0]] != 0
     one, other = run(local_only(MODEL), clients).states, run(local_only(MODEL), changed).states
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other)):
         differs = np.any(np.reshape(np.asarray(a) != np.asarray(b), (len(a), -1)), axis=1)

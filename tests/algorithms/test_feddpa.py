@@ -39,6 +39,12 @@ def moved(algorithm):
 
 
 @pytest.mark.slow
+def test_noise_of_each_round_may_be_a_sequence():
+    given = printed(noise_multiplier=(1.0, 2.0)).mechanism.client_noise
+    each = [printed(noise_multiplier=z).mechanism.client_noise for z in (1.0, 2.0)]
+    np.testing.assert_allclose(given, each)
+
+
 def test_above_one_everything_is_shared_and_it_is_fedavg():
     algorithm = build(threshold=1.1, lambda2=0.0)
     server, _, message, _, info = moved(algorithm)

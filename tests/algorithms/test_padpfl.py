@@ -18,6 +18,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Mechanism
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
+from jaxfl.types import Lists
 
 KEY = jax.random.key(5)
 LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.1), 4)}
@@ -150,7 +151,7 @@ def test_a_client_without_impact_has_no_influence(factors, nobody, case):
 def test_the_share_of_absent_clients_goes_to_those_present():
     # Clients that all hold the same examples send the same weights, whoever takes part and whatever they weigh.
     clients = small_clients((4,) * 6)
-    same = clients._replace(train=np.repeat(clients.train[:1], 6, axis=0))
+    same = clients._replace(train=Lists.of([clients.train[0]] * 6))
     local = LocalSGD(optax.sgd(0.1), 16)
     uneven = published(impacts=np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), sampling=FixedSize(2), local=local)
     found, expected = run(uneven, same), run(published(local=local), same)

@@ -18,6 +18,7 @@ from jaxfl.local.train import LocalSGD
 from jaxfl.privacy import FixedSize, Full, Mechanism, Poisson
 from jaxfl.privacy.accounting import epsilon, example_epsilon, planned_ledger
 from jaxfl.privacy.mechanisms.gaussian import Total, round_numbers, server_noise
+from jaxfl.types import Lists
 
 KEY = jax.random.key(6)
 LOCAL: dict[str, Any] = {"local": LocalSGD(optax.sgd(0.1), 4)}
@@ -165,7 +166,7 @@ def test_equal_levels_without_noise_are_fedavg(sampling):
 def test_printed_coefficients_sum_to_one_over_the_participants():
     # Clients that all send the same weights: the mean is those weights, the printed one a fourth of them.
     clients = small_clients((4,) * 6)
-    same = clients._replace(train=np.repeat(clients.train[:1], 6, axis=0))
+    same = clients._replace(train=Lists.of([clients.train[0]] * 6))
     free: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "local": LocalSGD(optax.sgd(0.1), 16)}
     free |= {"sampling": FixedSize(4), "levels": (2, 2, 5, 5, 8, 8)}
     found = [run(published([math.inf] * 6, aggregation=kind, **free), same, 1) for kind in ("normalised", "printed")]

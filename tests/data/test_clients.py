@@ -1,4 +1,6 @@
 import math
+import tracemalloc
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfl.data import classes_per_client, describe, dirichlet, iid, load, make_clients, matching, shard
+from jaxfl.run.check import check_clients
 from jaxfl.types import Clients, Rows
 
 EMPTY = np.zeros(0, np.int32)
@@ -23,10 +26,10 @@ def arrays(train=12, test=6):
 
 def examples(clients: Clients, block=0, blocks=1):
     """What each client of a block reads, through the block's own part of every array."""
-    inputs, labels, train, train_size, test, test_size = (np.split(np.asarray(a), blocks)[block] for a in clients)
+    own = jax.tree.map(lambda array: np.split(np.asarray(array), blocks)[block], clients)
     return [
-        [(inputs[row].tolist(), labels[row].tolist()) for row in rows[:size]]
-        for lists, sizes in ((train, train_size), (test, test_size))
+        [(own.inputs[row].tolist(), own.labels[row].tolist()) for row in rows[:size]]
+        for lists, sizes in ((own.train, own.train_size), (own.test, own.test_size))
         for rows, size in zip(lists, sizes, strict=True)
     ]
 
@@ -36,18 +39,16 @@ def test_every_client_reads_its_own_examples():
     train, test = [np.array([3, 0]), EMPTY, np.array([11])], [np.array([5]), np.array([0, 5, 2]), EMPTY]
     clients = make_clients(data, train, test)
     assert clients.inputs.dtype == np.uint8
-    assert clients.train.shape == (3, 2)
-    assert clients.test.shape == (3, 3)
-    assert {a.dtype for a in clients[1:]} == {np.dtype(np.int32)}
+    assert {a.dtype for a in jax.tree.leaves(clients[1:])} == {np.dtype(np.int32)}
     assert clients.train_size.tolist() == [2, 0, 1]
     assert clients.test_size.tolist() == [1, 3, 0]
-    assert clients.train[2, 1] == 0
-    assert clients.test[0, 1:].tolist() == [0, 0]
     for i in range(3):
-        own = clients.train[i, : len(train[i])]
+        own = clients.train[i]
+        assert len(own) == len(train[i])
         assert np.array_equal(clients.inputs[own], data[0][train[i]])
         assert np.array_equal(clients.labels[own], data[1][train[i]])
-        own = clients.test[i, : len(test[i])]
+        own = clients.test[i]
+        assert len(own) == len(test[i])
         assert np.array_equal(clients.inputs[own], data[2][test[i]])
         assert np.array_equal(clients.labels[own], data[3][test[i]])
 
@@ -57,7 +58,7 @@ def test_a_dataset_serves_as_well_as_arrays():
     train = iid(digits.train_labels, 10, seed=0)
     test = matching(train, digits.train_labels, digits.test_labels, seed=0)
     one, two = make_clients(digits, train, test), make_clients(digits[:4], train, test)
-    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, one, two)))
 
 
 @pytest.mark.parametrize(
@@ -104,13 +105,10 @@ def test_blocks_are_complete_and_hold_nothing_else(count, shards, overlap, seed)
         test = np.split(rng.permutation(20), np.sort(rng.integers(0, 21, count - 1)))
     clients = make_clients(data, train, test)
     parts = shard(clients, shards)
-    assert all(len(array) % shards == 0 for array in parts)
+    assert all(len(array) % shards == 0 for array in jax.tree.leaves(parts))
     assert parts.number == -(-count // shards) * shards
     assert (np.asarray(parts.train_size)[count:] == 0).all()
     assert (np.asarray(parts.test_size)[count:] == 0).all()
-    for rows, sizes in ((parts.train, parts.train_size), (parts.test, parts.test_size)):
-        beyond = np.arange(rows.shape[1]) >= np.asarray(sizes)[:, None]
-        assert (np.asarray(rows)[beyond] == 0).all()
     whole, per_block = examples(clients), parts.number // shards
     read = [examples(parts, block, shards) for block in range(shards)]
     assert [client for one in read for client in one[:per_block]][:count] == whole[:count]
@@ -133,7 +131,9 @@ def test_blocks_share_a_test_example_by_copies():
 
 def test_one_shard_changes_nothing():
     clients = make_clients(arrays(), [np.array([1, 2])], [np.array([0])])
-    assert all(one is two for one, two in zip(clients, shard(clients, 1), strict=True))
+    one = shard(clients, 1)
+    assert jax.tree.all(jax.tree.map(np.array_equal, clients, one))
+    assert np.shares_memory(one.inputs, clients.inputs)
     with pytest.raises(ValueError, match="shards=0"):
         shard(clients, 0)
 
@@ -148,13 +148,14 @@ def test_an_even_split_gives_each_device_its_own_clients():
     placed = jax.device_put(shard(clients, 2), NamedSharding(mesh, PartitionSpec("clients")))
     whole = examples(clients)
     for device, own in enumerate((whole[0:2] + whole[3:5], [*whole[2:3], [], *whole[5:6], []])):
-        local = Clients(*(array.addressable_shards[device].data for array in placed))
+        local = jax.tree.map(lambda array, own=device: array.addressable_shards[own].data, placed)
         assert examples(local) == own
 
 
 def test_describe():
     clients = make_clients(arrays(), [np.array([0, 1, 2]), EMPTY, np.array([3])], [EMPTY, EMPTY, np.array([1])])
-    store, rows = 18 * 4 + 18 * 4, 3 * 4 * (3 + 1 + 1 + 1)
+    # For each client, two sizes and two starts.
+    store, rows = 18 * 4 + 18 * 4, 4 * (4 + 1 + 3 * (2 + 2))
     assert describe(clients) == {
         "clients": 3,
         "train_min": 0,
@@ -173,3 +174,59 @@ def test_rows_are_indexed_like_the_array(shape):
     for index in (jnp.int32(2), jnp.array([[4, 0], [1, 1]])):
         np.testing.assert_array_equal(Rows.of(store)[index], store[index])
     assert Rows.of(store).flat.shape == (5, math.prod(shape))
+
+
+def peak_of(call):
+    """The most bytes that NumPy and Python hold at once during a call, beyond those before it, and its result."""
+    tracemalloc.start()
+    try:
+        result = call()
+        return tracemalloc.get_traced_memory()[1], result
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint8])
+def test_examples_of_a_memory_map_are_copied_once_at_most(tmp_path, dtype):
+    store = np.lib.format.open_memmap(tmp_path / "inputs.npy", "w+", dtype, (20_000, 32, 16))
+    store[:] = np.arange(16)
+    inputs, labels = np.load(tmp_path / "inputs.npy", mmap_mode="r"), np.zeros(20_000, np.int32)
+    rows = [*np.arange(20_000).reshape(10, -1)]
+    bytes_read, clients = peak_of(lambda: make_clients((inputs, labels, inputs[:0], labels[:0]), rows, [[]] * 10))
+    assert bytes_read < 0.3 * inputs.nbytes + 2**21  # rows and labels, and parts that are checked
+    assert np.shares_memory(clients.inputs, inputs)
+    tests = inputs[:5_000], labels[:5_000]
+    own = [*np.arange(5_000).reshape(10, -1)]
+    bytes_read, clients = peak_of(lambda: make_clients((inputs, labels, *tests), rows, own))
+    assert bytes_read < 1.3 * clients.inputs.nbytes + 2**21
+    assert np.array_equal(clients.inputs[20_000:], tests[0])
+
+
+def test_examples_that_are_not_finite_are_counted_in_every_part():
+    inputs = np.zeros((10_000, 2), np.float32)
+    inputs[[5_000, 9_999], 1] = np.nan
+    data = inputs, np.zeros(10_000, int), inputs[:0], np.zeros(0, int)
+    with pytest.raises(ValueError, match="NaN or infinite values in 2 rows, first row 5000"):
+        make_clients(data, [[0]], [[]])
+
+
+@pytest.mark.parametrize("field", range(4))
+def test_masked_arrays_are_refused_wherever_examples_come_in(field):
+    data: Any = [*arrays()]
+    data[field] = np.ma.masked_equal(data[field], 1)
+    with pytest.raises(TypeError, match=r"must be a plain array, got a masked array.*filled"):
+        make_clients(tuple(data), [[0]], [[0]])
+
+
+def test_masked_rows_of_clients_are_refused():
+    rows = np.ma.masked_equal(np.array([[0, 1], [2, 3]]), 3)
+    both: Any = (rows, [*rows])
+    for given_rows in both:
+        with pytest.raises(TypeError, match=r"train_lists\[0\] must be a plain array, got a masked array"):
+            make_clients(arrays(), given_rows, [[], []])
+    with pytest.raises(TypeError, match="labels must be a plain array"):
+        iid(np.ma.masked_equal(np.array([0, 1, 0, 1]), 1), 2, seed=0)
+    with pytest.raises(TypeError, match=r"inputs must be a plain array"):
+        check_clients(
+            "clients", make_clients(arrays(), [[0]], [[0]])._replace(inputs=np.ma.masked_less(arrays()[0], 3))
+        )

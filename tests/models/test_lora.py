@@ -14,11 +14,12 @@ from algorithms_table import small_clients
 
 from jaxfl import simulate, sweep
 from jaxfl.algorithms import centaur, dp_fedavg, feddpa
+from jaxfl.data import make_clients
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, freeze, initialize
 from jaxfl.local.fisher import fisher_diagonal
 from jaxfl.local.train import LocalSGD
-from jaxfl.models import from_flax, frozen, lora, mlp, with_precision
+from jaxfl.models import from_flax, frozen, gru, lora, mlp, transformer, with_precision
 from jaxfl.models.frozen import given
 from jaxfl.privacy.sampling import Poisson
 
@@ -286,3 +287,44 @@ def test_weights_of_another_shape_are_refused():
     wrong = jax.tree.map(lambda leaf: leaf[..., :9], WEIGHTS["head"])
     with pytest.raises(ValueError, match=r"params\['head'\]\['bias'\] has shape \(9,\): give weights of shape \(10,\)"):
         frozen(BASE, WEIGHTS | {"head": wrong})
+
+
+TOKENS = np.random.default_rng(3).integers(0, 7, (12, 6)).astype(np.int32)
+TEXT = transformer(7, 6, width=8, blocks=1, heads=2)
+
+
+def test_adapters_of_the_transformer_are_its_weights_with_their_product():
+    weights = TEXT.init(jax.random.key(0))
+    model = lora(TEXT, weights, rank=2)
+    params = moved(model.init(KEY))
+    block = model.frozen[0]["block_0"]
+    assert {name for name in block if "kernel" in block[name]} == set(params["block_0"])
+    x = jnp.asarray(TOKENS)
+    expected = TEXT.apply(merged(model, params, 1.0), x)
+    np.testing.assert_allclose(model.apply(params, x), expected, rtol=1e-4, atol=1e-5)
+    assert not np.allclose(expected, TEXT.apply(weights, x), atol=1e-2)
+
+
+@pytest.mark.slow
+def test_adapters_of_the_transformer_train_to_changes_of_their_rank():
+    weights = TEXT.init(jax.random.key(0))
+    model = lora(TEXT, weights, rank=2)
+    labels = np.roll(TOKENS, -1, axis=1)
+    rows = [*np.arange(12).reshape(3, 4)]
+    clients = make_clients((TOKENS, labels, TOKENS, labels), rows, rows)
+    method = dp_fedavg(
+        model, clip=10.0, noise_multiplier=0.0, sampling=Poisson(1.0), local=LocalSGD(optax.adam(0.03), 4, 5)
+    )
+    result = simulate(KEY, method, clients, rounds=4, eval_every=1, progress=False)
+    losses = [row["loss"] for row in result.metrics]
+    assert losses[-1] < losses[0] - 0.1
+    after = merged(model, result.server.params, 1.0)
+    for layer in ("attention", "attention_out", "hidden", "hidden_out"):
+        change = after["block_0"][layer]["kernel"] - weights["block_0"][layer]["kernel"]
+        singular = np.linalg.svd(change, compute_uv=False)
+        assert singular[1] > 1e-4 > 100 * singular[2]
+
+
+def test_adapters_find_the_dense_layers_of_the_recurrent_network():
+    base = gru(7, 6, width=4, embedding=3)
+    assert set(lora(base, base.init(KEY), rank=1).init(KEY)) == {"recurrent", "head"}

@@ -184,6 +184,15 @@ def test_plain_form_has_forward_mode():
     assert float(slope) == pytest.approx(float(sum(leaf.sum() for leaf in jax.tree.leaves(gradient))), rel=1e-3)
 
 
+@pytest.mark.parametrize("make", [lenet, lenet_groupnorm])
+def test_a_network_of_which_nothing_is_left_is_refused(make):
+    """Two 5x5 convolutions and 2x2 poolings leave one pixel of 16, and none of 15."""
+    make((16, 16, 1), 10)
+    for size in (4, 15):
+        with pytest.raises(ValueError, match=rf"input_shape=\({size}, 16, 1\): nothing is left"):
+            make((size, 16, 1), 10)
+
+
 def test_build_by_name():
     assert build("lenet", (28, 28, 1), 10).layers == lenet((28, 28, 1)).layers
     with pytest.raises(ValueError, match="'resnet'"):

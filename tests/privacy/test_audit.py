@@ -32,10 +32,13 @@ from jaxfl.privacy import (
     Poisson,
     PrivacyFilter,
     format_statement,
+    planned_ledger,
+    privacy_statement,
 )
 from jaxfl.privacy.audit import (
     Audited,
     Scores,
+    _distances,
     _fold,
     _hadamard,
     _repeat,
@@ -127,6 +130,33 @@ def test_half_the_noise_is_caught():
     """The noise of z = 1 under the statement of z = 2."""
     scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=1.0), 30_000, size=2**19)
     assert audit_report(scores, 1e-5)["at_least"] > get_epsilon_gaussian(2.0, 1e-5)
+
+
+def test_half_the_noise_shows_in_the_estimate_of_a_thousand_canaries(caplog):
+    """What a thousand canaries prove is below the stated epsilon, and their estimate is twice as large."""
+    scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=1.0))
+    mechanism = Mechanism(clip=1.0, noise_multiplier=2.0)
+    statement = privacy_statement(planned_ledger(mechanism, 20, 1), mechanism, 20)
+    report = audit_report(scores, statement["delta"])
+    stated = statement["honest"]["aggregate"]["epsilon"]
+    assert report["at_least"] < stated < report["estimate_at_least"] < report["estimate"]
+    hinted = with_audit(statement, report)
+    assert hinted["warnings"] == statement["warnings"]
+    text = " ".join(format_statement(hinted).split())
+    said = f"estimate {report['estimate']:.4g} the estimate is further above the stated {stated:.4g} than"
+    assert said in text
+    assert "a hint, not a proof" in text
+    assert "a hint, not a proof" in caplog.text
+
+
+def test_one_honest_run_in_a_hundred_is_hinted_at():
+    generator, runs, z = np.random.default_rng(0), 3000, 2.0
+    hints = 0
+    for _ in range(runs):
+        inside = generator.normal(1.0, z, 480)
+        outside = generator.normal(0.0, z, 520)
+        hints += _distances(inside, outside)[1] > 1 / z
+    assert abs(hints - 0.01 * runs) < 4 * math.sqrt(0.01 * runs)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +267,10 @@ def test_a_refuted_statement_says_so(caplog):
     assert "epsilon to be at least 1.2 at 95% confidence, but 1 is stated" in refuted["warnings"][0]
     assert refuted["claim"]["status"] == "claimed, and refuted for whole clients by the audit"
     assert "publish nothing" in caplog.text
-    fine = with_audit(statement | {"claim": None}, {"at_least": 0.9})
+    fine = with_audit(statement | {"claim": None}, {"at_least": 0.9, "estimate_at_least": 0.99})
     assert fine["warnings"] == ["w"]
+    assert "hint" not in fine["audit"]
+    assert "hint" not in refuted["audit"]
 
 
 @pytest.mark.parametrize(

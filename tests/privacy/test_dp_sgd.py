@@ -10,10 +10,14 @@ import numpy as np
 import optax
 import pytest
 from algorithms_table import MODEL, small_clients
+from jax import lax
 from reference import DIGITS, client, numpy_gradient
 
 from jaxfl import simulate
 from jaxfl.algorithms import fedavg
+from jaxfl.engine.mesh import place
+from jaxfl.engine.program import first_states
+from jaxfl.engine.round import all_keys, one_round
 from jaxfl.local.sam import sam
 from jaxfl.local.train import LocalSGD
 from jaxfl.models import lenet
@@ -143,6 +147,106 @@ def test_a_round_makes_the_steps_that_are_accounted(trained, said):
 
     with pytest.raises(ValueError, match=f"client_update of 'fedavg' {said}: train"):
         simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
+
+
+def trained_inside(around):
+    """Trace a round whose client trains inside `around`, a function of the training and its start."""
+    method = fedavg(MODEL, local=steps(2, noise_multiplier=100.0))
+
+    def client_update(key, server, state, data):
+        train = lambda params, **options: steps(2).train(key, MODEL, params, data, **options)[0]  # noqa: E731
+        return Message(optax.tree.sub(around(train, server.params), server.params)), state, {}
+
+    method = method._replace(client_update=client_update)
+    population = place(small_clients(), jax.devices()[:1])
+    center, states = jax.eval_shape(functools.partial(first_states, method, KEY, KEY, population))
+    return jax.eval_shape(
+        functools.partial(one_round, method, population, 4, all_keys(KEY), jnp.int32(0)), center, states
+    )
+
+
+def twice_compiled(train, start):
+    compiled = jax.jit(train)
+    return compiled(compiled(start))
+
+
+def over_lanes(train, start):
+    lanes = jax.vmap(train)(jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), start))
+    return jax.tree.map(lambda leaf: leaf[0], lanes)
+
+
+def over_penalties(train, start):
+    """The penalties differ, and nothing else."""
+
+    def penalised(weight):
+        return train(start, penalty=lambda params: weight * jnp.sum(params["head"]["bias"]))
+
+    return jax.tree.map(lambda leaf: leaf[0], jax.vmap(penalised)(jnp.ones(3)))
+
+
+def mapped(train, start):
+    return jax.tree.map(lambda leaf: leaf[0], lax.map(lambda i: train(start), jnp.arange(2)))
+
+
+def perhaps(train, start):
+    return lax.cond(start["head"]["bias"][0] > 0, train, lambda own: own, start)
+
+
+REPEATED: dict[str, tuple[Any, str]] = {
+    "fori_loop": (lambda train, start: lax.fori_loop(0, 2, lambda i, own: train(own), start), "2 times"),
+    "open_loop": (
+        lambda train, start: lax.while_loop(lambda own: own["head"]["bias"][0] < 1, train, start),
+        "in a loop",
+    ),
+    "scan": (lambda train, start: lax.scan(lambda own, _: (train(own), None), start, None, length=3)[0], "3 times"),
+    "map": (mapped, "2 times"),
+    "vmap": (over_lanes, "2 times"),
+    "vmap_of_jit": (lambda train, start: over_lanes(jax.jit(train), start), "2 times"),
+    "vmap_of_a_closure": (over_penalties, "3 times"),
+    "jit": (twice_compiled, "2 times"),
+    "jit_of_a_loop": (
+        lambda train, start: jax.jit(lambda own: lax.fori_loop(0, 5, lambda i, own: train(own), own))(start),
+        "5 times",
+    ),
+    "checkpoint": (lambda train, start: jax.checkpoint(train)(jax.checkpoint(train)(start)), "2 times"),
+    "cond_and_after": (lambda train, start: train(perhaps(train, start)), "2 times"),
+}
+
+
+@pytest.mark.parametrize("kind", REPEATED)
+def test_private_steps_that_repeat_their_noise_are_refused(kind):
+    around, said = REPEATED[kind]
+    with pytest.raises(ValueError, match=f"trains by private steps {said}: train by its `train`, once in a round"):
+        trained_inside(around)
+
+
+ONCE: dict[str, Any] = {
+    "plain": lambda train, start: train(start),
+    "jit": lambda train, start: jax.jit(train)(start),
+    "jit_in_jit": lambda train, start: jax.jit(jax.jit(train))(start),
+    "checkpoint": lambda train, start: jax.checkpoint(train)(start),
+    "cond": perhaps,
+    "either": lambda train, start: lax.cond(start["head"]["bias"][0] > 0, train, train, start),
+    "scan_of_one": lambda train, start: lax.scan(lambda own, _: (train(own), None), start, None, length=1)[0],
+}
+
+
+@pytest.mark.parametrize("kind", ONCE)
+def test_private_steps_inside_what_runs_them_once_are_accepted(kind):
+    trained_inside(ONCE[kind])
+
+
+def test_a_helper_that_was_compiled_before_is_counted_as_well():
+    helper = jax.jit(lambda key, params, data: steps(2).train(key, MODEL, params, data)[0])
+    method = fedavg(MODEL, local=steps(2))
+
+    def client_update(key, server, state, data):
+        after = helper(key, helper(key, server.params, data), data)
+        return Message(optax.tree.sub(after, server.params)), state, {}
+
+    for _ in range(2):  # the second time the helper is traced no more
+        with pytest.raises(ValueError, match="trains by private steps 2 times"):
+            simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
 
 
 def test_noise_has_the_stated_std():

@@ -34,7 +34,7 @@ from jaxfl.privacy import (
     planned_ledger,
 )
 from jaxfl.privacy.accounting import running_epsilon
-from jaxfl.privacy.mechanisms.correlated import exposures, prefix_error, square_root
+from jaxfl.privacy.mechanisms.correlated import exposures, prefix_error, rounding_error, square_root
 from jaxfl.types import Message
 
 KEY = jax.random.key(2)
@@ -124,10 +124,56 @@ def test_banded_noise_has_the_covariance_of_its_factorisation():
     running = running_epsilon(mechanism, len(SIZES))
     for done in (1, rounds):
         part = jax.tree.map(lambda leaf, done=done: np.asarray(leaf)[:done], records.ledger)
-        assert running(done) == pytest.approx(epsilon(part, mechanism, accountant="rdp").value, rel=1e-6)
+        assert running(done).rdp == pytest.approx(epsilon(part, mechanism, accountant="rdp").value, rel=1e-6)
     one_band = BandedNoise(clip=0.5, noise_multiplier=2.0, bands=1)
     plan = planned_ledger(one_band, 4, 5)
     assert epsilon(plan, one_band).value == epsilon(plan, Mechanism(clip=0.5, noise_multiplier=2.0)).value
+
+
+def in_single_precision(coefficients, rounds):
+    """How far float32 moves the fresh noise of banded noise in its last round, as a root mean square."""
+    fresh = np.random.default_rng(0).standard_normal((rounds, 4000)).astype(np.float32)
+    noise = np.zeros_like(fresh)
+    for t in range(rounds):
+        noise[t] = fresh[t]
+        for k, factor in enumerate(np.asarray(coefficients, np.float32)[:t], start=1):
+            noise[t] -= factor * noise[t - k]
+    exact = [1.0, *coefficients]
+    again = sum(exact[k] * np.float64(noise[-1 - k]) for k in range(min(len(exact), rounds)))
+    return math.sqrt(np.mean((again - fresh[-1]) ** 2))
+
+
+@pytest.mark.parametrize(("coefficients", "rounds"), [((0.9, 0.0, 1.5), 20), ((2.0,), 15), ((1.0,), 200)])
+def test_the_rounding_of_correlated_noise_is_bounded(coefficients, rounds):
+    found = in_single_precision(coefficients, rounds)
+    bound = rounding_error(np.pad([1.0, *coefficients], (0, rounds))[:rounds], rounds)
+    assert found <= bound <= 20 * found
+
+
+def test_noise_that_single_precision_cannot_hold_is_refused():
+    exploding = BandedNoise(clip=1.0, noise_multiplier=1.0, bands=4, coefficients=(0.9, 0.0, 1.5))
+    exploding.check_fits(11, 10)  # a few rounds move it by 7e-6
+    with pytest.raises(ValueError, match=r"coefficients=\(0.9, 0.0, 1.5\): the strategy's inverse grows"):
+        exploding.check_fits(11, 40)
+    with pytest.raises(ValueError, match="float32 holds over 40 rounds"):
+        simulate(KEY, fedavg(MODEL, mechanism=exploding), small_clients(), rounds=40, progress=False)
+    slowly = BandedNoise(clip=1.0, noise_multiplier=1.0, bands=2, coefficients=(1.001,))
+    slowly.check_fits(11, 1000)
+    with pytest.raises(ValueError, match="100000 rounds"):
+        slowly.check_fits(11, 100_000)
+    with pytest.raises(ValueError, match=r"scales=\(3.0,\), decays=\(0.9,\)"):
+        BLTNoise(clip=1.0, noise_multiplier=1.0, scales=(3.0,), decays=(0.9,)).check_fits(11, 100)
+
+
+def test_strategies_of_the_papers_hold_for_any_number_of_rounds():
+    plain = {"clip": 1.0, "noise_multiplier": 1.0}
+    banded = [BandedNoise(**plain, bands=bands) for bands in (1, 2, 8, 144, 3000)]
+    prefixes = BandedNoise(**plain, bands=4, coefficients=(1.0, 1.0, 1.0))
+    numbers = blt(2, 200, separation=20)
+    buffered = BLTNoise(**plain, scales=numbers.scales, decays=numbers.decays)
+    for mechanism in (*banded, prefixes, buffered):
+        for rounds in (1, 2, 3, 1000, 5000, 100_000):
+            mechanism.check_fits(11, rounds)
 
 
 def test_correlated_noise_is_charged_for_the_rounds_of_each_client():
@@ -206,7 +252,7 @@ def test_extrapolated_noise_is_the_means_of_the_deployment():
     ledger = jax.tree.map(np.asarray, records.ledger)
     stated = epsilon(ledger, mechanism).value
     assert stated == pytest.approx(get_epsilon_gaussian(0.2 / math.sqrt(2), 1e-5), rel=1e-5)
-    assert running_epsilon(mechanism, len(SIZES))(2) == pytest.approx(
+    assert running_epsilon(mechanism, len(SIZES))(2).rdp == pytest.approx(
         epsilon(ledger, mechanism, accountant="rdp").value
     )
     deployed = Mechanism(clip=0.5, noise_multiplier=2.0, sampling=Poisson(0.1))

@@ -28,7 +28,7 @@ from jaxfl.privacy.clip import round_within
 from jaxfl.privacy.dp_sgd import DPSGD, noisy_gradient
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter
 from jaxfl.privacy.sampling import Full, Poisson, coins
-from jaxfl.types import ClientData, Clients, Message
+from jaxfl.types import ClientData, Clients, Lists, Message
 
 KEY = jax.random.key(3)
 
@@ -136,7 +136,8 @@ def crowd(values):
     """Clients with one example each, of these values."""
     number = len(values)
     rows, nobody = np.arange(number, dtype=np.int32)[:, None], np.zeros(number, np.int32)
-    return Clients(values.astype(np.float32), nobody, rows, np.ones(number, np.int32), rows[:, :0], nobody)
+    train, test = Lists.of(rows), Lists.of(rows[:, :0])
+    return Clients(values.astype(np.float32), nobody, train, np.ones(number, np.int32), test, nobody)
 
 
 def change(algorithm, clients, neighbours, *, devices, chunk):
@@ -405,6 +406,11 @@ def test_sweeps_and_schedules_run_on_the_grid():
 def test_what_no_grid_covers_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(GRID, **wrong)
+
+
+def test_noise_of_clients_alone_is_no_grid_for_its_own_reason():
+    with pytest.raises(ValueError, match=r"client_noise=1\.0.*no rounded Gaussian; let the server"):
+        Mechanism(clip=1.0, noise="grid", client_noise=1.0)
 
 
 def test_a_filter_takes_no_grid():

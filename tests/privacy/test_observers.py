@@ -16,6 +16,19 @@ from jaxfl.privacy.sampling import FixedSize, Full, Poisson
 DELTA = 1e-3
 
 
+@pytest.mark.parametrize("sampling", [Full(), Poisson(0.5), FixedSize(2)])
+def test_a_small_weight_is_charged_with_the_rounding_of_the_largest(sampling):
+    """By `jaxfl.privacy.sums` a client moves a sum by up to w C (1 + 2^-20) + 5.1e-6 C max w."""
+    weights = np.array([1.0, 0.3, 1e-3, 1e-7, 0.0])
+    m = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=sampling, weights=weights)
+    stated = m.view(planned_ledger(m, 5, 3), "aggregate").multiplier
+    moved = weights[:4] * (1 + 2.0**-20) + 5.1e-6
+    assert np.all(stated[:, :4] <= 2.0 / moved * (1 + 1e-5))
+    np.testing.assert_allclose(stated[:, :3], 2.0 / weights[None, :3].repeat(3, axis=0), rtol=1e-2)
+    assert np.all(stated[:, 0] == 2.0)  # equal weights are what they were
+    assert np.all(np.isinf(stated[:, 4]))
+
+
 def cohorts(sampling, clients: int) -> dict[tuple[int, ...], float]:
     """Every cohort and its probability."""
     found = {}

@@ -214,7 +214,7 @@ def test_a_filter_states_what_it_promises_and_not_what_was_spent():
             alone = epsilon(ledger, m, observer=observer, accountant=accountant, one_round=True).value
             assert exact * (1 - 1e-6) <= alone <= exact * (1.001 if accountant == "pld" else 1.15)
     running = running_epsilon(m, 3)
-    assert [running(0), running(1), running(9)] == [0, *[epsilon(ledger, m, accountant="rdp").value] * 2]
+    assert [running(done).rdp for done in (0, 1, 9)] == [0, *[epsilon(ledger, m, accountant="rdp").value] * 2]
     text = " ".join(format_statement(privacy_statement(ledger, m, 3)).split())
     assert "Rényi filter" in text
     assert "adds up to a multiplier of at least 1; released numbers have noise 3 of their range" in text

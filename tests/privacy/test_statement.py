@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from jaxfl.files import write_json
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.dp_sgd import DPSGD
-from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.mechanisms import AdaptiveClip, Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
-from jaxfl.privacy.statement import format_statement, privacy_statement, without_clients
+from jaxfl.privacy.statement import format_statement, privacy_statement, split_clients, without_clients
 from jaxfl.types import Terms
 
 
@@ -139,7 +139,8 @@ def test_where_the_noise_comes_from():
     assert any("128 fresh bits" in item and "not a certified" in item for item in secret["assumed"])
     assert (seed["randomness"], secret["randomness"]) == ("seed", "secret")
     paired = privacy_statement(record, m, 20, randomness="secret", paired=True)
-    assert paired["warnings"] == ["the points of this sweep share their noise: at most one of them may be published"]
+    warning = "the points of this sweep share their cohorts and noise: at most one of them may be published"
+    assert paired["warnings"] == [warning]
     assert paired["warnings"][0] in " ".join(format_statement(paired).split())
     assert state(Mechanism(communicates=False))["warnings"] == []
 
@@ -159,10 +160,35 @@ def test_what_no_epsilon_covers(words):
 
 
 def test_noise_on_a_grid_leaves_less_uncovered():
-    m = Mechanism(clip=1.0, noise_multiplier=9.0)
-    object.__setattr__(m, "noise", "grid")
-    assert "float32 Gaussian noise" not in format_statement(state(m))
-    assert any("one grid" in item for item in state(m)["not_covered"])
+    m = Mechanism(clip=1.0, noise_multiplier=9.0, noise="grid")
+    assert "float32" not in format_statement(state(m))
+    covered = next(item for item in state(m)["not_covered"] if "one grid" in item)
+    assert f"{95} bits" in covered  # a first word of 32, then 31 of a word whose last bit is the sign, then 32
+
+
+def test_private_steps_keep_their_warning_of_single_precision_under_a_grid():
+    steps = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.1, steps=10)
+    for noise in ("grid", "float"):
+        statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, noise=noise), dp_sgd=steps)
+        assert any("float32 Gaussian" in item for item in statement["not_covered"])
+    statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, noise="grid"), dp_sgd=steps)
+    assert any("one example's epsilon rests on" in item for item in statement["not_covered"])
+
+
+def test_an_adaptive_bound_says_what_updates_and_bits_get():
+    """z covers both: 1/z^2 is 1/y^2 of the updates plus 1/(2 s)^2 of the bits, each a half from the middle."""
+    m = AdaptiveClip(clip=2.0, noise_multiplier=3.0, quantile=0.7, bit_noise=2.0)
+    moves, split = state(m)["details"]
+    assert "2 in the first round" in moves
+    assert "quantile 0.7" in moves
+    assert f"updates get {1 / math.sqrt(1 / 9 - 1 / 16):.4g} times" in split
+    assert "a std of 2" in split
+    assert "noise multiplier 3 covers update and bit together" in " ".join(format_statement(state(m)).split())
+    found = planned_ledger(m, 20, 3)._replace(notes={"clip": np.array([2.0, 0.5, 1.0])})
+    assert "here from 0.5 to 2" in m.describe(found)[0]
+    default = AdaptiveClip(clip=2.0, noise_multiplier=1.0)
+    assert "a std of 5" in state(default, clients=100)["details"][1]  # a 20th of the expected cohort
+    assert len(state(AdaptiveClip(clip=2.0))["details"]) == 1
 
 
 def test_weights_are_said_to_be_public():
@@ -244,6 +270,19 @@ def test_epsilons_by_client():
     assert 0 < own["min"] < own["median"] < math.inf
     assert "by client: " in format_statement(state(m, clients=3, rounds=2))
     assert "per_client" not in state(Mechanism(clip=1.0, noise_multiplier=9.0))["honest"]["aggregate"]["rdp"]
+
+
+def test_epsilons_by_client_are_arrays_and_the_rest_of_the_statement_stays():
+    m = Mechanism(clip=1.0, client_noise=np.array([[4.0, 8.0, 0.0]]), noise_multiplier=20.0)
+    whole = state(m, clients=3, rounds=2)
+    rest, arrays = split_clients(whole)
+    assert arrays.keys() >= {"epsilon_upload_pld", "epsilon_upload_rdp"}
+    own = whole["honest"]["upload"]["pld"]["per_client"]
+    assert arrays["epsilon_upload_pld"].tolist() == [float(value) for value in own["values"]]
+    assert rest["honest"]["upload"]["pld"]["per_client"] == {name: own[name] for name in ("min", "median", "max")}
+    assert {name: rest[name] for name in rest if name != "honest"} == {
+        name: whole[name] for name in whole if name != "honest"
+    }
 
 
 def test_examples_are_stated_beside_clients():

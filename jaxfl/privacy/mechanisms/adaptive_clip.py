@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Float, Int, Key
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int, Key
 from jaxfl._validate import at_least_0, check_fraction, checked, show, traced
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total
-from jaxfl.types import Message, Number, Tree
+from jaxfl.types import Ledger, Message, Number, Tree
 
 
 class Bound(NamedTuple):
@@ -63,14 +64,14 @@ class AdaptiveClip(Mechanism):
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Bound:
         """The first bound."""
         del key, update
-        bits, z = self.bit_noise or self.sampling.expected(clients) / 20, self.noise_multiplier_table[0]
+        bits, z = self._bit_noise(clients), self.noise_multiplier_table[0]
         if not traced(z) and z >= 2 * bits:
             raise ValueError(
                 f"noise_multiplier={z:g} with bit_noise={bits:g}: the bits alone cost more; give more than {z / 2:g}"
             )
         if not self.server_noisy:
             return Bound(jnp.float32(self.clip), jnp.float32(1.0))
-        on_update = (z**-2 - (2 * bits) ** -2) ** -0.5
+        on_update = _on_update(z, bits)
         # A point of a sweep may have no noise, which hides no bit: any scale serves.
         scale = jnp.where(on_update > 0, on_update / bits, 1.0)
         return Bound(jnp.float32(self.clip), scale.astype(jnp.float32))
@@ -112,3 +113,28 @@ class AdaptiveClip(Mechanism):
         below = noisy["bit"] / (memory.scale * memory.clip) + 0.5
         moved = memory.clip * jnp.exp(-self.rate * (below - self.quantile))
         return noisy["update"], std, memory._replace(clip=moved)
+
+    def describe(self, ledger: Ledger) -> list[str]:
+        """Return how the bound moves, and how the noise is split between updates and bits."""
+        found = ledger.notes.get("clip", np.zeros(0))
+        seen = f", here from {np.min(found):.4g} to {np.max(found):.4g}" if len(found) else ""
+        lines = [
+            f"adaptive clip: {float(self.clip):.4g} in the first round, then towards quantile {float(self.quantile):g} "
+            f"of the updates' norms, by one noisy bit of each participant{seen}"
+        ]
+        if self.server_noisy:
+            bits, z = self._bit_noise(ledger.participants.shape[1]), float(self.noise_multiplier_table[0])
+            lines.append(
+                f"noise multiplier {z:.4g} covers update and bit together: updates get {_on_update(z, bits):.4g} times "
+                f"the round's clip, and the sum of bits gets a std of {bits:.4g}"
+            )
+        return lines
+
+    def _bit_noise(self, clients: int) -> float:
+        """Std on the sum of bits."""
+        return self.bit_noise or self.sampling.expected(clients) / 20
+
+
+def _on_update(z: Any, bits: float) -> Any:
+    """The multiplier that is left for updates."""
+    return (z**-2 - (2 * bits) ** -2) ** -0.5

@@ -9,6 +9,12 @@ updates within the bound, equal ones are the worst, since :math:`S^\top S` has n
 Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, even if P is known, for every data-independent
 sampler. Under `CyclicPoisson` with at least as many groups as S has bands it is amplified: the turns of a client are
 Poisson-sampled Gaussians of multiplier :math:`z / \|c\|_2`.
+
+A plan knows of a client's rounds only that they are at most k, each at least b after the last. Where c has at most b
+coefficients, the columns of S in P do not overlap, and the norm is at most :math:`\sqrt{k} \|c\|_2`. Where c does not
+increase, the norm is largest for P = {0, b, ..., (k - 1) b} (Kalinin and Lampert, Banded Square Root Matrix
+Factorization for Differentially Private Model Training, NeurIPS 2024, theorem 2). Any other c is at most its envelope
+:math:`\max_{i \ge j} c_i`, which does not increase, and since S has no negative entry, neither is its norm larger.
 """
 
 import dataclasses
@@ -28,10 +34,18 @@ from jaxtyping import Bool, Float, Key
 from jaxfl._validate import check_count, check_numbers, checked, show
 from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism
 from jaxfl.privacy.noise import add_gaussian
-from jaxfl.privacy.observers import Observer, View, one_gaussian
-from jaxfl.privacy.sampling import CyclicPoisson
+from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian
+from jaxfl.privacy.sampling import Turns
 from jaxfl.privacy.sums import add, narrow, widen
 from jaxfl.types import Ledger, Tree
+
+MOST_ROUNDS = 10**7
+"""Of correlated noise: its strategy has a number for each."""
+
+_SEEN = 2048
+"""Rounds whose noise shows how it grows in all rounds."""
+_FAINT = 1e-24
+"""Of the noise's energy: less is rounding of double precision."""
 
 
 class CorrelatedNoise(Mechanism):
@@ -49,10 +63,33 @@ class CorrelatedNoise(Mechanism):
         """The first coefficients of S."""
         raise NotImplementedError
 
+    def error(self, rounds: int) -> float:
+        """Return the root mean square of the noise in the prefix sums of so many rounds, over z C."""
+        return prefix_error(self.strategy(rounds))
+
     @property
     def bands_at_most(self) -> int | float:
         """Number of nonzero coefficients."""
         return math.inf
+
+    def check_fits(self, clients: int, rounds: int) -> None:
+        """Also require a strategy that fits in memory, and noise that single precision can correlate."""
+        if rounds > MOST_ROUNDS:
+            raise ValueError(
+                f"rounds must be at most {MOST_ROUNDS} with correlated noise, whose strategy has a number for each, "
+                f"got {rounds}. Give fewer rounds, or a Mechanism of independent noise."
+            )
+        super().check_fits(clients, rounds)
+        error = rounding_error(self.strategy(min(rounds, _SEEN)), rounds)
+        if not error <= ROUNDING:
+            inherited = {field.name for field in dataclasses.fields(Mechanism)}
+            own = [field.name for field in dataclasses.fields(self) if field.name not in inherited]
+            given = ", ".join(f"{name}={show(getattr(self, name))}" for name in own)
+            raise ValueError(
+                f"{' and '.join(own)} must leave noise that float32 holds over {rounds} rounds, got {given}: the "
+                f"strategy's inverse grows, and rounding moves the noise by {error:.2g} of its std. Give smaller "
+                "numbers, those of `square_root` or `blt`, or fewer rounds."
+            )
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
         """A round's noise from fresh noise and the memory, and the next memory; both over the noise's std."""
@@ -74,15 +111,14 @@ class CorrelatedNoise(Mechanism):
         if view.whole or observer == "upload" or self.bands_at_most == 1:
             return view
         norm = float(np.linalg.norm(self.strategy(rounds)))
-        cyclic = isinstance(self.sampling, CyclicPoisson) and self.sampling.groups >= self.bands_at_most
-        if cyclic and view.hidden.all():
+        if self.sampling.gap >= self.bands_at_most and view.hidden.all():
             return view.scaled(1 / norm)._replace(theorem=f"{view.theorem}, banded factorisation")
         adjacency = "replace-one" if replaced else "zero-out"
         exposure = norm if one_round else exposures(self.strategy(rounds), ledger.participants)
         with np.errstate(divide="ignore"):
             multiplier = np.atleast_2d(np.min(view.multiplier) / exposure)
         run = one_gaussian(0.0, f"Gaussian, {adjacency}, matrix factorisation", view.silent)
-        return run._replace(multiplier=multiplier, replaced=replaced, grows=True)
+        return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
 
     def describe(self, ledger: Ledger) -> list[str]:
         """Noise in the model."""
@@ -191,6 +227,11 @@ class BLTNoise(CorrelatedNoise):
         """The coefficients of that many rounds."""
         return _blt(np.asarray(self.scales), np.asarray(self.decays), rounds)
 
+    def error(self, rounds: int) -> float:
+        """Return it by the buffers, which is quick for any number of rounds."""
+        above, below = _ratio(np.asarray(self.scales), np.asarray(self.decays))
+        return prefix_error(above, rounds, below)
+
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
         """Empty buffers."""
         del key, clients
@@ -215,8 +256,10 @@ class BLT(NamedTuple):
 
 
 @checked(buffers=check_count, rounds=check_count, separation=check_count)
-def blt(buffers: int, rounds: int, separation: int = 1) -> BLT:
+def blt(buffers: int, rounds: int, separation: int = 1, participations: int | None = None) -> BLT:
     """Scales and decays that leave little noise in the model, for clients that take part every `separation` rounds.
+
+    With `participations`, a client takes part so often at most.
 
     A local optimum of the root mean square of the prefix sums' noise at one epsilon, by Nelder and Mead's method.
 
@@ -226,14 +269,15 @@ def blt(buffers: int, rounds: int, separation: int = 1) -> BLT:
     >>> bool(prefix_error(strategy) * np.linalg.norm(strategy) < 1.03 * prefix_error(best) * np.linalg.norm(best))
     True
     """
-    turns = (np.arange(rounds) % separation == 0)[:, None]
+    turns = Turns(1, rounds, separation, participations)
 
     def numbers(point: Float[np.ndarray, "P"]) -> tuple[np.ndarray, np.ndarray]:
         return np.exp(np.minimum(point[:buffers], 0.0)), scipy.special.expit(point[buffers:])
 
     def cost(point: Float[np.ndarray, "P"]) -> float:
-        strategy = _blt(*numbers(point), rounds)
-        error = prefix_error(strategy) * float(exposures(strategy, turns)[0])
+        scales, decays = numbers(point)
+        above, below = _ratio(scales, decays)
+        error = prefix_error(above, rounds, below) * worst_exposure(_blt(scales, decays, rounds), turns)
         return math.log(error) if math.isfinite(error) else 1e9
 
     span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
@@ -243,15 +287,19 @@ def blt(buffers: int, rounds: int, separation: int = 1) -> BLT:
     return BLT(tuple(scales.tolist()), tuple(decays.tolist()))
 
 
-def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[np.ndarray, "T C"]) -> Float[np.ndarray, "C"]:
+def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[Any, "T C"]) -> Float[np.ndarray, "#C"]:
     r"""Most clip bounds by which each client moves :math:`S x`: :math:`\|S \mathbf{1}_P\|_2` of its rounds P.
+
+    One number for all clients, the largest, where a plan knows no more than their turns, or all have the same rounds.
 
     >>> exposures(np.array([1.0, 0.5, 0.0]), np.array([[True, True], [False, True], [True, True]])).round(3).tolist()
     [1.5, 2.345]
     """
     rounds = len(participants)
+    if isinstance(participants, Turns):
+        return np.array([worst_exposure(strategy, participants)])
     if participants.strides[1] == 0:  # all alike, as in a plan
-        return np.repeat(exposures(strategy, participants[:, :1].copy()), participants.shape[1])
+        return exposures(strategy, participants[:, :1].copy())
     bits = np.ascontiguousarray(np.packbits(participants, axis=0).T)
     texts = bits.view(f"S{bits.shape[1]}")[:, 0]  # sorted much faster than rows
     _, first, kind_of_client = np.unique(texts, return_index=True, return_inverse=True)
@@ -265,15 +313,64 @@ def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[np.ndarray, "
     return norms[kind_of_client.reshape(-1)]
 
 
-def prefix_error(strategy: Float[np.ndarray, "b"], rounds: int | None = None) -> float:
+def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
+    r"""Return about how far single precision moves the fresh noise, in its stds, in the last of many rounds.
+
+    Noise n_t is rounded by up to :math:`2^{-24} \sum_k c_k |n_{t-k}|`, and has a std of :math:`\|h\|` for the first t
+    coefficients h of :math:`S^{-1}`: :math:`2^{-24} \|c\|_1 \|h\|` in all. Rounds beyond the given coefficients go
+    on as the last two quarters of these do.
+
+    >>> rounding_error(square_root(100), 10_000) < 1e-6
+    True
+    >>> rounding_error(np.array([1.0, 2.0, 0.0, 0.0]), 10**6)
+    inf
+    """
+    known = min(len(strategy), rounds)
+    quarter = max(1, known // 4)
+    more = (rounds - known) / quarter
+    impulse = np.r_[1.0, np.zeros(known - 1)]
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        inverse = scipy.signal.lfilter([1.0], np.trim_zeros(strategy, "b"), impulse)
+        squares = np.square(np.asarray(inverse))
+        total = np.sum(squares)
+        last = np.sum(squares[-quarter:])
+        if more and not last < _FAINT * total:
+            ratio = last / np.sum(squares[-2 * quarter : -quarter])
+            powers = more if ratio == 1 else ratio * (ratio**more - 1) / (ratio - 1)
+            total += last * powers
+        return float(2.0**-24 * np.sum(strategy) * np.sqrt(total))
+
+
+def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:
+    r"""Return the largest :math:`\|S \mathbf{1}_P\|_2` of a client's rounds P, without laying them out.
+
+    Clients of the first group begin first: the others' norms are those of the first rounds of :math:`S \mathbf{1}_P`.
+    """
+    rounds, gap, most = len(turns), turns.gap, turns.most
+    first = np.trim_zeros(strategy[:rounds], "b")
+    last = rounds - (most - 1) * gap
+    if len(first) <= gap:
+        return math.sqrt((most - 1) * np.sum(first**2) + np.sum(first[:last] ** 2))
+    if not turns.known:
+        first = np.maximum.accumulate(first[::-1])[::-1]
+    present = np.zeros(rounds)
+    present[: most * gap : gap] = 1
+    return float(np.linalg.norm(scipy.signal.fftconvolve(present, first)[:rounds]))
+
+
+def prefix_error(
+    strategy: Float[np.ndarray, "b"], rounds: int | None = None, over: Float[np.ndarray, "d"] | None = None
+) -> float:
     r"""Root mean square of the noise in the prefix sums, over z C: :math:`\|A S^{-1}\|_F / \sqrt{T}`.
+
+    The coefficients of S may be given as those of a ratio of polynomials: `strategy` divided by `over`.
 
     >>> round(prefix_error(np.ones(1), 3) ** 2, 6)
     2.0
     """
     rounds = len(strategy) if rounds is None else rounds
     impulse = np.r_[1.0, np.zeros(rounds - 1)]
-    prefix = np.cumsum(scipy.signal.lfilter([1.0], np.trim_zeros(strategy, "b"), impulse))
+    prefix = np.cumsum(scipy.signal.lfilter([1.0] if over is None else over, np.trim_zeros(strategy, "b"), impulse))
     return math.sqrt(np.sum(prefix**2 * np.arange(rounds, 0, -1)) / rounds)
 
 
@@ -286,6 +383,20 @@ def square_root(bands: int) -> Float[np.ndarray, "b"]:
     """
     k = np.arange(1, bands)
     return np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
+
+
+def _ratio(scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]) -> tuple[np.ndarray, np.ndarray]:
+    r"""Return the polynomials whose ratio is :math:`\sum_k c_k x^k = 1 + \sum_i \omega_i x / (1 - \theta_i x)`.
+
+    With them, the inverse of a strategy costs as much in each round as there are buffers.
+    """
+    above = below = np.ones(1)
+    for scale, decay in zip(scales, decays, strict=True):
+        factor = np.array([1.0, -decay])
+        above = np.convolve(above, factor)
+        above[1:] += scale * below
+        below = np.convolve(below, factor)
+    return above, below
 
 
 def _blt(scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"], rounds: int) -> Float[np.ndarray, "T"]:

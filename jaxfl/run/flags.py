@@ -1,0 +1,40 @@
+"""Flags of JAX that programs of runs are written for, whatever the caller has set."""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+_LOG = logging.getLogger("jaxfl")
+
+
+def under_own_flags(run: Callable) -> Callable:
+    """Run with the flags that programs are written for, so that a run's results do not depend on the caller's.
+
+    Numbers have 32 bits and are promoted as usual. A run is one compiled program, which moves its own arrays: neither
+    `jax_disable_jit` nor `jax_transfer_guard` applies to it.
+    """
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyrefly: ignore[missing-attribute]
+            _LOG.warning("jax_disable_jit does not apply to a run, which is one program. Use jax.debug.print in it.")
+        with (
+            jax.enable_x64(False),
+            jax.numpy_dtype_promotion("standard"),
+            jax.disable_jit(False),
+            jax.transfer_guard("allow"),
+        ):
+            return run(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def scores_may_be_undefined() -> Iterator[None]:
+    """Let results be NaN or infinite under `jax_debug_nans` and `jax_debug_infs`, as undefined scores are."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield

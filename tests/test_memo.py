@@ -1,0 +1,90 @@
+"""Programs that are kept from run to run of a process."""
+
+import gc
+
+import jax
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL, small_clients
+
+import jaxfl
+from jaxfl import LocalSGD, simulate, sweep
+from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.engine import memo
+from jaxfl.privacy import Poisson
+
+QUIET = {"rounds": 2, "eval_every": 1, "progress": False}
+
+
+def counted(method):
+    """Return the method, and a list with an entry for each time that a client's update is traced."""
+    traces = []
+
+    def client_update(key, server, client, data):
+        traces.append(1)
+        return method.client_update(key, server, client, data)
+
+    return method._replace(client_update=client_update), traces
+
+
+def private(rate=0.1):
+    return dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(rate), 4))
+
+
+def test_a_second_run_of_a_method_traces_nothing_and_equals_a_first_one():
+    method, traces = counted(private())
+    simulate(0, method, small_clients(), **QUIET)
+    made = len(traces)
+    again = simulate(1, method, small_clients(), **QUIET)
+    assert len(traces) == made > 0
+    memo.forget()
+    alone = simulate(1, method, small_clients(), **QUIET)
+    jax.tree.map(np.testing.assert_array_equal, again.server, alone.server)
+    assert again.metrics == alone.metrics
+
+
+def test_other_clients_have_their_own_data_in_the_same_program():
+    method, traces = counted(fedavg(MODEL))
+    clients = small_clients()
+    simulate(0, method, clients, **QUIET)
+    made = len(traces)
+    moved = clients._replace(labels=(clients.labels + 1) % 10)
+    found = simulate(0, method, moved, **QUIET)
+    assert len(traces) == made
+    memo.forget()
+    alone = simulate(0, method, moved, **QUIET)
+    jax.tree.map(np.testing.assert_array_equal, found.server, alone.server)
+
+
+def test_another_method_or_number_is_another_program():
+    one, two = private(0.1), private(0.2)
+    first = simulate(0, one, small_clients(), **QUIET).server.params["head"]["kernel"]
+    second = simulate(0, two, small_clients(), **QUIET).server.params["head"]["kernel"]
+    assert not np.array_equal(first, second)
+    results = [sweep(0, private, {"rate": rates}, small_clients(), **QUIET) for rates in ([0.1, 0.2], [0.1, 0.3])]
+    ends = [found[1].server.params["head"]["kernel"] for found in results]
+    assert not np.array_equal(*ends)
+
+
+def test_what_is_kept_is_bounded_and_can_be_cleared(monkeypatch):
+    monkeypatch.setattr(memo, "_MOST", 3)
+    for rate in (0.1, 0.2, 0.3):
+        simulate(0, private(rate), small_clients(), **QUIET)
+        assert len(memo._KEPT) <= 3
+    jaxfl.clear_caches()
+    assert not memo._KEPT
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_runs_of_one_method():
+    """JAX keeps every function that it traces: 18,000 objects for a run that traces its own."""
+    method = private()
+    for seed in range(2):
+        simulate(seed, method, small_clients(), **QUIET)
+    gc.collect()
+    before = len(gc.get_objects())
+    for seed in range(5):
+        simulate(seed, method, small_clients(), **QUIET)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 5 * 1000

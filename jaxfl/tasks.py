@@ -5,6 +5,7 @@ and Fisher information that of each example, and an evaluation merges a metric's
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -221,7 +222,9 @@ def regression(*metrics: str) -> Task:
         offset = _weighted(apart, each, axis=0) / jnp.maximum(count, 1)
         return {
             "count": count,
-            "mean": jnp.where(count > 0, origin + offset, 0),
+            # The mean in two parts: their sum would lose the digits of small differences between large labels.
+            "origin": jnp.where(count > 0, origin, 0),
+            "offset": offset,
             "spread": _weighted((apart - offset[None]) ** 2, each, axis=0),
             "error": _weighted(errors(outputs, labels) ** 2, each, axis=0),
         }
@@ -230,11 +233,14 @@ def regression(*metrics: str) -> Task:
         """Return the moments of both batches (Chan, Golub and LeVeque 1979)."""
         count = first["count"] + second["count"]
         share = second["count"] / jnp.maximum(count, 1)
-        apart = jnp.where(first["count"] > 0, second["mean"] - first["mean"], 0)
+        either = functools.partial(jnp.where, first["count"] > 0)
+        between_origins = second["origin"] - first["origin"]
+        apart = either(between_origins + second["offset"] - first["offset"], 0)
         between = apart**2 * first["count"] * share
         return {
             "count": count,
-            "mean": jnp.where(first["count"] > 0, first["mean"] + apart * share, second["mean"]),
+            "origin": either(first["origin"], second["origin"]),
+            "offset": either(first["offset"] + apart * share, second["offset"]),
             "spread": first["spread"] + second["spread"] + between,
             "error": first["error"] + second["error"],
         }

@@ -236,19 +236,26 @@ def test_files_of_other_kinds_are_damage_and_not_waited_for(kind, name, saved, t
     assert restored(copy)[0] == 2
 
 
-def test_what_is_in_the_way_of_a_checkpoint_is_replaced_and_no_link_followed(saved, tmp_path):
+def test_what_is_in_the_way_of_a_checkpoint_stays_and_no_link_is_followed(saved, tmp_path):
     copy, theirs = tmp_path / "copy", tmp_path / "theirs"
     shutil.copytree(saved[0], copy)
     theirs.mkdir()
     (theirs / "thesis.tex").touch()
     (copy / "ckpt" / "unfinished").symlink_to(theirs)
-    (copy / "ckpt" / "4").symlink_to(theirs)
-    (copy / "ckpt" / "5").touch()
     checkpoints = Checkpoints(copy / "ckpt", FACTS, PLAN)
     like = state_of(0) | {"states": Store(None, LIKE, CLIENTS).saved()}
-    for round_ in (4, 5):
-        checkpoints.save(round_, like, PLAN)
-        assert Checkpoints(copy / "ckpt", FACTS, PLAN).restore(lambda made: like, lambda *_: None) == round_
+    checkpoints.save(4, like, PLAN)
+    assert (copy / "ckpt" / "unfinished").is_symlink()
+    (copy / "ckpt" / "5").touch()
+    (copy / "ckpt" / "6").symlink_to(theirs)
+    (copy / "ckpt" / "7").mkdir()
+    (copy / "ckpt" / "7" / "theirs").mkdir()
+    for rounds in (5, 6, 7):
+        with pytest.raises(ValueError, match=f"{rounds}' must be a checkpoint, and no run wrote it"):
+            checkpoints.save(rounds, like, PLAN)
+    assert (copy / "ckpt" / "6").is_symlink()
+    assert (copy / "ckpt" / "7" / "theirs").is_dir()
+    assert Checkpoints(copy / "ckpt", FACTS, PLAN).restore(lambda made: like, lambda *_: None) == 4
     assert (theirs / "thesis.tex").exists()
 
 
@@ -473,23 +480,23 @@ def test_a_kill_releases_the_folder(tmp_path):
     own.close()
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder", "file", "hard link"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder", "file", "hard link", "alike", "own"])
 def test_a_lock_that_no_run_made_is_neither_written_nor_waited_for(kind, tmp_path):
     folder, target = tmp_path / "run", tmp_path / "target"
     folder.mkdir()
     path = folder / ".lock"
     if kind != "dangling link":
-        target.write_text("theirs")
+        target.write_text("theirs" if kind != "own" else "process 7 on their.host\n")
     if kind in ("link", "dangling link"):
         path.symlink_to(target)
-    elif kind == "hard link":
+    elif kind in ("hard link", "own"):
         path.hardlink_to(target)
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
     else:
-        path.write_text("theirs")
+        path.write_text("theirs" if kind == "file" else "process 7 on our list\nof theirs")
     lock = Lock(folder)
     before = snapshot(folder)
     lock.take(shared=True)
@@ -497,8 +504,19 @@ def test_a_lock_that_no_run_made_is_neither_written_nor_waited_for(kind, tmp_pat
     with pytest.raises(ValueError, match=r"\.lock.*Remove it, or choose another folder\."):
         lock.take(shared=False)
     assert snapshot(folder) == before
-    assert kind == "dangling link" or target.read_text() == "theirs"
+    assert kind == "dangling link" or "their" in target.read_text()
     assert target.exists() == (kind != "dangling link")
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_foreign_folders_among_checkpoints_stay(resume, tmp_path):
+    foreign = [tmp_path / "ckpt" / name / "theirs" for name in ("unfinished", "unfinished-2")]
+    for path in foreign:
+        path.mkdir(parents=True)
+    quiet(tmp_path, resume=resume)
+    assert all(path.is_dir() for path in foreign)
+    assert (tmp_path / "ckpt" / "3" / "manifest.json").exists()
+    assert not (tmp_path / "ckpt" / "unfinished-3").exists()
 
 
 def test_a_shared_lock_writes_nothing(tmp_path):

@@ -304,6 +304,7 @@ def test_faults_of_a_later_candidate_are_found_before_the_first_round(build, poi
         (["config.json"], "a file of"),
         (["Ckpt"], "a file of"),
         (["A", "a"], "got 'a' and 'A'"),
+        (["\u00e9", "e\u0301"], "Choose another name"),
         ([".lock"], "does not begin with a dot"),
         ([".."], "does not begin with a dot"),
         (["a/b"], "without slashes"),
@@ -363,8 +364,9 @@ def test_a_run_whose_updates_were_all_dropped_has_no_place_in_the_ranking(monkey
     assert [row.get("dropped") for row in public.rows] == [None, None, 1.0, 1.0]
 
 
-def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(monkeypatch, caplog, tmp_path):
-    short = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+@pytest.mark.parametrize("status", ["RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"])
+def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(status, monkeypatch, caplog, tmp_path):
+    short = jax.errors.JaxRuntimeError(f"{status}: Out of memory allocating 9 bytes.")
     together = []
 
     def fake(key, build, values, clients, **options):

@@ -30,7 +30,7 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.noise import normal, random_bits
 from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson
-from jaxfl.run.randomness import SecretBits, Streams
+from jaxfl.run.randomness import SecretBits, Streams, check_apart
 from jaxfl.run.simulate import _Run
 from jaxfl.types import ClientData
 
@@ -97,6 +97,22 @@ def test_parts_of_a_sweep_have_the_cohorts_and_the_noise_of_the_whole():
     np.testing.assert_array_equal(jax.random.key_data(part.cohort), data[[2, 1]])
     with pytest.raises(ValueError, match="numbers must have one entry for each of the 1 points, got 2"):
         sweep(KEY, lambda mu: fedavg(MODEL), {"mu": [0.1]}, small_clients(), rounds=1, numbers=[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([1, 1], r"must differ for points of one key, got \[1, 1\]"),
+        ([0, 2**40], "must be at most 4294967295, got 1099511627776"),
+    ],
+)
+def test_points_that_would_share_their_noise_are_refused(numbers, words):
+    with pytest.raises(ValueError, match=f"numbers {words}"):
+        sweep(KEY, lambda mu: fedavg(MODEL), {"mu": [0.1, 0.2]}, small_clients(), rounds=1, numbers=numbers)
+
+
+def test_points_of_other_keys_may_have_one_number():
+    check_apart(jax.random.split(KEY), [1, 1])
 
 
 @pytest.mark.slow
@@ -504,6 +520,22 @@ def test_a_seed_has_the_same_randomness_whatever_generator_jax_prefers(name, req
     for chunk in (1, 4):
         found = simulate(3, DRAWS[name](), small_clients(), **options | {"chunk": chunk}).server.params
         np.testing.assert_allclose(flat(found), flat(expected), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_seed_has_the_same_randomness_however_jax_cuts_it():
+    expected = simulate(3, DRAWS["dropout"](), small_clients(), **QUIET).server.params
+    with jax.threefry_partitionable(False):
+        found = simulate(3, DRAWS["dropout"](), small_clients(), **QUIET).server.params
+    np.testing.assert_array_equal(flat(found), flat(expected))
+
+
+def test_a_key_file_of_another_size_is_not_read(tmp_path):
+    path = tmp_path / "noise.key"
+    path.touch(0o600)
+    os.truncate(path, 2**40)  # a sparse file, which would fill the memory
+    with pytest.raises(ValueError, match="must hold the secret bits of 1 runs, got 1099511627776 bytes"):
+        SecretBits(1, path)
 
 
 def test_keys_of_other_generators_are_refused_by_name(rbg):

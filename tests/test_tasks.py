@@ -245,6 +245,16 @@ def test_r2_keeps_its_digits_where_targets_lie_far_from_0(mean, std, batches):
     assert found == pytest.approx(sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4)
 
 
+@pytest.mark.parametrize(("mean", "std"), [(1e6, 0.5), (1e8, 8.0)])
+def test_r2_does_not_drift_over_batches(mean, std):
+    """Single precision has steps of 0.06 and 8 at these means, which the mean of all batches may lie between."""
+    rng = np.random.default_rng(5)
+    labels = (mean + std * rng.normal(size=1000)).astype(np.float32)
+    outputs = (labels + 0.3 * std * rng.normal(size=1000)).astype(np.float32)
+    found = score(tasks.regression("r2").metrics["r2"], outputs[:, None], labels, 50)
+    assert found == pytest.approx(sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4)
+
+
 @pytest.mark.parametrize("value", [0.1, 0.7, 3.0, 1000.1, 2012.0])
 def test_r2_of_equal_targets_is_not_defined(value):
     labels = np.full(133, value, np.float32)

@@ -155,8 +155,11 @@ def attempt(work: Callable[[], T], chunk: int) -> T | None:
 
 def out_of_memory(error: Exception) -> bool:
     """Return whether an exception says that the host's or a device's memory is too small."""
-    of_device = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return of_device or isinstance(error, MemoryError)
+    if isinstance(error, MemoryError):
+        return True
+    # A CPU says it in words, under the status of an internal error.
+    texts = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(text in str(error) for text in texts)
 
 
 def _memory(mesh: Mesh) -> float:

@@ -306,7 +306,7 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
     if times > 1:
         wrong = f"trains by private steps {'in a loop' if math.isinf(times) else f'{times:.0f} times'}"
     if found.keys() - {stated.mark}:
-        wrong = "makes other private steps"
+        wrong = "makes other private steps, or takes their noise from elsewhere than the data that it is given"
     if wrong:
         raise ValueError(
             f"dp_sgd={stated!r}, but client_update of {algorithm.name!r} {wrong}: train by its `train`, once in a "

@@ -128,7 +128,8 @@ class DPSGD:
         start = (begin(params), first_state(optimizer, params, self.decay), jnp.zeros(()))
         params, state, total_loss = lax.fori_loop(0, longest(total), step, start)
         params = weights_to_keep(state, params, mask, total)
-        total_loss = checkpoint_name(total_loss, self.mark)
+        mark = self.mark if data.noise is not None else f"{self.mark}, without the engine's noise"
+        total_loss = checkpoint_name(total_loss, mark)
         steps = total.astype(jnp.float32)
         return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}
 

@@ -22,6 +22,9 @@ from jaxfl.types import Tree
 
 _LOG = logging.getLogger("jaxfl")
 _MANIFEST, _STATE, _UNFINISHED = "manifest.json", "state", "unfinished"
+_PARTS = re.compile(r"state(\.orbax-checkpoint-tmp.*)?|manifest\.json(\.[0-9a-f]{16})?|fingerprint")
+"""Names in the folder of a checkpoint, also of one whose writer was killed, and of one of an earlier version."""
+
 _ROUNDS = re.compile("[1-9][0-9]{0,17}")
 """Names of checkpoints: after how many rounds they were made."""
 
@@ -53,22 +56,33 @@ class Checkpoints:
         """
         if rounds == self._whole:
             return
-        unfinished, first = self._folder / _UNFINISHED, jax.process_index() == 0
-        if first:
-            _remove(unfinished)
-            unfinished.mkdir(parents=True)
-        processes.largest(0)  # all wait for process 0
+        first = jax.process_index() == 0
+        attempt = self._start() if first else 0
+        attempt = int(processes.largest(attempt)[0])  # all wait for process 0
+        unfinished = self._folder / _unfinished(attempt)
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
         if first:
             content = {"fingerprint": self._fingerprint, "plan": self._plan._asdict(), "made": made._asdict()}
             content |= {"files": _sums(unfinished)}
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
-            _remove(self._folder / str(rounds))  # a damaged one
-            unfinished.rename(self._folder / str(rounds))
+            own = self._folder / str(rounds)
+            _remove(own)  # a damaged one
+            _check_own(own)
+            unfinished.rename(own)
             for other in {*self._steps()} - {rounds, self._whole if made.states else rounds}:
                 _remove(self._folder / str(other))
         self._whole = rounds
+
+    def _start(self) -> int:
+        """Make the folder of an unfinished state, and return the number in its name."""
+        attempt = 1
+        while not _is_ours(self._folder / _unfinished(attempt)):
+            attempt += 1
+        unfinished = self._folder / _unfinished(attempt)
+        _remove(unfinished)
+        unfinished.mkdir(parents=True)
+        return attempt
 
     def restore(self, like: Callable[[Plan], Tree], take: Callable[[int, Tree, Plan], None]) -> int:
         """Hand the newest intact state to `take`, with its rounds and plan; return its rounds, 0 if there is none.
@@ -108,7 +122,7 @@ class Checkpoints:
     def clear(self) -> None:
         """Remove all states. Files of other names stay."""
         if jax.process_index() == 0:
-            for path in (self._folder / _UNFINISHED, *checkpoints(self._folder)):
+            for path in (self._folder / _unfinished(1), *checkpoints(self._folder)):
                 _remove(path)
             with contextlib.suppress(OSError):  # it is missing, or holds other files
                 self._folder.rmdir()
@@ -173,12 +187,27 @@ def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(found, key=lambda path: int(path.name))
 
 
+def _unfinished(attempt: int) -> str:
+    """Return a name for a state that is being written; the first one that is free of foreign files is taken."""
+    return _UNFINISHED if attempt == 1 else f"{_UNFINISHED}-{attempt}"
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    """Return whether nothing has this name, or a folder that holds nothing but the parts of a checkpoint."""
+    found = kind(path)
+    return found is None or (found == "a folder" and all(_PARTS.fullmatch(part.name) for part in path.iterdir()))
+
+
+def _check_own(path: pathlib.Path) -> None:
+    """Require that a name of checkpoints is free, or that of a checkpoint."""
+    if not _is_ours(path):
+        raise ValueError(f"{str(path)!r} must be a checkpoint, and no run wrote it. Move it, then run again.")
+
+
 def _remove(path: pathlib.Path) -> None:
-    """Remove what has a name that checkpoints have, but nothing that it links to."""
-    if kind(path) == "a folder":
+    """Remove a checkpoint. What no run wrote stays, such as links, and folders that hold anything else."""
+    if kind(path) is not None and _is_ours(path):
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _resumable(stored: Facts, current: Facts) -> str:

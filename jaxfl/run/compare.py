@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -37,6 +38,7 @@ from jaxfl.privacy.accounting import calibrate, check_budget
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.run.check import check_algorithm, check_clients, check_columns, check_mechanism, check_values
 from jaxfl.run.comparison import ALL_DROPPED, Comparison, Row
+from jaxfl.run.flags import under_own_flags
 from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
 from jaxfl.run.report import COMPARISON, FILES, Whole, shared_bar
@@ -141,16 +143,21 @@ def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
         raise TypeError(
             f"{name}={show(value)}: give candidates by name, for instance {{'DP-FedAvg': Candidate(build)}}"
         )
-    taken = {file.casefold(): f"{file!r}, a file of a comparison or a run" for file in FILES}
+    taken = {_name_in_folder(file): f"{file!r}, a file of a comparison or a run" for file in FILES}
     for method in value:
         _check_name(name, method, value)
-        if (other := taken.get(method.casefold())) is not None:
+        if (other := taken.get(_name_in_folder(method))) is not None:
             raise ValueError(
                 f"{name} must have names of their own, got {method!r} and {other}, which may be the same in a folder. "
                 "Choose another name."
             )
-        taken[method.casefold()] = repr(method)
+        taken[_name_in_folder(method)] = repr(method)
     return {method: _check_candidate(f"{name}[{method!r}]", candidate) for method, candidate in value.items()}
+
+
+def _name_in_folder(name: str) -> str:
+    """Return what equal names have in common for any file system: some ignore case, or how accents are written."""
+    return unicodedata.normalize("NFKC", name).casefold()
 
 
 def _check_name(name: str, method: Any, methods: Mapping[Any, Any]) -> None:
@@ -198,6 +205,7 @@ def _check_validation(name: str, value: Any) -> float | Callable[[int], Clients]
     return check_fraction(name, value, one=False)
 
 
+@under_own_flags
 @checked(
     **CHECKS | {"clients": _check_population},
     methods=_check_methods,

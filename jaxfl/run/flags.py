@@ -14,8 +14,8 @@ _LOG = logging.getLogger("jaxfl")
 def under_own_flags(run: Callable) -> Callable:
     """Run with the flags that programs are written for, so that a run's results do not depend on the caller's.
 
-    Numbers have 32 bits and are promoted as usual. A run is one compiled program, which moves its own arrays: neither
-    `jax_disable_jit` nor `jax_transfer_guard` applies to it.
+    Numbers have 32 bits and are promoted as usual, and a seed gives the bits that JAX draws by default. A run is one
+    compiled program, which moves its own arrays: neither `jax_disable_jit` nor `jax_transfer_guard` applies to it.
     """
 
     @functools.wraps(run)
@@ -27,6 +27,7 @@ def under_own_flags(run: Callable) -> Callable:
             jax.numpy_dtype_promotion("standard"),
             jax.disable_jit(False),
             jax.transfer_guard("allow"),
+            jax.threefry_partitionable(True),
         ):
             return run(*args, **kwargs)
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import pathlib
+import re
 import socket
 
 from jaxfl.engine import processes
@@ -16,8 +17,8 @@ except ImportError:  # Windows, where folders are not locked
 
 _LOG = logging.getLogger("jaxfl")
 _NAME = ".lock"
-_SIGNATURE = b"process "
-"""First bytes of the file while a run holds it."""
+_SIGNED = re.compile(rb"process [0-9]+ on [^\n]*\n")
+"""What a run writes into the file while it holds the lock."""
 
 
 class Lock:
@@ -87,13 +88,17 @@ class Lock:
         """Write who holds the lock into the file, unless another program wrote the file."""
         assert self._file is not None
         found = self._text()
-        if not found.startswith(_SIGNATURE[: len(found)]):
+        linked = os.fstat(self._file).st_nlink > 1
+        if linked or (found and not _SIGNED.fullmatch(found)):
             self.close()
-            text = f"folder={str(self.folder)!r} holds a file {_NAME!r} that no run wrote"
+            reason = "has further names (hard links)" if linked else "was written by no run"
+            text = f"folder={str(self.folder)!r} holds a file {_NAME!r} that {reason}"
             raise ValueError(f"{text}. Remove it, or choose another folder.")
+        content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
         with contextlib.suppress(OSError):  # a full disk
             os.ftruncate(self._file, 0)
-            os.pwrite(self._file, _SIGNATURE + f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            if os.pwrite(self._file, content, 0) < len(content):
+                os.ftruncate(self._file, 0)
         self._signed = True
 
     def _text(self) -> bytes:

@@ -30,6 +30,9 @@ _DIGEST_BYTES = 32
 
 _REMEDY = "Put the run's own file back, start over with resume='never', which draws new bits, or choose another folder."
 
+_LARGEST = 2**32 - 1
+"""The largest number that a key is derived from."""
+
 _POINT = 2**31
 """No round has this number: keys of points are derived apart from those of rounds."""
 
@@ -78,6 +81,18 @@ def _apart(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array, "P
         numbers = _order(key)
     derived = [derive(one, _POINT, number) if number else one for one, number in zip(key, numbers, strict=True)]
     return jnp.stack(derived)
+
+
+def check_apart(key: Key[Array, "P"], numbers: Sequence[int]) -> None:
+    """Require that points of one key have different numbers, without which they would share their noise."""
+    if largest := [number for number in numbers if number > _LARGEST]:
+        raise ValueError(f"numbers must be at most {_LARGEST}, got {largest[0]}. Number the points from 0.")
+    points = [(data.tobytes(), number) for data, number in zip(np.asarray(jax.random.key_data(key)), numbers)]
+    if len(set(points)) < len(points):
+        raise ValueError(
+            f"numbers must differ for points of one key, got {list(numbers)}. Number the points apart, or pass "
+            "paired_noise=True to let them share cohorts and noise."
+        )
 
 
 def _order(key: Key[Array, "P"]) -> list[int]:
@@ -130,13 +145,14 @@ class SecretBits:
             return None
         try:
             with files.opened(path) as file:
-                _check_owner(path, os.fstat(file.fileno()))
-                content = file.read()
+                status = os.fstat(file.fileno())
+                _check_owner(path, status)
+                if status.st_size not in (self._size, self._size + _DIGEST_BYTES):
+                    wanted = f"the secret bits of {self._size // _BYTES} runs"
+                    raise ValueError(f"{str(path)!r} must hold {wanted}, got {status.st_size} bytes. {_REMEDY}")
+                content = file.read(status.st_size)
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be used ({error}). {_REMEDY}") from error
-        if len(content) not in (self._size, self._size + _DIGEST_BYTES):
-            wanted = f"the secret bits of {self._size // _BYTES} runs"
-            raise ValueError(f"{str(path)!r} must hold {wanted}, got {len(content)} bytes. {_REMEDY}")
         if not all(any(content[start : start + _BYTES]) for start in range(0, self._size, _BYTES)):
             raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_REMEDY}")
         return content

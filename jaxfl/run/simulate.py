@@ -40,7 +40,7 @@ from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
-from jaxfl.run.randomness import Streams
+from jaxfl.run.randomness import Streams, check_apart
 from jaxfl.run.recorder import Journal, Plan, Recorded, Result
 from jaxfl.types import Algorithm, Clients, Tree
 
@@ -219,6 +219,8 @@ def sweep(
     if numbers is not None and len(numbers) != count:
         raise ValueError(f"numbers must have one entry for each of the {count} points, got {len(numbers)}.")
     own = None if numbers is None else tuple(numbers)
+    if own is not None and not paired_noise:
+        check_apart(keys, own)
     settings = _Settings(rounds, paired_noise=paired_noise, keep_states=keep_states, numbers=own, **options)
     with contextlib.closing(Lock(root)) as lock:
         run = _Run(keys, algorithms, points, clients, settings, lock, folders)

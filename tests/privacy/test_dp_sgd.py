@@ -127,6 +127,18 @@ def test_a_round_gives_private_steps_a_key_apart_from_the_clients_own():
     assert [row["same"] for row in result.metrics] == [0, 0]
 
 
+def test_private_steps_take_the_noise_that_is_accounted():
+    method = fedavg(MODEL, local=steps(2, noise_multiplier=100.0))
+    quieter = steps(2, noise_multiplier=1e-6)
+
+    def client_update(key, server, state, data):
+        params, info = quieter.train(key, MODEL, server.params, dataclasses.replace(data, noise=None))
+        return Message(optax.tree.sub(params, server.params)), state, info
+
+    with pytest.raises(ValueError, match="takes their noise from elsewhere than the data that it is given"):
+        simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
+
+
 @pytest.mark.parametrize(
     ("trained", "said"),
     [
@@ -145,7 +157,7 @@ def test_a_round_makes_the_steps_that_are_accounted(trained, said):
             params, info = private.train(key, MODEL, params, data)
         return Message(optax.tree.sub(params, server.params)), state, info
 
-    with pytest.raises(ValueError, match=f"client_update of 'fedavg' {said}: train"):
+    with pytest.raises(ValueError, match=f"client_update of 'fedavg' {said}.*: train"):
         simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
 
 

@@ -259,9 +259,10 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     deltas = -np.expm1(np.minimum(epsilons, 0.0))
     x = -sign * (0.5 + multiplier**2 * unsampled)
     deltas[inside] = losses.mu_upper_cdf(x) - np.exp(epsilons[inside] + losses.mu_lower_log_cdf(x))
-    return dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
+    pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
         interval, lowest, highest, np.clip(deltas, 0.0, 1.0)
     )
+    return pmf.to_dense_pmf()  # of a sparse one, it takes the number of points to the power of the rounds
 
 
 def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) -> float:
@@ -378,7 +379,9 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
     """Return the grid's spacing: small against one round's loss, and at most about a million points.
 
-    It follows the rounds in powers of 2, so that few grids serve all evaluations of a run.
+    It follows the rounds in powers of 2, so that few grids serve all evaluations of a run. A grid of spacing h adds at
+    most a share of :math:`h^2 / 12 s^2` to an epsilon, s the standard deviation of a round's loss: 2e-4 at most, and
+    where that costs little, 3e-5.
     """
     levels, counts = np.array(sampled).T
     plain, levels = plain / change, levels / change
@@ -387,7 +390,9 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
     least = min(plain / math.sqrt(repeats), levels.min())
     longest = 10 / least + 0.5 / least**2
     scale = 2.0 ** math.floor(math.log2(max(1.0, total)))
-    return float(max(min(0.05 * math.sqrt(spread / counts.sum()), 5e-4 * scale), longest / 1e6))
+    deviation = math.sqrt(spread / counts.sum())
+    fine = 2.0 ** math.floor(math.log2(0.02 * deviation))
+    return float(max(fine, min(0.05 * deviation, 5e-4 * scale), longest / 1e6))
 
 
 @_remember

@@ -46,7 +46,7 @@ terms. The last digits of an epsilon depend on them."""
 _LEAST_ON_GRID = 1e-3
 """Less noise than this under sampling is accounted for by RDP: its losses, of up to 500,000, fit no grid."""
 
-_MOST_ROUGH = 32
+MOST_ROUGH = 32
 """The highest order of rough searches: the best order of most budgets is lower."""
 
 _MOST_COMPOSED = 10**6
@@ -97,13 +97,16 @@ def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1, gr
     kinds, kind_of_client = _group_clients(view)
     if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
         accountant = "rdp"
-    most = ORDERS[-1] if grid == 1 else _MOST_ROUGH
+    most = ORDERS[-1] if grid == 1 else MOST_ROUGH
     if accountant == "rdp":
         evaluate = functools.partial(rdp_epsilon, most=most)
     else:
         evaluate = functools.partial(pld_epsilon, grid=grid)
-    values = [evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T]
-    direct = Bound(np.array(values)[kind_of_client], f"{view.theorem}; {accountant.upper()}")
+    values = np.array([evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T])
+    worst = _least_noise(kinds)
+    if worst is not None:  # noise adds to no epsilon, but another grid may
+        values = np.minimum(values, values[worst])
+    direct = Bound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
     if view.amplified is None or accountant == "pld":
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
@@ -131,19 +134,29 @@ def worst_rounds(view: View) -> Iterator[View]:
 
 
 def most_exposed(view: View) -> View:
-    """Return a view of one client whose bounds are the largest of all clients', where no round is amplified."""
-    if view.hidden.any() or view.multiplier.shape[1] == 1:
+    """Return a view whose largest bounds are those of all clients, of one client where it is known which."""
+    if view.multiplier.shape[1] == 1:
         return view
-    least = total_multiplier(view.multiplier).min()
-    return view._replace(multiplier=np.full((1, 1), least), hidden=np.zeros(1, bool))
+    if not view.hidden.any():
+        least = total_multiplier(view.multiplier).min()
+        return view._replace(multiplier=np.full((1, 1), least), hidden=np.zeros(1, bool))
+    if not view.hidden.all():
+        return view
+    kinds, _ = _group_clients(view)
+    return worst_client(view._replace(multiplier=kinds[1:]))
 
 
 def worst_client(view: View) -> View:
     """The view of the client most exposed in every round; unchanged if there is none."""
-    least = view.multiplier.min(axis=1, keepdims=True)
-    column = np.argmax(np.all(view.multiplier == least, axis=0))
-    worst = view.multiplier[:, [column]]
-    return view._replace(multiplier=worst) if np.array_equal(worst, least) else view
+    worst = _least_noise(view.multiplier)
+    return view if worst is None else view._replace(multiplier=view.multiplier[:, [worst]])
+
+
+def _least_noise(multiplier: Float[np.ndarray, "R C"]) -> int | None:
+    """Return the column that has the least noise in every row, if there is one."""
+    least = multiplier.min(axis=1, keepdims=True)
+    everywhere = np.all(multiplier == least, axis=0)
+    return int(np.argmax(everywhere)) if everywhere.any() else None
 
 
 def rdp_epsilon(

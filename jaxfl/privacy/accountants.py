@@ -98,13 +98,16 @@ def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1, gr
     if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
         accountant = "rdp"
     most = ORDERS[-1] if grid == 1 else MOST_ROUGH
-    if accountant == "rdp":
-        evaluate = functools.partial(rdp_epsilon, most=most)
-    else:
-        evaluate = functools.partial(pld_epsilon, grid=grid)
-    values = np.array([evaluate(float(kind[0]), kind[1:], view.rate, delta, repeats, view.replaced) for kind in kinds.T])
+
+    def evaluate(kind: Float[np.ndarray, "R"]) -> float:
+        plain, sampled = float(kind[0]), kind[1:]
+        if accountant == "rdp":
+            return rdp_epsilon(plain, sampled, view.rate, delta, repeats, view.replaced, most)
+        return pld_epsilon(plain, sampled, view.rate, delta, repeats, view.replaced, grid)
+
+    values = np.array([evaluate(kind) for kind in kinds.T])
     worst = _least_noise(kinds)
-    if worst is not None:  # noise adds to no epsilon, but another grid may
+    if worst is not None:  # more noise never costs more, but its grid may be coarser
         values = np.minimum(values, values[worst])
     direct = Bound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
     if view.amplified is None or accountant == "pld":
@@ -252,10 +255,10 @@ def _losses(multiplier: float, rate: float, replaced: bool, interval: float) -> 
 
 
 def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
-    r"""Discretise the losses of a sampled Gaussian against none (1), or of none against it (-1), as the library does.
+    r"""Return the losses of a sampled Gaussian against an unmoved one (sign 1), or the other way round (-1).
 
-    Its `from_gaussian_mechanism` computes the same with a loop over the grid, which takes ten times as long. The
-    loss of the sampled Gaussian at x is :math:`\log(1 - q + q e^u)` with :math:`u = (-x - 1/2) / z^2`.
+    The library's `from_gaussian_mechanism` gives the same, but inverts the loss in a loop over the grid, which takes
+    ten times as long. The loss at x is :math:`\log(1 - q + q e^u)` with :math:`u = (-x - 1/2) / z^2`.
     """
     mechanisms = dp_accounting.pld.privacy_loss_mechanism
     kind = mechanisms.AdjacencyType.REMOVE if sign > 0 else mechanisms.AdjacencyType.ADD
@@ -274,7 +277,8 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
         interval, lowest, highest, np.clip(deltas, 0.0, 1.0)
     )
-    return pmf.to_dense_pmf()  # of a sparse one, it takes the number of points to the power of the rounds
+    # The library takes the size of a sparse one to the power of the rounds, a number of up to a million digits.
+    return pmf.to_dense_pmf()
 
 
 def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) -> float:
@@ -295,9 +299,9 @@ def sampled_divergences(multiplier: float, rate: float, most: int = ORDERS[-1]) 
 
     .. math:: (a - 1) D_a = \log \sum_k \binom{a}{k} (1 - q)^{a - k} q^k e^{k (k - 1) / 2 z^2}
 
-    (Mironov, Talwar and Zhang, Rényi Differential Privacy of the Sampled Gaussian Mechanism, 2019), the formula of
-    dp-accounting, which adds the terms up one by one. Without the exponential factors they add up to 1, and what these
-    add to 1 is kept to full precision.
+    (Mironov, Talwar and Zhang, Rényi Differential Privacy of the Sampled Gaussian Mechanism, 2019). The library's value
+    of it may round to 0 and below, so that large noise would cost nothing: here 1, the sum without exponentials, is
+    taken out of the sum, which leaves all digits.
     """
     orders = orders_up_to(most)
     if rate == 1:
@@ -391,9 +395,9 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
     """Return the grid's spacing: small against one round's loss, and at most about a million points.
 
-    It follows the rounds in powers of 2, so that few grids serve all evaluations of a run. A grid of spacing h adds at
-    most a share of :math:`h^2 / 12 s^2` to an epsilon, s the standard deviation of a round's loss: 2e-4 at most, and
-    where that costs little, 3e-5.
+    It follows the rounds in powers of 2, so that few grids serve all evaluations of a run. Where a round's loss has
+    the standard deviation s, a spacing of h adds about :math:`h^2 / 12 s^2` of an epsilon to it: 2e-4 for 0.05 s, the
+    most, and 3e-5 for 0.02 s, below which little is gained.
     """
     levels, counts = np.array(sampled).T
     plain, levels = plain / change, levels / change
@@ -403,7 +407,7 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
     longest = 10 / least + 0.5 / least**2
     scale = 2.0 ** math.floor(math.log2(max(1.0, total)))
     deviation = math.sqrt(spread / counts.sum())
-    fine = 2.0 ** math.floor(math.log2(0.02 * deviation))
+    fine = 2.0 ** math.floor(math.log2(0.02 * deviation)) if deviation else 0.0
     return float(max(fine, min(0.05 * deviation, 5e-4 * scale), longest / 1e6))
 
 

@@ -549,7 +549,7 @@ def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Ac
 
     noise = rough_noise(exposure, target, delta)
     if accountant == "pld" and view.hidden.any():
-        noise = _by_wide_grids(spent, target, noise)
+        return _search(spent, target, _by_wide_grids(spent, target, noise), slack=3e-4)
     return _search(spent, target, noise)
 
 

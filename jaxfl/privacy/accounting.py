@@ -527,10 +527,16 @@ def calibrate_examples(
 
 
 def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
-    """Return about the noise factor whose epsilon is the target: by RDP, with few orders."""
+    """Return about the noise factor whose epsilon is the target: by RDP, with few orders.
+
+    Where these prove no epsilon so small, whatever the noise, by the central limit.
+    """
     view, repeats = exposure
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
     gaussian = view.rate * dp_accounting.get_sigma_gaussian(target, delta) / float(total)
+    order = accountants.MOST_ROUGH
+    if target <= math.log1p(-1 / order) - math.log(delta * order) / (order - 1):
+        return gaussian
     return _search(lambda noise: least_epsilon(view.scaled(noise), "rdp", delta, repeats, _WIDE), target, gaussian)
 
 
@@ -543,7 +549,7 @@ def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Ac
 
     noise = rough_noise(exposure, target, delta)
     if accountant == "pld" and view.hidden.any():
-        noise = _by_wide_grids(spent, target, noise)
+        return _search(spent, target, _by_wide_grids(spent, target, noise), slack=3e-4)
     return _search(spent, target, noise)
 
 

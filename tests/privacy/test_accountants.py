@@ -5,6 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
@@ -13,6 +16,7 @@ from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import ORDERS, replaced_divergences
 from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.observers import View
 from jaxfl.privacy.sampling import BallsInBins, Poisson
 
 RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)
@@ -98,6 +102,75 @@ def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):
         whole = evaluate(*numbers[:2], 1.0, *numbers[3:], True)
         assert evaluate(*numbers, False) < evaluate(*numbers, True) <= whole * (1 + 1e-3)
     assert accountants.pld_epsilon(*numbers, True) <= accountants.rdp_epsilon(*numbers, True) * (1 + 1e-2)
+
+
+@pytest.mark.parametrize(("z", "rate"), [(0.02, 0.3), (0.3, 0.01), (1.0, 0.1), (1.0, 1.0), (30.0, 0.5), (200.0, 1e-3)])
+def test_losses_are_the_librarys(z, rate):
+    """Of the same grid: the hockey sticks of one round, and the epsilon of many."""
+    interval = max(0.05 * rate / z, (10 / z + 0.5 / z**2) / 1e4)
+    relation = NeighboringRelation.REPLACE_SPECIAL
+    library = privacy_loss_distribution.from_gaussian_mechanism(
+        z, value_discretization_interval=interval, sampling_prob=rate, neighboring_relation=relation
+    )
+    losses = accountants._losses(z, rate, False, interval)
+    ends = np.linspace(-3 * rate / z, 10 * rate / z, 30)
+    found, wanted = (each.get_delta_for_epsilon(ends.tolist()) for each in (losses, library))
+    np.testing.assert_allclose(found, wanted, atol=1e-13)
+    many = [each.self_compose(50).get_epsilon_for_delta(1e-6) for each in (losses, library)]
+    assert many[0] == pytest.approx(many[1], rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("z", "rate", "rounds"), [(0.5, 0.5, 10), (1.0, 0.1, 100), (1.0, 0.5, 5), (3.0, 0.02, 300), (10.0, 0.5, 50)]
+)
+def test_a_grid_adds_to_an_epsilon_what_it_says(z, rate, rounds):
+    """Against the library on a grid eight times as fine: h^2 / 12 s^2, of a spacing of at most 0.05 s."""
+    found = accountants.pld_epsilon(math.inf, np.full(rounds, z), rate, 1e-5)
+    interval = accountants._interval(math.inf, ((z, rounds),), rate, 1, 1.0)
+    fine = privacy_loss_distribution.from_gaussian_mechanism(
+        z,
+        value_discretization_interval=interval / 8,
+        sampling_prob=rate,
+        neighboring_relation=NeighboringRelation.REPLACE_SPECIAL,
+    )
+    share = (interval * z / rate) ** 2 / 12
+    assert share < 2.1e-4
+    assert 1 - 1e-8 < found / fine.self_compose(rounds).get_epsilon_for_delta(1e-5) < 1 + 1.5 * share
+
+
+@pytest.mark.parametrize("rate", [1e-9, 1e-4, 0.3])
+@pytest.mark.parametrize("z", [0.5, 1.0, 50.0, 1e6])
+def test_divergences_of_sampling_are_their_polynomials(z, rate):
+    """The first orders, which are short sums, and the others as the library has them, where it has the digits."""
+    two, three = math.expm1(1 / z**2), math.expm1(3 / z**2)
+    found = accountants.sampled_divergences(z, rate)
+    assert found[0] == pytest.approx(math.log1p(rate**2 * two), rel=1e-12)
+    assert found[1] == pytest.approx(math.log1p(3 * (1 - rate) * rate**2 * two + rate**3 * three) / 2, rel=1e-12)
+    assert np.all(np.diff(found) >= -1e-12 * found[1:])  # divergences grow with the order
+    library = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_SPECIAL)
+    library.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)))
+    np.testing.assert_allclose(found, library.rdp, rtol=1e-9, atol=1e-13)
+
+
+def test_no_rounding_makes_large_noise_free():
+    """At epsilon 0, delta is 2 F(m / 2) - 1 in the central limit, where m = q sqrt(T) / z = 1e-7: above that given."""
+    m = Mechanism(clip=1.0, noise_multiplier=1e6, sampling=Poisson(1e-3))
+    ledger = planned_ledger(m, 3, 10**4)
+    assert 2 * stats.norm.cdf(0.5e-7) - 1 > 1e-9
+    for accountant in ("pld", "rdp"):
+        assert epsilon(ledger, m, accountant=accountant, delta=1e-9).value > 1e-7
+
+
+def test_the_most_exposed_client_has_the_largest_epsilon():
+    """Its noise is the least in all rounds; the others' epsilons, each on a grid of its own, are at most as large."""
+    z = np.linspace(1.0, 1.001, 12)
+    view = View(np.tile(z, (4, 1)), np.ones(4, bool), 0.1, "Poisson-sampled Gaussian", "none")
+    for accountant in ("pld", "rdp"):
+        values = accountants.bound(view, accountant, 1e-5).values
+        alone = accountants.bound(accountants.most_exposed(view), accountant, 1e-5).values
+        assert values[0] == values.max() == alone
+        assert np.all(np.diff(values) <= 0)
+    assert accountants.most_exposed(view).multiplier.shape == (4, 1)
 
 
 def test_the_traps_of_replace_one():

@@ -288,6 +288,17 @@ def test_running_epsilon_follows_from_the_round_alone():
         assert [found[done] for done in rounds] == alone
 
 
+def test_running_epsilon_accounts_for_the_most_exposed_client_alone(monkeypatch):
+    """One distribution of losses, not one for each weight, and the epsilon of all clients to the last bit."""
+    m = poisson(2.0, 0.2, weights=np.linspace(0.5, 1.0, 40))
+    evaluate, asked = accountants._pld_epsilon, []
+    monkeypatch.setattr(accountants, "_pld_epsilon", lambda *given: asked.append(given) or evaluate(*given))
+    found = running_epsilon(m, 40)(6)
+    assert len(asked) == 1
+    assert found.epsilon == epsilon(planned_ledger(m, 40, 6), m).value
+    assert found.rdp == epsilon(planned_ledger(m, 40, 6), m, accountant="rdp").value
+
+
 def test_many_kinds_of_clients_stay_upper_bounds():
     noise = np.geomspace(1, 9, 600)
     m = mechanism(client_noise=noise[None])

@@ -7,7 +7,13 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, get_epsilon_gaussian
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    get_epsilon_gaussian,
+    get_sigma_gaussian,
+)
 from dp_accounting.pld import PLDAccountant
 
 from jaxfl.privacy import (
@@ -171,6 +177,12 @@ def test_billions_of_rounds_end_in_a_result_or_name_the_rounds():
         calibrate(2.0, mechanism=BandedNoise(clip=1.0, bands=4), **options)
 
 
+def test_a_million_sampled_rounds_need_the_noise_of_the_central_limit():
+    """Where q sqrt(T) = 1, one Gaussian whose inverse square is exp(1 / z^2) - 1, the variance of a round's loss."""
+    z = calibrate(2.0, clients=10**5, rounds=10**6, sampling=Poisson(1e-3), delta=1e-6)
+    assert 1 < z / math.log1p(get_sigma_gaussian(2.0, 1e-6) ** -2.0) ** -0.5 < 1.002
+
+
 @pytest.mark.parametrize(("target", "rate", "rounds"), [(0.5, 0.3, 20), (8.0, 0.2, 30), (3.0, 0.02, 300)])
 def test_sampled_noise_is_found_with_few_evaluations(monkeypatch, target, rate, rounds):
     """Within 0.1% of the target by an accountant of its own; most evaluations are on wide grids."""
@@ -182,6 +194,15 @@ def test_sampled_noise_is_found_with_few_evaluations(monkeypatch, target, rate, 
     accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)), rounds)
     assert target * 0.999 < accountant.get_epsilon(1e-5) < target * (1 + 2e-4)
     assert grids.count(1.0) <= 2
+
+
+@pytest.mark.parametrize(("target", "delta"), [(0.01, 1e-5), (0.1, 1e-8)])
+def test_budgets_that_few_orders_cannot_prove_are_spent(target, delta):
+    """The guess is then that of the central limit, which is near; the library's losses are on a finer grid."""
+    z = calibrate(target, clients=200, rounds=100, sampling=Poisson(0.1), delta=delta)
+    accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 0.01 * 0.1 / z)
+    accountant.compose(PoissonSampledDpEvent(0.1, GaussianDpEvent(z)), 100)
+    assert target * 0.998 < accountant.get_epsilon(delta) < target
 
 
 @pytest.mark.parametrize("budget", [1e308, 1e-300, 1e6])

@@ -25,6 +25,8 @@ from jaxfl.algorithms import (
     dp_lg,
     dp_pfeddsu,
     dp_pfeddsu_paper,
+    dp_prototypes,
+    dp_ridge,
     fed_smp,
     fedavg,
     fedbuff,
@@ -136,6 +138,8 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "ppsgd_centaur": lambda z=1.0, sgd=0.1, **o: ppsgd_centaur(
         MODEL, head=LocalSGD(optax.sgd(0.1, momentum=0.9), 4), evaluation_epochs=2, **private(z, sgd)
     ),
+    "dp_ridge": lambda z=1.0, sgd=0.1, **o: dp_ridge(MODEL, ridge=1.0, scale=1.0, **one_shot(z)),
+    "dp_prototypes": lambda z=1.0, sgd=0.1, **o: dp_prototypes(MODEL, **one_shot(z)),
     "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, start="broadcast", **private(z, sgd)),
     "pmtl_own": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, **private(z, sgd)),
     "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl_ft(MODEL, head=passes(0.01, 2), **private(z, sgd)),
@@ -280,6 +284,11 @@ def filtered(z: float) -> ClientNoise:
 def private(z: float, sgd: float) -> dict[str, Any]:
     """Options of most private methods."""
     return {"clip": CLIP, "noise_multiplier": z, "sampling": Poisson(0.6), "local": passes(sgd, 2)}
+
+
+def one_shot(z: float) -> dict[str, Any]:
+    """Options of methods that send statistics, which no local rate scales."""
+    return {"clip": CLIP, "noise_multiplier": z, "sampling": Poisson(0.6)}
 
 
 def noised(sgd: float) -> dict[str, Any]:

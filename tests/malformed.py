@@ -186,6 +186,7 @@ PERSONAL = {"personal": (LocalSGD(optax.sgd(0.1), 4), "local")}
 ADAPTIVE = {"learning_rate": (0.1, "positive"), "beta1": (0.9, "share below 1"), "tau": (1e-3, "positive")}
 SERVER = {"server_optimizer": (optax.sgd(1.0), "optimizer")}
 PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
+ONE_SHOT = {"radius": (1.0, "positive"), "personal": (1.0, "positive?"), "scale": (10.0, "positive")}
 DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
 PENALTY = {"penalty": (None, "function?"), "gradient": (None, "function?")}
 FEDAVG = MODELS | SERVER | {"local": (LocalSGD(optax.sgd(0.1), 4), "steps")}
@@ -319,6 +320,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
         "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
         "personal_learning_rate": (0.1, "at least 0"), "loss": (lambda *batch: 0.0, "function?"),
+    }),
+    "dp_ridge": (algorithms.dp_ridge, MODELS | PRIVATE | DELTA | ONE_SHOT | {"ridge": (0.01, "positive")}),
+    "dp_prototypes": (algorithms.dp_prototypes, MODELS | PRIVATE | DELTA | ONE_SHOT | {
+        "least_share": (0.01, "positive"),
     }),
     "ppsgd_centaur": (algorithms.ppsgd_centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
         "head_decay": (1e-4, "at least 0"), "evaluation_epochs": (1, "count from 0"),

@@ -55,6 +55,13 @@ PAGES = (
         ("dp_pfeddsu",),
     ),
     Page(
+        "one_shot", "One noisy sum: ridge and prototypes", ("dp_ridge", "dp_prototypes"),
+        "For a linear classifier on public pretrained features, when one release must do the work of many rounds. "
+        "Each client corrects the shared head by its own examples at no cost in privacy.",
+        "Where the features must be learned from the clients. With a random extractor both methods fit a linear model "
+        "of random features.",
+    ),
+    Page(
         "dp_pfeddsu", "DP-pFedDSU", ("dp_pfeddsu", "dp_pfeddsu_paper"),
         "For a sparse extractor whose mask follows from what is broadcast, which keeps the saving in noised "
         "dimensions. `dp_pfeddsu_paper` is there to show what is published.",

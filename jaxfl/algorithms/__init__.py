@@ -13,6 +13,7 @@ from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb, fedavg, fedprox, lo
 from jaxfl.algorithms.fedbuff import fedbuff
 from jaxfl.algorithms.feddpa import feddpa, feddpa_paper
 from jaxfl.algorithms.fedrep import centaur, fedrep
+from jaxfl.algorithms.one_shot import dp_prototypes, dp_ridge
 from jaxfl.algorithms.padpfl import padpfl, padpfl_paper
 from jaxfl.algorithms.pdp_fl import pdp_fl, pdp_fl_paper
 from jaxfl.algorithms.per_fedavg import per_fedavg
@@ -23,8 +24,9 @@ from jaxfl.algorithms.scaffold import scaffold
 from jaxfl.server import fedadagrad, fedadam, fedyogi
 
 __all__ = [
-    "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg", "dp_fedavg_fb",
-    "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff",
-    "feddpa", "feddpa_paper", "fedprox", "fedrep", "fedyogi", "local_only", "mr_mtl", "padpfl", "padpfl_paper",
-    "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft", "ppsgd", "ppsgd_centaur", "scaffold",
+    "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg",
+    "dp_fedavg_fb", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "dp_prototypes",
+    "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa", "feddpa_paper",
+    "fedprox", "fedrep", "fedyogi", "local_only", "mr_mtl", "padpfl", "padpfl_paper", "pdp_fl",
+    "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft", "ppsgd", "ppsgd_centaur", "scaffold",
 ]  # fmt: skip

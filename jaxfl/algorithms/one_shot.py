@@ -1,0 +1,289 @@
+"""A linear classifier from one noisy sum of statistics, in place of many rounds of gradients.
+
+Clients send statistics of frozen features once. The server computes the head in closed form, and each client may
+correct that head with its own statistics, which it never sends.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Float, Key
+
+from jaxfl._validate import GAUSSIAN, checked, key_of
+from jaxfl.local.lanes import longest
+from jaxfl.local.train import check_head
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Full, Sampling
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
+
+_BLOCK = 128
+"""Examples whose features are computed at a time."""
+
+Statistics = Callable[[Float[Array, "B F"], Float[Array, "B K"]], Tree]
+"""Function from features and one-hot labels of a batch, both zero at padding, to sums over its examples."""
+
+Linear = tuple[Float[Array, "F K"], Float[Array, "K"]]
+"""Kernel and bias of a head."""
+
+
+class OneShotServer(NamedTuple):
+    """Parameters with the last head, and the sum of the aggregates of all rounds."""
+
+    params: Params
+    total: Tree
+    rounds: Float[Array, ""]
+
+
+@checked(**GAUSSIAN)
+def dp_ridge(
+    model: Model,
+    *,
+    clip: Number,
+    noise_multiplier: Number,
+    sampling: Sampling = Full(),
+    ridge: Number = 0.01,
+    radius: Number = 1.0,
+    personal: Number | None = 1.0,
+    scale: Number = 10.0,
+    delta: float | None = None,
+) -> Algorithm:
+    r"""Build ridge regression on frozen features, from one noisy sum of second moments.
+
+    With features :math:`x = (\min(1, R / |\phi|) \, \phi, R)`, whose last entry stands for the bias, and one-hot labels
+    y, client i sends the means :math:`A_i = \frac{1}{n_i} \sum x x^\top` and :math:`B_i = \frac{1}{n_i} \sum x y^\top`,
+    clipped together to the norm C. The server solves, and every client corrects the solution by its own examples:
+
+    .. math::
+        W = ([\bar A]_+ + \lambda I)^{-1} \bar B, \qquad
+        W_i = (n_i A_i + \mu I)^{-1} (n_i B_i + \mu W)
+
+    where :math:`[\cdot]_+` replaces the negative eigenvalues, which only noise can cause, by 0. The second equation
+    minimises :math:`\sum |y - W_i^\top x|^2 + \mu |W_i - W|^2`. Run one round. The aggregates of further rounds are
+    averaged, at a further cost in privacy.
+
+    Args:
+        model: A network for classification whose head is one dense layer. Its other layers keep their first weights,
+            so give an extractor that was pretrained on public data, or a linear model.
+        clip: C, L2 bound on a client's statistics, which are at most :math:`R \sqrt{4 R^2 + 2}` long.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate` with rounds=1).
+        sampling: Who takes part. By default all clients do.
+        ridge: :math:`\lambda`, in units of squared features. More noise needs a larger one.
+        radius: R, public bound on the norm of a client's features. Only the statistics use it.
+        personal: :math:`\mu`, how many examples the server's head outweighs in a client's own head. None evaluates
+            every client with the server's head.
+        scale: Factor from outputs, about 0 to 1, to logits. It changes the loss and no prediction.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+
+    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts. A client's own
+        head depends on its own data. Publishing such heads voids the guarantee.
+
+    Raises:
+        ValueError: The model's head is not one dense layer, or its task is not classification.
+
+    References: The sums are the sufficient statistics of Vu and Slavkovic 2009 and Wang 2018 (Revisiting
+        differentially private linear regression, UAI), with the norm of a whole client bounded.
+
+    >>> from jaxfl.models import mlp
+    >>> dp_ridge(mlp((8, 8, 1), 10, hidden=()), clip=1.0, noise_multiplier=1.0).name
+    'dp_ridge'
+    """
+
+    def statistics(x: Float[Array, "B F"], hot: Float[Array, "B K"]) -> Tree:
+        extended = _extended(x, hot, radius)
+        return {"second": extended.T @ extended, "cross": extended.T @ hot}
+
+    def solve(mean: Tree) -> Linear:
+        values, vectors = jnp.linalg.eigh((mean["second"] + mean["second"].T) / 2)
+        inverse = 1 / (jnp.maximum(values, 0) + ridge)
+        return _linear(vectors @ (inverse[:, None] * (vectors.T @ mean["cross"])))
+
+    def correct(head: Linear, total: Tree) -> Linear:
+        assert personal is not None
+        before = jnp.concatenate([head[0], head[1][None] / radius]) / scale
+        second = total["second"] + personal * jnp.eye(len(before))
+        return _linear(jax.scipy.linalg.solve(second, total["cross"] + personal * before, assume_a="pos"))
+
+    def _linear(weights: Float[Array, "F1 K"]) -> Linear:
+        return scale * weights[:-1], scale * radius * weights[-1]
+
+    return _one_shot(
+        "dp_ridge",
+        model,
+        statistics,
+        solve,
+        None if personal is None else correct,
+        Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
+        Terms(delta),
+    )
+
+
+@checked(**GAUSSIAN)
+def dp_prototypes(
+    model: Model,
+    *,
+    clip: Number,
+    noise_multiplier: Number,
+    sampling: Sampling = Full(),
+    least_share: Number = 0.01,
+    radius: Number = 1.0,
+    personal: Number | None = 1.0,
+    scale: Number = 10.0,
+    delta: float | None = None,
+) -> Algorithm:
+    r"""Build a nearest-mean classifier on frozen features, from one noisy sum of class means.
+
+    With features :math:`x = \min(1, R / |\phi|) \, \phi`, client i sends, for each class k, the sum of its features
+    :math:`s_{ik} = \frac{1}{n_i} \sum_{y = k} x` and the share :math:`R \, p_{ik} = R \, n_{ik} / n_i` of its examples,
+    clipped together to the norm C. The server divides, and every client corrects the prototypes by its own examples:
+
+    .. math::
+        \mu_k = \frac{\bar s_k}{\max(\bar p_k, p_{\min})}, \qquad
+        \mu_{ik} = \frac{n_i s_{ik} + \mu \, \mu_k}{n_{ik} + \mu}
+
+    The logit of class k is :math:`c \, (\mu_k \cdot \phi - |\mu_k|^2 / 2)`, largest at the nearest prototype. Run one
+    round. The aggregates of further rounds are averaged, at a further cost in privacy.
+
+    Args:
+        model: A network for classification whose head is one dense layer. Its other layers keep their first weights,
+            so give an extractor that was pretrained on public data, or a linear model.
+        clip: C, L2 bound on a client's statistics, which are at most :math:`\sqrt{2} R` long.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate` with rounds=1).
+        sampling: Who takes part. By default all clients do.
+        least_share: :math:`p_{\min}`, least share of a class in the division, since noise may leave none.
+        radius: R, public bound on the norm of a client's features. Only the statistics use it.
+        personal: :math:`\mu`, how many examples a prototype of the server outweighs in a client's own one. None
+            evaluates every client with the server's prototypes.
+        scale: c, the factor of all logits. It changes the loss and no prediction.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+
+    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts. A client's own
+        prototypes depend on its own data. Publishing them voids the guarantee.
+
+    Raises:
+        ValueError: The model's head is not one dense layer, or its task is not classification.
+
+    References: Snell et al., Prototypical Networks for Few-shot Learning, NeurIPS 2017; the sums of clients as in Tan
+        et al., FedProto, AAAI 2022.
+
+    >>> from jaxfl.models import mlp
+    >>> dp_prototypes(mlp((8, 8, 1), 10, hidden=()), clip=1.0, noise_multiplier=1.0).name
+    'dp_prototypes'
+    """
+
+    def statistics(x: Float[Array, "B F"], hot: Float[Array, "B K"]) -> Tree:
+        return {"features": hot.T @ _clipped(x, radius), "share": radius * hot.sum(axis=0)}
+
+    def solve(mean: Tree) -> Linear:
+        share = jnp.maximum(mean["share"] / radius, least_share)
+        return _linear(mean["features"] / share[:, None])
+
+    def correct(head: Linear, total: Tree) -> Linear:
+        assert personal is not None
+        count = total["share"][:, None] / radius
+        return _linear((total["features"] + personal * head[0].T / scale) / (count + personal))
+
+    def _linear(prototypes: Float[Array, "K F"]) -> Linear:
+        return scale * prototypes.T, -0.5 * scale * jnp.sum(prototypes**2, axis=1)
+
+    return _one_shot(
+        "dp_prototypes",
+        model,
+        statistics,
+        solve,
+        None if personal is None else correct,
+        Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
+        Terms(delta),
+    )
+
+
+def _one_shot(
+    name: str,
+    model: Model,
+    statistics: Statistics,
+    solve: Callable[[Tree], Linear],
+    correct: Callable[[Linear, Tree], Linear] | None,
+    mechanism: Mechanism,
+    terms: Terms,
+) -> Algorithm:
+    """Return the method that sends the mean of its clients' statistics, and sets the head to the solution."""
+    layer, features, classes = _dense_head(model)
+    extract = model.extract
+    assert extract is not None
+    rows = jax.ShapeDtypeStruct((_BLOCK, features), jnp.float32), jax.ShapeDtypeStruct((_BLOCK, classes), jnp.float32)
+    shapes = jax.eval_shape(statistics, *rows)
+
+    def with_head(params: Params, head: Linear) -> Params:
+        return {**params, layer: {"kernel": head[0], "bias": head[1]}}
+
+    def head_of(params: Params) -> Linear:
+        return params[layer]["kernel"], params[layer]["bias"]
+
+    def sums(params: Params, data: ClientData) -> Tree:
+        batch = min(_BLOCK, data.padded)
+
+        def add(i: Array, total: Tree) -> Tree:
+            positions = i * batch + jnp.arange(batch)
+            inputs, labels = data.take(positions)
+            real = (positions < data.size)[:, None]
+            x = extract(params, model.prepare(inputs))
+            hot = jax.nn.one_hot(labels, classes)
+            return optax.tree.add(total, statistics(jnp.where(real, x, 0), jnp.where(real, hot, 0)))
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return lax.fori_loop(0, longest(-(-data.size // batch)), add, zeros)
+
+    def init(key: Key[Array, ""], number: int) -> tuple[OneShotServer, Tree]:
+        del number
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        return OneShotServer(model.init(key), zeros, jnp.zeros(())), ()
+
+    def client_update(key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData) -> tuple:
+        del key
+        mean = optax.tree.scale(1 / jnp.maximum(data.size, 1), sums(server.params, data))
+        return Message(mean), client, {}
+
+    def server_update(server: OneShotServer, aggregate: Tree) -> OneShotServer:
+        total = optax.tree.add(server.total, aggregate)
+        rounds = server.rounds + 1
+        head = solve(optax.tree.scale(1 / rounds, total))
+        return OneShotServer(with_head(server.params, head), total, rounds)
+
+    def personalize(key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData) -> Params:
+        del key, client
+        if correct is None:
+            return server.params
+        return with_head(server.params, correct(head_of(server.params), sums(server.params, data)))
+
+    return Algorithm(name, model, init, client_update, server_update, personalize, mechanism, terms=terms)
+
+
+def _dense_head(model: Model) -> tuple[str, int, int]:
+    """Return the name of the model's one dense layer that is the head, and its numbers of features and classes."""
+    check_head(model)
+    if model.task.name != "classification":
+        raise ValueError(f"model.task must be classification, got {model.task.name!r}. Give a model for classes.")
+    params: dict[str, Any] = jax.eval_shape(model.init, key_of(0))
+    layer = model.head[0]
+    shapes = {name: leaf.shape for name, leaf in params[layer].items() if hasattr(leaf, "shape")}
+    dense = shapes.keys() == {"kernel", "bias"} and len(shapes["kernel"]) == 2
+    if len(model.head) > 1 or not dense or model.extract is None:
+        raise ValueError(
+            f"model must end with one dense layer on features that it can extract, got {model.name!r} with the head "
+            f"{model.head!r}. Give a model of jaxfl.models, or a module with methods `extract` and `classify`."
+        )
+    return layer, *shapes["kernel"]
+
+
+def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
+    """Scale each row down to a norm of `radius` where it is longer."""
+    norm = jnp.linalg.norm(x, axis=1, keepdims=True)
+    return x * jnp.minimum(1, radius / jnp.maximum(norm, 1e-30))
+
+
+def _extended(x: Float[Array, "B F"], hot: Float[Array, "B K"], radius: Number) -> Float[Array, "B F1"]:
+    """Return clipped features with a last entry `radius`, which is 0 at padding, as the labels are."""
+    return jnp.concatenate([_clipped(x, radius), radius * hot.sum(axis=1, keepdims=True)], axis=1)

@@ -242,15 +242,16 @@ class Journal:
 
     def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
         files.write_metrics(folder / report.METRICS, self.metrics)
+        statement, epsilons = split_clients(statement)
+        arrays: dict[str, Any] = {"test_size": self.test_size} | epsilons
+        if not self.public:
+            arrays["participations"] = ledger.participants.sum(0)
         if self.metrics:
-            arrays = {"round": np.array([row["round"] for row in self.metrics]), "test_size": self.test_size}
-            if not self.public:
-                arrays["participations"] = ledger.participants.sum(0)
-            statement, epsilons = split_clients(statement)
-            arrays |= epsilons
-            files.write_arrays(folder / report.PER_CLIENT, history | arrays)
+            arrays = history | arrays | {"round": np.array([row["round"] for row in self.metrics])}
             if self.pictures:
                 plots.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
+        if self.metrics or statement:
+            files.write_arrays(folder / report.PER_CLIENT, arrays)
         if statement:
             files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
 

@@ -102,13 +102,6 @@ def test_epsilons_of_clients_are_arrays_before_the_first_evaluation_too(tmp_path
         np.testing.assert_array_equal(found["epsilon_upload_pld"], list(map(float, epsilons)))
 
 
-def test_a_sweep_of_many_points_has_no_pictures(tmp_path):
-    finished(tmp_path / "few")
-    finished(tmp_path / "many", pictures=False)
-    found = [(tmp_path / name / report.CURVES).exists() for name in ("few", "many")]
-    assert found == [True, False]
-
-
 def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
     """A longer run writes no more for each row; what a kill left of a line is gone with the next row."""
     calls, path = [], tmp_path / report.METRICS

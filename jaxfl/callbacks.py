@@ -13,6 +13,7 @@ run fails. A path that cannot be written therefore raises before anything is com
 
 import contextlib
 import inspect
+import io
 import math
 import os
 import pathlib
@@ -195,12 +196,31 @@ def csv(path: str | os.PathLike) -> Callback:
     """Keep all rows in a file of comma-separated values, whose folder is made where it is missing."""
     file = pathlib.Path(path)
 
-    def write(rows: list[Row]) -> None:
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        with files.replacing(file) as temporary, temporary.open("w", newline="", encoding="utf-8") as text:
+    def of_run() -> _Log:
+        names: list[str] = []
+        written = 0
+
+        def text_of(rows: Sequence[Row], head: bool) -> str:
+            text = io.StringIO()
             table = DictWriter(text, names, lineterminator="\n")
-            table.writeheader()
+            if head:
+                table.writeheader()
             table.writerows(rows)
+            return text.getvalue()
+
+        def write(rows: list[Row]) -> None:
+            nonlocal names, written
+            new = rows[written:]
+            found = list(dict.fromkeys(name for row in new for name in row))
+            if written and set(found) <= set(names) and files.is_regular(file):
+                files.append_text(file, text_of(new, head=False))
+            else:
+                names = list(dict.fromkeys([*names, *found]))
+                with files.replacing(file) as temporary:
+                    temporary.write_bytes(text_of(rows, head=True).encode())
+            written = len(rows)
+
+        return write
 
     @contextlib.contextmanager
     def started() -> Iterator[_Log]:
@@ -209,7 +229,7 @@ def csv(path: str | os.PathLike) -> Callback:
         earlier = file.read_bytes() if file.exists() else b""
         with files.replacing(file) as temporary:
             temporary.write_bytes(earlier)
-        yield write
+        yield of_run()
 
     return _Logger(started)
 

@@ -128,10 +128,15 @@ def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def append_metrics(path: Path, row: dict[str, Any]) -> None:
-    """Append one row to a file of `write_metrics`, by one call of the system (see `open_regular`)."""
+    """Append one row to a file of `write_metrics`."""
+    append_text(path, _line(row))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Append a text to a regular file, by one call of the system (see `open_regular`)."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
-        file.write(_line(row).encode())
+        file.write(text.encode())
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
-from jaxfl import callbacks, simulate
+from jaxfl import callbacks, files, simulate
 from jaxfl.callbacks import ask, check_callbacks, opened
 from jaxfl.run import report
 
@@ -308,6 +308,26 @@ def test_csv_quotes_and_makes_its_folder(tmp_path):
     assert lines == [["1", "0.5", ""], ["2", "", "nan"]]
     with opened([log]):
         assert path.read_text().startswith("round")  # an earlier file stays until the first evaluation
+
+
+def test_csv_appends_a_row_and_starts_over_at_a_new_column(tmp_path, monkeypatch):
+    """A file of thousands of rows is not written again for each further row."""
+    path, texts = tmp_path / "rows.csv", []
+    append = files.append_text
+    monkeypatch.setattr(files, "append_text", lambda *given: texts.append(given[1]) or append(*given))
+    rows = [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}, {"round": 3, "later": 1.0}]
+    log = callbacks.csv(path)
+    with opened([log]):
+        for count in (1, 2, 3):
+            ask([log], rows[:count])
+    assert texts == ["2,0.25\n"]
+    assert path.read_text() == "round,loss,later\n1,0.5,\n2,0.25,\n3,,1.0\n"
+    path.unlink()
+    with opened([log]):
+        ask([log], rows[:1])
+        path.unlink()
+        ask([log], rows[:2])
+    assert path.read_text() == "round,loss\n1,0.5\n2,0.25\n"
 
 
 def test_a_logger_serves_one_run_after_another():

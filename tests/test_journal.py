@@ -8,8 +8,9 @@ import pytest
 from algorithms_table import MODEL, SIZES, small_clients
 
 from jaxfl import files
-from jaxfl.algorithms import fedavg
+from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine.round import Records
+from jaxfl.privacy import Full
 from jaxfl.run import report
 from jaxfl.run.recorder import Journal, Plan
 from jaxfl.types import Ledger
@@ -78,6 +79,27 @@ def test_public_reports_leave_out_exact_numbers(tmp_path):
     assert result.metrics[0].keys() == scores | set(records().info) - {"loss"} | {"train_loss", "nonfinite"}
     with np.load(tmp_path / report.PER_CLIENT) as found:
         np.testing.assert_array_equal(found["participations"], records().ledger.participants.sum(0))
+
+
+def test_epsilons_of_clients_are_arrays_before_the_first_evaluation_too(tmp_path):
+    """A statement with a line for each of a million clients would be a large file."""
+    journal = Journal(
+        dp_fedavg(MODEL, clip=1.0, noise_multiplier=2.0, sampling=Full()),
+        small_clients(),
+        Plan(6, [6]),
+        record(),
+        tmp_path,
+    )
+    part = records()
+    noise = np.full(6, 2.0, np.float32)
+    ledger = part.ledger._replace(server_noise=noise, noise_multiplier=noise)
+    journal.record(part._replace(ledger=ledger), 0, 2)
+    statement = journal.finish(2, ()).statement
+    epsilons = statement["honest"]["upload"]["pld"]["per_client"]["values"]
+    written = json.loads((tmp_path / report.PRIVACY).read_text())
+    assert written["honest"]["upload"]["pld"]["per_client"].keys() == {"min", "median", "max"}
+    with np.load(tmp_path / report.PER_CLIENT) as found:
+        np.testing.assert_array_equal(found["epsilon_upload_pld"], list(map(float, epsilons)))
 
 
 def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):

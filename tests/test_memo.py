@@ -10,7 +10,7 @@ from algorithms_table import MODEL, small_clients
 
 import jaxfl
 from jaxfl import LocalSGD, simulate, sweep
-from jaxfl.algorithms import dp_fedavg, fedavg
+from jaxfl.algorithms import ditto, dp_fedavg
 from jaxfl.engine import memo
 from jaxfl.privacy import Poisson
 
@@ -32,29 +32,33 @@ def private(rate=0.1):
     return dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(rate), 4))
 
 
-def test_a_second_run_of_a_method_traces_nothing_and_equals_a_first_one():
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_a_second_run_of_a_method_traces_nothing_and_equals_a_first_one(states):
     method, traces = counted(private())
-    simulate(0, method, small_clients(), **QUIET)
+    simulate(0, method, small_clients(), states=states, **QUIET)
     made = len(traces)
-    again = simulate(1, method, small_clients(), **QUIET)
+    again = simulate(1, method, small_clients(), states=states, **QUIET)
     assert len(traces) == made > 0
     memo.forget()
-    alone = simulate(1, method, small_clients(), **QUIET)
+    alone = simulate(1, method, small_clients(), states=states, **QUIET)
+    assert len(traces) > made
     jax.tree.map(np.testing.assert_array_equal, again.server, alone.server)
     assert again.metrics == alone.metrics
 
 
-def test_other_clients_have_their_own_data_in_the_same_program():
-    method, traces = counted(fedavg(MODEL))
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_other_clients_have_their_own_data_in_the_same_program(states):
+    method, traces = counted(ditto(MODEL))
     clients = small_clients()
-    simulate(0, method, clients, **QUIET)
+    simulate(0, method, clients, states=states, **QUIET)
     made = len(traces)
     moved = clients._replace(labels=(clients.labels + 1) % 10)
-    found = simulate(0, method, moved, **QUIET)
+    found = simulate(0, method, moved, states=states, **QUIET)
     assert len(traces) == made
     memo.forget()
-    alone = simulate(0, method, moved, **QUIET)
+    alone = simulate(0, method, moved, states=states, **QUIET)
     jax.tree.map(np.testing.assert_array_equal, found.server, alone.server)
+    jax.tree.map(np.testing.assert_array_equal, found.states, alone.states)
 
 
 def test_another_method_or_number_is_another_program():
@@ -74,6 +78,19 @@ def test_what_is_kept_is_bounded_and_can_be_cleared(monkeypatch):
         assert len(memo._KEPT) <= 3
     jaxfl.clear_caches()
     assert not memo._KEPT
+
+
+def test_a_further_method_leaves_nothing_once_it_is_forgotten():
+    """Of 20,000 objects for a method, were JAX's own functions traced anew for it."""
+    for rate in (0.1, 0.2):
+        simulate(0, private(rate), small_clients(), **QUIET)
+    memo.forget()
+    gc.collect()
+    before = len(gc.get_objects())
+    simulate(0, private(0.3), small_clients(), **QUIET)
+    memo.forget()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 4000
 
 
 @pytest.mark.slow

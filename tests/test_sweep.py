@@ -145,6 +145,15 @@ def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
         sweep(KEY, build, {"noise_multiplier": [1.0, 3.0]}, small_clients(), folder=tmp_path / "whole", **SETTING)
 
 
+def test_many_points_have_no_pictures(tmp_path, monkeypatch):
+    build, values = functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()), {"noise_multiplier": [1.0, 2.0]}
+    for most in (1, 2):
+        monkeypatch.setattr("jaxfl.run.simulate._PICTURES", most)
+        sweep(KEY, build, values, small_clients(), folder=tmp_path / str(most), **SETTING)
+    assert not list((tmp_path / "1").rglob("curves.png"))
+    assert len(list((tmp_path / "2").rglob("curves.png"))) == 2
+
+
 def test_clients_states_need_not_stay(tmp_path):
     build, values = functools.partial(local_only, MODEL), {"learning_rate": [0.1, 0.2]}
     runs = functools.partial(sweep, KEY, lambda learning_rate: build(local=LocalSGD(optax.sgd(learning_rate))), values)

@@ -1,7 +1,6 @@
 """Programs of recent runs, kept so that a further run of the same method traces and compiles nothing.
 
-JAX keeps every function that it has traced. Without this module each run would trace functions of its own, which
-stay in memory until `clear_caches`.
+Without this module each run would trace and compile functions of its own, which takes most of a short run's time.
 """
 
 import collections
@@ -18,8 +17,8 @@ from jaxfl.types import Algorithm, Tree
 
 T = TypeVar("T")
 
-_MOST = 64
-"""Programs that are kept, the most recent ones; a run has about five."""
+_MOST = 32
+"""Programs that are kept, the most recent ones; a run has about five. Small ones take ten megabytes each."""
 
 _KEPT: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 _LOCK = threading.Lock()
@@ -62,11 +61,12 @@ def forget() -> None:
 
 
 def clear_caches() -> None:
-    """Free the memory of all methods that this process has run, some megabytes each.
+    """Free the memory of the methods that this process has run.
 
-    Further runs of a method reuse its programs, but each new method adds its own. A process that runs hundreds of
-    different methods calls this function from time to time. It also calls `jax.clear_caches`, so that other functions
-    under `jax.jit` are traced again when they are called.
+    A process keeps the programs of the last six methods or so, so that further runs of these trace nothing. Earlier
+    ones go by themselves, except what JAX has traced for models with frozen weights: some megabytes for each method.
+    This function frees all of it. It also calls `jax.clear_caches`, so that other functions under `jax.jit` are traced
+    again when they are called.
     """
     forget()
     jax.clear_caches()

@@ -164,6 +164,7 @@ def _program(
         population: its clients and frozen weights take the place of the descriptions.
     """
 
+    @functools.cache  # a run of many evaluations asks for each of them
     def build(chunk: int) -> functools.partial:
         made = remembered((*key, chunk), functools.partial(make, chunk))
         return functools.partial(made.func, population.clients, *made.args[1:], frozen=population.frozen)

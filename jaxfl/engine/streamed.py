@@ -24,6 +24,7 @@ from jaxfl.backend import compiler_options
 from jaxfl.data.clients import blocks_of_lists, in_lists, rows_of
 from jaxfl.engine.chunk import Program, choose, halved
 from jaxfl.engine.evaluate import PerClient, compile_evaluation
+from jaxfl.engine.memo import described, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.mesh import Population, mesh_of, sized
 from jaxfl.engine.program import compile_for, first_states, freeze, states_in_rows
 from jaxfl.engine.round import Center, Keys, Records, Sums, add_participants, draw, finish_round
@@ -65,36 +66,94 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
     return sized(Population(placed, clients.number, mesh, layout), clients)
 
 
-def open_store(
-    key: Key[Array, ""],
-    memory_key: Key[Array, "*S"],
-    algorithm: Algorithm,
-    population: Population,
-    folder: pathlib.Path | None,
-) -> tuple[Center, Store]:
-    """The shared state, replicated, and a store for the client states, still without rows (see `fill`)."""
+class Programs(NamedTuple):
+    """What is compiled for a method and clients of some shapes."""
+
+    center: Callable[..., Center]
+    """Makes the shared state, replicated, from the keys of the first state and of the cohorts."""
+    states: Callable[..., States]
+    """Makes the initial states of all clients from the first of these keys, for their shapes alone."""
+    rows: Callable[[int], Callable[..., States]]
+    """From a number of clients to a program of their initial states, from the key and the first client."""
+    draw: Any
+    add: Callable[[int], functools.partial]
+    """From a chunk to the program that adds a block, jitted."""
+    plain_add: Callable[..., tuple[Sums, States]]
+    """The function that `add` compiles, with the chunk as its first argument."""
+    finish: Any
+    renew: Any
+    score: Callable[[int], functools.partial]
+    """From a chunk to the program of an evaluation."""
+
+
+def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
+    """Return the programs of a method, which hold no arrays of the population: they are kept beyond the run."""
+    everyone = NamedSharding(population.mesh, P())
+    by_client = NamedSharding(population.mesh, P("clients"))
+    options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
     def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
         return first_states(algorithm, key, memory_key, population)[0]
 
-    like = jax.eval_shape(lambda key: states_in_rows(algorithm.init(key, population.number)[1], population), key)
-    everyone = NamedSharding(population.mesh, P())
-    return jax.jit(center, out_shardings=everyone)(key, memory_key), Store(folder, like, population.number)
+    def states(key: Key[Array, ""]) -> States:
+        return states_in_rows(algorithm.init(key, population.number)[1], population)
+
+    @functools.cache
+    def rows(size: int) -> Callable[..., States]:
+        def some(key: Key[Array, ""], first: Int[Array, ""]) -> States:
+            # States that are broadcast to all clients never exist in full: the compiler slices the source.
+            states = algorithm.init(key, population.number)[1]
+            own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
+            return states_in_rows(own, population)
+
+        return jax.jit(some, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
+
+    def draw_(keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
+        return draw(algorithm, population.number, keys, index, center)
+
+    def add(
+        chunk: int,
+        clients: Clients,
+        keys: Keys,
+        index: Int[Array, ""],
+        cohort: Cohort,
+        ids: Int[Array, "S"],
+        center: Center,
+        total: Sums | None,
+        states: States,
+    ) -> tuple[Sums, States]:
+        block = population._replace(clients=clients)
+        return add_participants(algorithm, block, chunk, keys.at(index), index, cohort, ids, total, center, states)
+
+    @functools.cache
+    def compiled_add(chunk: int) -> functools.partial:
+        step = functools.partial(add, chunk)
+        return compile_for(algorithm, population, step, donate_argnames="states", out_shardings=by_client)
+
+    def finish(keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center) -> tuple:
+        return finish_round(algorithm, population.mesh, keys.at(index), cohort, total, center)
+
+    def renew(states: States, before: States, source: Int[Array, "S"]) -> States:
+        return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
+
+    return Programs(
+        jax.jit(center, out_shardings=everyone),
+        states,
+        rows,
+        jax.jit(draw_, out_shardings=everyone, **options),
+        compiled_add,
+        add,
+        jax.jit(finish, donate_argnames="center", out_shardings=everyone, **options),
+        jax.jit(renew, donate_argnames="states", out_shardings=by_client, **options),
+        functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk)),
+    )
 
 
-def fill(key: Key[Array, ""], algorithm: Algorithm, population: Population, store: Store) -> None:
+def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
     """Write all clients' initial states, a block at a time, into a new file."""
     store.start()
     size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
-
-    def rows(key: Key[Array, ""], first: Int[Array, ""]) -> States:
-        # States that are broadcast to all clients never exist in full: the compiler slices the source.
-        states = algorithm.init(key, population.number)[1]
-        return states_in_rows(
-            jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states), population
-        )
-
-    program = jax.jit(rows, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
+    program = programs.rows(size)
     for first in range(0, store.number, size):
         first = min(first, store.number - size)
         store.write(np.arange(first, first + size), jax.device_get(program(key, jax.device_put(np.int32(first)))))
@@ -133,6 +192,11 @@ class Stream:
         self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
         self.keys = jax.device_put(keys, self.everyone)
+        bare = described(self.population)
+        self._key = "streamed", key_of_method(algorithm), bare, key_of_arrays((init_key, self.keys))
+        # What this function holds must not be `self`, nor arrays: programs are kept beyond the run.
+        self._programs = remembered(self._key, lambda: compile_programs(algorithm, bare))
+        self.draw, self.finish, self.renew = self._programs.draw, self._programs.finish, self._programs.renew
         self.begin(chunk)
         rows = int(np.sum(clients.train_size, dtype=np.int64) + np.sum(clients.test_size, dtype=np.int64))
         per_client = self.store.bytes_per_client + 4 * max(1, rows // clients.number)
@@ -143,14 +207,16 @@ class Stream:
         self._most = functools.cache(lambda split, slots: int(np.sort(sizes[split])[-slots:].sum(dtype=np.int64)))
         self.slots = self._whole(min(block, math.ceil(usual)))
         self.tested = self._whole(block)
-        self._programs()
+        self._record, zeros = self._shapes()
+        self.zero = zeros()
 
     def begin(self, chunk: int | Literal["auto"]) -> None:
         """Go back to the first state; the chunk is for the next compilation."""
         self.chunk, self.restored = chunk, False
-        self.center, self.store = open_store(
-            self.init_key, self.keys.cohort, self.algorithm, self.population, self.folder
-        )
+        programs, key = self._programs, self.init_key
+        like = remembered(("states", *self._key), lambda: jax.eval_shape(programs.states, key))
+        self.center = programs.center(key, self.keys.cohort)
+        self.store = Store(self.folder, like, self.population.number)
 
     @property
     def stateful(self) -> bool:
@@ -164,7 +230,7 @@ class Stream:
     def compile(self, facts: tuple[str, ...]) -> Program:
         """Write the first states, unless restored; choose the chunk, and compile for it."""
         if not self.restored:
-            fill(self.init_key, self.algorithm, self.population, self.store)
+            fill(self.init_key, self._programs, self.store)
         block, mesh = next(self._blocks(0, 1)), self.population.mesh
         ids, clients, states = self._load(block.ids)
         arguments = clients, self.keys, block.index, block.cohort, ids, self.center, self.zero, states
@@ -252,52 +318,28 @@ class Stream:
         """Client states, mapped and read-only."""
         return self.store.states().tree()
 
-    def _programs(self) -> None:
-        # Closures hold no `self`: programs would stay until the garbage collector runs.
-        algorithm, population, by_client = self.algorithm, self.population, self.by_client
-        options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
+    def _build(self, chunk: int) -> functools.partial:
+        """Return the program that adds a block, with the model's frozen weights."""
+        return functools.partial(self._programs.add(chunk).func, frozen=self.population.frozen)
 
-        def draw_(keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
-            return draw(algorithm, population.number, keys, index, center)
+    def _score(self, chunk: int) -> functools.partial:
+        """Return the program of an evaluation, with the model's frozen weights."""
+        return functools.partial(self._programs.score(chunk).func, frozen=self.population.frozen)
 
-        def add(
-            chunk: int,
-            clients: Clients,
-            keys: Keys,
-            index: Int[Array, ""],
-            cohort: Cohort,
-            ids: Int[Array, "S"],
-            center: Center,
-            total: Sums | None,
-            states: States,
-        ) -> tuple[Sums, States]:
-            block = population._replace(clients=clients)
-            return add_participants(algorithm, block, chunk, keys.at(index), index, cohort, ids, total, center, states)
-
-        def finish(keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center) -> tuple:
-            return finish_round(algorithm, population.mesh, keys.at(index), cohort, total, center)
-
-        def renew(states: States, before: States, source: Int[Array, "S"]) -> States:
-            return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
-
-        @functools.cache
-        def build(chunk: int) -> functools.partial:
-            step = functools.partial(add, chunk)
-            return compile_for(algorithm, population, step, donate_argnames="states", out_shardings=by_client)
-
-        self._build = build
-        self._score = functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk))
-        self.draw = jax.jit(draw_, out_shardings=self.everyone, **options)
-        self.finish = jax.jit(finish, donate_argnames="center", out_shardings=self.everyone, **options)
-        self.renew = jax.jit(renew, donate_argnames="states", out_shardings=self.by_client, **options)
+    def _shapes(self) -> tuple[Records, Callable[[], Sums]]:
+        """Return the shapes of a round's records, and a program that makes sums of zero."""
+        programs, by_client = self._programs, self.by_client
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
         ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))
         example = clients, self.keys, index, cohort, ids, self.center, None, states
-        total, _ = jax.eval_shape(functools.partial(add, 1), *example)
-        self._record = jax.eval_shape(finish, self.keys, index, cohort, total, self.center)[1]
-        zeros = functools.partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), total)
-        self.zero = jax.jit(zeros, out_shardings=self.by_client)()
+
+        def shapes() -> tuple[Records, Callable[[], Sums]]:
+            total, _ = jax.eval_shape(functools.partial(programs.plain_add, 1), *example)
+            record = programs.finish.eval_shape(*example[1:4], total, self.center)[1]
+            return record, _zeros(total, by_client)
+
+        return remembered(("shapes", *self._key, key_of_arrays(example)), shapes)
 
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
         """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
@@ -343,6 +385,15 @@ class Stream:
         """Slots, equally many per device, at most enough for all clients."""
         devices = self.population.mesh.size
         return -(-min(max(slots, 1), self.population.number) // devices) * devices
+
+
+def _zeros(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
+    """Return a program that makes zeros of some shapes."""
+
+    def zeros() -> Tree:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+    return jax.jit(zeros, out_shardings=sharding)
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,22 @@ from jaxfl._validate import check_layers, checked, key_of, show
 from jaxfl.types import Model, Params, Tree
 
 
-class _Given(NamedTuple):
-    """Arrays by the identity of those that they stand for, which are kept so that it stays theirs."""
+class _Given:
+    """Arrays that stand for others.
 
-    own: tuple[Any, ...]
-    given: tuple[Any, ...]
+    JAX keeps this object in its caches, and compares it by identity: a program's arrays are no other program's.
+    """
 
-    # By identity: JAX's caches must tell a program's arrays from those of any other.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    def __init__(self, own: Tree, arrays: Tree) -> None:
+        own_leaves = jax.tree.leaves(own)
+        pairs = zip(own_leaves, jax.tree.leaves(arrays), strict=True)
+        self.arrays = {id(leaf): array for leaf, array in pairs}
+        self.kept = own_leaves
+        """No other array gets the identity of one of these."""
+
+    def clear(self) -> None:
+        """Let go of the arrays, which JAX's caches would keep."""
+        self.arrays, self.kept = {}, []
 
 
 _GIVEN = jax.make_user_context(None)
@@ -29,21 +36,32 @@ _FUNCTIONS = ("extract", "classify", "apply", "sum_grad_squared")
 """Of a model, of parameters and inputs."""
 
 
-def given(own: Tree, arrays: Tree) -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def given(own: Tree, arrays: Tree) -> Iterator[None]:
     """Within it, networks read `arrays` in place of a model's own frozen weights (`Model.frozen`).
 
     A program that takes them as an argument is the same for all weights. As its constants, they would be compiled into
     it, at several times their memory, and kept with it.
     """
-    return _GIVEN(_Given(tuple(jax.tree.leaves(own)), tuple(jax.tree.leaves(arrays))))
+    if not jax.tree.leaves(own):
+        # Programs without frozen weights share what JAX has traced of its own functions.
+        with _GIVEN(None):
+            yield
+        return
+    stand_ins = _Given(own, arrays)
+    try:
+        with _GIVEN(stand_ins):
+            yield
+    finally:
+        stand_ins.clear()
 
 
 def current(own: Tree) -> Tree:
     """The weights to compute with: what the program was given for `own`, or else those."""
-    if _GIVEN.value is None:
+    stand_ins = _GIVEN.value
+    if stand_ins is None:
         return own
-    known = {id(leaf): array for leaf, array in zip(*_GIVEN.value, strict=True)}
-    return jax.tree.map(lambda leaf: known.get(id(leaf), leaf), own)
+    return jax.tree.map(lambda leaf: stand_ins.arrays.get(id(leaf), leaf), own)
 
 
 @checked(train=check_layers)

@@ -63,7 +63,7 @@ class Recorded(NamedTuple):
 class Journal:
     """A run's records so far; `finish` accounts for them, and states what it is `told` about the randomness.
 
-    `record` has the shapes of one round's.
+    `record` has the shapes of one round's. `pictures` says whether the reports have curves.
     """
 
     def __init__(
@@ -76,8 +76,10 @@ class Journal:
         *,
         public: bool = False,
         told: Mapping[str, Any] | None = None,
+        pictures: bool = True,
     ) -> None:
         self.algorithm, self.plan, self.folder, self.public = algorithm, plan, folder, public
+        self.pictures = pictures
         self.clients = clients
         self.test_size, self.number = np.asarray(clients.test_size), clients.number
         self.trains = np.asarray(clients.train_size) > 0
@@ -240,14 +242,16 @@ class Journal:
 
     def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
         files.write_metrics(folder / report.METRICS, self.metrics)
+        statement, epsilons = split_clients(statement)
+        arrays: dict[str, Any] = {"test_size": self.test_size} | epsilons
+        if not self.public:
+            arrays["participations"] = ledger.participants.sum(0)
         if self.metrics:
-            arrays = {"round": np.array([row["round"] for row in self.metrics]), "test_size": self.test_size}
-            if not self.public:
-                arrays["participations"] = ledger.participants.sum(0)
-            statement, epsilons = split_clients(statement)
-            arrays |= epsilons
-            files.write_arrays(folder / report.PER_CLIENT, history | arrays)
-            plots.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
+            arrays = history | arrays | {"round": np.array([row["round"] for row in self.metrics])}
+            if self.pictures:
+                plots.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
+        if self.metrics or statement:
+            files.write_arrays(folder / report.PER_CLIENT, arrays)
         if statement:
             files.write_json(folder / report.PRIVACY, statement, allow_nan=False)
 

@@ -1,5 +1,6 @@
 """A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
 
+import bisect
 import contextlib
 import functools
 import json
@@ -21,9 +22,10 @@ from jaxfl.backend import of_devices
 from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, opened
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
+from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.program import Points, over_points
 from jaxfl.engine.resident import Resident
-from jaxfl.engine.round import Records
+from jaxfl.engine.round import Center, Records
 from jaxfl.engine.streamed import Stream
 from jaxfl.privacy.audit import Canaries, Scores, audited, model_in, unaudited, with_final
 from jaxfl.run import fingerprint, report, signals
@@ -51,6 +53,9 @@ _SEGMENT_ROUNDS = 16
 """At most so many rounds of one call, however many a run has: the program of a longer run is the same."""
 
 _CHECKPOINT_SECONDS = 30.0
+
+_PICTURES = 20
+"""Points of a sweep up to which each has a picture, which takes a third of a second."""
 
 CHECKS = {
     "clients": check_clients,
@@ -170,7 +175,8 @@ def sweep(
 
     The program is compiled once. Up to rounding, the first point of a key has the results of `simulate`, and so have
     points with keys of their own, and all points under `paired_noise`. All points advance together: a stopped sweep
-    goes on where it was. With a folder, each point writes its reports into a folder below.
+    goes on where it was. With a folder, each point writes its reports into a folder below, of more than 20 points
+    without curves.png (`jaxfl report` draws them).
 
     Args:
         key: one, or a seed, for all points, which then share all randomness but cohorts and noise (`paired_noise`), or
@@ -349,9 +355,10 @@ class _Run:
         plan = Plan(rounds, evaluations, self.keeps)
         public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
+        options = {"public": public, "told": told, "pictures": len(algorithms) <= _PICTURES}
         record = self.runner.record()  # once: it is the same for all points
         self.journals = [
-            Journal(algorithm, clients, plan, record, path if writes else None, public=public, told=told)
+            Journal(algorithm, clients, plan, record, path if writes else None, **options)
             for algorithm, path in zip(plain, folders, strict=True)
         ]
         self.first = self._models() if settings.audit is not None else []
@@ -397,12 +404,20 @@ class _Run:
             memories = self._memories()
             results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
             self.watch.end([journal.recorded.records for journal in self.journals])
-        centers = self._split(self.runner.center)
+        centers = self._centers()
         states = self._split(self.runner.all_states()) if self.keeps else [()] * len(results)
         return [
             result._replace(server=center.server, memory=unaudited(center.memory), states=rows, restored=self.restored)
             for result, center, rows in zip(results, centers, states, strict=True)
         ]
+
+    def _centers(self) -> list[Center]:
+        """Each run's part of the shared state, on the devices."""
+        center = self.runner.center
+        if self.points is None or jax.process_count() > 1:
+            return self._split(center)
+        # By way of the host: to cut an array on a device takes a millisecond for each point.
+        return everywhere(self.runner.population.mesh, self._split(jax.device_get(center)))
 
     def _memories(self) -> list[Tree]:
         """Each run's canary scores, on the host; nothing without an audit, or where an error has left none."""
@@ -414,7 +429,8 @@ class _Run:
 
     def _models(self) -> list[np.ndarray | None]:
         """Each run's model, on the host, where the server's state holds one."""
-        return [model_in(server, self.update) for server in self._split(self.runner.center.server)]
+        server = jax.device_get(self.runner.center.server)
+        return [model_in(own, self.update) for own in self._split(server)]
 
     def go(self, update: Callable, callbacks: Sequence[Callback], asked: Callable[[], int]) -> None:
         """Run, evaluate and save until all rounds are done, or a callback ends it."""
@@ -428,7 +444,7 @@ class _Run:
                 update(self.done, "measuring the chunk" if self.runner.chunk == "auto" else "compiling")
                 program = self.runner.compile(self._facts())
                 update(self.done, "running")
-            target = next(r for r in self.evaluations if r > self.done)
+            target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
             count = int(min(target - self.done, _SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
             # The first call has one round. Its arguments are donated, so that its weights are read before.
             weights = self._models() if self.done == 0 and jax.process_count() == 1 else []
@@ -443,7 +459,7 @@ class _Run:
             if weights and count == 1:
                 lengths = [float(journal.recorded.records.info["update_norm"][0]) for journal in self.journals]
                 self.watch.sent(weights, self._models(), lengths)
-            if self.done in self.evaluations:
+            if self.done == target:
                 self._evaluate()
                 over = self._call(callbacks)
             update(self.done, "running", f"{self._text(count, count * pace)}, chunk {program.chunk}")
@@ -489,11 +505,12 @@ class _Run:
         if self.points is None:  # points of a sweep go on, and their scores tell
             self.journals[0].require_finite(self.done, self.done + count)
         self.done += count
-        evaluated = max((r for r in self.evaluations if r < self.done), default=0)
+        earlier = bisect.bisect_left(self.evaluations, self.done)
+        evaluated = self.evaluations[earlier - 1] if earlier else 0
         self.watch.dropped([journal.recorded.records for journal in self.journals], evaluated, self.done)
 
     def _evaluate(self) -> None:
-        index = self.evaluations.index(self.done)
+        index = bisect.bisect_left(self.evaluations, self.done)
         if self.points is None:
             self.watch.updates(
                 self.journals[0].recorded.records, self.evaluations[index - 1] if index else 0, self.done

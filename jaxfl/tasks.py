@@ -138,7 +138,7 @@ def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, 
 
 
 def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """-log softmax(outputs) at the label; within `logits_offset`, of outputs plus the offset."""
+    """Return -log softmax(outputs) at the label; within `logits_offset`, of outputs plus the offset."""
     return optax.softmax_cross_entropy_with_integer_labels(_with_offset(outputs), labels)
 
 

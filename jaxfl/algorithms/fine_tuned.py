@@ -21,7 +21,7 @@ def fine_tuned(
     local: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=15),
     parts: Sequence[str] | None = None,
 ) -> Algorithm:
-    """The method, evaluated after every client has trained its model further on its own examples.
+    """Evaluate a method after every client has trained its model further on its own examples.
 
     A client starts from the model that the method would evaluate it with, and takes the steps of
     `local` in the layers of `parts` alone. Every client does so, participant or not, and nothing of

@@ -45,7 +45,7 @@ def mixed(
     folds: int = 3,
     pick: bool = False,
 ) -> Algorithm:
-    r"""The method, whose predictions each client mixes with those of a model that it trains alone.
+    r"""Mix a method's predictions with those of a model that each client trains alone.
 
     .. math::
         p_i(y | x) = \lambda_i \, p(y | x; v_i) + (1 - \lambda_i) \, p(y | x; \theta_i)
@@ -74,7 +74,7 @@ def mixed(
 
     Guarantee: the method's, whose messages are sent; for each client against all others (joint
         privacy): its own model and the weight depend on its own data. Publishing them voids this.
-    Deviations from the papers: the method does not train for the mixture, as Mansour et al. and
+    Deviations from the paper: the method does not train for the mixture, as Mansour et al. and
         APFL do. kNN-Per mixes with neighbours in place of a model. What a method's clients keep from
         rounds, such as a personal model, has seen the examples of all folds: weights lean to it.
     References: Mansour et al., Three Approaches for Personalization with Applications to Federated
@@ -134,7 +134,7 @@ def mixed(
             return own, algorithm.personalize(key, server, client, data)
 
         def leave_out(number: Int[Array, ""], carry: tuple) -> tuple:
-            """Train without a fold; none has the last number, which trains on all examples."""
+            """Train without one fold, and with the last number, which no fold has, on all examples."""
             *_, losses = carry
             kept, left = _divided(data, fold == number)
             own, shared = fit(kept)

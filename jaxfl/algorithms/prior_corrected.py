@@ -25,7 +25,7 @@ def prior_corrected(
     smoothing: Number = 0.1,
     train: bool = False,
 ) -> Algorithm:
-    r"""The method, with predictions by the shares of classes among each client's own examples.
+    r"""Correct a method's predictions by the shares of classes among each client's own examples.
 
     .. math::
         p_i(y | x) \propto p(y | x) \frac{\pi_i(y)}{\pi(y)}, \qquad
@@ -48,7 +48,7 @@ def prior_corrected(
     Guarantee: the method's. Counts of labels stay with the client. With `train` its update depends
         on them, and the mechanism clips it as ever. For each client against all others (joint
         privacy): its offset depends on its own data. Publishing it voids this.
-    Deviations from the papers: pi is uniform, as if the shared model had seen all classes equally
+    Deviations from the paper: pi is uniform, as if the shared model had seen all classes equally
         often; a count of all clients' labels, released with noise, is not offered yet. FedRS scales
         the weights of missing classes, which s = 0 leaves out.
     References: Saerens, Latinne, Decaestecker, Adjusting the Outputs of a Classifier to New a

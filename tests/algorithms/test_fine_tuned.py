@@ -1,5 +1,7 @@
 """Clients that train before they are evaluated."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,10 @@ WHOLE = LocalSGD(optax.sgd(RATE), batch_size=16, epochs=STEPS)
 
 def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def assert_close(a, b):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), a, b)
 
 
 def start_of(method):
@@ -51,7 +57,7 @@ def test_a_whole_model_descends_on_the_clients_own_loss():
     server = start_of(method)
     found = method.personalize(KEY, server, (), client_data(3))
     expected = descended(server.params, 3)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert_close(found, expected)
     assert not np.allclose(expected["head"]["kernel"], server.params["head"]["kernel"], atol=1e-3)
 
 
@@ -64,7 +70,7 @@ def test_inside_the_correction_a_model_descends_on_the_corrected_loss():
     offset = np.log(counts / counts.sum())
     layers = {name: found[name] for name in LINEAR.layers}
     expected = descended(server.params, 3, offset)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), layers, expected)
+    assert_close(layers, expected)
     assert not np.allclose(expected["head"]["bias"], descended(server.params, 3)["head"]["bias"], atol=1e-2)
 
 
@@ -108,7 +114,7 @@ def test_features_of_a_corrected_model_are_fitted_like_the_whole(parts):
         fine_tuned(method, local=local, parts=parts).personalize(KEY, server, (), client_data())
         for method in (base, unsplit)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    assert_close(found, expected)
 
 
 def test_a_client_without_examples_has_the_methods_model():

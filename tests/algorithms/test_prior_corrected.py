@@ -1,5 +1,6 @@
 """Predictions by a client's own counts of labels."""
 
+import functools
 import math
 from typing import Any
 
@@ -55,6 +56,10 @@ def outputs_of(method, params, data, inputs):
     return np.asarray(method.model.apply(personal, method.model.prepare(jnp.asarray(inputs))))
 
 
+def assert_close(a, b, rtol=1e-4, atol=1e-5):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol), a, b)
+
+
 def softmax(logits):
     shares = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return shares / shares.sum(axis=-1, keepdims=True)
@@ -106,7 +111,8 @@ def test_smoothing_lets_a_sure_model_predict_an_absent_class():
 
 def test_a_restricted_client_trains_without_nan():
     """Padding has label 0, which the restriction rules out for most."""
-    method = prior_corrected(fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4)), smoothing=0.0, train=True)
+    base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4))
+    method = prior_corrected(base, smoothing=0.0, train=True)
     result = simulate(KEY, method, small_clients(), **RUN)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.server))
     assert all(math.isfinite(row["train_loss"]) for row in result.metrics)
@@ -140,7 +146,7 @@ def test_equal_counts_change_no_local_step():
     data = own_data(rows_of([2] * 10))
     corrected = prior_corrected(base, train=True)
     found, expected = (m.client_update(KEY, server, (), data)[0].update for m in (corrected, base))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), found, expected)
+    assert_close(found, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_the_offset_ends_with_the_local_step():
@@ -216,8 +222,8 @@ def test_smoothing_of_a_sweep_is_that_of_single_runs():
     swept = sweep(KEY, build, {"smoothing": values}, small_clients(), **RUN)
     for value, result in zip(values, swept, strict=True):
         alone = simulate(KEY, build(value), small_clients(), **RUN)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), result.server, alone.server)
-        np.testing.assert_allclose(result.scores["loss"], alone.scores["loss"], rtol=1e-3, atol=1e-5)
+        assert_close(result.server, alone.server)
+        assert_close(result.scores["loss"], alone.scores["loss"], rtol=1e-3)
     assert not np.allclose(swept[0].scores["loss"], swept[1].scores["loss"])
 
 
@@ -235,7 +241,6 @@ def test_private_predictions_gain_where_clients_have_few_classes():
     options = {"rounds": 10, "progress": False}
     plain = simulate(KEY, base, clients, **options)
     corrected = simulate(KEY, prior_corrected(base, smoothing=0.0), clients, **options)
-    print(plain.metrics[-1]["accuracy"], corrected.metrics[-1]["accuracy"])
     jax.tree.map(np.testing.assert_array_equal, plain.server, corrected.server)
     assert corrected.statement == plain.statement
     assert corrected.metrics[-1]["accuracy"] > plain.metrics[-1]["accuracy"] + 0.15
@@ -257,7 +262,8 @@ def test_what_an_upload_reveals_is_measured_on_the_methods_model():
 def test_a_model_of_flax_is_corrected_too():
     network = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(10)])
     model = from_flax(network, (8, 8, 1), prepare=lambda x: x / 16)
-    method = prior_corrected(fedavg(model, local=LocalSGD(optax.sgd(0.1), 4)), smoothing=0.0, train=True)
+    base = fedavg(model, local=LocalSGD(optax.sgd(0.1), 4))
+    method = prior_corrected(base, smoothing=0.0, train=True)
     assert np.isfinite(simulate(KEY, method, small_clients(), **RUN).metrics[-1]["loss"])
 
 

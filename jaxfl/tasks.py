@@ -138,7 +138,7 @@ def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, 
 
 
 def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Return -log softmax(outputs) at the label; within `logits_offset`, of outputs plus the offset."""
+    """Return -log softmax(outputs) at the label; `logits_offset` may add to the outputs."""
     return optax.softmax_cross_entropy_with_integer_labels(_with_offset(outputs), labels)
 
 
@@ -155,7 +155,7 @@ class Offset:
 def logits_offset(values: Float[Array, "K"]) -> Iterator[Offset]:
     """Let `cross_entropy` add numbers to all logits, in whatever is traced within.
 
-    A method holds its model, and with it the loss: a wrapper around it reaches neither by arguments.
+    A method holds its model, and with it the loss: a wrapper reaches neither by arguments.
     """
     offset = Offset(values)
     with _OFFSET(offset):

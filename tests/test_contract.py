@@ -37,8 +37,8 @@ USUAL = (
     "pdp_fl_examples",
     "prior_corrected",
 )
-"""No communication, client states, public masks, a memory, weights and noise by clients, private local
-steps, an offset in the loss.
+"""No communication, client states, public masks, a memory, weights and noise by clients, private
+local steps, an offset in the loss.
 """
 
 

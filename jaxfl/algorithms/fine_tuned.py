@@ -50,7 +50,7 @@ def fine_tuned(
     layers = model.layers if parts is None else parts
     if unknown := [name for name in layers if name not in model.layers]:
         raise ValueError(
-            f"parts must be layers of model={model.name!r}, got {unknown[0]!r}. Choose from {model.layers}."
+            f"parts must be layers of model={model.name!r}, got {unknown[0]!r}. Choose from {', '.join(model.layers)}."
         )
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:

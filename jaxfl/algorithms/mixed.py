@@ -75,8 +75,9 @@ def mixed(
     Guarantee: the method's, whose messages are sent; for each client against all others (joint
         privacy): its own model and the weight depend on its own data. Publishing them voids this.
     Deviations from the paper: the method does not train for the mixture, as Mansour et al. and
-        APFL do. kNN-Per mixes with neighbours in place of a model. What a method's clients keep from
-        rounds, such as a personal model, has seen the examples of all folds: weights lean to it.
+        APFL do. kNN-Per mixes with neighbours in place of a model. What a method's clients keep
+        from rounds, such as a personal model, has seen the examples of all folds: weights lean
+        towards it.
     References: Mansour et al., Three Approaches for Personalization with Applications to Federated
         Learning, 2020 (arXiv:2002.10619); Deng, Kamani, Mahdavi, Adaptive Personalized Federated
         Learning, 2020 (arXiv:2003.13461); Marfoq et al., Personalized Federated Learning through
@@ -94,8 +95,8 @@ def mixed(
     if model.task.name not in _MIXTURES:
         raise ValueError(
             f"algorithm must be for one of the tasks {', '.join(_MIXTURES)}, got "
-            f"model={model.name!r} with task={model.task.name!r}. Leave mixed out, or give the model "
-            "another task."
+            f"model={model.name!r} with task={model.task.name!r}. "
+            "Leave mixed out, or give the model another task."
         )
     by_class = model.task.name == "classification"
     mix = functools.partial(_mixture, _MIXTURES[model.task.name])
@@ -134,7 +135,7 @@ def mixed(
             return own, algorithm.personalize(key, server, client, data)
 
         def leave_out(number: Int[Array, ""], carry: tuple) -> tuple:
-            """Train without one fold, and with the last number, which no fold has, on all examples."""
+            """Train without one fold; the last number is no fold's, and leaves nothing out."""
             *_, losses = carry
             kept, left = _divided(data, fold == number)
             own, shared = fit(kept)
@@ -159,7 +160,7 @@ def mixed(
 
 
 def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool) -> Int[Array, "N"]:
-    """Return the fold of each position, or -1 where it has none: padding, the only one of a class."""
+    """Return each position's fold, or -1 where it has none: padding, the only one of a class."""
     positions = jnp.arange(data.padded)
     real = positions < data.size
     drawn = jax.random.uniform(key, positions.shape)
@@ -200,7 +201,7 @@ def _of_outputs(weight: Float[Array, ""], own: Array, method: Array) -> Array:
 
 
 def _mixture(mix: Mix, weight: Float[Array, ""], own: Array, method: Array) -> Array:
-    """Return mixed outputs; exactly one model's where the other has no weight, even if it is NaN."""
+    """Return mixed outputs: exactly one model's where the other has no weight, and may be NaN."""
     between = mix(weight, own.astype(jnp.float32), method.astype(jnp.float32))
     outputs = jnp.where(weight == 0, method, between.astype(method.dtype))
     return jnp.where(weight == 1, own, outputs)

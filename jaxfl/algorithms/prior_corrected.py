@@ -74,8 +74,8 @@ def prior_corrected(
     if train and algorithm.dp_sgd is not None:
         raise ValueError(
             f"train must be False with private local steps, got True with "
-            f"algorithm={algorithm.name!r}. Leave train out: each example would change the gradients "
-            "of a client's other ones, which no noise hides."
+            f"algorithm={algorithm.name!r}. Leave train out: each example would change the "
+            "gradients of a client's other ones, which no noise hides."
         )
     outputs = outputs_of(model)
     if len(outputs.shape) != 2:
@@ -108,8 +108,8 @@ def prior_corrected(
         if not offset.read:
             raise ValueError(
                 f"train must be False for a method with a loss of its own, got True with "
-                f"algorithm={algorithm.name!r}. Leave train out, or give the method the task's loss, "
-                "for instance by ppsgd(loss=None)."
+                f"algorithm={algorithm.name!r}. Leave train out, or give the method the task's "
+                "loss, for instance by ppsgd(loss=None)."
             )
         return updated
 
@@ -132,8 +132,8 @@ def _label_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
 def _log_shares(counts: Float[Array, "K"]) -> Float[Array, "K"]:
     """Return the logarithms of shares, over the largest share.
 
-    A factor of all classes changes no prediction. By this one they are exactly 0 where all counts are
-    equal, also where all are 0.
+    A factor of all classes changes no prediction. By this one they are exactly 0 where all counts
+    are equal, also where all are 0.
     """
     most = jnp.max(counts)
     shares = jnp.where(most > 0, counts / jnp.maximum(most, 1e-30), 1.0)

@@ -269,7 +269,7 @@ def fit_layers(
     local: LocalSGD,
     layers: Collection[str],
 ) -> Params:
-    """Train some layers alone; the optimizer sees no other parameter, and all others keep their bits.
+    """Train some layers alone: the optimizer sees no others, which keep their bits.
 
     Args:
         key: order of the examples, and what layers draw.

@@ -51,11 +51,11 @@ def extended(
         return model.extract(plain(params), x)
 
     def changed(function: Callable[..., Array]) -> Callable[..., Array]:
-        def outputs_of(params: Params, x: Array, *key: Array) -> Array:
+        def with_entry(params: Params, x: Array, *key: Array) -> Array:
             outputs = function(plain(params), x, *key)
             return change(params[entry], outputs, x) if entry in params else outputs
 
-        return outputs_of
+        return with_entry
 
     return model._replace(
         name=f"{model.name}_{entry}",
@@ -76,8 +76,8 @@ def outputs_of(model: Model) -> Any:
     """
     if model.input_shape is None:
         raise ValueError(
-            f"algorithm must have a model with an `input_shape`, got model={model.name!r}. Give the "
-            "model one, by model._replace(input_shape=...)."
+            f"algorithm must have a model with an `input_shape`, got model={model.name!r}. "
+            "Give the model one, by model._replace(input_shape=...)."
         )
     shape = (2, *model.input_shape)
 
@@ -89,6 +89,7 @@ def outputs_of(model: Model) -> Any:
         return with_either(lambda dtype: jax.eval_shape(lambda: outputs(dtype)))[1]
     except ExceptionGroup as group:
         raise ValueError(
-            f"algorithm must have a model that takes a batch of its input_shape={model.input_shape!r}, "
-            f"got model={model.name!r}: {group.exceptions[0]}. Correct its input_shape."
+            f"algorithm must have a model that takes a batch of its "
+            f"input_shape={model.input_shape!r}, got model={model.name!r}: {group.exceptions[0]}. "
+            "Correct its input_shape."
         ) from None

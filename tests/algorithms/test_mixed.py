@@ -11,7 +11,7 @@ from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, mixed, prior_corrected
 from jaxfl.algorithms.mixed import _FOLDS, _INIT, _TRAINING, _divided, _folds
 from jaxfl.data import load, make_clients
-from jaxfl.models import mlp
+from jaxfl.models import gru, mlp
 from jaxfl.tasks import multi_label, regression
 from jaxfl.types import ClientData
 
@@ -238,6 +238,21 @@ def test_a_regression_runs():
     clients = make_clients(data, lists, lists)
     result = simulate(KEY, mixed(fedavg(model), local=LOCAL), clients, rounds=1, progress=False)
     assert np.isfinite(result.scores["mse"]).all()
+
+
+def test_probabilities_of_a_next_token_are_mixed():
+    model = gru(5, length=4, embedding=2, width=3)
+    tokens = jax.random.randint(KEY, (20, 5), 0, 5)
+    data = ClientData(tokens[:, :-1], tokens[:, 1:], jnp.arange(20), jnp.asarray(18))
+    method = mixed(fedavg(model), local=LOCAL)
+    server, _ = method.init(KEY, 1)
+    params = method.personalize(KEY, server, (), data)
+    x = model.prepare(tokens[:, :-1])
+    own = np.exp(log_softmax(model.apply(params["mixture"].own, x)))
+    shared = np.exp(log_softmax(model.apply(server.params, x)))
+    mixture = params["mixture"]._replace(weight=jnp.float32(0.4))
+    found = method.model.apply({**params, "mixture": mixture}, x)
+    np.testing.assert_allclose(np.exp(found), 0.4 * own + 0.6 * shared, rtol=1e-4, atol=1e-6)
 
 
 def test_other_tasks_and_folds_are_refused():

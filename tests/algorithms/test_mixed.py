@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import MODEL, SIZES, client_data, small_clients
+from algorithms_table import MODEL, SIZES, small_clients
 
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import dp_fedavg_fb, fedavg, mixed, prior_corrected
@@ -55,10 +55,11 @@ def test_the_ends_are_the_two_models_and_between_are_their_mixtures(wrap):
     base = wrap(dp_fedavg_fb(MODEL, head=LOCAL))
     method = mixed(base, local=LOCAL)
     server, _ = method.init(KEY, 1)
-    params = method.personalize(KEY, server, (), client_data())
+    data = data_of(np.arange(40))
+    params = method.personalize(KEY, server, (), data)
     x = MODEL.prepare(jnp.asarray(INPUTS))
-    own = np.asarray(MODEL.apply(own_model(client_data()), x))
-    personal = base.personalize(KEY, server, (), client_data())
+    own = np.asarray(MODEL.apply(own_model(data), x))
+    personal = base.personalize(KEY, server, (), data)
     shared = np.asarray(base.model.apply(personal, x))
     np.testing.assert_array_equal(at_weight(method, params, 0), shared)
     np.testing.assert_array_equal(at_weight(method, params, 1), own)

@@ -68,7 +68,7 @@ def mixed(
     Args:
         algorithm: any method for a classification, a next token, or a regression, of which outputs
             are mixed, and weighed by the squared error.
-        local: how a client trains its own model.
+        local: how a client trains its own model, with as many epochs as training alone takes.
         folds: number of parts of a client's examples, each of which is left out once.
         pick: whether the weight is 0 or 1: each client picks one of the two models.
 

@@ -4,9 +4,10 @@ Nothing else in the library knows of classes or cross-entropy: training takes th
 and Fisher information that of each example, and an evaluation merges a metric's sums over a client's batches.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,6 +25,8 @@ RESERVED = {
     "clipped", "train_loss",
 }  # fmt: skip
 """Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
+
+_OFFSET = jax.make_user_context(None)
 
 _BINS = 256
 """Thresholds of the area under an ROC curve."""
@@ -136,8 +139,36 @@ def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, 
 
 
 def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """-log softmax(outputs) at the label."""
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, labels)
+    """Return -log softmax(outputs) at the label; `logits_offset` may add to the outputs."""
+    return optax.softmax_cross_entropy_with_integer_labels(_with_offset(outputs), labels)
+
+
+class Offset:
+    """Numbers that are added to logits, and whether a loss has read them."""
+
+    # Compared by identity: JAX's caches must tell a client's numbers from those of any other.
+    def __init__(self, values: Float[Array, "K"]) -> None:
+        self.values = values
+        self.read = False
+
+
+@contextlib.contextmanager
+def logits_offset(values: Float[Array, "K"]) -> Iterator[Offset]:
+    """Let `cross_entropy` add numbers to all logits, in whatever is traced within.
+
+    A method holds its model, and with it the loss: a wrapper reaches neither by arguments.
+    """
+    offset = Offset(values)
+    with _OFFSET(offset):
+        yield offset
+
+
+def _with_offset(outputs: Float[Array, "B K"]) -> Float[Array, "B K"]:
+    offset = _OFFSET.value
+    if offset is None:
+        return outputs
+    offset.read = True
+    return outputs + offset.values.astype(outputs.dtype)[None]
 
 
 def one_hot_error(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:

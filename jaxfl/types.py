@@ -172,6 +172,11 @@ class ClientData:
         size = jnp.clip(self.size - start, 0, length)
         return dataclasses.replace(self, _start=self._start + start, _positions=length, size=size)
 
+    def in_order(self, positions: Int[Array, "N"]) -> "ClientData":
+        """Return the client with its positions in another order; real ones still come first."""
+        rows = jnp.asarray(self._rows)[jnp.where(positions < self.size, self._start + positions, 0)]
+        return dataclasses.replace(self, _rows=rows, _start=0, _positions=None)
+
 
 class Model(NamedTuple):
     """A network as pure functions, with its parameters named in depth order, and its task.

@@ -34,7 +34,9 @@ from jaxfl.algorithms import (
     feddpa_paper,
     fedprox,
     fedrep,
+    fine_tuned,
     local_only,
+    mixed,
     mr_mtl,
     padpfl,
     padpfl_paper,
@@ -46,6 +48,7 @@ from jaxfl.algorithms import (
     pmtl_ft,
     ppsgd,
     ppsgd_centaur,
+    prior_corrected,
     scaffold,
 )
 from jaxfl.algorithms.adp_pfl import fisher_threshold, largest, random_share
@@ -209,6 +212,11 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         sampling=FixedSize(6),
         **noised(sgd),
     ),
+    "fine_tuned": lambda z=1.0, sgd=0.1, **o: fine_tuned(
+        prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)
+    ),
+    "prior_corrected": lambda z=1.0, sgd=0.1, **o: prior_corrected(dp_fedavg(MODEL, **private(z, sgd)), train=True),
+    "mixed": lambda z=1.0, sgd=0.1, **o: mixed(prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)),
 }
 
 SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")

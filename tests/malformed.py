@@ -60,6 +60,7 @@ BAD: dict[str, list[Any]] = {
     "count": [*NO_NUMBERS, 0, -1, 1.5, INF],
     "canary count": [*NO_NUMBERS, 0, 15, 20.5, INF],
     "count from 0": [*NO_NUMBERS, -1, 1.5, INF],
+    "fold count": [*NO_NUMBERS, -1, 0, 1, 2.5, INF],
     "layer count": [*NO_NUMBERS, -1, 1.5, INF, 99],
     "positive": [*NO_NUMBERS, 0.0, -1.0, INF, -INF],
     "bound": [*NO_NUMBERS, 0.0, -1.0, -INF],
@@ -104,6 +105,7 @@ BAD: dict[str, list[Any]] = {
     "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
     "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
     "layers": [3, "head", ("none",), (3,), {}, object()],
+    "some layers": [3, "head", ("none",), (), (3,), {}, object()],
     "network weights": [None, 3, "x", object(), {}, [], np.zeros(3), {"head": np.zeros(3)}, MODEL],
     "labels": NO_LABELS,
     "some labels": [*NO_LABELS, *MORE_LABELS],
@@ -180,6 +182,7 @@ LABELS, INPUTS = np.array([0, 1, 0, 1]), np.zeros((4, 2), np.float32)
 LISTS = [[0, 1], [2, 3]]
 CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
+METHOD = {"algorithm": (algorithms.fedavg(MODEL), "algorithm")}
 LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
 HEAD = {"head": (LocalSGD(optax.sgd(0.1), 4), "local")}
 PERSONAL = {"personal": (LocalSGD(optax.sgd(0.1), 4), "local")}
@@ -347,12 +350,16 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "aggregation": ("normalised", "choice"),
         "top_up": ("variances", "choice"),
     }),
-    "fedbuff": (algorithms.fedbuff, {
-        "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "staleness": (1, "count from 0"),
+    "fedbuff": (algorithms.fedbuff, METHOD | {"staleness": (1, "count from 0")}),
+    "byzantine": (algorithms.byzantine, METHOD | {
+        "liars": ([0], "liars"), "attack": ("sign", "choice"), "scale": (1.0, "at least 0"),
     }),
-    "byzantine": (algorithms.byzantine, {
-        "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "liars": ([0], "liars"), "attack": ("sign", "choice"),
-        "scale": (1.0, "at least 0"),
+    "fine_tuned": (algorithms.fine_tuned, METHOD | LOCAL | {"parts": (None, "some layers?")}),
+    "prior_corrected": (algorithms.prior_corrected, METHOD | {
+        "smoothing": (0.1, "at least 0"), "train": (False, "flag"),
+    }),
+    "mixed": (algorithms.mixed, METHOD | LOCAL | {
+        "folds": (3, "fold count"), "pick": (False, "flag"),
     }),
     "load": (data.load, {"name": ("digits", "dataset"), "data_dir": (None, "path?")}),
     "from_arrays": (data.from_arrays, {

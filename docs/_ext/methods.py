@@ -173,6 +173,35 @@ PAGES = (
         ("feddpa", "audit"),
     ),
     Page(
+        "fine_tuned", "Fine-tuning before evaluation", ("fine_tuned",),
+        "Around a method that shares a model, as the first personalization to try: it costs no "
+        "epsilon, and clients keep nothing between rounds.",
+        "Where clients have too few examples to train a whole model: name a part of it, such as the "
+        "head.",
+        (),
+        {"fine_tuned": "`fine_tuned(prior_corrected(dp_fedavg(...)))`"},
+    ),
+    Page(
+        "prior_corrected", "Correction by a client's own classes", ("prior_corrected",),
+        "Wherever clients differ in how often they have each class: their own counts cost no epsilon, "
+        "and a method that is compared without them may only show that its clients learn these. With "
+        "fine-tuning, inside: `fine_tuned(prior_corrected(method))` trains with the correction.",
+        "Where clients differ in their inputs alone; where test examples are not of the classes that a "
+        "client trains on; around a model that was trained on the client's own examples, unless "
+        "`train=True`.",
+        (),
+        {"prior_corrected": "`prior_corrected(dp_fedavg(...), train=True)`"},
+    ),
+    Page(
+        "mixed", "Mixture with a local model", ("mixed",),
+        "Where it is unclear whether federation pays, as with few clients or much noise: each client "
+        "weighs the method against training alone, on examples left out.",
+        "Where evaluations are frequent, since each trains several models for every client; where "
+        "clients have a handful of examples, too few to weigh by.",
+        (),
+        {"mixed": "`mixed(prior_corrected(dp_fedavg(...)))`"},
+    ),
+    Page(
         "fedbuff", "FedBuff", ("fedbuff",),
         "Around a method, to see what stale starts cost it.",
         "To account for a real asynchronous deployment whose cohorts are not drawn as the sampler says.",

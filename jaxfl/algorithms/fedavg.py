@@ -1,7 +1,7 @@
 """The FedAvg family: local-only, FedAvg, FedProx, DP-FedAvg and DP-FedAvg-fb.
 
 One recipe with four options: communicate or not, a penalty (a proximal term), a clip bound with noise, and a head
-that is fine-tuned before evaluation.
+that is fine-tuned before evaluation (see `fine_tuned`).
 """
 
 import functools
@@ -14,8 +14,9 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import at_least_0, check_noise, checked, nonzero, probability, up_to_infinity
+from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.local.penalties import proximal
-from jaxfl.local.train import GradientFn, LocalSGD, check_head, fit_head
+from jaxfl.local.train import GradientFn, LocalSGD, check_head
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
@@ -193,12 +194,7 @@ def dp_fedavg_fb(
     """
     check_head(model)
     base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
-
-    def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
-        del client
-        return fit_head(key, model, server.params, data, local=head)[0]
-
-    return base._replace(name="dp_fedavg_fb", personalize=personalize)
+    return fine_tuned(base, local=head, parts=model.head)._replace(name="dp_fedavg_fb")
 
 
 def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]) -> Algorithm:

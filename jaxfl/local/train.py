@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -250,9 +250,43 @@ def fit_head(
     features = lax.fori_loop(0, longest(-(-data.size // batch)), put, features)
     rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round)
     head = {name: params[name] for name in model.head}
+    beside = {name: params[name] for name in params if name not in model.layers}
+
+    def apply(head: Params, features: Array, *key: Array) -> Array:
+        return classify({**head, **beside}, features, *key)
+
     options: dict[str, Any] = {"local": local, "penalty": penalty, "loss": model.task.mean_loss}
-    head, info = train(key, head, rows, apply=classify, prepare=lambda x: x, **options)
+    head, info = train(key, head, rows, apply=apply, prepare=lambda x: x, **options)
     return {**params, **head}, info
+
+
+def fit_layers(
+    key: Key[Array, ""],
+    model: Model,
+    params: Params,
+    data: ClientData,
+    *,
+    local: LocalSGD,
+    layers: Collection[str],
+) -> Params:
+    """Train some layers alone: the optimizer sees no others, which keep their bits.
+
+    Args:
+        key: order of the examples, and what layers draw.
+        model: names its layers.
+        params: all parameters, also those that are no layer's.
+        data: the client's rows.
+        local: optimizer, batch size, and how long.
+        layers: names of the layers; those of the head are fitted as `fit_head` does it.
+    """
+    if set(layers) == set(model.head):
+        return fit_head(key, model, params, data, local=local)[0]
+
+    def apply(own: Params, x: Array, *key: Array) -> Array:
+        return model.apply({**params, **own}, x, *key)
+
+    own, _ = local.train(key, model, {name: params[name] for name in layers}, data, apply=apply)
+    return {**params, **own}
 
 
 def decayed(

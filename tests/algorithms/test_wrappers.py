@@ -1,6 +1,8 @@
-"""FedBuff and lying clients, around other methods."""
+"""What goes around any method: FedBuff, lying clients, and what changes evaluations alone."""
 
 import dataclasses
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,20 @@ import optax
 import pytest
 from algorithms_table import ALGORITHMS, CLIP, MODEL, SEND_WEIGHTS, SIZES, client_data, small_clients
 
-from jaxfl import LocalSGD, simulate
-from jaxfl.algorithms import byzantine, dp_fedavg, fedavg, fedbuff
+from jaxfl import Candidate, LocalSGD, compare, simulate, sweep
+from jaxfl.algorithms import (
+    byzantine,
+    dp_fedavg,
+    fedavg,
+    fedbuff,
+    fine_tuned,
+    mixed,
+    prior_corrected,
+)
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import compile_rounds, initialize
 from jaxfl.privacy import Full, Krum, Mechanism, Median, TrimmedMean
+from jaxfl.run.simulate import _Run
 from jaxfl.types import Message
 
 KEY = jax.random.key(12)
@@ -118,3 +129,106 @@ def test_robust_aggregates_survive_liars_that_break_a_mean():
         result = simulate(KEY, liars, small_clients(), rounds=10, progress=False)
         reached[name] = float(np.nanmean(result.scores["loss"]))
     assert reached["mean"] > 3 * max(reached["median"], reached["trimmed"], reached["krum"])
+
+
+QUICK = LocalSGD(optax.sgd(0.1), 4)
+
+
+def assert_near(a, b, rtol=1e-4):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol, atol=1e-5), a, b)
+
+
+AROUND = {
+    "fine_tuned": functools.partial(fine_tuned, local=QUICK),
+    "prior_corrected": prior_corrected,
+    "mixed": functools.partial(mixed, local=QUICK),
+    "mixed(prior_corrected)": lambda base: mixed(prior_corrected(base), local=QUICK),
+    "fine_tuned(prior_corrected)": lambda base: fine_tuned(prior_corrected(base), local=QUICK),
+    "mixed(fine_tuned(prior_corrected))": lambda base: mixed(
+        fine_tuned(prior_corrected(base), local=QUICK), local=QUICK
+    ),
+    "prior_corrected(mixed)": lambda base: prior_corrected(mixed(base, local=QUICK), train=False),
+}
+"""Of these, a method's clients send what they sent."""
+
+
+@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize("method", ["dp_fedavg", pytest.param("pmtl_own", marks=pytest.mark.slow)])
+def test_what_is_sent_and_its_epsilon_are_the_methods(name, method):
+    base = ALGORITHMS[method]()
+    plain, around = (simulate(KEY, a, small_clients(), **RUN) for a in (base, AROUND[name](base)))
+    jax.tree.map(np.testing.assert_array_equal, plain.server, around.server)
+    jax.tree.map(np.testing.assert_array_equal, plain.states, around.states)
+    assert plain.statement == around.statement
+    kept = method == "pmtl_own"  # by clients, who then may find it better than any mixture
+    assert kept or not np.array_equal(plain.scores["loss"], around.scores["loss"])
+
+
+NESTED = AROUND["mixed(fine_tuned(prior_corrected))"]
+
+
+def nested(rate=0.1, noise_multiplier=1.0, smoothing=0.1):
+    base = dp_fedavg(
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=noise_multiplier,
+        sampling=Full(),
+        local=LocalSGD(optax.sgd(rate), 4),
+    )
+    return mixed(
+        fine_tuned(prior_corrected(base, smoothing=smoothing), local=LocalSGD(optax.sgd(rate), 4)),
+        local=QUICK,
+    )
+
+
+def test_states_on_the_host_change_nothing():
+    method = NESTED(ALGORITHMS["pmtl_own"]())
+    near, far = (simulate(KEY, method, small_clients(), states=where, **RUN) for where in ("device", "host"))
+    assert_near(near.server, far.server)
+    assert_near(near.scores["loss"], far.scores["loss"])
+
+
+def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
+    options = RUN | {"eval_every": 1}
+    method = nested()
+    whole = simulate(KEY, method, small_clients(), **options)
+    monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
+    evaluate = _Run._evaluate
+
+    def dies(self):
+        if self.done == 2:
+            raise RuntimeError("killed")
+        evaluate(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Run, "_evaluate", dies)
+        with pytest.raises(RuntimeError, match="killed"):
+            simulate(KEY, method, small_clients(), folder=tmp_path, **options)
+    resumed = simulate(KEY, method, small_clients(), folder=tmp_path, **options)
+    assert resumed.restored
+    jax.tree.map(np.testing.assert_array_equal, whole.server, resumed.server)
+    assert whole.metrics == resumed.metrics
+
+
+@pytest.mark.slow
+def test_points_of_a_sweep_are_single_runs():
+    swept = sweep(KEY, nested, {"rate": [0.05, 0.2], "smoothing": [0.0, 1.0]}, small_clients(), **RUN)
+    alone = simulate(KEY, nested(rate=0.05, smoothing=0.0), small_clients(), **RUN)
+    assert_near(swept[0].server, alone.server)
+    assert_near(swept[0].scores["loss"], alone.scores["loss"], rtol=1e-3)
+    assert not np.allclose(swept[0].scores["loss"], swept[1].scores["loss"], equal_nan=True)
+
+
+@pytest.mark.slow
+def test_wrapped_methods_are_compared(tmp_path):
+    methods = {
+        "nested": Candidate(nested, {"rate": [0.05, 0.2]}),
+        "corrected": Candidate(
+            lambda smoothing: prior_corrected(fedavg(MODEL, local=QUICK), smoothing=smoothing),
+            {"smoothing": [0.1, 1.0]},
+        ),
+    }
+    options = {"rounds": 2, "seeds": (0, 1), "progress": False, "folder": tmp_path}
+    options["epsilons"] = (2.0, math.inf)
+    found = compare(methods, lambda seed: small_clients(shift=seed), **options)
+    assert "nested" in found.to_markdown()

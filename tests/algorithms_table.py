@@ -34,6 +34,7 @@ from jaxfl.algorithms import (
     feddpa_paper,
     fedprox,
     fedrep,
+    fedrod,
     fine_tuned,
     local_only,
     mixed,
@@ -122,6 +123,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         noise_multiplier=z,
         sampling=Poisson(0.6),
     ),
+    "fedrod": lambda z=1.0, sgd=0.1, **o: fedrod(MODEL, **private(z, sgd)),
     "dp_pfeddsu": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(MODEL, noise_multiplier=z, **sparse(sgd)),
     "dp_pfeddsu_random": lambda z=1.0, sgd=0.1, **o: dp_pfeddsu(
         MODEL, noise_multiplier=z, mask_source="public_random", backward_density=0.5, **sparse(sgd)

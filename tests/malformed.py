@@ -320,6 +320,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "centaur": (algorithms.centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
         "evaluation_epochs": (None, "count from 0?"),
     }),
+    "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
         "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
         "personal_learning_rate": (0.1, "at least 0"), "loss": (lambda *batch: 0.0, "function?"),

@@ -62,6 +62,12 @@ PAGES = (
         "of random features.",
     ),
     Page(
+        "fedrod", "FedRoD", ("fedrod",),
+        "Where labels differ by client: the shared model is trained as if they did not, and a personal head adds what "
+        "the client's own labels tell. Compare with `prior_corrected`, which costs no training.",
+        "Where inputs differ and labels do not: the balanced loss then equals the usual one.",
+    ),
+    Page(
         "dp_pfeddsu", "DP-pFedDSU", ("dp_pfeddsu", "dp_pfeddsu_paper"),
         "For a sparse extractor whose mask follows from what is broadcast, which keeps the saving in noised "
         "dimensions. `dp_pfeddsu_paper` is there to show what is published.",

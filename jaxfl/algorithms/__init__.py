@@ -13,6 +13,7 @@ from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb, fedavg, fedprox, lo
 from jaxfl.algorithms.fedbuff import fedbuff
 from jaxfl.algorithms.feddpa import feddpa, feddpa_paper
 from jaxfl.algorithms.fedrep import centaur, fedrep
+from jaxfl.algorithms.fedrod import fedrod
 from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.algorithms.mixed import mixed
 from jaxfl.algorithms.one_shot import dp_prototypes, dp_ridge
@@ -30,7 +31,7 @@ __all__ = [
     "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg",
     "dp_fedavg_fb", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "dp_prototypes",
     "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa", "feddpa_paper",
-    "fedprox", "fedrep", "fedyogi", "fine_tuned", "local_only", "mixed", "mr_mtl", "padpfl",
-    "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft", "ppsgd",
-    "ppsgd_centaur", "prior_corrected", "scaffold",
+    "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "local_only", "mixed", "mr_mtl",
+    "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft",
+    "ppsgd", "ppsgd_centaur", "prior_corrected", "scaffold",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from jaxtyping import Float, Key
 from jaxfl._validate import at_least_0, checked
 from jaxfl.models.extended import extended, outputs_of
 from jaxfl.tasks import logits_offset
-from jaxfl.types import Algorithm, ClientData, Number, Params, Tree
+from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
 _ENTRY = "log_prior"
 """What a client's parameters have beside the layers."""
@@ -66,27 +66,16 @@ def prior_corrected(
     'prior_corrected(fedavg)'
     """
     model = algorithm.model
-    if model.task.name != "classification":
-        raise ValueError(
-            f"algorithm must be for a classification, got model={model.name!r} with "
-            f"task={model.task.name!r}. Leave prior_corrected out: only classes have shares."
-        )
+    classes = classes_of("algorithm", model)
     if train and algorithm.dp_sgd is not None:
         raise ValueError(
             f"train must be False with private local steps, got True with "
             f"algorithm={algorithm.name!r}. Leave train out: each example would change the "
             "gradients of a client's other ones, which no noise hides."
         )
-    outputs = outputs_of(model)
-    if len(outputs.shape) != 2:
-        raise ValueError(
-            f"algorithm must have a model with logits [B, K], got {outputs.shape} of "
-            f"model={model.name!r} for a batch of 2. Give a network with one output for each class."
-        )
-    classes = outputs.shape[1]
 
     def offset_of(data: ClientData) -> Float[Array, "K"]:
-        return _log_shares(_label_counts(data, classes) + smoothing)
+        return log_prior(data, classes, smoothing)
 
     def start(key: Key[Array, ""]) -> Float[Array, "K"]:
         del key
@@ -121,20 +110,41 @@ def prior_corrected(
     )
 
 
-def _label_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
-    """Return how many of a client's training examples are of each class."""
+def classes_of(argument: str, model: Model) -> int:
+    """Return the number of classes that a model has logits for.
+
+    Args:
+        argument: the one that the model comes from, for errors.
+        model: the network.
+
+    Raises:
+        ValueError: its task is no classification, or its outputs are not one logit for each class.
+    """
+    if model.task.name != "classification":
+        raise ValueError(
+            f"{argument} must be for a classification, got model={model.name!r} with "
+            f"task={model.task.name!r}. Choose another method: only classes have shares."
+        )
+    outputs = outputs_of(model)
+    if len(outputs.shape) != 2:
+        raise ValueError(
+            f"{argument} must have a model with logits [B, K], got {outputs.shape} of "
+            f"model={model.name!r} for a batch of 2. Give a network with one output for each class."
+        )
+    return outputs.shape[1]
+
+
+def log_prior(data: ClientData, classes: int, smoothing: Number = 0.0) -> Float[Array, "K"]:
+    """Return the logarithms of the shares of classes among a client's examples, over the largest share.
+
+    A factor of all classes changes no prediction. By this one the logarithms are exactly 0 where all
+    counts are equal, also where all are 0. `smoothing` examples are added to every class first.
+    """
     positions = jnp.arange(data.padded)
     _, labels = data.take(positions)
     real = positions < data.size
-    return jnp.bincount(labels.astype(jnp.int32), weights=real.astype(jnp.float32), length=classes)
-
-
-def _log_shares(counts: Float[Array, "K"]) -> Float[Array, "K"]:
-    """Return the logarithms of shares, over the largest share.
-
-    A factor of all classes changes no prediction. By this one they are exactly 0 where all counts
-    are equal, also where all are 0.
-    """
+    weights = real.astype(jnp.float32)
+    counts = jnp.bincount(labels.astype(jnp.int32), weights=weights, length=classes) + smoothing
     most = jnp.max(counts)
     shares = jnp.where(most > 0, counts / jnp.maximum(most, 1e-30), 1.0)
     return jnp.where(shares > 0, jnp.log(jnp.where(shares > 0, shares, 1.0)), _NEVER)

@@ -158,7 +158,7 @@ def test_the_offset_ends_with_the_local_step():
     assert float(cross_entropy(logits, labels)[0]) == pytest.approx(math.log(10))
 
 
-LOSS_OF_ITS_OWN = {"ppsgd"}
+LOSS_OF_ITS_OWN = {"ppsgd", "dp_ridge", "dp_prototypes"}
 REFUSED = {"mr_mtl", "pdp_fl_examples"}
 """Methods of private local steps."""
 TWICE = {"fine_tuned", "prior_corrected", "mixed"}

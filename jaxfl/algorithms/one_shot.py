@@ -217,10 +217,16 @@ def _one_shot(
     shapes = jax.eval_shape(statistics, *rows)
 
     def with_head(params: Params, head: Linear) -> Params:
-        return {**params, layer: {"kernel": head[0], "bias": head[1]}}
+        kernel, bias = head
+        old = params[layer]
+        return {
+            **params,
+            layer: {"kernel": kernel.astype(old["kernel"].dtype), "bias": bias.astype(old["bias"].dtype)},
+        }
 
     def head_of(params: Params) -> Linear:
-        return params[layer]["kernel"], params[layer]["bias"]
+        kernel, bias = params[layer]["kernel"], params[layer]["bias"]
+        return kernel.astype(jnp.float32), bias.astype(jnp.float32)
 
     def sums(params: Params, data: ClientData) -> Tree:
         batch = min(_BLOCK, data.padded)
@@ -229,7 +235,7 @@ def _one_shot(
             positions = i * batch + jnp.arange(batch)
             inputs, labels = data.take(positions)
             real = (positions < data.size)[:, None]
-            x = extract(params, model.prepare(inputs))
+            x = extract(params, model.prepare(inputs)).astype(jnp.float32)
             hot = jax.nn.one_hot(labels, classes)
             return optax.tree.add(total, statistics(jnp.where(real, x, 0), jnp.where(real, hot, 0)))
 

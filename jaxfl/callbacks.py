@@ -12,6 +12,7 @@ run fails. A path that cannot be written therefore raises before anything is com
 """
 
 import contextlib
+import functools
 import inspect
 import io
 import math
@@ -67,8 +68,14 @@ def opened(callbacks: Sequence[Callback]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, contextlib.AbstractContextManager):
-                stack.enter_context(callback)
+                callback.__enter__()
+                stack.push(functools.partial(_leave, callback))
         yield
+
+
+def _leave(callback: contextlib.AbstractContextManager, *error: Any) -> None:
+    """Leave a callback, which cannot suppress what ended the run."""
+    callback.__exit__(*error)
 
 
 def ask(callbacks: Sequence[Callback], rows: Sequence[Row]) -> bool:
@@ -79,11 +86,11 @@ def ask(callbacks: Sequence[Callback], rows: Sequence[Row]) -> bool:
         Exception: what the first callback that failed raised, with a note for each further one.
     """
     answers: list[bool] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for i, callback in enumerate(callbacks):
         try:
             answers.append(_answer(f"callbacks[{i}]", callback([dict(row) for row in rows])))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             error.add_note(f"raised by callbacks[{i}]")
             errors.append(error)
     if errors:
@@ -226,7 +233,8 @@ def csv(path: str | os.PathLike) -> Callback:
     def started() -> Iterator[_Log]:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Replaces the file by a copy, as later writes do: a path that cannot be written shows before the first round.
-        earlier = file.read_bytes() if file.exists() else b""
+        target = file.resolve()
+        earlier = b"" if files.kind(target) is None else files.read(target)
         with files.replacing(file) as temporary:
             temporary.write_bytes(earlier)
         yield of_run()

@@ -136,7 +136,8 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
     while last is not None and last.tb_next is not None:
         last = last.tb_next
     checked_here = last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
-    if isinstance(error, ValueError | TypeError) and checked_here:
+    of_file = isinstance(error, OSError) and error.filename is not None  # such as a folder that cannot be made
+    if of_file or (isinstance(error, ValueError | TypeError) and checked_here):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     else:
@@ -146,7 +147,10 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
 def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     """Return the commands by name. Settings in the file after --config take the place of defaults."""
     parted = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    file = next((path for option, path in itertools.pairwise(parted) if option == "--config"), None)
+    configs = [path for option, path in itertools.pairwise(parted) if option == "--config"]
+    if len(configs) > 1:
+        raise ValueError(f"config must be given once, got {configs}. Put all settings into one file.")
+    file = configs[0] if configs else None
 
     def given(command: str, kind: type[T]) -> T:
         return settings.read(kind, file) if file and words[0] == command else kind()
@@ -374,3 +378,7 @@ def _show(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Non
 
 def _text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

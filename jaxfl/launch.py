@@ -163,8 +163,23 @@ def _devices() -> list[int] | None:
     return mine or None
 
 
+_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID")
+
+
 def _slurm_task() -> tuple[int, int]:
-    """Return the number of this node's tasks, and which of these this one is."""
+    """Return the number of this node's tasks, and which of these this one is.
+
+    Raises:
+        ValueError: Slurm's variables do not fit together.
+    """
+    try:
+        return _read_slurm()
+    except (ValueError, LookupError):
+        found = ", ".join(f"{name}={os.environ[name]}" for name in _SLURM if name in os.environ)
+        raise ValueError(f"Slurm's variables must describe this task, got {found}. Start the tasks by srun.") from None
+
+
+def _read_slurm() -> tuple[int, int]:
     # Such as 4(x2),3: two nodes with 4 tasks, and one with 3.
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     by_node = [int(tasks) for tasks, nodes in runs for _ in range(int(nodes or 1))]

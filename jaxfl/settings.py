@@ -78,6 +78,8 @@ def parse_options(given: Collection[str]) -> dict[str, int | float]:
         name, equals, value = word.partition("=")
         if not (name and equals):
             raise ValueError(f"option must be NAME=VALUE, got {show(word)}. Give for instance --option alpha=0.3.")
+        if name in found:
+            raise ValueError(f"option must name each number once, got {name!r} twice. Leave one of them out.")
         try:
             found[name] = _parse(value.encode())
         except Exception:  # as in `read`
@@ -88,7 +90,9 @@ def parse_options(given: Collection[str]) -> dict[str, int | float]:
 def nearest(name: Any, known: Collection[str]) -> str:
     """Return the remedy for an unknown name: the known one that is spelled most like it, else all of them."""
     close = difflib.get_close_matches(str(name)[:100], known, 1, 0.65)
-    return f"Did you mean {close[0]!r}?" if close else f"Give some of {', '.join(known)}."
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Give some of {', '.join(known)}." if known else "Leave it out: there is none."
 
 
 @checked(alpha=up_to_infinity)

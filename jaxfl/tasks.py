@@ -350,6 +350,8 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
 def _chosen(known: dict[str, Metric], names: tuple[str, ...]) -> dict[str, Metric]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"metrics={unknown[0]!r}: choose from {', '.join(map(repr, known))}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"metrics must be different ones, got {names}. Leave the second one out.")
     return {name: known[name] for name in names}
 
 

@@ -292,7 +292,7 @@ def test_a_run_opens_its_callbacks_before_the_first_round_and_closes_them_when_i
     (tmp_path / "rows").mkdir()
     with pytest.raises(OSError, match="rows"):
         run(rounds=2, callbacks=[Log(), callbacks.csv(tmp_path / "rows")])
-    assert events[3:] == ["open", IsADirectoryError]
+    assert events[3:] == ["open", files.IrregularError]
 
 
 def test_csv_quotes_and_makes_its_folder(tmp_path):
@@ -353,3 +353,35 @@ def test_tensorboard_leaves_no_thread_and_no_open_file(tmp_path):
     links = [os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert not [link for link in links if link.startswith(str(tmp_path))]
     assert events(tmp_path) == {(1, "loss"): 0.5}
+
+
+def test_a_callback_cannot_hide_what_ended_a_run():
+    class Hiding:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            return True
+
+        def __call__(self, rows):
+            raise KeyError("of the callback")
+
+    with pytest.raises(KeyError, match="of the callback"):
+        run(rounds=1, callbacks=[Hiding()])
+
+
+def test_an_exit_asked_for_by_a_callback_loses_no_round(tmp_path):
+    def leave(rows):
+        raise SystemExit(3)
+
+    called = []
+    with pytest.raises(SystemExit, match="3"):
+        run(tmp_path, rounds=2, callbacks=[leave, lambda rows: called.append(len(rows))])
+    assert called == [1]
+    assert (tmp_path / "ckpt" / "1" / "manifest.json").exists()
+
+
+def test_a_fifo_in_the_place_of_a_table_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rows.csv")
+    with pytest.raises(OSError, match="must be a regular file, got a fifo"):
+        run(rounds=1, callbacks=[callbacks.csv(tmp_path / "rows.csv")])

@@ -555,3 +555,26 @@ def test_systems_without_locks_go_without(tmp_path, monkeypatch, caplog):
     assert "cannot be locked (Operation not supported)" in caplog.text
     monkeypatch.setattr(locking, "fcntl", None)
     Lock(tmp_path).take(shared=False)
+
+
+def test_a_checkpoint_under_the_name_of_another_round_is_not_used(saved, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    shutil.copytree(copy / "ckpt" / "3", copy / "ckpt" / "9")
+    assert restored(copy)[0] == 3
+    assert "the checkpoint of round 9: it was made after round 3" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["null", "[]", "3", "[" * 100_000, ""])
+def test_a_manifest_of_another_kind_is_damaged(content, saved, tmp_path, caplog):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved[0], copy)
+    (copy / "ckpt" / "3" / "manifest.json").write_text(content)
+    assert restored(copy)[0] == 2
+    assert "manifest.json is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["lr=[0.1]", "a\\b", "]"])
+def test_a_folder_that_could_not_be_read_is_refused_before_the_first_round(name, tmp_path):
+    with pytest.raises(ValueError, match=r"folder must have a path without \[ \] .*Choose another name"):
+        quiet(tmp_path / name / "run")

@@ -421,12 +421,27 @@ def test_tokens_outside_the_models_table_are_refused_before_anything_compiles(na
     for wrong in (17, 22, 200, -1):
         inputs = np.where(np.arange(5_000)[:, None] == 4_321, wrong, tokens)
         inputs = inputs.astype(np.uint8 if name == "an embedding of bytes" else np.int64)
-        words = (
-            rf"clients.inputs must lie in \[0, 17\), .*got {255 if wrong < 0 and inputs.dtype == np.uint8 else wrong}"
-        )
-        with pytest.raises(ValueError, match=rf"{words} in row 4321. Correct the data"):
+        found = 255 if wrong < 0 and inputs.dtype == np.uint8 else wrong
+        words = rf"clients.inputs must be whole numbers in \[0, 17\), .*got {found} in row 4321. Correct the data"
+        with pytest.raises(ValueError, match=words):
             run(inputs)
     with pytest.raises(Reached):
+        run(tokens)
+
+
+@pytest.mark.parametrize("wrong", [200.0, -1.0, 3.5])
+def test_tokens_that_are_stored_as_floats_are_checked_too(wrong, never_runs):
+    tokens = np.full((10, 6), 16.0, np.float32)
+    labels = np.zeros((10, 6), int)
+
+    def run(inputs):
+        clients = make_clients((inputs, labels, inputs[:0], labels[:0]), [np.arange(10)], [[]])
+        simulate(KEY, fedavg(gru(17, 6)), clients, rounds=1, progress=False)
+
+    with pytest.raises(Reached):
+        run(tokens)
+    tokens[3, 2] = wrong
+    with pytest.raises(ValueError, match=rf"must be whole numbers in \[0, 17\), .*got {wrong} in row 3"):
         run(tokens)
 
 

@@ -183,6 +183,17 @@ def test_gpus_that_no_task_would_use_are_an_error(cluster, capsys):
         assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("wrong", [{"NODEID": 7}, {"LOCALID": "z"}, {"STEP_TASKS_PER_NODE": "many", "NTASKS": "x"}])
+def test_variables_that_do_not_fit_are_named(wrong, cluster, capsys):
+    cluster(slurm(2, 0) | {f"SLURM_{name}": str(value) for name, value in wrong.items()}, FOUR)
+    with pytest.raises(SystemExit) as end:
+        launch.main([__file__])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "Slurm's variables must describe this task, got SLURM_" in said
+    assert said.count("\n") == 1
+
+
 def test_a_cluster_of_cpus_is_left_to_jax(cluster, capsys):
     cluster(slurm(2, 0), "")
     assert launch._devices() is None

@@ -320,3 +320,21 @@ def test_a_page_waits_for_no_file_and_needs_only_the_rows(kind, tmp_path):
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(ValueError, match=r"holds no metrics\.jsonl"):
         write_report(tmp_path)
+
+
+DAMAGE = {
+    "metrics.jsonl": ["", "[1]", "null", "[" * 100_000, "{"],
+    "privacy.json": ["", "[]", "null", "[" * 100_000],
+    "per_client.npz": ["", "text", "\0" * 100],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, text) for name, texts in DAMAGE.items() for text in texts])
+def test_a_page_of_damaged_files_names_the_file(name, content, tmp_path):
+    for file in DAMAGE:
+        (tmp_path / file).write_text("{}" if file == "privacy.json" else '{"round": 1, "loss": 0.5}\n')
+    (tmp_path / "per_client.npz").unlink()
+    write_report(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name}' must .*Run again with the same settings"):
+        write_report(tmp_path)

@@ -342,3 +342,8 @@ def test_the_contract_holds_for_other_tasks(name, method):
     planned = epsilon(planned_ledger(algorithm.mechanism, clients.number, ROUNDS), algorithm.mechanism).value
     assert stores[0].statement["honest"]["aggregate"]["epsilon"] == pytest.approx(planned)
     assert records.ledger.participants.any()
+
+
+def test_one_metric_twice_raises_an_error():
+    with pytest.raises(ValueError, match="metrics must be different ones"):
+        tasks.classification("accuracy", "accuracy")

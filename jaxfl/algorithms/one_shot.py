@@ -4,13 +4,15 @@ Clients send statistics of frozen features once. The server computes the head in
 correct that head with its own statistics, which it never sends.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.extend import core
 from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, checked, key_of
@@ -276,12 +278,45 @@ def _dense_head(model: Model) -> tuple[str, int, int]:
     layer = model.head[0]
     shapes = {name: leaf.shape for name, leaf in params[layer].items() if hasattr(leaf, "shape")}
     dense = shapes.keys() == {"kernel", "bias"} and len(shapes["kernel"]) == 2
-    if len(model.head) > 1 or not dense or model.extract is None:
+    if len(model.head) > 1 or not dense or model.extract is None or not _is_linear(model, layer, params[layer]):
         raise ValueError(
             f"model must end with one dense layer on features that it can extract, got {model.name!r} with the head "
             f"{model.head!r}. Give a model of jaxfl.models, or a module with methods `extract` and `classify`."
         )
     return layer, *shapes["kernel"]
+
+
+_LINEAR = {
+    "add",
+    "add_any",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "dot_general",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+"""Operations of features times a kernel plus a bias."""
+
+
+def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
+    """Return whether the model does nothing to its features but multiply them by the kernel and add the bias."""
+    assert model.classify is not None
+    classify = model.classify
+    features = jax.ShapeDtypeStruct((2, shapes["kernel"].shape[0]), jnp.float32)
+    program = jax.make_jaxpr(lambda head, x: classify({layer: head}, x))(shapes, features)
+    used = collections.Counter(_operations(program.jaxpr))
+    return used.keys() <= _LINEAR and used["dot_general"] == 1
+
+
+def _operations(program: core.Jaxpr) -> Iterator[str]:
+    """Yield the names of a program's operations, those inside its parts too."""
+    for operation in program.eqns:
+        parts = [value for value in operation.params.values() if isinstance(value, core.ClosedJaxpr | core.Jaxpr)]
+        if not parts:
+            yield operation.primitive.name
+        for part in parts:
+            yield from _operations(part.jaxpr if isinstance(part, core.ClosedJaxpr) else part)
 
 
 def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:

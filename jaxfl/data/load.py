@@ -256,7 +256,11 @@ def _digits() -> Dataset:
 def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
     """The folder of the highest prepared version of `name`."""
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
-    root = Path(os.path.expanduser(named or "~/tensorflow_datasets")).absolute()
+    given = named or "~/tensorflow_datasets"
+    expanded = os.path.expanduser(given)
+    if os.fspath(expanded).startswith("~"):
+        raise ValueError(f"data_dir must be a folder, got {given!r} of a user without a home. Set JAXFL_DATA_DIR.")
+    root = Path(expanded).absolute()
     versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]
     versions = [folder for folder in versions if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)]
     if not versions:

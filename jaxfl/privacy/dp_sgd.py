@@ -131,7 +131,11 @@ class DPSGD:
         mark = self.mark if data.noise is not None else f"{self.mark}, without the engine's noise"
         total_loss = checkpoint_name(total_loss, mark)
         steps = total.astype(jnp.float32)
-        return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": steps, "private_steps": steps}
+        return _without_derivative(params), {
+            "loss": total_loss / jnp.maximum(total, 1),
+            "steps": steps,
+            "private_steps": steps,
+        }
 
     @property
     def dp_sgd(self) -> "DPSGD":
@@ -154,6 +158,20 @@ class DPSGD:
         if len(self.noise_table) not in (1, clients):
             shape = self.noise_table.shape
             raise ValueError(f"dp_sgd.noise_multiplier has shape {shape}: it must fit {clients} clients")
+
+
+@jax.custom_jvp
+def _without_derivative(params: Params) -> Params:
+    """Return parameters whose derivative is an error: noise is a constant, so a derivative would be exact."""
+    return params
+
+
+@_without_derivative.defjvp
+def _(primals: tuple, tangents: tuple) -> tuple:
+    raise ValueError(
+        "private steps must not be differentiated: their noise is a constant, and the derivative by the data or the "
+        "parameters would have none. Differentiate a loss before the steps, or train by LocalSGD."
+    )
 
 
 def trainings(program: core.Jaxpr) -> dict[str, float]:

@@ -217,20 +217,20 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
 
 
 def _check_indices(model: Model, clients: Clients) -> None:
-    """Require whole-number inputs to lie in the table that the model looks them up in."""
-    if model.vocabulary is None or clients.inputs.dtype.kind not in "iu":
+    """Require inputs that index a table to be whole numbers that lie in the table."""
+    if model.vocabulary is None:
         return
     if clients.inputs.dtype.kind == "u" and np.iinfo(clients.inputs.dtype).max < model.vocabulary:
         return
     for start in range(0, len(clients.inputs), _PART):  # the store may be a file that is larger than memory
         part = np.asarray(clients.inputs[start : start + _PART])
-        outside = (part < 0) | (part >= model.vocabulary)
+        outside = (part < 0) | (part >= model.vocabulary) | (part != np.floor(part))
         if outside.any():
             row = start + int(np.argwhere(outside)[0][0])
             raise ValueError(
-                f"clients.inputs must lie in [0, {model.vocabulary}), the rows of the table of model={model.name!r}, "
-                f"got {part[outside][0]} in row {row}. Correct the data, for instance by a token of its own for "
-                f"padding and for unknown words, or make the model for a larger vocabulary."
+                f"clients.inputs must be whole numbers in [0, {model.vocabulary}), the rows of the table of "
+                f"model={model.name!r}, got {part[outside][0]} in row {row}. Correct the data, for instance by a token "
+                "of its own for padding and for unknown words, or make the model for a larger vocabulary."
             )
 
 

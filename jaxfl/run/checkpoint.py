@@ -25,6 +25,9 @@ _MANIFEST, _STATE, _UNFINISHED = "manifest.json", "state", "unfinished"
 _PARTS = re.compile(r"state(\.orbax-checkpoint-tmp.*)?|manifest\.json(\.[0-9a-f]{16})?|fingerprint")
 """Names in the folder of a checkpoint, also of one whose writer was killed, and of one of an earlier version."""
 
+_UNREADABLE = ("[", "]", "\\")
+"""Characters that the library for checkpoints takes for something else in a path."""
+
 _ROUNDS = re.compile("[1-9][0-9]{0,17}")
 """Names of checkpoints: after how many rounds they were made."""
 
@@ -45,6 +48,11 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: Plan) -> None:
         self._folder, self._fingerprint = folder.absolute(), json.loads(json.dumps(fingerprint))
+        if unreadable := [part for part in self._folder.parts if set(_UNREADABLE) & set(part)]:
+            raise ValueError(
+                f"folder must have a path without {' '.join(_UNREADABLE)}, from which checkpoints could not be read, "
+                f"got {unreadable[0]!r} in it. Choose another name."
+            )
         self._plan = plan
         self._whole: int | None = None  # rounds of the newest state that is known to be intact
 
@@ -64,6 +72,7 @@ class Checkpoints:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
         if first:
             content = {"fingerprint": self._fingerprint, "plan": self._plan._asdict(), "made": made._asdict()}
+            content["round"] = rounds
             content |= {"files": _sums(unfinished)}
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             own = self._folder / str(rounds)
@@ -150,6 +159,8 @@ class Checkpoints:
         folder, content, made, problem = self._folder / str(rounds), {}, self._plan, None
         try:
             content = _manifest(folder, self._fingerprint.get("format"))
+            if content["round"] != rounds:
+                raise DamagedError(f"it was made after round {content['round']}")
             planned, made = [Plan(**content["plan"]), self._plan], Plan(**content["made"])
             extends = planned[0].rounds < self._plan.rounds
             facts = [
@@ -225,11 +236,11 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
     """Return what a folder's manifest holds, where its facts are of this format (see `fingerprint.FORMAT`)."""
     path = folder / _MANIFEST
     content: Facts = {}
-    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
-        content = json.loads(read(path))
-        if content.pop("sha256") != _of_json(content):
-            content = {}
-    if "plan" in content and content["fingerprint"].get("format") == layout:
+    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError):
+        found = json.loads(read(path))
+        if found.pop("sha256") == _of_json(found):
+            content = found
+    if {"plan", "round"} <= content.keys() and content["fingerprint"].get("format") == layout:
         return content
     if content or (kind(path) is None and (folder / "fingerprint").is_dir()):
         run = str(folder.parent.parent)

@@ -1,11 +1,13 @@
 """A run, a sweep or a comparison as one page, made of what its folder holds."""
 
+import contextlib
 import html
 import json
 import math
 import os
 import pathlib
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +40,8 @@ _WORST = 20
 _CLIENTS = 1000
 """Clients that are listed at all: a page stays below a megabyte."""
 
+
+_RERUN = "Run again with the same settings, which writes it anew, or remove it."
 
 _VERSIONS = ("jaxfl", "jax", "jaxlib", "device", "devices")
 _FIRST = ("method", "model", "rounds", *_VERSIONS)
@@ -314,7 +318,10 @@ def _costs(row: Mapping[str, Any]) -> str:
 
 
 def _rows(folder: pathlib.Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in read(folder / METRICS).splitlines()]
+    rows = _read(folder / METRICS, lambda path: [json.loads(line) for line in read(path).splitlines()], list)
+    if not rows or not all(isinstance(row, dict) and "round" in row for row in rows):
+        raise ValueError(f"{str(folder / METRICS)!r} must hold a row of metrics on each line. {_RERUN}")
+    return rows
 
 
 def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -323,14 +330,38 @@ def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(read(path)) if is_regular(path) else {}
+    return _read(path, lambda path: json.loads(read(path)), dict) if is_regular(path) else {}
 
 
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     if not is_regular(path):
         return {}
-    with opened(path) as file, np.load(file) as found:
-        return {name: found[name] for name in found}
+    return _read(path, _load_arrays, dict)
+
+
+def _load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
+    with opened(path) as file, zipfile.ZipFile(file) as archive:
+        return {
+            name.removesuffix(".npy"): np.lib.format.read_array(archive.open(name), allow_pickle=False)
+            for name in archive.namelist()
+        }
+
+
+def _read(path: pathlib.Path, load: Callable[[pathlib.Path], Any], kind: type) -> Any:
+    """Return what a file of a run holds.
+
+    Raises:
+        ValueError: it cannot be read, or holds something of another kind.
+    """
+    problem = ""
+    try:
+        found = load(path)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, MemoryError, zipfile.BadZipFile) as error:
+        problem = f" ({type(error).__name__})"
+    else:
+        if isinstance(found, kind):
+            return found
+    raise ValueError(f"{str(path)!r} must be as a run wrote it, and is damaged{problem}. {_RERUN}")
 
 
 def _facts(folder: pathlib.Path) -> dict[str, Any]:
@@ -339,7 +370,9 @@ def _facts(folder: pathlib.Path) -> dict[str, Any]:
         found = [path / "manifest.json" for path in checkpoints(root / CHECKPOINTS)]
         found = [path for path in found if is_regular(path)]
         if found:
-            manifest = _json(found[-1])
+            manifest: dict[str, Any] = {}
+            with contextlib.suppress(ValueError):  # the page is of the reports, which may be whole
+                manifest = _json(found[-1])
             return manifest.get("plan", {}) | manifest.get("fingerprint", {})
     return {}
 

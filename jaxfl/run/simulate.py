@@ -481,7 +481,7 @@ class _Run:
         """Call all of them; whether one ends the run. If one fails, what was computed is kept."""
         try:
             return ask(callbacks, self.journals[0].metrics)
-        except Exception:
+        except (Exception, SystemExit):
             if self.checkpoints and jax.process_count() == 1:  # others would not come to write their part
                 self._save(self.checkpoints)
             raise

@@ -10,7 +10,7 @@ from jaxfl.algorithms import dp_prototypes, dp_ridge
 from jaxfl.data import iid, load, make_clients, matching
 from jaxfl.data.clients import rows_of
 from jaxfl.engine.mesh import data_of, in_rows
-from jaxfl.models import from_flax, lenet, mlp
+from jaxfl.models import digits_cnn, from_flax, lenet, mlp, resnet20
 from jaxfl.privacy import calibrate
 from jaxfl.tasks import regression
 
@@ -181,3 +181,28 @@ def test_noise_cannot_outweigh_the_ridge(digits):
 def test_other_models_raise_an_error(build, model, message):
     with pytest.raises(ValueError, match=message):
         build(model, clip=1.0, noise_multiplier=1.0)
+
+
+@BUILDERS
+@pytest.mark.parametrize("change", [lambda x: -x, lambda x: 2 * x, nn.relu, lambda x: x[:, ::-1]])
+def test_a_head_that_sees_other_features_raises_an_error(build, change):
+    class Changed(nn.Module):
+        def setup(self):
+            self.head = nn.Dense(3)
+
+        def extract(self, x):
+            return x
+
+        def classify(self, x):
+            return self.head(change(x))
+
+        def __call__(self, x):
+            return self.classify(self.extract(x))
+
+    with pytest.raises(ValueError, match="model must end with one dense layer"):
+        build(from_flax(Changed(), (9,)), clip=1.0, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("model", [LINEAR, lenet(), mlp((8, 8, 1), 10), resnet20(), digits_cnn()])
+def test_networks_of_the_zoo_end_with_a_dense_layer(model):
+    assert dp_ridge(model, clip=1.0, noise_multiplier=1.0).name == "dp_ridge"

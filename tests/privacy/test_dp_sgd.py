@@ -344,3 +344,18 @@ def test_an_example_without_a_finite_gradient_contributes_nothing(model):
     eight_ninths = jax.tree.map(lambda s, e: s + (e - s) * 8 / 9, start, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, eight_ninths)
     assert np.isfinite(info["loss"])
+
+
+def test_private_steps_have_no_derivative():
+    """Their noise is a constant, which a derivative loses: what is sent would be exact."""
+    method = fedavg(MODEL, local=steps(2))
+
+    def client_update(key, server, state, data):
+        def sent(params):
+            return method.client_update(key, server._replace(params=params), state, data)[0].update
+
+        tangent = jax.jvp(sent, (server.params,), (server.params,))[1]
+        return Message(tangent), state, {}
+
+    with pytest.raises(ValueError, match="private steps must not be differentiated"):
+        simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)

@@ -115,6 +115,7 @@ BAD: dict[str, list[Any]] = {
     "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
     "shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1)],
     "large shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1), (4, 4, 1), (7, 7, 1)],
+    "shape or vector": [*NO_SHAPE, (8, 8), (8, 8, 1, 1)],
     "any shape": [*NO_SHAPE, ()],
     "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
     "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
@@ -432,7 +433,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "flip_labels": (data.flip_labels, {
         "labels": (LABELS, "some labels"), "rows": ([0], "own rows"), "classes": (2, "count"),
     }),
-    "mlp": (models.mlp, IMAGES | {"hidden": ((4,), "widths")}),
+    "mlp": (models.mlp, IMAGES | {
+        "input_shape": ((8, 8, 1), "shape or vector"), "hidden": ((4,), "widths"),
+    }),
     "lenet": (models.lenet, IMAGES | FORM | {"input_shape": ((28, 28, 1), "large shape")}),
     "lenet_groupnorm": (models.lenet_groupnorm, IMAGES | FORM | {
         "input_shape": ((28, 28, 1), "large shape"), "groups": (2, "count"),

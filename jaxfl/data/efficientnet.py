@@ -33,10 +33,12 @@ _SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 _FORMAT = 1
 """Number of our form of the weights, part of the name of their file in the cache folder."""
 
-_MEAN, _DEVIATION = 127.0, 128.0
+_MEAN = 127.0
+_DEVIATION = 128.0
 """What TensorFlow's published network subtracts from bytes, and then divides them by."""
 
-_STEM, WIDTH = 32, 1280
+_STEM = 32
+_WIDTH = 1280
 _EPSILON = 1e-3
 """What batch normalisation adds to a variance."""
 
@@ -104,7 +106,7 @@ def efficientnet_lite0() -> Encoder:
         Tan and Le 2019 (arXiv:1905.11946); TensorFlow's EfficientNet-Lite of 2020.
     """
     version = f"{_FORMAT}-{_SHA256[:16]}"
-    return Encoder("efficientnet_lite0", version, WIDTH, _weights, _apply)
+    return Encoder("efficientnet_lite0", version, _WIDTH, _weights, _apply)
 
 
 def _apply(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
@@ -129,7 +131,7 @@ class _Network(nn.Module):
                 shape = (stage.size, stride, stage.expand, stage.channels)
                 x = _Block(*shape, name=f"block_{number}")(x)
                 number += 1
-        return nn.relu6(nn.Dense(WIDTH, name="head")(x)).mean((1, 2))
+        return nn.relu6(nn.Dense(_WIDTH, name="head")(x)).mean((1, 2))
 
 
 class _Block(nn.Module):
@@ -193,11 +195,13 @@ def _weights() -> Params:
     made: Any = jax.eval_shape(_Network().init, jax.random.key(0), pictures)
     leaves: Any = flatten_dict(made["params"], sep="/")
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    arrays: Any = recall_arrays(name, shapes)
-    if arrays is None:
-        arrays = flatten_dict(_folded(read_tensors(_published())), sep="/")
-        keep_arrays(name, arrays)
-    return unflatten_dict(arrays, sep="/")
+    kept = recall_arrays(name, shapes)
+    if kept is not None:
+        return unflatten_dict(kept, sep="/")
+    params = _folded(read_tensors(_published()))
+    arrays: Any = flatten_dict(params, sep="/")
+    keep_arrays(name, arrays)
+    return params
 
 
 def _published() -> bytes:
@@ -230,7 +234,8 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
         moved = moved.reshape([moved.shape[axis] for axis in axes])
         return {"kernel": moved.astype(np.float32), "bias": bias.astype(np.float32)}
 
-    dense, depthwise = (2, 3), (0, 1, 3)
+    dense = (2, 3)
+    depthwise = (0, 1, 3)
     params = {
         "stem": layer("_conv_stem", "_bn0", (0, 1, 2, 3)),
         "head": layer("_conv_head", "_bn1", dense),

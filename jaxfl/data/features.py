@@ -66,7 +66,8 @@ def features(
 ) -> Dataset:
     """Replace pictures by features of a public pretrained encoder, one vector for each picture.
 
-    A linear model on such features is small, which private training likes, and trains in seconds.
+    A linear model on such features, `jaxfl.models.mlp((F,), classes, hidden=())`, is small, and
+    trains in seconds.
 
     Features are kept in the cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`), by a
     hash of the pictures, the size, and the encoder's name and version. A second call computes
@@ -145,7 +146,9 @@ def _of_batch(
     colours = pictures if pictures.ndim == 4 else pictures[..., None]
     colours = jnp.broadcast_to(colours, (*colours.shape[:3], 3)).astype(jnp.float32) * scale
     resized = jax.image.resize(colours, (len(colours), size, size, 3), "bilinear")
-    return apply(weights, resized)
+    # A GPU would round factors to fewer bits, and the cache keeps features of any device.
+    with jax.default_matmul_precision("highest"):
+        return apply(weights, resized)
 
 
 def _batches(pictures: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
@@ -164,7 +167,8 @@ def _joined(
     advance: Callable[[int], None],
 ) -> Float32[np.ndarray, "n F"]:
     """Return the features of all batches, and refuse what an encoder should not return."""
-    joined, start = np.empty(shape, np.float32), 0
+    joined = np.empty(shape, np.float32)
+    start = 0
     for batch, count in batches:
         found = np.asarray(encode(batch))
         wanted = (len(batch), shape[1])

@@ -320,6 +320,6 @@ def read_tensors(content: bytes) -> dict[str, np.ndarray]:
         places = np.full(tensor.shape, tensor.offset)
         for axis, step in zip(np.indices(tensor.shape, sparse=True), tensor.steps, strict=True):
             places += axis * step
-        return numbers[tensor.storage.key][places]
+        return np.asarray(numbers[tensor.storage.key][places])
 
     return {name: gathered(tensor) for name, tensor in named.items()}

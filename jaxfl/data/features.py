@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float32, Shaped
 from rich.console import Console
 from rich.progress import Progress
 
@@ -140,8 +140,8 @@ def _of_batch(
     size: int,
     weights: Params,
     pictures: Shaped[Array, "B H W ..."],
-) -> Float[Array, "B F"]:
-    """Resize a batch, and encode it."""
+) -> Array:
+    """Resize a batch, and encode it. What an encoder returns is checked later."""
     scale = 1.0 if pictures.dtype == jnp.uint8 else 255.0
     colours = pictures if pictures.ndim == 4 else pictures[..., None]
     colours = jnp.broadcast_to(colours, (*colours.shape[:3], 3)).astype(jnp.float32) * scale

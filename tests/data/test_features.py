@@ -329,8 +329,8 @@ def test_a_depthwise_convolution_is_a_grouped_one_padded_as_tensorflow_does(size
     x = rng.normal(size=(2, side, side + 1, 4)).astype(np.float32)
     kernel = rng.normal(size=(size, size, 4)).astype(np.float32)
     bias = rng.normal(size=4).astype(np.float32)
-    layer = _Depthwise(size, stride)
-    found = np.asarray(layer.apply({"params": {"kernel": kernel, "bias": bias}}, x))
+    params = {"params": {"kernel": kernel, "bias": bias}}
+    found = np.asarray(_Depthwise(size, stride).apply(params, jnp.asarray(x)))
     wanted = jax.lax.conv_general_dilated(
         jnp.asarray(x),
         jnp.asarray(kernel[:, :, None]),

@@ -42,6 +42,8 @@ _REMEDIES = {
     "Mechanism": "a jaxfl.privacy.Mechanism",
     "Algorithm": "an algorithm, for instance jaxfl.algorithms.fedavg(model)",
     "Clients": "clients from jaxfl.data.make_clients",
+    "Dataset": "a dataset from jaxfl.data.load or from_arrays",
+    "Encoder": "an encoder, for instance jaxfl.data.efficientnet_lite0()",
     "Module": "a module of Flax linen, made: nn.Dense(10), not nn.Dense",
 }
 """What to give where a class is required, by the name of the class, or of the first of several."""

@@ -10,6 +10,7 @@ import re
 import secrets
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,13 +140,47 @@ def append_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True) -> None:
     """Write named arrays as one .npz, atomically."""
+    method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
     # Not `np.savez`, whose own arguments are names that no array can have.
-    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", method) as archive:
         for name, value in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
+
+
+def recall_arrays(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
+    """Return arrays of a file of the cache folder, of 32-bit floating numbers and of these shapes.
+
+    None stands for no file, or for one that is damaged or has something else.
+    """
+    try:
+        with opened(cache_folder() / name) as raw:
+            with zipfile.ZipFile(raw) as archive:
+                # First of all: the header of a damaged array may ask for any memory.
+                if archive.testzip() is not None:
+                    return None
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                arrays = {key: file[key] for key in shapes}
+    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None
+    for key, array in arrays.items():
+        if array.shape != shapes[key] or array.dtype != np.float32 or not np.isfinite(array).all():
+            return None
+    return arrays
+
+
+def keep_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to a file of the cache folder, all or nothing.
+
+    A folder that cannot be had or written is no error.
+    """
+    with contextlib.suppress(OSError):
+        path = cache_folder() / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_arrays(path, arrays, compress=False)
 
 
 @contextlib.contextmanager

@@ -56,6 +56,20 @@ NO_NUMBER_LISTS = [None, 3.0, "1", {}, object(), [], [-1.0], [NAN], [INF], ["a"]
 
 PRIVATE_STEPS = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=1)
 
+
+def of_pictures(pictures: np.ndarray) -> data.Dataset:
+    """A dataset of pictures of class 0, the first of them for testing, too."""
+    labels = np.zeros(len(pictures), int)
+    return data.from_arrays(pictures, labels, pictures[:1], labels[:1])
+
+
+NO_PICTURES = [
+    of_pictures(np.zeros((4, 2))),
+    of_pictures(np.zeros((4, 2, 2, 5))),
+    of_pictures(np.full((4, 2, 2), 1.5)),
+    of_pictures(np.zeros((4, 2, 2), int)),
+]
+
 BAD: dict[str, list[Any]] = {
     "count": [*NO_NUMBERS, 0, -1, 1.5, INF],
     "canary count": [*NO_NUMBERS, 0, 15, 20.5, INF],
@@ -101,6 +115,7 @@ BAD: dict[str, list[Any]] = {
     "algorithm": [*NO_CLASSES, algorithms.fedavg, MODEL, Mechanism()],
     "shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1)],
     "large shape": [*NO_SHAPE, (8, 8), (8,), (8, 8, 1, 1), (4, 4, 1), (7, 7, 1)],
+    "shape or vector": [*NO_SHAPE, (8, 8), (8, 8, 1, 1)],
     "any shape": [*NO_SHAPE, ()],
     "widths": [3, None, "16", (0,), (-1,), (1.5,), {}, ("a",), object(), [[3]]],
     "head": [3, "layers_3", ("none",), (), (3,), {}, object()],
@@ -120,6 +135,8 @@ BAD: dict[str, list[Any]] = {
     "densities": [None, 3, "0.5", {}, object(), [-0.1, 0.5], [0.5, 1.1], [NAN, 0.0], ["a", 0.0], [0.5]],
     "pixels": [*NO_INPUTS, np.zeros((4, 2), np.int64)],
     "data": [*NO_CLASSES, (), (np.zeros((4, 2)),), MODEL],
+    "pictures": [*NO_CLASSES, (), MODEL, *NO_PICTURES],
+    "encoder": [*NO_CLASSES, data.efficientnet_lite0, "efficientnet_lite0", MODEL],
     "clients": [*NO_CLASSES, MODEL],
     "population": [None, "x", 0.5, object(), {}, [], np.zeros(3), MODEL],
     "methods": [*NO_CLASSES, {"a": 1}, {"a": algorithms.fedavg}, {1: 2}, {"a/b": 1}],
@@ -180,6 +197,8 @@ GOOD: dict[str, list[Any]] = {
 
 LABELS, INPUTS = np.array([0, 1, 0, 1]), np.zeros((4, 2), np.float32)
 LISTS = [[0, 1], [2, 3]]
+PICTURES = of_pictures(np.zeros((4, 2, 2), np.uint8))
+MEANS = data.Encoder("means", "1", 3, dict, lambda weights, x: x.mean((1, 2)))
 CLIENTS = small_clients()
 FEW = data.make_clients((INPUTS, LABELS, INPUTS, LABELS), LISTS, LISTS)
 METHOD = {"algorithm": (algorithms.fedavg(MODEL), "algorithm")}
@@ -368,6 +387,11 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "test_labels": (LABELS, "class labels"), "classes": (None, "count?"), "name": ("mine", "text"),
         "owner": (None, "labels?"), "test_owner": (None, "labels?"),
     }),
+    "features": (data.features, {
+        "data": (PICTURES, "pictures"), "encoder": (MEANS, "encoder"), "size": (2, "count"),
+        "batch_size": (2, "count"), "progress": (False, "flag"),
+    }),
+    "efficientnet_lite0": (data.efficientnet_lite0, {}),
     "by_owner": (data.by_owner, {
         "owner": (LABELS, "some labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
     }),
@@ -409,7 +433,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "flip_labels": (data.flip_labels, {
         "labels": (LABELS, "some labels"), "rows": ([0], "own rows"), "classes": (2, "count"),
     }),
-    "mlp": (models.mlp, IMAGES | {"hidden": ((4,), "widths")}),
+    "mlp": (models.mlp, IMAGES | {
+        "input_shape": ((8, 8, 1), "shape or vector"), "hidden": ((4,), "widths"),
+    }),
     "lenet": (models.lenet, IMAGES | FORM | {"input_shape": ((28, 28, 1), "large shape")}),
     "lenet_groupnorm": (models.lenet_groupnorm, IMAGES | FORM | {
         "input_shape": ((28, 28, 1), "large shape"), "groups": (2, "count"),
@@ -546,8 +572,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
 }  # fmt: skip
 
 RECORDS = {
-    "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Ledger", "Message", "Metric", "Model",
-    "NAMES", "Result", "Sampling", "Task", "Terms",
+    "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Dataset", "Encoder", "Ledger",
+    "Message", "Metric", "Model", "NAMES", "Result", "Sampling", "Task", "Terms",
 }  # fmt: skip
 """Public names that take anything: what is in them is checked where they are used."""
 

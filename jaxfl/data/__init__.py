@@ -2,6 +2,8 @@
 
 from jaxfl.data.clients import describe, hold_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
+from jaxfl.data.efficientnet import Encoder, efficientnet_lite0
+from jaxfl.data.features import features
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
 from jaxfl.data.owners import by_owner
 from jaxfl.data.partition import (
@@ -17,6 +19,7 @@ from jaxfl.data.partition import (
 __all__ = [
     "NAMES",
     "Dataset",
+    "Encoder",
     "by_owner",
     "by_sizes",
     "classes_per_client",
@@ -24,6 +27,8 @@ __all__ = [
     "describe",
     "dirichlet",
     "dirichlet_by_client",
+    "efficientnet_lite0",
+    "features",
     "flip_labels",
     "from_arrays",
     "hold_out",

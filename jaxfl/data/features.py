@@ -1,0 +1,198 @@
+"""Features of a public pretrained encoder in place of pictures, computed once."""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float32, Shaped
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxfl._validate import check_instance, checked
+from jaxfl.data.efficientnet import Encoder, efficientnet_lite0
+from jaxfl.data.load import Dataset, from_arrays
+from jaxfl.files import keep_arrays, recall_arrays
+from jaxfl.types import Params
+
+_FIELDS = ("train_inputs", "test_inputs")
+
+_FORMAT = 1
+"""Number of the way from a picture to an encoder, part of the key of features in the cache."""
+
+_BLOCK = 1024
+"""Pictures that are hashed and checked at a time, so that a memory map stays on disk."""
+
+
+def _check_pictures(name: str, value: Any) -> Dataset:
+    """Require a dataset of pictures, also where its arrays were replaced."""
+    data = check_instance(name, value, (Dataset,))
+    from_arrays(*data[:4], classes=data.classes or None, name=data.name)
+    for field in _FIELDS:
+        inputs = np.asarray(getattr(data, field))
+        channels = inputs.shape[3:] if inputs.ndim == 4 else (1,)
+        if inputs.ndim not in (3, 4) or channels not in ((1,), (3,)):
+            raise ValueError(
+                f"{name} must be a Dataset of pictures [n, H, W] or [n, H, W, C] of 1 or 3 "
+                f"channels, got {field} of shape {inputs.shape}. Reshape them."
+            )
+        if inputs.dtype != np.uint8 and not _in_unit_range(inputs):
+            raise ValueError(
+                f"{name} must be a Dataset of bytes, or of floating numbers from 0 to 1, got "
+                f"{field} of {inputs.dtype} beyond these. Scale them."
+            )
+    return data
+
+
+def _in_unit_range(inputs: np.ndarray) -> bool:
+    """Tell whether all are floating numbers from 0 to 1."""
+    parts = _parts(inputs)
+    return inputs.dtype.kind == "f" and all(np.all((part >= 0) & (part <= 1)) for part in parts)
+
+
+@checked(data=_check_pictures)
+def features(
+    data: Dataset,
+    encoder: Encoder = efficientnet_lite0(),
+    *,
+    size: int = 64,
+    batch_size: int = 64,
+    progress: bool = True,
+) -> Dataset:
+    """Replace pictures by features of a public pretrained encoder, one vector for each picture.
+
+    A linear model on such features, `jaxfl.models.mlp((F,), classes, hidden=())`, is small, and
+    trains in seconds.
+
+    Features are kept in the cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`), by a
+    hash of the pictures, the size, and the encoder's name and version. A second call computes
+    nothing. A damaged file is computed anew, and a folder that cannot be written is no error.
+    Delete the folder `features` in it at any time.
+
+    Pictures are resized by `jax.image.resize` (bilinear), and grey ones repeated to 3 channels.
+    Text is left out: `experiments/lora` has a sentence encoder.
+
+    Args:
+        data: Pictures `[n, H, W]` or `[n, H, W, C]` of 1 or 3 channels: bytes, or floating
+            numbers from 0 to 1.
+        encoder: A public network, by default EfficientNet-Lite0, which needs `jaxfl[pretrained]`.
+        size: Height and width of what the encoder sees. Larger is slower and mostly better:
+            1 to 3 ms a picture at 64 on one core, 15 to 25 ms at 224.
+        batch_size: Pictures at a time.
+        progress: Whether a bar shows on a terminal.
+
+    Returns:
+        The dataset with inputs `[n, F]` of float32, and its labels and owners as they were.
+
+    Guarantee:
+        A client computes the features of its own pictures, so epsilons stay as they are. They do
+        not cover the pictures that the encoder was trained on.
+
+    Raises:
+        ValueError: Inputs that are no pictures; an encoder whose weights are not installed, or
+            which does not return finite numbers `[B, F]`.
+
+    Example:
+        >>> from jaxfl.data import Encoder, features, load
+        >>> means = Encoder("means", "1", 3, dict, lambda weights, x: x.mean((1, 2)))
+        >>> features(load("digits"), means, size=8).train_inputs.shape
+        (1438, 3)
+    """
+    inputs = {field: np.asarray(getattr(data, field)) for field in _FIELDS}
+    files = {field: _file(inputs[field], encoder, size) for field in _FIELDS}
+    shapes = {field: (len(inputs[field]), encoder.width) for field in _FIELDS}
+    known: dict[str, Any] = {field: _recall(files[field], shapes[field]) for field in _FIELDS}
+    missing = [field for field in _FIELDS if known[field] is None]
+    if missing:
+        apply = jax.jit(functools.partial(_of_batch, encoder.apply, size))
+        encode = functools.partial(apply, encoder.load())
+        with _bar(sum(len(inputs[field]) for field in missing), progress) as advance:
+            for field in missing:
+                batches = _batches(inputs[field], batch_size)
+                known[field] = _joined(encode, batches, shapes[field], advance)
+                keep_arrays(files[field], {"features": known[field]})
+    return data._replace(**known, name=f"{data.name}, {encoder.name}")
+
+
+def _file(pictures: np.ndarray, encoder: Encoder, size: int) -> str:
+    """Return the name of a file of features in the cache, by all that they depend on."""
+    of_encoder = (encoder.name, encoder.version, encoder.width, size)
+    facts = (_FORMAT, of_encoder, pictures.dtype.str, pictures.shape)
+    digest = hashlib.sha256(repr(facts).encode())
+    for part in _parts(pictures):
+        digest.update(part.tobytes())
+    return f"features/{digest.hexdigest()}.npz"
+
+
+def _recall(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | None:
+    """Return features from the cache, where they are whole."""
+    found = recall_arrays(file, {"features": shape})
+    return None if found is None else found["features"]
+
+
+def _of_batch(
+    apply: Callable,
+    size: int,
+    weights: Params,
+    pictures: Shaped[Array, "B H W ..."],
+) -> Array:
+    """Resize a batch, and encode it. What an encoder returns is checked later."""
+    scale = 1.0 if pictures.dtype == jnp.uint8 else 255.0
+    colours = pictures if pictures.ndim == 4 else pictures[..., None]
+    colours = jnp.broadcast_to(colours, (*colours.shape[:3], 3)).astype(jnp.float32) * scale
+    resized = jax.image.resize(colours, (len(colours), size, size, 3), "bilinear")
+    # A GPU would round factors to fewer bits, and the cache keeps features of any device.
+    with jax.default_matmul_precision("highest"):
+        return apply(weights, resized)
+
+
+def _batches(pictures: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield batches of one size, so that one program serves all, and what each has of pictures."""
+    for start in range(0, len(pictures), size):
+        part = pictures[start : start + size]
+        batch = np.zeros((size, *part.shape[1:]), part.dtype)
+        batch[: len(part)] = part
+        yield batch, len(part)
+
+
+def _joined(
+    encode: Callable[[np.ndarray], Array],
+    batches: Iterator[tuple[np.ndarray, int]],
+    shape: tuple[int, int],
+    advance: Callable[[int], None],
+) -> Float32[np.ndarray, "n F"]:
+    """Return the features of all batches, and refuse what an encoder should not return."""
+    joined = np.empty(shape, np.float32)
+    start = 0
+    for batch, count in batches:
+        found = np.asarray(encode(batch))
+        wanted = (len(batch), shape[1])
+        if found.shape != wanted or not np.isfinite(found[:count]).all():
+            what = "NaN or infinite values" if found.shape == wanted else f"shape {found.shape}"
+            text = f"encoder must return finite features of shape {wanted}, got {what}."
+            raise ValueError(f"{text} Correct its apply, or its width.")
+        joined[start : start + count] = found[:count]
+        start += count
+        advance(count)
+    return joined
+
+
+def _parts(pictures: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield consecutive pictures."""
+    for start in range(0, len(pictures), _BLOCK):
+        yield pictures[start : start + _BLOCK]
+
+
+@contextlib.contextmanager
+def _bar(pictures: int, show: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar on the terminal's standard error, and yield what moves it."""
+    console = Console(stderr=True)
+    hidden = not (show and pictures and console.is_terminal)
+    with Progress(console=console, transient=True, disable=hidden) as bar:
+        line = bar.add_task("features", total=pictures)
+        yield lambda count: bar.advance(line, count)

@@ -254,7 +254,7 @@ def exit_code():
         (["run", "--option", "delta=x"], "option, delta must be a number, got 'x'"),
         (["run", "--option", "delta=[["], "option, delta must be a number, got '[['"),
         (["run", "--option", "alpha=1", "--option", "alpha=2"], "option must name each number once, got 'alpha' twice"),
-        (["run", "--method", "fedavg", "--option", "rate=1"], "options='rate': fedavg has no such number. Leave it out"),
+        (["run", "--method", "fedavg", "--option", "rate=1"], "options='rate': fedavg has no such number. Leave"),
         (["run", "--config", "a.yaml", "--config", "b.yaml"], "config must be given once, got ['a.yaml', 'b.yaml']"),
         (["run", "--out", "/proc/x"], "[Errno 2] No such file or directory: '/proc/x"),
         (["run", "--option", "=3"], "option must be NAME=VALUE, got '=3'"),

@@ -150,7 +150,7 @@ def adp_pfl(
             clipped to `risk_bounds`, and released with noise.
         risk_bounds: least and greatest risk that is released; the least above 0.
         risk_fn: how a client measures its risk; `functools.partial(client_risk, ...)` for other probes or readings.
-        clip: C.
+        clip: C, L2 bound on a client's whole update.
         mask: what is sent of an update: `fisher_percentile`, `fisher_threshold`, `largest`, `random_share`, or a
             function of your own; None: all.
         local: how a client trains in a round.
@@ -227,7 +227,7 @@ def adp_pfl_paper(
         risks: budgets by client: None: equal; numbers above 0 `[C]`: public risks, fixed; "private": measured, and
             sent to the server unchanged.
         risk_fn: as in `adp_pfl`.
-        clip: C.
+        clip: C, L2 bound on a client's whole update.
         mask: as in `adp_pfl`.
         upload: what is sent and averaged: updates, or the masked weights of (16).
         local: as in `adp_pfl`.

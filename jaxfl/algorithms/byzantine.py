@@ -31,7 +31,7 @@ def byzantine(
 
     Args:
         algorithm: any method.
-        liars: their numbers, from 0.
+        liars: indices of the clients that lie, from 0.
         attack: what they send.
         scale: s.
 

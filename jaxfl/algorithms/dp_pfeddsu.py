@@ -59,7 +59,7 @@ def dp_pfeddsu(
         model: the network; `model.head` stays with the clients.
         sampling: who takes part.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        clip: C.
+        clip: C, L2 bound on a client's whole update.
         density: S, the share of a sparse kernel that is kept; max(1, ceil(S n)) weights of n, ties to the lower index.
         sparse_layers: how many of the extractor's layers with a kernel are sparse, counted from the last. None: 4, or
             all of fewer.
@@ -130,7 +130,7 @@ def dp_pfeddsu_paper(
         sampling: who takes part.
         noise_multiplier: sigma; each client adds std :math:`\sigma C / \sqrt{qN}` on its own mask.
         clients: number of clients N.
-        clip: C.
+        clip: C, L2 bound on a client's whole update.
         density: as in `dp_pfeddsu`.
         sparse_layers: as in `dp_pfeddsu`.
         penalty_weight: as in `dp_pfeddsu`.

@@ -74,11 +74,11 @@ def fedavg(
     Args:
         model: the network.
         local: how a client trains in a round; a `DPSGD` protects its single examples.
-        penalty: of a client's parameters and the broadcast ones, added to the loss.
+        penalty: function of the client's parameters and the broadcast ones, whose value is added to the loss.
         gradient: what a local step makes of a batch's gradient, such as `jaxfl.local.sam.sam(0.5)`; None: nothing.
         server_optimizer: takes the negative aggregate as its gradient.
         mechanism: sampling, weights, clip and noise.
-        terms: what the privacy statement says besides.
+        terms: delta and further sentences of the privacy statement (see `Terms`).
         name: how reports call the method.
 
     Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.

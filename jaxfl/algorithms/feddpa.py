@@ -60,7 +60,7 @@ def feddpa(
         model: the network.
         sampling: who takes part.
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        clip: C.
+        clip: C, L2 bound on a client's whole update.
         threshold: tau; 0 makes everything personal, above 1 nothing.
         lambda1: weight of stage A's penalty.
         lambda2: weight of stage B's penalty.
@@ -109,7 +109,7 @@ def feddpa_paper(
         sampling: who takes part.
         noise_multiplier: sigma.
         clients: number of clients, for the expected :math:`|M_t|`.
-        clip: C.
+        clip: C, L2 bound on a client's whole update.
         threshold: as in `feddpa`.
         lambda1: as in `feddpa`.
         lambda2: as in `feddpa`.

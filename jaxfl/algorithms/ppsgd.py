@@ -94,7 +94,10 @@ def ppsgd_centaur(
     evaluation_epochs: int = 15,
     **options: Any,
 ) -> Algorithm:
-    r"""PPSGD as CENTAUR's experiments have it: FedRep with :math:`\theta_i` for the head, :math:`(\phi, w)` shared.
+    r"""Build PPSGD as CENTAUR's experiments have it: FedRep with local epochs in place of one gradient step.
+
+    Each client keeps a head :math:`\theta_i`, which is added to the shared head w. The extractor :math:`\phi` and w are
+    averaged.
 
     Args:
         model: the network, with a head.

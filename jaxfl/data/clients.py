@@ -31,7 +31,7 @@ def make_clients(
     """Put all examples into one store, training examples first, and give each client its rows.
 
     The examples are stored once, in their dtype, as a copy. Without test examples the store is the given array itself,
-    which must then stay as it is, and may be a memory map. A client costs only the numbers of its rows. A client may
+    which must then stay as it is, and may be a memory map. A client adds only its row numbers to memory. A client may
     have no examples. Test lists may overlap, training lists may not: an example has one owner.
 
     Args:
@@ -40,7 +40,7 @@ def make_clients(
         test_lists: Rows of the test examples, one array per client.
 
     Returns:
-        Host arrays: store of D = n + m examples, lists of the clients' rows, sizes [C].
+        Host arrays: a store of all training and test examples, lists of the clients' rows, sizes [C].
 
     Raises:
         ValueError: Numbers of lists that differ; lists that are not vectors of whole numbers, go beyond the

@@ -193,8 +193,8 @@ def example_epsilon(
 ) -> Epsilon:
     """Example-level epsilon of each client, composed over the local steps of its rounds.
 
-    Messages are post-processing of these steps, so the epsilon holds for both observers; later noise and hidden cohorts
-    get no credit.
+    Messages are post-processing of these steps, so the epsilon holds for both observers. Noise that is added after the
+    local steps does not lower the epsilon, nor do cohorts that the observer does not know.
 
     Args:
         ledger: the rounds as they happened, or as planned; a client's least noise counts for all its rounds.

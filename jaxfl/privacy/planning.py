@@ -230,7 +230,15 @@ def most_rounds(
     delta: float | None = None,
     most: int = 100_000,
 ) -> int:
-    """The largest number of rounds within a budget, under Poisson sampling; 0 if one is too many.
+    """Return the largest number of rounds within a budget, under Poisson sampling, and 0 if one is too many.
+
+    Args:
+        epsilon: the budget, for one client against an observer of sums.
+        noise_multiplier: z, std of the noise on the sum over the clip bound.
+        clients: N.
+        cohort: expected number of participants of a round.
+        delta: failure probability; None: min(1e-5, 1 / (10 N)).
+        most: the search ends at this number of rounds.
 
     >>> most_rounds(2.0, noise_multiplier=1.0, clients=10_000, cohort=100)
     1202
@@ -245,7 +253,14 @@ def most_rounds(
 def largest_cohort(
     epsilon: float, *, noise_multiplier: float, clients: int, rounds: int, delta: float | None = None
 ) -> int:
-    """The largest expected cohort within a budget, under Poisson sampling; 0 if one client is too many.
+    """Return the largest expected cohort within a budget, under Poisson sampling, and 0 if one client is too many.
+
+    Args:
+        epsilon: the budget, for one client against an observer of sums.
+        noise_multiplier: z, std of the noise on the sum over the clip bound.
+        clients: N.
+        rounds: T.
+        delta: failure probability; None: min(1e-5, 1 / (10 N)).
 
     >>> largest_cohort(2.0, noise_multiplier=1.0, clients=10_000, rounds=1000)
     108

@@ -102,8 +102,9 @@ def grid(**axes: Any) -> dict[str, list[Any]]:
 def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     """Points that fill a box of positive numbers evenly on a logarithmic scale (Halton's sequence), as columns.
 
-    With them, methods of one, two and three arguments get the same number of points. They have six digits, as the last
-    ones differ between processors, on which a folder could then not be gone on with.
+    With them, methods of one, two and three arguments get the same number of points. Points are rounded to six digits.
+    Without this they could differ between processors in the last digits, and a comparison that was begun on one could
+    not be resumed on another.
 
     >>> spread(3, rate=(0.01, 1.0), clip=(0.1, 10.0))
     {'rate': [0.1, 0.0316228, 0.316228], 'clip': [0.464159, 2.15443, 0.16681]}

@@ -387,6 +387,29 @@ class Positions(nn.Module):
         return nn.Dense(17)(nn.Embed(17, 4, name="what")(tokens) + where)
 
 
+class Rows(nn.Module):
+    """Looks tokens up in a table of 17 in one of several ways."""
+
+    way: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        if self.way == "parameters":
+            found = self.param("rows", nn.initializers.normal(), (17, 4))[tokens]
+        elif self.way == "array":
+            embed = nn.Embed(17, 4)
+            embed(jnp.zeros_like(tokens))
+            found = embed.embedding[tokens]
+        elif self.way == "integers":
+            found = nn.Embed(17, 4)(tokens.astype(jnp.int16))
+        elif self.way == "columns":
+            embed = nn.Embed(17, 4)
+            found = jnp.stack([embed(tokens[:, i]) for i in range(6)], axis=1)
+        else:
+            found = nn.remat(nn.Embed)(17, 4)(tokens)
+        return nn.Dense(17)(found)
+
+
 class Looked(nnx.Module):
     def __init__(self, rngs):
         self.embed, self.out = nnx.Embed(17, 4, rngs=rngs), nnx.Linear(4, 17, rngs=rngs)
@@ -395,13 +418,26 @@ class Looked(nnx.Module):
         return self.out(self.embed(tokens))
 
 
+class Clamped(nn.Module):
+    """Gives padding of -1 a row of its own."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        return nn.Dense(17)(nn.Embed(18, 4)(jnp.where(tokens < 0, 17, tokens)))
+
+
 NEXT: dict[str, Any] = {"task": jaxfl.tasks.next_token()}
 INDEXED: dict[str, Any] = {
     "gru": lambda: gru(17, 6),
     "transformer": lambda: transformer(17, 6, width=8, blocks=1, heads=2),
     "an embedding of linen": lambda: from_flax(Positions(), (6,), **NEXT),
     "an embedding of bytes": lambda: from_flax(Positions(), (6,), prepare=lambda x: x.astype(jnp.int32), **NEXT),
-    "an embedding of nnx": lambda: from_nnx(Looked, (6,), vocabulary=17, **NEXT),
+    "an embedding of nnx": lambda: from_nnx(Looked, (6,), **NEXT),
+    "a table of parameters": lambda: from_flax(Rows("parameters"), (6,), **NEXT),
+    "an embedding's own array": lambda: from_flax(Rows("array"), (6,), **NEXT),
+    "an embedding of other integers": lambda: from_flax(Rows("integers"), (6,), **NEXT),
+    "an embedding by columns": lambda: from_flax(Rows("columns"), (6,), **NEXT),
+    "an embedding made again": lambda: from_flax(Rows("again"), (6,), **NEXT),
     "an adapted gru": lambda: lora(gru(17, 6), gru(17, 6).init(KEY), rank=1),
 }
 
@@ -448,6 +484,8 @@ def test_tokens_that_are_stored_as_floats_are_checked_too(wrong, never_runs):
 def test_inputs_that_index_nothing_are_not_checked(never_runs):
     prepared = from_flax(Positions(), (6,), prepare=lambda x: x - 100, **NEXT)
     assert prepared.vocabulary is None
+    clamped = from_flax(Clamped(), (6,), **NEXT)
+    assert clamped.vocabulary is None
     assert from_flax(nn.Dense(3), (6,)).vocabulary is None
 
 

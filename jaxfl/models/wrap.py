@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
+from jax.extend import core
 from jaxtyping import Shaped
 
 from jaxfl._validate import check_counts, check_layers, checked, key_of, show
 from jaxfl.backend import Form
 from jaxfl.lazy import nnx
 from jaxfl.models._rewrite import in_form
+from jaxfl.models._tables import tables_of
 from jaxfl.models.layers import as_floats
 from jaxfl.models.zoo import depth_order
 from jaxfl.tasks import Task, classification
@@ -62,7 +64,7 @@ def from_flax(
             square kernels have one; see `jaxfl.models.layers`. Any other, such as "lax", runs the module as it is.
             None: "winograd" on a CPU, where it is many times as fast, "grouped" on a GPU, "lax" on a TPU.
         vocabulary: number of rows of the table that the inputs index; a run refuses inputs outside [0, vocabulary).
-            None: the size of the `nn.Embed` that is called on the inputs themselves, if there is one.
+            None: the size of the table that the traced program looks the inputs up in as they are, if there is one.
 
     Raises:
         ValueError: the module does not take a batch of that shape, keeps more than parameters, draws in evaluation,
@@ -118,7 +120,7 @@ def from_nnx(
         prepare: from a stored batch to the module's input.
         task: what the outputs are for.
         form: of convolutions and pooling.
-        vocabulary: number of rows of the table that the inputs index; a run refuses inputs outside [0, vocabulary).
+        vocabulary: number of rows of the table that the inputs index; None: found as by `from_flax`.
 
     Raises:
         ValueError: as `from_flax`.
@@ -203,23 +205,19 @@ def _model(
     vocabulary: int | None,
 ) -> Model:
     kind = type(network.module).__name__
-    tables: list[int] = []
 
     def method(method: str) -> Callable[..., Array]:
         function = in_form(functools.partial(network.call, method), form)
         return lambda params, x, key=None: function(params, x, key)
 
-    def made(key: Array, dtype: Any) -> tuple[Any, Any]:
+    def made(key: Array, inputs: Array) -> tuple[Any, Any]:
         """Variables, and outputs where there are parameters alone."""
-        raw = jnp.zeros((2, *input_shape), dtype)
-        batch = prepare(raw)
-        indices = [batch] if _keeps_values(prepare, raw) else []
-        with nn.intercept_methods(functools.partial(_note_table, indices, tables)):
-            variables = network.variables(key, batch)
+        batch = prepare(inputs)
+        variables = network.variables(key, batch)
         outputs = network.call("__call__", variables["params"], batch, None) if set(variables) == {"params"} else None
         return variables, outputs
 
-    dtype, variables, outputs = _first_taken(made, kind, input_shape)
+    dtype, program, variables, outputs = _first_taken(made, kind, input_shape)
     if "params" not in variables:
         raise ValueError(f"module={kind} has no parameters: give one that can be trained")
     if kept := set(variables) - {"params"}:
@@ -237,25 +235,9 @@ def _model(
     split = hasattr(network.module, "extract") and hasattr(network.module, "classify")
     extract, classify = (method(part) if split else None for part in ("extract", "classify"))
     model = Model(name or kind, init, prepare, extract, classify, method("__call__"), None, layers, head)
-    known = min(tables, default=None) if vocabulary is None else vocabulary
-    return model._replace(input_shape=input_shape, task=task, vocabulary=known)
-
-
-def _keeps_values(prepare: Callable[[Array], Array], inputs: Array) -> bool:
-    """Return whether a function changes nothing but the type of whole numbers."""
-    steps = jax.make_jaxpr(prepare)(jax.ShapeDtypeStruct(inputs.shape, inputs.dtype)).eqns
-    return {step.primitive.name for step in steps} <= {"convert_element_type"}
-
-
-def _note_table(
-    indices: list[Array], tables: list[int], call: Callable, args: tuple, kwargs: dict[str, Any], context: Any
-) -> Any:
-    """Call a method of a linen module, and note the size of a table of embeddings that the given indices look up."""
-    found = call(*args, **kwargs)
-    looked_up = any(argument is given for argument in (*args, *kwargs.values()) for given in indices)
-    if looked_up and isinstance(context.module, nn.Embed) and context.method_name == "__call__":
-        tables.append(context.module.num_embeddings)
-    return found
+    if vocabulary is None:
+        vocabulary = min(tables_of(program), default=None)
+    return model._replace(input_shape=input_shape, task=task, vocabulary=vocabulary)
 
 
 def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
@@ -273,11 +255,18 @@ def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
     raise ExceptionGroup("inputs are neither floats nor whole numbers", errors)
 
 
-def _first_taken(made: Callable[[Array, Any], Any], kind: str, input_shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """The dtype that a module takes, and what it makes of it."""
+def _first_taken(
+    made: Callable[[Array, Array], Any], kind: str, input_shape: tuple[int, ...]
+) -> tuple[Any, core.ClosedJaxpr, Any, Any]:
+    """Return the dtype that a module takes, and the traced program and the shapes of what it makes of a batch."""
+
+    def trace(dtype: Any) -> tuple[core.ClosedJaxpr, Any]:
+        batch = jax.ShapeDtypeStruct((2, *input_shape), dtype)
+        return jax.make_jaxpr(lambda inputs: made(key_of(0), inputs), return_shape=True)(batch)
+
     try:
-        dtype, parts = with_either(lambda dtype: jax.eval_shape(lambda: made(key_of(0), dtype)))
-        return dtype, *parts
+        dtype, (program, (variables, outputs)) = with_either(trace)
+        return dtype, program, variables, outputs
     except ExceptionGroup as group:
         errors = group.exceptions
     if any(isinstance(error, flax.errors.InvalidRngError) or "deterministic" in str(error) for error in errors):

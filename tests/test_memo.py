@@ -1,6 +1,8 @@
 """Programs that are kept from run to run of a process."""
 
 import gc
+import importlib
+import pathlib
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ import jaxfl
 from jaxfl import LocalSGD, simulate, sweep
 from jaxfl.algorithms import ditto, dp_fedavg
 from jaxfl.engine import memo
+from jaxfl.engine.mesh import place
 from jaxfl.privacy import Poisson
 
 QUIET = {"rounds": 2, "eval_every": 1, "progress": False}
@@ -105,3 +108,15 @@ def test_memory_does_not_grow_with_runs_of_one_method():
         simulate(seed, method, small_clients(), **QUIET)
     gc.collect()
     assert len(gc.get_objects()) - before < 5 * 1000
+
+
+def test_numbers_have_keys_by_their_kind():
+    assert memo.key_of_arrays((0, 1.0)) == memo.key_of_arrays((7, 2.0))
+    assert memo.key_of_arrays((0, 1.0)) != memo.key_of_arrays((0.0, 1.0))
+
+
+def test_the_benchmarks_round_runs(monkeypatch):
+    monkeypatch.syspath_prepend(str(pathlib.Path(__file__).parents[1]))
+    workloads = importlib.import_module("benchmarks.workloads")
+    population = place(small_clients())
+    workloads.compile_round(private(), population, 1).run()

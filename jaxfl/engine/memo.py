@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxfl.engine.mesh import Population
@@ -92,6 +93,8 @@ def key_of_arrays(tree: Tree) -> Hashable:
 
 
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
+    if isinstance(leaf, int | float):
+        leaf = jnp.asarray(leaf)
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None), weak_type=weak)
 

@@ -150,21 +150,35 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True
                 np.lib.format.write_array(file, np.asarray(value), allow_pickle=False)
 
 
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return all arrays of a file of `write_arrays`.
+
+    Raises:
+        OSError: the file cannot be opened (see `open_regular`).
+        ValueError: it is damaged, or holds something else.
+    """
+    with opened(path) as raw:
+        try:
+            with zipfile.ZipFile(raw) as archive:
+                # First of all: the header of a damaged array may ask for any memory.
+                if archive.testzip() is not None:
+                    raise ValueError(f"{str(path)!r} must hold arrays, and is damaged")
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                return {name: file[name] for name in file}
+        except (EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(f"{str(path)!r} must hold arrays, and is damaged") from error
+
+
 def recall_arrays(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
     """Return arrays of a file of the cache folder, of 32-bit floating numbers and of these shapes.
 
     None stands for no file, or for one that is damaged or has something else.
     """
     try:
-        with opened(cache_folder() / name) as raw:
-            with zipfile.ZipFile(raw) as archive:
-                # First of all: the header of a damaged array may ask for any memory.
-                if archive.testzip() is not None:
-                    return None
-            raw.seek(0)
-            with np.load(raw, allow_pickle=False) as file:
-                arrays = {key: file[key] for key in shapes}
-    except (OSError, EOFError, ValueError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        found = read_arrays(cache_folder() / name)
+        arrays = {key: found[key] for key in shapes}
+    except (OSError, ValueError, KeyError):
         return None
     for key, array in arrays.items():
         if array.shape != shapes[key] or array.dtype != np.float32 or not np.isfinite(array).all():

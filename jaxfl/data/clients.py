@@ -188,7 +188,8 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     store = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
     names = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
     for i, b in enumerate(own):
-        store[i, : len(kept[b])], names[i, : len(kept[b])] = inputs[kept[b]], labels[kept[b]]
+        store[i, : len(kept[b])] = inputs[kept[b]]
+        names[i, : len(kept[b])] = labels[kept[b]]
 
     def laid_out(rows: list[np.ndarray], size: np.ndarray) -> tuple[Lists, np.ndarray]:
         sizes = [np.pad(size[of_block[b]], (0, per_block - len(size[of_block[b]]))) for b in own]
@@ -196,7 +197,9 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
 
     trained, tested = (laid_out(own_rows, size) for own_rows, (_, size) in zip(rows, splits, strict=True))
-    return Clients(store.reshape(-1, *inputs.shape[1:]), names.reshape(-1, *labels.shape[1:]), *trained, *tested)
+    all_inputs = store.reshape(-1, *inputs.shape[1:])
+    all_labels = names.reshape(-1, *labels.shape[1:])
+    return Clients(all_inputs, all_labels, *trained, *tested)
 
 
 def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], length: int) -> Lists:

@@ -151,11 +151,13 @@ def _view(
     return _of_states(view) if stateful else view
 
 
-def _bounds(parts: Sequence[View], by: Sequence[Accountant], delta: float, clients: int) -> dict[Accountant, Epsilon]:
-    """Return each accountant's largest epsilons over several views."""
+def _bounds(
+    parts: Sequence[View], by: Sequence[Accountant], delta: float, clients: int, repeats: int = 1
+) -> dict[Accountant, Epsilon]:
+    """Return each accountant's largest epsilons over several views, each repeated."""
     if accountants.trivial(parts[0]) and len(parts) == 1:
         return dict.fromkeys(by, _trivial(parts[0], clients))
-    return {accountant: _worst(parts, accountant, delta, clients) for accountant in by}
+    return {accountant: _worst(parts, accountant, delta, clients, repeats) for accountant in by}
 
 
 def _of_states(view: View) -> View:
@@ -357,11 +359,7 @@ class Exposure(NamedTuple):
 
     def epsilons(self, clients: int, delta: float, by: Sequence[Accountant] = BOTH) -> dict[Accountant, Epsilon]:
         """Return the epsilon by each accountant; every client counts as the most exposed one."""
-        kinds = self.view.multiplier.shape[1]
-        if accountants.trivial(self.view):
-            found = dict.fromkeys(by, _trivial(self.view, kinds))
-        else:
-            found = {accountant: _worst([self.view], accountant, delta, kinds, self.repeats) for accountant in by}
+        found = _bounds([self.view], by, delta, self.view.multiplier.shape[1], self.repeats)
         return {
             accountant: worst._replace(per_client=np.broadcast_to(worst.value, clients))
             for accountant, worst in found.items()

@@ -460,7 +460,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Limited(Sampling):
-    r"""In a plan: cohorts of a server that limits how often, and how soon again, a client takes part.
+    r"""Cohorts, in a plan, of a server that limits how often, and how soon again, a client takes part.
 
     Every participation counts in full, since a limit makes a client's coins depend on one another, which no theorem of
     amplification covers. With at most k participations, each at least b rounds after the last, independent noise is
@@ -483,7 +483,7 @@ class Limited(Sampling):
 
     @property
     def gap(self) -> int:
-        """The separation."""
+        """Fewest rounds from one participation of a client to its next."""
         return self.separation
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:

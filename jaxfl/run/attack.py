@@ -138,8 +138,8 @@ def membership(
 
     found = jax.device_get(jax.jit(all_losses)())
     inside, outside = (found[split][: size.sum()] for split, size in sizes.items())
-    members, others = (np.split(found[split][: size.sum()], np.cumsum(size)[:-1]) for split, size in sizes.items())
-    by_client = [_auc(a, b) for a, b in zip(members, others, strict=True)]
+    ends = [np.cumsum(size)[:-1] for size in sizes.values()]
+    by_client = [_auc(a, b) for a, b in zip(np.split(inside, ends[0]), np.split(outside, ends[1]), strict=True)]
     return Membership(_auc(inside, outside), _tpr(inside, outside), np.array(by_client))
 
 

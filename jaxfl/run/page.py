@@ -7,7 +7,6 @@ import math
 import os
 import pathlib
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxfl._validate import check_path, checked
-from jaxfl.files import is_regular, opened, read, replacing
+from jaxfl.files import is_regular, read, read_arrays, replacing
 from jaxfl.privacy.statement import statement_lines
 from jaxfl.run import plots
 from jaxfl.run.checkpoint import checkpoints
@@ -336,15 +335,7 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
 def _arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
     if not is_regular(path):
         return {}
-    return _read(path, _load_arrays, dict)
-
-
-def _load_arrays(path: pathlib.Path) -> dict[str, np.ndarray]:
-    with opened(path) as file, zipfile.ZipFile(file) as archive:
-        return {
-            name.removesuffix(".npy"): np.lib.format.read_array(archive.open(name), allow_pickle=False)
-            for name in archive.namelist()
-        }
+    return _read(path, read_arrays, dict)
 
 
 def _read(path: pathlib.Path, load: Callable[[pathlib.Path], Any], kind: type) -> Any:
@@ -356,7 +347,7 @@ def _read(path: pathlib.Path, load: Callable[[pathlib.Path], Any], kind: type) -
     problem = ""
     try:
         found = load(path)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, MemoryError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, MemoryError) as error:
         problem = f" ({type(error).__name__})"
     else:
         if isinstance(found, kind):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments.common import cli
-from experiments.map import __main__ as the_map
+from experiments.map import report as the_map
 from experiments.study import HERE, all_studies, fill, markdown_table, render, results_of
 
 PEERS = {
@@ -64,7 +64,7 @@ def main(config: Config) -> None:
     blocks = {name: benchmark(result) for name, result in results_of(BENCHMARKS).items()}
     how = "run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
     done += fill(BENCHMARKS / "README.md", blocks, how, check=config.check)
-    places = results_of(HERE / "map")
+    places = {name: result for name, result in results_of(HERE / "map").items() if name != "withdrawn"}
     front = {"speed": speed(results_of(BENCHMARKS)), "answer": the_map.answer(places)}
     done += fill(BENCHMARKS.parent / "README.md", front, how, check=config.check)
     if not config.check:

@@ -21,6 +21,7 @@ from jaxfl.algorithms import (
     ditto,
     dp_fedavg,
     dp_fedavg_fb,
+    dp_fedavg_mixed,
     dp_fedsam,
     dp_lg,
     dp_pfeddsu,
@@ -218,6 +219,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)
     ),
     "prior_corrected": lambda z=1.0, sgd=0.1, **o: prior_corrected(dp_fedavg(MODEL, **private(z, sgd)), train=True),
+    "dp_fedavg_mixed": lambda z=1.0, sgd=0.1, **o: dp_fedavg_mixed(
+        MODEL, tuning=passes(0.05, 2), alone=passes(0.1), **private(z, sgd)
+    ),
     "mixed": lambda z=1.0, sgd=0.1, **o: mixed(prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)),
 }
 

@@ -339,6 +339,10 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "centaur": (algorithms.centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
         "evaluation_epochs": (None, "count from 0?"),
     }),
+    "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
+        "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0"),
+        "folds": (3, "fold count"),
+    }),
     "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
         "batch_size": (4, "count"), "server_learning_rate": (0.1, "at least 0"),
@@ -391,7 +395,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "data": (PICTURES, "pictures"), "encoder": (MEANS, "encoder"), "size": (2, "count"),
         "batch_size": (2, "count"), "progress": (False, "flag"),
     }),
-    "efficientnet_lite0": (data.efficientnet_lite0, {}),
+    "efficientnet_lite0": (data.efficientnet_lite0, {"width": (None, "count?")}),
     "by_owner": (data.by_owner, {
         "owner": (LABELS, "some labels"), "test_owner": (None, "labels?"), "least": (1, "count"),
     }),

@@ -11,11 +11,9 @@ import pytest
 from experiments import common, render, study
 from experiments.adp_pfl import __main__ as adp_pfl
 from experiments.adp_pfl.setting import Bench
-from experiments.map import __main__ as the_map
 from experiments.mechanisms import __main__ as mechanisms
 from experiments.methods import __main__ as methods
 from experiments.study import Options
-from jaxfl import Comparison
 from jaxfl.cli import in_one_line
 from jaxfl.data import load
 from jaxfl.models import mlp
@@ -139,66 +137,6 @@ def test_the_best_point_has_the_best_round_and_no_nan():
     assert (best.chosen, best.rounds, best.validation) == ({"rate": 2.0, "clip": 4.0}, 30, [0.3, 0.35])
 
 
-def test_the_map_shows_the_best_first_and_differences_by_seed():
-    accuracies = {
-        ("local-only", math.inf): (0.5, 0.6),
-        ("private", 1.0): (0.6, 0.8),
-        ("private", math.inf): (0.7, 0.9),
-        ("open", math.inf): (0.9, 0.9),
-    }
-    rows = [
-        {"method": m, "epsilon": e, "seed": s, "accuracy": a, "stated": {"local-only": 0.0, "open": None}.get(m, e)}
-        for (m, e), both in accuracies.items()
-        for s, a in enumerate(both)
-    ]
-    points = {"rate": [0.1, 0.2, 0.3]}
-    tuning = [
-        {"method": m, "epsilon": e, "points": points, "chosen": {"rate": rate}, "rounds": 4,
-         "scores": {"2": [0.1, 0.2, 0.3], "4": [0.4, 0.5, 0.6]}}
-        for (m, e), rate in zip(accuracies, (0.2, 0.3, 0.2, 0.1), strict=True)
-    ]  # fmt: skip
-    found = Comparison(rows, tuning, "accuracy", False, "Tuned.")
-    lines = [line.split(" | ") for line in the_map.table(found).splitlines()[2:5]]
-    assert [line[0] for line in lines] == ["| private", "| local-only", "| open"]
-    assert lines[1][1:] == ["55.0 ± 7.1", "55.0 ± 7.1", "–", "– |"]
-    # Gains of 10 and 20 points: Student's t with one degree of freedom is 12.706 at 97.5%, the standard error 5.
-    assert lines[0][1:] == ["70.0 ± 14.1", "80.0 ± 14.1", "+15.0 (-48.5 to +78.5)", "+25.0 (-38.5 to +88.5) |"]
-    assert lines[2][1] == "–"
-    chosen = the_map.settings(found).splitlines()
-    assert chosen[3] == "| private | rate 0.3* | rate 0.2 |"
-    cell = the_map.cell_of("cifar10", 1000, 2)._replace(alone=4)._asdict()
-    assert the_map.stops(found, cell) == (
-        "local-only stops after pass 4, the last that was tried; validation % by pass: 2: 20.0, 4: 50.0."
-    )
-
-
-def test_the_front_page_says_who_is_above_what_clients_train_alone():
-    alone = {("local-only", math.inf): 0.5, ("linear, local-only", math.inf): 0.55}
-    noisy = {("good, best", 1.0): 0.65, ("bad", 1.0): 0.4}
-    free = {("good, best", math.inf): 0.75, ("bad", math.inf): 0.85, ("open", math.inf): 0.9}
-
-    def place(**changed):
-        accuracies = alone | noisy | free | {(name, 1.0): score for name, score in changed.items()}
-        # Equal gains in both seeds: intervals of no width.
-        rows = [
-            {"method": m, "epsilon": e, "seed": s, "accuracy": a} for (m, e), a in accuracies.items() for s in (0, 1)
-        ]
-        cell = the_map.cell_of("cifar10", 1000, 5)._asdict()
-        return {"cell": cell, "comparison": Comparison(rows, [], "accuracy", False, "")._asdict()}
-
-    told = the_map.answer({"x": place(), "y": place(bad=0.7)})
-    assert (
-        "| cifar10, 1,000 clients, 5 classes each | 55.0 ± 0.0 | good, best 65.0 (+10.0, +10.0 to +10.0) | "
-        "bad 85.0 (+30.0, +30.0 to +30.0) | 1, 1 of 2 |"
-    ) in told.splitlines()
-    assert "- 1,000 clients: ε 1: 1 of 2, 2 of 2; ε ∞: 2 of 2, 2 of 2" in told.splitlines()
-    assert told.endswith(
-        "**At all 2 places.** ε 1: always among the best three: good best, bad; above training alone: good best; "
-        "below: none. ε ∞: always among the best three: bad, good best; above training alone: bad, good best; below: "
-        "none."
-    )
-
-
 @pytest.mark.parametrize("scale", ["smoke", "paper"])
 def test_a_part_is_made_once_for_its_facts(scale, tmp_path, monkeypatch):
     monkeypatch.setattr(study, "HERE", tmp_path / "kept")
@@ -214,12 +152,6 @@ def test_a_part_is_made_once_for_its_facts(scale, tmp_path, monkeypatch):
     kept = json.loads(path.read_text())
     assert kept["date"]
     assert kept["versions"].keys() == {*study.PACKAGES}
-
-
-def test_the_map_tunes_all_methods_with_equal_budgets():
-    cell = the_map.cell_of("cifar10", 1000, 2)
-    candidates = the_map.methods(mlp((8, 8, 1), 10), cell) | the_map.on_features((2, 2, 8), 10, cell)
-    assert {candidate.number for candidate in candidates.values()} == {10}
 
 
 def test_few_honest_statements_are_refuted():

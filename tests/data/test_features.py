@@ -15,7 +15,7 @@ import pytest
 from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.data import Encoder, efficientnet_lite0, features, from_arrays, make_clients
-from jaxfl.data.efficientnet import _Depthwise, read_tensors
+from jaxfl.data.efficientnet import _Depthwise, _directions, _published, read_tensors
 from jaxfl.files import cache_folder
 from jaxfl.models import mlp
 from jaxfl.privacy import Full
@@ -388,6 +388,26 @@ def test_features_equal_pytorchs(side, weights):
         wanted = network.eval().extract_features(scaled).mean((2, 3)).numpy()
     found = jax.jit(efficientnet_lite0().apply)(weights, pictures)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@needs_weights
+def test_fewer_features_keep_what_tells_the_published_classes_from_one_another(weights):
+    """Distances of ImageNet's logits from their mean over classes, with 1,000 directions and with 16."""
+    classes = read_tensors(_published())["_fc.weight"].astype(np.float64)
+    centred = classes - classes.mean(axis=0)
+    sixteen, thousand = (_directions(width).astype(np.float64) for width in (16, 1000))
+    np.testing.assert_allclose(thousand.T @ thousand, np.eye(1000), atol=1e-5)
+    np.testing.assert_allclose(centred @ thousand @ thousand.T, centred, atol=1e-5)
+    # The best approximation of rank 16 leaves the other singular values.
+    left = np.linalg.norm(centred - centred @ sixteen @ sixteen.T)
+    values = np.linalg.svd(centred, compute_uv=False)
+    assert left == pytest.approx(np.linalg.norm(values[16:]), rel=1e-5)
+    pictures = random_pictures_of_torch(40, 2)
+    few = efficientnet_lite0(16)
+    found = jax.jit(few.apply)({"network": weights, "directions": jnp.asarray(sixteen, jnp.float32)}, pictures)
+    whole = jax.jit(efficientnet_lite0().apply)(weights, pictures)
+    np.testing.assert_allclose(found, np.asarray(whole) @ sixteen, atol=1e-3)
+    assert few.width == 16
 
 
 def test_a_private_linear_model_trains_on_features(counted):

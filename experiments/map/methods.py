@@ -1,0 +1,361 @@
+"""The methods of the map, each with its points, and the ways in which one training run is evaluated."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from experiments.map.places import Place
+from jaxfl import LocalSGD, spread
+from jaxfl.algorithms import (
+    centaur,
+    ditto,
+    dp_fedavg,
+    dp_pfeddsu,
+    dp_prototypes,
+    dp_ridge,
+    feddpa,
+    fedrod,
+    fine_tuned,
+    local_only,
+    mixed,
+    pmtl,
+    ppsgd,
+    prior_corrected,
+)
+from jaxfl.local.penalties import proximal
+from jaxfl.models import mlp
+from jaxfl.models.extended import extended
+from jaxfl.privacy import Poisson
+from jaxfl.tasks import Metric
+from jaxfl.types import Algorithm, ClientData, Model, Params
+
+POINTS = 20
+SMOOTHING = 0.1
+"""Examples that the correction adds to every class of a client."""
+
+FINE_TUNING_PASSES = 5
+"""Passes over a client's examples before the test, of everything that is fitted there."""
+
+PERSONAL_PASSES = 2
+"""Passes of Ditto's and MR-MTL's personal models in a round."""
+
+START = (0.01, 0.5)
+"""Rates of training from the start."""
+
+FURTHER = (0.003, 0.3)
+"""Rates of heads, and of training further."""
+
+CLIPS = (0.1, 3.0)
+PENALTIES = (0.01, 1.0)
+"""Weights of the distance to the shared model."""
+
+STEPS = (0.3, 5.0)
+"""Rates of a single step in a round."""
+
+Way = Callable[[Algorithm], Algorithm]
+
+
+class Family(NamedTuple):
+    """Training runs of one kind."""
+
+    build: Callable[..., Algorithm]
+    """Numbers of a point, and `noise_multiplier` where the method is private, to an algorithm that
+    is scored in several ways, each of which is a metric of its task."""
+    points: Mapping[str, Sequence[float]]
+    rounds: int
+    private: bool = True
+    ceiling: bool = False
+    """Whether the map also shows it without noise."""
+    mixes: Callable[..., Algorithm] | None = None
+    """The algorithm that is scored as a mixture with the local model as well."""
+
+
+class Alone(NamedTuple):
+    """How clients train best when each trains alone."""
+
+    rate: float
+    passes: int
+
+
+def scored(base: Algorithm, after: Mapping[str, Way], around: Mapping[str, Way] = {}) -> Algorithm:
+    """Return a method whose clients are scored in several ways after one training run.
+
+    Args:
+        base: The method, whose messages are sent.
+        after: Wrappers by name, each of the model that the method would evaluate a client with.
+        around: Wrappers that personalize the method again, for instance without some examples.
+    """
+    model = base.model
+    ways = {**after, **around}
+    models = [way(base).model for way in ways.values()]
+
+    def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
+        params = base.personalize(key, server, client, data)
+        finished = base._replace(personalize=lambda *_: params)
+        starts = {name: finished if name in after else base for name in ways}
+        own = {name: way(starts[name]).personalize(key, server, client, data) for name, way in ways.items()}
+        return {**params, "ways": tuple(own.values())}
+
+    def outputs(own: Sequence[Params], plain: jax.Array, x: jax.Array) -> jax.Array:
+        del plain
+        of_each = [one.apply(params, x) for one, params in zip(models, own, strict=True)]
+        return jnp.concatenate(of_each, axis=-1)
+
+    def start(key: jax.Array) -> Sequence[Params]:
+        return tuple(one.init(key) for one in models)
+
+    whole = extended(model, "ways", start, outputs)._replace(extract=None, classify=None)
+    metrics = {name: _of_way(model, number, len(ways)) for number, name in enumerate(ways)}
+    task = dataclasses.replace(model.task, metrics=metrics)
+    return base._replace(model=whole._replace(task=task), personalize=personalize)
+
+
+def _of_way(model: Model, number: int, ways: int) -> Metric:
+    """Return the model's headline metric of one of several outputs that follow one another."""
+    headline = model.task.metrics[model.task.headline]
+
+    def sums(outputs: jax.Array, labels: jax.Array, weights: jax.Array) -> Any:
+        return headline.sums(jnp.split(outputs, ways, axis=-1)[number], labels, weights)
+
+    return headline._replace(sums=sums)
+
+
+def only_participants(algorithm: Algorithm, participants: int) -> Algorithm:
+    """Return the method in which clients from number `participants` on send zeros and keep their state.
+
+    The denominator counts them, as a server would that does not know who is silent.
+    """
+
+    def client_update(key: jax.Array, server: Any, client: Any, data: ClientData) -> tuple:
+        message, after, info = algorithm.client_update(key, server, client, data)
+        takes_part = data.id < participants
+        update = jax.tree.map(lambda leaf: jnp.where(takes_part, leaf, 0), message.update)
+        state = jax.tree.map(lambda new, old: jnp.where(takes_part, new, old), after, client)
+        return message._replace(update=update), state, info
+
+    return algorithm._replace(client_update=client_update)
+
+
+def plain(algorithm: Algorithm) -> Algorithm:
+    """Return the method as it is."""
+    return algorithm
+
+
+own_classes = functools.partial(prior_corrected, smoothing=0.0)
+corrected = functools.partial(prior_corrected, smoothing=SMOOTHING)
+corrected_training = functools.partial(prior_corrected, smoothing=SMOOTHING, train=True)
+CORRECTIONS: Mapping[str, Way] = {"plain": plain, "own_classes": own_classes, "corrected": corrected}
+
+
+def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alone]) -> dict[str, Family]:
+    """Return every method with as many points, over its rate, its clip bound and numbers of its own.
+
+    Args:
+        place: Place on the map.
+        model: The perceptron.
+        linear: The linear model.
+        alone: How clients train each of the two alone, by the model's name, for mixtures.
+    """
+    sampling = Poisson(place.share)
+    space = functools.partial(spread, POINTS)
+    last = FINE_TUNING_PASSES
+
+    def local(rate: float, passes: int = 1) -> LocalSGD:
+        return LocalSGD(optax.sgd(rate), place.batch_size, passes)
+
+    def mixture(algorithm: Algorithm) -> Algorithm:
+        of_model = alone["linear" if algorithm.model.head == algorithm.model.layers else "perceptron"]
+        return mixed(algorithm, local=local(of_model.rate, of_model.passes))
+
+    def corrected_mixture(**_: Any) -> Mapping[str, Way]:
+        return {"mixed_corrected": lambda base: mixture(corrected(base))}
+
+    def family(
+        method: Callable[..., Algorithm],
+        points: Mapping[str, Sequence[float]],
+        ways: Callable[..., Mapping[str, Way]] = lambda **_: CORRECTIONS,
+        mixtures: Callable[..., Mapping[str, Way]] | None = None,
+        **options: Any,
+    ) -> Family:
+        """Return the family of a method that takes a clip bound, the noise and numbers of its own."""
+
+        def build(*, mix: bool = False, **numbers: Any) -> Algorithm:
+            base = only_participants(method(**numbers), place.participants)
+            if not mix:
+                return scored(base, ways(**numbers))
+            return scored(base, {}, (mixtures or corrected_mixture)(**numbers))
+
+        settings: dict[str, Any] = {"rounds": place.rounds} | options
+        return Family(build, points, mixes=functools.partial(build, mix=True), **settings)
+
+    def averaged(network: Model) -> Callable[..., Algorithm]:
+        def method(rate: float, clip: float, noise_multiplier: float, tuning: float) -> Algorithm:
+            del tuning
+            private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
+            return dp_fedavg(network, local=local(rate), **private)
+
+        return method
+
+    def tuned_ways(network: Model) -> Callable[..., Mapping[str, Way]]:
+        def ways(*, tuning: float, **_: Any) -> Mapping[str, Way]:
+            tuned = functools.partial(fine_tuned, local=local(tuning, last))
+            found: dict[str, Way] = dict(CORRECTIONS) | {
+                "fine_tuned": tuned,
+                "fine_tuned_corrected": lambda base: corrected_training(tuned(base)),
+            }
+            if network.head != network.layers:
+                found["head_fine_tuned"] = functools.partial(tuned, parts=network.head)
+            return found
+
+        return ways
+
+    def tuned_mixtures(*, tuning: float, **_: Any) -> Mapping[str, Way]:
+        tuned = functools.partial(fine_tuned, local=local(tuning, last))
+        return {"mixed_fine_tuned_corrected": lambda base: mixture(corrected_training(tuned(base)))}
+
+    def private(method: Callable[..., Algorithm], options: Callable[..., Mapping[str, Any]]) -> Any:
+        def build(clip: float, noise_multiplier: float, **numbers: float) -> Algorithm:
+            given = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
+            return method(model, **given, **options(**numbers))
+
+        return build
+
+    near = space(rate=START, clip=CLIPS, penalty_weight=PENALTIES)
+    of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
+    return {
+        "DP-FedAvg": family(averaged(model), of_average, tuned_ways(model), tuned_mixtures, ceiling=True),
+        "linear DP-FedAvg": family(averaged(linear), of_average, tuned_ways(linear), tuned_mixtures, ceiling=True),
+        "Ditto": family(
+            private(
+                lambda model, rate, penalty_weight, **options: near_server(
+                    ditto(
+                        model,
+                        penalty_weight=penalty_weight,
+                        local=local(rate),
+                        personal=local(rate, PERSONAL_PASSES),
+                        **options,
+                    ),
+                    local(rate, last),
+                    penalty_weight,
+                ),
+                dict,
+            ),
+            near,
+        ),
+        "MR-MTL": family(
+            private(
+                lambda model, rate, penalty_weight, **options: near_server(
+                    pmtl(
+                        model,
+                        penalty_weight=penalty_weight,
+                        local=local(rate, PERSONAL_PASSES),
+                        **options,
+                    ),
+                    local(rate, last),
+                    penalty_weight,
+                ),
+                dict,
+            ),
+            near,
+        ),
+        "CENTAUR": family(
+            private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, last)}),
+            space(rate=START, clip=CLIPS, head=FURTHER),
+        ),
+        "PPSGD": family(
+            private(
+                lambda model, head, **options: fine_tuned(
+                    ppsgd(model, **options), local=local(head, last), parts=model.head
+                ),
+                lambda rate, personal, head: {
+                    "batch_size": 5 if place.few else 50,
+                    "server_learning_rate": rate,
+                    "personal_learning_rate": personal,
+                    "loss": None,
+                    "head": head,
+                },
+            ),
+            space(rate=STEPS, clip=CLIPS, personal=STEPS, head=FURTHER),
+        ),
+        "FedDPA": family(
+            private(
+                lambda model, rate, **options: feddpa(model, local=local(rate), **options)._replace(
+                    personalize=feddpa(model, local=local(rate, last), **options).personalize
+                ),
+                lambda rate, threshold: {"rate": rate, "threshold": threshold, "evaluate": "adapt"},
+            ),
+            space(rate=START, clip=CLIPS, threshold=(0.1, 0.9)),
+        ),
+        "DP-pFedDSU": family(
+            private(
+                dp_pfeddsu,
+                lambda rate, density: {
+                    "local": local(rate),
+                    "head": local(rate, last),
+                    "density": density,
+                },
+            ),
+            space(rate=START, clip=CLIPS, density=(0.05, 0.5)),
+        ),
+        "FedRoD": family(
+            private(fedrod, lambda rate: {"local": local(rate)}),
+            space(rate=START, clip=CLIPS),
+        ),
+        "DP ridge": family(
+            lambda **numbers: dp_ridge(linear, **numbers),
+            space(clip=(0.3, 2.5), ridge=(0.003, 3.0), personal=(0.1, 100.0)),
+            rounds=1,
+        ),
+        "DP prototypes": family(
+            lambda **numbers: dp_prototypes(linear, **numbers),
+            space(clip=(0.1, 1.5), personal=(0.1, 100.0)),
+            rounds=1,
+        ),
+    }
+
+
+def corrected_average(place: Place, model: Model) -> Family:
+    """Return DP-FedAvg, evaluated as it is and with the corrections alone."""
+
+    def build(rate: float, clip: float, noise_multiplier: float) -> Algorithm:
+        method = dp_fedavg(
+            model,
+            clip=clip,
+            noise_multiplier=noise_multiplier,
+            sampling=Poisson(place.share),
+            local=LocalSGD(optax.sgd(rate), place.batch_size),
+        )
+        return scored(method, CORRECTIONS)
+
+    return Family(build, spread(POINTS, rate=START, clip=CLIPS), place.rounds)
+
+
+def trained_alone(place: Place, model: Model) -> Family:
+    """Return clients that each train alone."""
+
+    def build(rate: float) -> Algorithm:
+        local = LocalSGD(optax.sgd(rate), place.batch_size)
+        return scored(local_only(model, local=local), {"plain": plain})
+
+    return Family(build, spread(POINTS // 2, rate=START), place.passes, private=False)
+
+
+def near_server(base: Algorithm, local: LocalSGD, penalty_weight: float) -> Algorithm:
+    """Return the method, evaluated after each client has trained further with its penalty on the distance."""
+
+    def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
+        start = base.personalize(key, server, client, data)
+        penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
+        return local.train(key, base.model, start, data, penalty=penalty)[0]
+
+    return base._replace(personalize=personalize)
+
+
+def networks(place: Place, shape: tuple[int, ...], classes: int) -> tuple[Model, Model]:
+    """Return the perceptron and the linear model of a place."""
+    return mlp(shape, classes, hidden=(place.width,)), mlp(shape, classes, hidden=())

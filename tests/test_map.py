@@ -1,0 +1,196 @@
+"""The map of methods: its places, how one run is scored in several ways, and what is said of results."""
+
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from algorithms_table import MODEL, small_clients
+
+from experiments.map import methods, places, report, tuning
+from experiments.map.__main__ import PLACES, STUDIES, mixed_families
+from jaxfl import LocalSGD, simulate
+from jaxfl.algorithms import dp_fedavg, dp_fedavg_mixed, fine_tuned
+from jaxfl.data import Dataset
+from jaxfl.privacy import Poisson
+
+PLACE = places.Place("digits", "pixels", "5 classes", 40, rounds=2, passes=2, batch_size=8)
+PRIVATE = {"clip": 0.5, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
+LOCAL = LocalSGD(optax.sgd(0.1), 4)
+
+
+def test_one_run_is_scored_as_each_way_would_score_it_alone():
+    base = dp_fedavg(MODEL, local=LOCAL, **PRIVATE)
+    ways = {
+        "plain": methods.plain,
+        "corrected": methods.corrected,
+        "tuned": lambda method: methods.corrected_training(fine_tuned(method, local=LOCAL)),
+    }
+    clients = small_clients()
+    several = simulate(0, methods.scored(base, ways), clients, rounds=2, progress=False)
+    for name, way in ways.items():
+        alone = simulate(0, way(base)._replace(client_update=base.client_update), clients, rounds=2, progress=False)
+        np.testing.assert_allclose(several.scores[name], alone.scores["accuracy"], atol=1e-6)
+        for own, theirs in zip(*map(jax.tree.leaves, (several.server, alone.server)), strict=True):
+            np.testing.assert_array_equal(own, theirs)
+
+
+def test_a_mixture_is_the_recipe_of_the_library():
+    place = PLACE._replace(unseen=0.0)
+    alone = {"linear": methods.Alone(0.2, 3), "perceptron": methods.Alone(0.1, 2)}
+    model, linear = methods.networks(place, (8, 8, 1), 10)
+    family = methods.families(place, model, linear, alone)["linear DP-FedAvg"]
+    numbers = {"rate": 0.1, "clip": 0.5, "tuning": 0.05}
+    assert family.mixes is not None
+    found = family.mixes(**numbers, noise_multiplier=0.7)
+    recipe = dp_fedavg_mixed(
+        linear,
+        clip=0.5,
+        noise_multiplier=0.7,
+        sampling=Poisson(place.share),
+        local=LocalSGD(optax.sgd(0.1), 8, 1),
+        tuning=LocalSGD(optax.sgd(0.05), 8, methods.FINE_TUNING_PASSES),
+        alone=LocalSGD(optax.sgd(0.2), 8, 3),
+        smoothing=methods.SMOOTHING,
+    )
+    clients = places.clients_of(place, 0)
+    scores = [simulate(3, method, clients, rounds=2, progress=False).scores for method in (found, recipe)]
+    np.testing.assert_allclose(scores[0]["mixed_fine_tuned_corrected"], scores[1]["accuracy"], atol=1e-6)
+
+
+def test_clients_that_never_take_part_leave_no_trace_in_the_model():
+    clients = small_clients()
+    method = methods.only_participants(dp_fedavg(MODEL, local=LOCAL, **PRIVATE), 3)
+    labels = np.asarray(clients.labels).copy()
+    rows = np.concatenate([np.asarray(clients.train[i])[: clients.train_size[i]] for i in range(3, clients.number)])
+    labels[rows] = (labels[rows] + 1) % 10
+    results = [simulate(0, method, own, rounds=3, progress=False) for own in (clients, clients._replace(labels=labels))]
+    for own, theirs in zip(*(jax.tree.leaves(result.server) for result in results), strict=True):
+        np.testing.assert_array_equal(own, theirs)
+    moved = simulate(0, dp_fedavg(MODEL, local=LOCAL, **PRIVATE), clients, rounds=3, progress=False)
+    assert any(
+        np.any(own != other)
+        for own, other in zip(jax.tree.leaves(results[0].server), jax.tree.leaves(moved.server), strict=True)
+    )
+
+
+def test_every_method_has_as_many_points():
+    model, linear = methods.networks(PLACE, (8, 8, 1), 10)
+    families = methods.families(PLACE, model, linear, {})
+    for family in families.values():
+        assert {len(column) for column in family.points.values()} == {methods.POINTS}
+        assert {len(set(column)) for column in family.points.values()} == {methods.POINTS}
+
+
+def test_groups_of_clients_have_pictures_turned_alike_and_names_of_their_own():
+    pictures = np.arange(8 * 9, dtype=np.uint8).reshape(8, 3, 3, 1)
+    labels = np.arange(8, dtype=np.int32)
+    data = Dataset(pictures, labels, pictures, labels, 10, "some")
+    turned = places.rotated(data).train_inputs
+    np.testing.assert_array_equal(turned[0], pictures[0])
+    np.testing.assert_array_equal(turned[6], pictures[6, ::-1, ::-1])
+    np.testing.assert_array_equal(turned[5, :, :, 0], np.rot90(pictures[5, :, :, 0]))
+    renamed = places.permuted(data._replace(train_labels=np.repeat(np.arange(2, dtype=np.int32), 4))).train_labels
+    orders = [np.random.default_rng(group).permutation(10) for group in range(4)]
+    np.testing.assert_array_equal(renamed, [order[label] for label in (0, 1) for order in orders])
+
+
+def test_a_client_of_a_group_has_examples_of_that_group_alone():
+    generator = np.random.default_rng(0)
+    groups = generator.permutation(np.arange(10) % 4)
+    train = places._dealt(101, groups, generator)
+    test = places._drawn(40, groups, 3, generator)
+    assert sorted(np.concatenate(train)) == list(range(101))
+    for group, own, tested in zip(groups, train, test, strict=True):
+        assert set(own % 4) == {group}
+        assert set(tested % 4) == {group}
+        assert len(set(tested)) == 3
+
+
+def test_a_number_at_an_end_of_its_grid_is_tried_beyond_it():
+    family = methods.Family(dp_fedavg, {"rate": [0.1, 0.2, 0.4], "density": [0.3, 0.8, 0.5]}, 1)
+    point = tuning._as_point({"rate": 0.4, "density": 0.8}, 1.0)
+    low = tuning._as_point({"rate": 0.2, "density": 0.3}, 1.0)
+    scores = {point: {"plain": np.array([0.9])}, low: {"plain": np.array([0.1])}}
+    place = PLACE._replace(clients=1, unseen=0.0)
+    wider = {(dict(own)["rate"], dict(own)["density"]) for own in tuning._wider(place, family, scores, "plain", 1.0)}
+    # A density of 1.6 would be no share, so that rates alone go on, by factors of 2.
+    assert wider == {(0.8, 0.8), (1.6, 0.8)}
+
+
+def test_both_tuning_seeds_choose_a_point():
+    points = [tuning._as_point({"rate": rate}, 1.0) for rate in (0.1, 0.2, 0.3)]
+    first = {
+        point: {"plain": np.array([score, math.nan, 0.0])}
+        for point, score in zip(points, (0.9, 0.8, 0.99), strict=True)
+    }
+    second = {
+        point: {"plain": np.array([score, math.nan, 0.0])} for point, score in zip(points[:2], (0.2, 0.9), strict=True)
+    }
+    place = PLACE._replace(clients=3, unseen=1 / 3)
+    best, _, score = tuning._chosen(place, [first, second], "plain", 1.0)
+    assert best == points[1]
+    assert score == pytest.approx((0.8 + 0.9) / 2)
+
+
+def result_of(changed=None):
+    """A place whose methods have one score in both seeds, so that intervals have no width."""
+    scores = {
+        ("local-only", "plain", math.inf): 0.5,
+        ("linear local-only", "plain", math.inf): 0.55,
+        ("linear DP-FedAvg", "plain", 1.0): 0.4,
+        ("linear DP-FedAvg", "own_classes", 1.0): 0.6,
+        ("linear DP-FedAvg", "corrected", 1.0): 0.7,
+        ("linear DP-FedAvg", "fine_tuned", 1.0): 0.65,
+        ("Ditto", "plain", 1.0): 0.6,
+    } | (changed or {})
+    found = {}
+    for (method, way, epsilon), score in scores.items():
+        own = found.setdefault(method, {"tuning": [], "rows": [], "seconds": 36.0})
+        own["rows"] += [{"way": way, "epsilon": epsilon, "seed": s, "score": score, "unseen": score} for s in (0, 1)]
+        tuned = {"way": way, "epsilon": epsilon, "chosen": {"rate": 0.1, "epsilon": epsilon}, "validation": score}
+        own["tuning"].append(tuned | {"evaluation": 0, "points": 20})
+    mixture = [{"way": "mixed_fine_tuned_corrected", "epsilon": 1.0, "seed": s, "score": 0.68} for s in (0, 1)]
+    found["linear DP-FedAvg, mixed"] = {"tuning": [], "rows": mixture, "seconds": 36.0}
+    place = PLACES[1]._asdict() | {"title": PLACES[1].title, "participants": PLACES[1].participants}
+    facts = {"study": "place", "seeds": [0, 1], "date": "2026-01-01", "versions": {"jax": "1"}}
+    return {"place": place, "methods": found} | facts
+
+
+def test_a_place_shows_the_best_first_and_says_what_ties():
+    text = report.markdown(result_of({("Ditto", "corrected", 1.0): 0.7}))
+    lines = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
+    assert lines[2] == ["| linear DP-FedAvg, corrected", "70.0 ± 0.0"]
+    assert ["| linear local-only", "55.0 ± 0.0"] in lines
+    assert "Best on validation examples: linear DP-FedAvg, corrected, 70.0 ± 0.0, +15.0 (+15.0 to +15.0) over" in text
+    assert "Tied with it: Ditto, corrected." in text
+    assert "The recipe is +13.0 (+13.0 to +13.0) from training alone." in text
+    assert "0.05 core-hours" in text
+
+
+def test_the_correction_without_smoothing_is_shown_where_validation_prefers_it():
+    text = report.table(result_of({("linear DP-FedAvg", "own_classes", 1.0): 0.75}))
+    assert "| linear DP-FedAvg, corrected | 75.0 ± 0.0" in text
+    assert "| 70.0" not in text
+
+
+def test_the_front_page_has_three_sentences_of_the_results():
+    other = {("linear DP-FedAvg", "corrected", 1.0): 0.62, ("linear DP-FedAvg", "own_classes", 1.0): 0.5}
+    lines = report.answer({"a": result_of(), "b": result_of(other)}).splitlines()
+    assert "adds +22.0 to +30.0 points at ε 1" in lines[2]
+    assert "is +13.0 points from training alone at ε 1" in lines[3]
+    assert "is -8.0 points from that recipe at ε 1" in lines[4]
+
+
+def test_the_best_families_on_validation_examples_are_mixed_and_always_the_recipes():
+    parts = {
+        name: {"tuning": [{"epsilon": 1.0, "validation": score}]}
+        for name, score in {"a": 0.9, "b": 0.8, "c": 0.7, "d": 0.6, "linear DP-FedAvg": 0.1}.items()
+    }
+    assert mixed_families(parts, [1.0]) == ["a", "b", "c", "linear DP-FedAvg"]
+
+
+def test_all_places_have_a_study_of_their_own():
+    assert len({place.name for place in PLACES} & STUDIES.keys()) == len(PLACES)
+    assert all(name.isascii() and name.replace("_", "").isalnum() for name in STUDIES)

@@ -110,6 +110,17 @@ def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient)
     return params
 
 
+def torch_sgd(params, gradient_of, steps, *, learning_rate):
+    """Steps as torch.optim.SGD(params, momentum=.9, weight_decay=1e-4) takes them: the decay is in the gradient."""
+    params = jax.device_get(params)
+    velocity = jax.tree.map(np.zeros_like, params)
+    for _ in range(steps):
+        gradient = jax.tree.map(lambda g, p: np.asarray(g) + 1e-4 * p, gradient_of(params), params)
+        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
+        params = jax.tree.map(lambda p, v: p - learning_rate * v, params, velocity)
+    return params
+
+
 def padded(lists, extra=0):
     """Lists of rows as a matrix, whose lines end in padding."""
     matrix = np.zeros((len(lists), max(map(len, lists)) + extra), np.int32)

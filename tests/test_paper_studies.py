@@ -19,6 +19,7 @@ from jaxfl.algorithms import local_only
 from jaxfl.algorithms.feddpa import paper_noise_multiplier
 from jaxfl.data import from_arrays, make_clients
 from jaxfl.engine.mesh import data_of
+from jaxfl.local.train import fit_head
 from jaxfl.models import mlp, resnet20
 
 
@@ -55,6 +56,22 @@ def test_heads_on_an_untrained_extractor_send_nothing_but_zeros():
     message, head, _ = method.client_update(jax.random.key(1), server, jax.tree.map(lambda leaf: leaf[0], states), data)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(message.update))
     assert any(np.any(a != b[0]) for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(states), strict=True))
+
+
+def test_a_head_on_features_is_the_untrained_networks():
+    bench = Bench(Options(scale="smoke", seeds=(0,)))
+    features = bench.features(0)
+    clients = bench.clients(5, 0)
+    data = data_of(jax.tree.map(jnp.asarray, clients), 0, 0, bench.setting.examples)
+    weights = bench.model.init(jax.random.split(jax.random.key(0), 3)[0])
+    local = bench.local(3, head=True)  # whole batches, which have no order
+    head = mlp(features.shape[1:], bench.data.classes, hidden=())
+    start = {"head": weights[bench.model.head[0]]}
+    seen = data_of(jax.tree.map(jnp.asarray, clients._replace(inputs=features)), 0, 0, bench.setting.examples)
+    fitted, _ = local.train(jax.random.key(1), head, start, seen)
+    expected, _ = fit_head(jax.random.key(1), bench.model, weights, data, local=local)
+    for name, leaf in expected[bench.model.head[0]].items():
+        np.testing.assert_allclose(fitted["head"][name], leaf, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("sigma", [0.5, 4.0])
@@ -118,6 +135,19 @@ def measured(accuracies, head):
 def test_a_verdict_names_its_reason(accuracies, text):
     result, rows = measured(accuracies, 0.30)
     assert dp_pfeddsu.verdict(result, (50, 60, 70), rows).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "text"),
+    [
+        (0.46, "accuracies: no; the best heads are below these by 40.3 (s = 2), 9.8 (s = 5), -2.1 (s = 10) points"),
+        ({2: 0.85, 5: 0.54, 10: 0.46}, "accuracies: yes; the best heads are below these by 1.3 (s = 2), "),
+    ],
+)
+def test_heads_on_random_features_explain_what_they_come_near(accuracy, text):
+    own = accuracy if isinstance(accuracy, dict) else dict.fromkeys((2, 5, 10), accuracy)
+    rows = [{"classes": classes, "accuracy": [value - less]} for classes, value in own.items() for less in (0.1, 0.0)]
+    assert text in dp_pfeddsu.explained({"rows": rows})
 
 
 @pytest.mark.parametrize(

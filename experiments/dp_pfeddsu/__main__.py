@@ -12,7 +12,17 @@ from typing import Any
 import numpy as np
 
 from experiments.common import number, percent, starred, stopped
-from experiments.dp_pfeddsu.setting import BY_EPSILON, METHODS, NO_CLIP, PRINTED, WHOLE, Bench, Row, sent_share
+from experiments.dp_pfeddsu.setting import (
+    BY_EPSILON,
+    METHODS,
+    NO_CLIP,
+    PRINTED,
+    PUBLISHED,
+    WHOLE,
+    Bench,
+    Row,
+    sent_share,
+)
 from experiments.study import Options, Result, Study, agreement, command, draw_curves, markdown_table, source, yes_or_no
 from jaxfl.models import resnet20
 
@@ -40,6 +50,8 @@ LETTERS = {"density": "S", "sparse_layers": "sparse layers", "penalty_weight": "
 BOTH = ("DP-pFedDSU", PRINTED)
 MEDIAN_EPSILONS = (1.0, 8.0, 64.0)
 HEADS, CLIPS = (1, 5, 15), (0.01, 0.1, 1.0)
+PASSES = (15, 100, 600)
+"""Of a head on random features: 15 are the paper's of a round."""
 
 
 def result_of(bench: Bench, rows: Sequence[Row], classes: Sequence[int], **more: Any) -> dict[str, Any]:
@@ -138,6 +150,14 @@ def head(options: Options) -> Result:
     heads, clips = (HEADS[:1], CLIPS[:2]) if options.smoke else (HEADS, CLIPS)
     rows = [row for method in (*METHODS, WHOLE) for row in bench.tuned(method, 5, (8.0, math.inf), heads, clips)]
     return result_of(bench, rows, (5,))
+
+
+def untrained(options: Options) -> Result:
+    """Fit heads at the paper's size to a ResNet-20 that nobody trains."""
+    bench = Bench(options, **PUBLISHED)
+    passes = PASSES[:1] if options.smoke else PASSES
+    rows = [row for classes in BY_EPSILON for row in bench.on_features(classes, passes)]
+    return {"setting": dataclasses.asdict(bench.setting), "rows": rows}
 
 
 def mean(row: Mapping[str, Any]) -> float:
@@ -316,6 +336,31 @@ def head_markdown(result: Result) -> str:
     return "\n\n".join([markdown_table(["", "ε = 8", "chosen", "no noise", "chosen"], lines), note, *text(result)])
 
 
+def untrained_markdown(result: Result) -> str:
+    """Write a line for each number of passes, and the paper's."""
+    lines = [["chance", *(f"{100 / classes:.0f}" for classes in BY_EPSILON)]]
+    for passes in dict.fromkeys(row["passes"] for row in result["rows"]):
+        rows = [found(result, passes=passes, classes=classes) for classes in BY_EPSILON]
+        lines.append([f"heads, {passes} passes", *(percent(row["accuracy"]) for row in rows)])
+    lines.append(["DP-pFedDSU as published, ε = 1", *(f"{PAPER[classes][-1]:.1f}" for classes in BY_EPSILON)])
+    table = markdown_table(["", *(f"s = {classes}" for classes in BY_EPSILON)], lines)
+    facts = "{data}: {clients} clients of {examples} examples, each of which fits a head to an untrained {model} by "
+    facts += "SGD with rate {learning_rate:g}, momentum {momentum:g} and batches of {head_batch}. Accuracy in percent."
+    return "\n\n".join([table, explained(result), facts.format(**result["setting"]), source(result)])
+
+
+def explained(result: Result) -> str:
+    """Compare the best heads on random features with the published accuracies."""
+    gaps = {}
+    for classes in BY_EPSILON:
+        best = max(mean(row) for row in result["rows"] if row["classes"] == classes)
+        gaps[classes] = PAPER[classes][-1] - best
+    near = max(map(abs, gaps.values())) <= 3
+    below = ", ".join(f"{gap:.1f} (s = {classes})" for classes, gap in gaps.items())
+    claim = yes_or_no({"heads on random features explain the published accuracies": near})
+    return f"Verdict: {claim}; the best heads are below these by {below} points."
+
+
 draw_losses = functools.partial(draw_curves, values="train_loss", label="training loss", scale=1.0)
 STUDIES = {
     "clip": Study(clip, clip_markdown, minutes=25),
@@ -328,6 +373,7 @@ STUDIES = {
     },
     "figure_2": Study(figure_2, figure_markdown, draw_losses, minutes=10),
     "head": Study(head, head_markdown, minutes=22),
+    "untrained": Study(untrained, untrained_markdown, minutes=12),
 }
 
 if __name__ == "__main__":

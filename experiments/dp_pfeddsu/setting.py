@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import fine_tuned, model_for, row_of, starred, sweep_each, trained_alone
+from experiments.common import fine_tuned, model_for, row_of, run_each, starred, sweep_each, trained_alone
 from experiments.study import Options, facts_of
 from jaxfl import LocalSGD
 from jaxfl.algorithms import (
@@ -20,16 +20,20 @@ from jaxfl.algorithms import (
     dp_fedavg_fb,
     dp_pfeddsu,
     dp_pfeddsu_paper,
+    local_only,
     pmtl_ft,
     ppsgd_centaur,
 )
 from jaxfl.data import classes_per_client, hold_out, load, make_clients
+from jaxfl.models import mlp
 from jaxfl.privacy import Full, calibrate
 from jaxfl.types import Algorithm, Clients, Model
 
 Row = dict[str, Any]
 TUNING = 100
 """The seed of tuning runs; results have others."""
+PICTURES = 250
+"""That an extractor sees at a time."""
 NO_CLIP = 1e6
 """No update is as long."""
 METHODS = ("DP-FedAvg-fb", "PPSGD", "PMTL-FT", "CENTAUR", "DP-pFedDSU")
@@ -75,14 +79,16 @@ class Setting:
     delta: float = 1e-5
 
 
+PUBLISHED: dict[str, Any] = {"model": "resnet20", "examples": 2500, "test": 500}
+"""The paper's network and examples."""
 SMOKE: dict[str, Any] = {"data": "digits", "examples": 20, "test": 10, "rounds": 2, "alone": 2, "head_epochs": 1}
 
 
 class Bench:
     """Clients of some classes each, and how methods are run on them."""
 
-    def __init__(self, options: Options) -> None:
-        self.setting = dataclasses.replace(Setting(), **SMOKE if options.smoke else {})
+    def __init__(self, options: Options, **numbers: Any) -> None:
+        self.setting = dataclasses.replace(Setting(), **numbers | (SMOKE if options.smoke else {}))
         self.options, self.seeds = options, options.seeds
         self.data = load(self.setting.data)
         self.model = model_for(self.setting.model, self.data)
@@ -199,6 +205,41 @@ class Bench:
         """Local-only at its own optimum, and heads on an extractor that is never trained."""
         (head,) = self.rows("head alone", classes, {"epsilon": [math.inf]})
         return {"local-only": self.alone(classes), "head alone": head}
+
+    @functools.cache  # noqa: B019
+    def features(self, seed: int) -> np.ndarray:
+        """Compute what the extractor that a run of this seed starts from makes of all pictures."""
+        model = self.model
+        init_key = jax.random.split(jax.random.key(seed), 3)[0]
+        weights = model.init(init_key)
+        extract = jax.jit(lambda pictures: model.extract(weights, model.prepare(pictures)))  # pyrefly: ignore
+        pictures = self.clients(2, seed).inputs
+        parts = np.split(pictures, range(PICTURES, len(pictures), PICTURES))
+        return np.concatenate([extract(part) for part in parts])
+
+    def on_features(self, classes: int, passes: Sequence[int]) -> list[Row]:
+        """Fit each client's head to those features, and return a row for each number of passes."""
+        width = self.features(self.seeds[0]).shape[1]
+        head = mlp((width,), self.data.classes, hidden=())
+
+        def fitted(number: int) -> Callable[[Clients], Algorithm]:
+            return lambda clients: local_only(head, local=self.local(number, head=True))
+
+        results = run_each(
+            {f"head, {number} passes": fitted(number) for number in passes},
+            lambda seed: self.clients(classes, seed)._replace(inputs=self.features(seed)),
+            rounds=1,
+            seeds=self.seeds,
+            out=self.options.out,
+            config=dataclasses.asdict(self.setting) | {"classes": classes},
+            devices=jax.devices()[:1],
+            chunk=1,
+            progress=False,
+        )
+        return [
+            facts_of(row_of(name, own)) | {"passes": number, "classes": classes}
+            for number, (name, own) in zip(passes, results.items(), strict=True)
+        ]
 
     def alone(self, classes: int) -> Row:
         """Local-only, at the learning rate and the number of passes that are best on held-out examples."""

@@ -18,6 +18,9 @@ from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
+_PUBLISHED = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9))
+"""The optimizer that CENTAUR's published code has for the extractor and for the head."""
+
 
 class Parts(NamedTuple):
     """How parameters consist of a part that all clients share and a part that each client keeps."""
@@ -119,8 +122,8 @@ def centaur(
     noise_multiplier: Number,
     sampling: Sampling,
     delta: float | None = None,
-    local: LocalSGD = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100),
-    head: LocalSGD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15),
+    local: LocalSGD = LocalSGD(_PUBLISHED, 100),
+    head: LocalSGD = LocalSGD(_PUBLISHED, 100, 15),
     **options: Any,
 ) -> Algorithm:
     r"""CENTAUR, also DP-FedRep: FedRep with clipped extractor updates and Gaussian noise on their sum.
@@ -131,8 +134,8 @@ def centaur(
         noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
         sampling: who takes part.
         delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        local: as in `fedrep`.
-        head: as in `fedrep`.
+        local: as in `fedrep`; by default as published, with weight decay 1e-4.
+        head: as in `fedrep`; by default as published, with the same decay.
         options: those of `fedrep`.
 
     Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
+from reference import torch_sgd
 
 from jaxfl import simulate
 from jaxfl.algorithms import centaur, dp_fedavg, dp_fedavg_fb, dp_lg, fedrep, pmtl_ft
@@ -65,6 +66,26 @@ def test_centaur_without_privacy_is_fedrep():
     plain = fedrep(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **OPTIONS)
     a, b = (simulate(KEY, one, small_clients(), rounds=2, progress=False) for one in (private, plain))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a.server, b.server)
+
+
+def test_centaur_fits_its_head_by_the_published_optimizer():
+    # A client's nine examples are one batch, so 15 passes are 15 steps.
+    algorithm = centaur(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full())
+    server, head = start(algorithm)
+    data = client_data()
+    own = data._rows[: int(data.size)]
+    x = MODEL.prepare(data._inputs[own])
+    labels = data._labels[own]
+
+    @jax.jit
+    @jax.grad
+    def gradient_of(head):
+        logits = MODEL.apply({**server.params, **head}, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    _, fitted, _ = jax.jit(algorithm.client_update)(KEY, server, head, data)
+    expected = torch_sgd(head, gradient_of, 15, learning_rate=0.01)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), fitted, expected)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from algorithms_table import CLIP, MODEL, SIZES, client_data, small_clients
+from reference import torch_sgd
 
 from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg, ppsgd, ppsgd_centaur
@@ -99,7 +100,6 @@ PLAIN: dict[str, Any] = {"head": LocalSGD(optax.sgd(0.1), 4), "head_decay": 0.0}
 
 
 def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
-    # torch.optim.SGD(theta, lr=.1, momentum=.9, weight_decay=1e-4): the decay is in the gradient, of theta alone.
     head = LocalSGD(optax.sgd(0.1, momentum=0.9), WHOLE, 4)
     algorithm = ppsgd_centaur(MODEL, head=head, local=LocalSGD(optax.sgd(0.2), WHOLE, 2), **PRIVATE)
     server, states = start(algorithm)
@@ -116,11 +116,7 @@ def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
 
         return jax.grad(loss)(theta)
 
-    theta, velocity = jax.device_get(before), optax.tree.zeros_like(before)
-    for _ in range(4):
-        gradient = jax.tree.map(lambda g, t: np.asarray(g) + 1e-4 * t, slope(theta), theta)
-        velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradient)
-        theta = jax.tree.map(lambda t, v: t - 0.1 * v, theta, velocity)
+    theta = torch_sgd(before, slope, 4, learning_rate=0.1)  # of theta alone
     _, fitted, _ = jax.jit(algorithm.client_update)(KEY, server, {"head": before}, data)
     assert_close(optax.tree.sub(fitted["head"], before), optax.tree.sub(theta, before))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments import common
 from experiments.map.places import Place
 from jaxfl import LocalSGD, spread
 from jaxfl.algorithms import (
@@ -27,7 +28,6 @@ from jaxfl.algorithms import (
     ppsgd,
     prior_corrected,
 )
-from jaxfl.local.penalties import proximal
 from jaxfl.models import mlp
 from jaxfl.models.extended import extended
 from jaxfl.privacy import Poisson
@@ -232,7 +232,7 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
         "linear DP-FedAvg": family(averaged(linear), of_average, tuned_ways(linear), tuned_mixtures, ceiling=True),
         "Ditto": family(
             private(
-                lambda model, rate, penalty_weight, **options: near_server(
+                lambda model, rate, penalty_weight, **options: common.fine_tuned(
                     ditto(
                         model,
                         penalty_weight=penalty_weight,
@@ -249,7 +249,7 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
         ),
         "MR-MTL": family(
             private(
-                lambda model, rate, penalty_weight, **options: near_server(
+                lambda model, rate, penalty_weight, **options: common.fine_tuned(
                     pmtl(
                         model,
                         penalty_weight=penalty_weight,
@@ -343,17 +343,6 @@ def trained_alone(place: Place, model: Model) -> Family:
         return scored(local_only(model, local=local), {"plain": plain})
 
     return Family(build, spread(POINTS // 2, rate=START), place.passes, private=False)
-
-
-def near_server(base: Algorithm, local: LocalSGD, penalty_weight: float) -> Algorithm:
-    """Return the method, evaluated after each client has trained further with its penalty on the distance."""
-
-    def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
-        start = base.personalize(key, server, client, data)
-        penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
-        return local.train(key, base.model, start, data, penalty=penalty)[0]
-
-    return base._replace(personalize=personalize)
 
 
 def networks(place: Place, shape: tuple[int, ...], classes: int) -> tuple[Model, Model]:

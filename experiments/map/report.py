@@ -158,17 +158,21 @@ def table(result: Result) -> str:
 
 
 def settings(result: Result) -> str:
-    """Return the chosen points."""
-    lines = []
+    """Return the chosen points, with their scores on validation examples and how many points were tried."""
+    cells: dict[str, dict[float, str]] = {}
     for method, own in result["methods"].items():
         for row in own["tuning"]:
             hidden = "own_classes" if _smoothed(own, row["epsilon"]) else "corrected"
-            if row["way"] != hidden:
-                point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
-                text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
-                score = f"{100 * row['validation']:.1f}"
-                lines.append([_label(method, row["way"]), number(row["epsilon"]), text, score, str(row["points"])])
-    return markdown_table(["chosen", "ε", "point", "validation %", "points tried"], lines)
+            if row["way"] == hidden:
+                continue
+            point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
+            text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
+            score = f"{100 * row['validation']:.1f}% of {row['points']}"
+            cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
+    epsilons = sorted({epsilon for own in cells.values() for epsilon in own})
+    head = ["chosen (validation % of points tried)", *(f"ε {number(epsilon)}" for epsilon in epsilons)]
+    lines = [[name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()]
+    return markdown_table(head, lines)
 
 
 SHOWN = (

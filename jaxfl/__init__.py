@@ -21,6 +21,7 @@ from jaxfl.local import LocalSGD
 from jaxfl.run.attack import membership
 from jaxfl.run.compare import Candidate, compare, grid, spread
 from jaxfl.run.comparison import Comparison
+from jaxfl.run.evaluate import evaluate
 from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
 from jaxfl.run.simulate import simulate, sweep
@@ -33,6 +34,6 @@ compilation_cache.keep()
 
 __all__ = [
     "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Ledger", "LocalSGD", "Message", "Metric", "Model",
-    "Result", "Task", "Terms", "algorithms", "callbacks", "clear_caches", "compare", "data", "grid", "membership",
-    "models", "privacy", "simulate", "spread", "sweep", "tasks", "write_report",
+    "Result", "Task", "Terms", "algorithms", "callbacks", "clear_caches", "compare", "data", "evaluate", "grid",
+    "membership", "models", "privacy", "simulate", "spread", "sweep", "tasks", "write_report",
 ]  # fmt: skip

@@ -22,7 +22,7 @@ Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
 
 RESERVED = {
     "round", "epsilon", "epsilon_rdp", "epsilon_upload", "epsilon_example", "participants", "nonfinite", "update_norm",
-    "clipped", "train_loss",
+    "clipped", "train_loss", "unseen",
 }  # fmt: skip
 """Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
 

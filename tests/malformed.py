@@ -102,6 +102,7 @@ BAD: dict[str, list[Any]] = {
     "release": NO_CLASSES,
     "audit": [*NO_CLASSES, Canaries, 100],
     "result": [*NO_CLASSES, MODEL],
+    "state": [*NO_CLASSES, 3, MODEL, {"params": np.zeros(3)}],
     "canaries": [*NO_CLASSES, Canaries, 100],
     "coefficients": [0.5, "0.5", {}, object(), [-1.0], [NAN], [INF], ["a"], [1j]],
     "scales": [None, "0.5", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [1j], [0.5, 0.5]],
@@ -280,6 +281,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "methods": ({"one": jaxfl.Candidate(lambda: algorithms.fedavg(MODEL))}, "methods"),
         "clients": (CLIENTS, "population"), "epsilons": ((1.0,), "epsilons"), "seeds": ((0,), "seeds"),
         "validation": (0.2, "probability"), "tuning_seed": (100, "count from 0"),
+        "unseen": (0.0, "share below 1"),
     }),
     "grid": (jaxfl.grid, {"rate": ([0.1, 0.2], "axis"), "clip": ([1.0], "axis")}),
     "spread": (jaxfl.spread, {"number": (3, "count"), "rate": ((0.1, 0.2), "columns")}),
@@ -293,6 +295,11 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "tensorboard": (callbacks.tensorboard, {"folder": ("events", "path")}),
     "mlflow": (callbacks.mlflow, {"library": (LOGGED, "logged"), "run_id": (None, "text?")}),
     "wandb": (callbacks.wandb, {"run": (LOGGED, "logged")}),
+    "evaluate": (jaxfl.evaluate, {
+        "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "server": (RESULT.server, "state"),
+        "clients": (CLIENTS, "clients"), "key": (KEY, "one key"), "states": (None, "state?"), "rounds": (1, "count"),
+        "chunk": (None, "count?"), "devices": (None, "devices?"),
+    }),
     "membership": (jaxfl.membership, {
         "key": (KEY, "one key"), "algorithm": (algorithms.fedavg(MODEL), "algorithm"), "result": (RESULT, "result"),
         "clients": (CLIENTS, "clients"), "of": ("upload", "choice"),
@@ -406,6 +413,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "shard": (data.shard, {"clients": (FEW, "clients"), "shards": (1, "count"), "own": (None, "shards?")}),
     "hold_out": (data.hold_out, {
         "clients": (FEW, "clients"), "share": (0.5, "probability"), "seed": (None, "count from 0?"),
+    }),
+    "leave_out": (data.leave_out, {
+        "clients": (FEW, "clients"), "share": (0.5, "probability"), "seed": (0, "count from 0"),
     }),
     "describe": (data.describe, {"clients": (FEW, "clients")}),
     "iid": (data.iid, SEED | {"labels": (LABELS, "some targets"), "clients": (2, "count"), "size": (None, "count?")}),

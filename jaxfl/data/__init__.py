@@ -1,6 +1,6 @@
 """Examples -> partition -> clients."""
 
-from jaxfl.data.clients import describe, hold_out, make_clients, shard
+from jaxfl.data.clients import describe, hold_out, leave_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
 from jaxfl.data.efficientnet import Encoder, efficientnet_lite0
 from jaxfl.data.features import features
@@ -34,6 +34,7 @@ __all__ = [
     "hold_out",
     "iid",
     "label_share",
+    "leave_out",
     "load",
     "make_clients",
     "matching",

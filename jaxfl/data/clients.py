@@ -12,6 +12,9 @@ from jaxfl._validate import check_arrays, check_counts, check_fraction, check_in
 from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients, Lists
 
+_LEFT_OUT = 2**31 + 17
+"""With a seed, the entropy of the choice of clients who take no part."""
+
 
 def _check_data(name: str, value: Any) -> Dataset:
     """Require a dataset whose arrays fit, also where some were replaced; or those arrays."""
@@ -134,6 +137,50 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     kept = position < np.repeat(left, size)
     train, test = Lists.cut(rows[kept], left), Lists.cut(rows[~kept], tested)
     return clients._replace(train=train, train_size=left, test=test, test_size=tested)
+
+
+@checked(clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0)
+def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clients, Clients]:
+    """Divide clients into those who take part, and a drawn share of them who join after training.
+
+    For scores of clients whom a run has never seen (see `jaxfl.evaluate`). Both parts keep the
+    clients' order and the store of all examples, which is not copied.
+
+    Args:
+        clients: C of them.
+        share: of the clients, rounded; at least one client is in each part.
+        seed: of the choice.
+
+    Raises:
+        ValueError: there is a single client.
+
+    >>> inputs, labels = np.zeros((5, 2), np.float32), np.arange(5)
+    >>> data = inputs, labels, inputs[:0], labels[:0]
+    >>> clients = make_clients(data, [[0, 1], [2], [3], [4]], [[], [], [], []])
+    >>> participants, unseen = leave_out(clients, 0.25, seed=0)
+    >>> participants.number, unseen.number
+    (3, 1)
+    """
+    number = clients.number
+    if number < 2:
+        raise ValueError(f"clients must be two at least, got {number}. Give more clients.")
+    count = min(max(1, round(share * number)), number - 1)
+    # `default_rng(seed)` may have drawn the partition, of which the choice must not depend.
+    drawn = np.random.default_rng([seed, _LEFT_OUT]).permutation(number)
+    participants = _some(clients, np.sort(drawn[count:]))
+    left_out = _some(clients, np.sort(drawn[:count]))
+    return participants, left_out
+
+
+def _some(clients: Clients, kept: Int[np.ndarray, "c"]) -> Clients:
+    """Return some of the clients, over the same store."""
+    found: dict[str, Any] = {}
+    for split in ("train", "test"):
+        size = np.asarray(getattr(clients, f"{split}_size"))[kept]
+        rows = rows_of(getattr(clients, split), size, kept)
+        found[split] = Lists.cut(rows.astype(np.int32, copy=False), size)
+        found[f"{split}_size"] = size
+    return clients._replace(**found)
 
 
 def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:

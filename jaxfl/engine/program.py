@@ -23,6 +23,8 @@ from jaxfl.types import Algorithm, Clients, StepNoise, Tree
 _MEMORY = 2**31 + 1
 """No round has this number: the key of a mechanism's first memory is derived apart from the rounds' keys."""
 
+_QUICK = {"xla_backend_optimization_level": 0}
+"""For programs that run once: compiling them well would take longer than running them."""
 
 _NOT_KNOWN = (
     jax.errors.ConcretizationTypeError,
@@ -52,10 +54,32 @@ def initialize(
 
 def compile_init(algorithm: Algorithm | Points, population: Population) -> Callable[[Any, Any], tuple[Center, States]]:
     """Return the program of `initialize`, which reads no arrays of the population."""
-    quick = {"xla_backend_optimization_level": 0}  # it runs once: compiling well would take longer than running
     init = over_points(functools.partial(first_states, population=population), algorithm)
     shardings = _shardings(algorithm, population)
-    return jax.jit(init, out_shardings=shardings, compiler_options=quick)
+    return jax.jit(init, out_shardings=shardings, compiler_options=_QUICK)
+
+
+def compile_states(algorithm: Algorithm | Points, population: Population) -> Callable[[Any, Any], States]:
+    """Return the program `(key, states) -> States` of client states on their devices.
+
+    They are the given ones [C, ...], or what `init` makes with the key where `states` is None.
+    """
+
+    def placed(algorithm: Algorithm, key: Key[Array, ""], states: Tree) -> States:
+        if states is None:
+            _, states = algorithm.init(key, population.number)
+        return states_in_rows(_filled(states, population), population)
+
+    _, by_client = _shardings(algorithm, population)
+    return jax.jit(over_points(placed, algorithm), out_shardings=by_client, compiler_options=_QUICK)
+
+
+def _filled(states: Tree, population: Population) -> Tree:
+    """Return client states [C, ...] with further rows, nobody's, that fill up the mesh."""
+    extra = population.clients.number - population.number
+    if not extra:
+        return states
+    return jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.repeat(leaf[-1:], extra, axis=0)]), states)
 
 
 def first_states(
@@ -63,9 +87,7 @@ def first_states(
 ) -> tuple[Center, States]:
     """First states of the server, the mechanism and the clients of one run; the second key is for its cohorts."""
     server, states = algorithm.init(key, population.number)
-    if extra := population.clients.number - population.number:  # rows that fill up the mesh: nobody's
-        states = jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.repeat(leaf[-1:], extra, axis=0)]), states)
-
+    states = _filled(states, population)
     largest = population.capacities[-1]
 
     def sent(clients: Clients) -> Tree:

@@ -126,30 +126,15 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
         TypeError: a field of the algorithm has the wrong type.
         ValueError: names the function, and what it returns, or the two shapes that do not fit.
     """
-    for name, kind in {"name": str, "model": Model, "mechanism": Mechanism, "terms": Terms}.items():
-        check_instance(f"algorithm.{name}", getattr(algorithm, name), (kind,))
-    for name in ("init", "client_update", "server_update", "personalize"):
-        check_callable(f"algorithm.{name}", getattr(algorithm, name))
+    _check_fields(algorithm)
     algorithm.mechanism.check_fits(clients.number, rounds)
     if algorithm.dp_sgd is not None:
         check_instance("algorithm.dp_sgd", algorithm.dp_sgd, (DPSGD,)).check_fits(clients.number)
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
-    shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)
-
-    made = _trace("init", lambda key: algorithm.init(key, clients.number), key)
-    server, states = _parts("init", made, ("the server's state", "client states"))
-    for path, leaf in jax.tree.leaves_with_path(states):
-        if leaf.shape[:1] != (clients.number,):
-            where = f"client states{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-            raise ValueError(f"init gives {where}: give a row for each client, [{clients.number}, ...]")
-    of_one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-    client, size, start = jax.tree.map(of_one, (states, shapes.train_size, shapes.train.start))
+    server, states = _started(algorithm, clients, key)
     noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    largest = max(1, int(np.max(clients.train_size)))
-    store = shapes.inputs, shapes.labels, shapes.train.flat
-    data = ClientData(*store, size, number, noise, number, start, largest)
+    client, data = _of_one(states), _data_of_one(clients, noise)
 
     with restarted() as schedules:
         given = _trace("client_update", algorithm.client_update, key, server, client, data)
@@ -172,9 +157,78 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
 
     stepped = _trace("server_update", algorithm.server_update, server, message.update)
     _check_same("server_update gives the server's state", stepped, server, "init makes one")
+    _check_personal(algorithm, params, key, server, client, data)
+    return message.update
+
+
+def check_evaluation(algorithm: Algorithm, clients: Clients) -> tuple[Tree, Tree]:
+    """Require that a method evaluates these clients, and return the shapes of their first states.
+
+    Raises:
+        TypeError: a field of the algorithm has the wrong type.
+        ValueError: names the function, and what it returns, or the two shapes that do not fit.
+    """
+    _check_fields(algorithm)
+    key = jax.eval_shape(lambda: key_of(0))
+    params = _check_model(algorithm.model, clients, key)
+    server, states = _started(algorithm, clients, key)
+    _check_personal(algorithm, params, key, server, _of_one(states), _data_of_one(clients))
+    return server, states
+
+
+def check_state(name: str, value: Any, made: Tree) -> Tree:
+    """Require arrays like those that `init` makes, of which the shapes are given."""
+    remedy = "Give the state that a run of this method left, for these clients."
+    try:
+        shapes = jax.eval_shape(lambda: value)
+    except TypeError:
+        raise TypeError(f"{name} must be arrays, got {show(value)}. {remedy}") from None
+    if jax.tree.structure(shapes) != jax.tree.structure(made):
+        raise ValueError(f"{name} must be like {_kind(made)}, which init makes, got {_kind(shapes)}. {remedy}")
+    wanted = jax.tree.leaves(made)
+    for (path, own), like in zip(jax.tree.leaves_with_path(shapes), wanted, strict=True):
+        if (own.shape, own.dtype) != (like.shape, like.dtype):
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} must be {_kind(like)}, which init makes, got {_kind(own)}. {remedy}")
+    return value
+
+
+def _check_fields(algorithm: Algorithm) -> None:
+    for name, kind in {"name": str, "model": Model, "mechanism": Mechanism, "terms": Terms}.items():
+        check_instance(f"algorithm.{name}", getattr(algorithm, name), (kind,))
+    for name in ("init", "client_update", "server_update", "personalize"):
+        check_callable(f"algorithm.{name}", getattr(algorithm, name))
+
+
+def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tree]:
+    """Return the shapes of the first states of the server and the clients."""
+    made = _trace("init", lambda key: algorithm.init(key, clients.number), key)
+    server, states = _parts("init", made, ("the server's state", "client states"))
+    for path, leaf in jax.tree.leaves_with_path(states):
+        if leaf.shape[:1] != (clients.number,):
+            where = f"client states{jax.tree_util.keystr(path)} of shape {leaf.shape}"
+            raise ValueError(f"init gives {where}: give a row for each client, [{clients.number}, ...]")
+    return server, states
+
+
+def _of_one(tree: Tree) -> Tree:
+    """Return the shapes of one client's part."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData:
+    """Return the shapes of what one client sees."""
+    shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)
+    size, start = _of_one((shapes.train_size, shapes.train.start))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    largest = max(1, int(np.max(clients.train_size)))
+    store = shapes.inputs, shapes.labels, shapes.train.flat
+    return ClientData(*store, size, number, noise, number, start, largest)
+
+
+def _check_personal(algorithm: Algorithm, params: Tree, key: Any, server: Tree, client: Tree, data: ClientData) -> None:
     personal = _trace("personalize", algorithm.personalize, key, server, client, data)
     _check_same("personalize gives parameters", personal, params, "the model has some")
-    return message.update
 
 
 @functools.cache  # once for a method, however many runs of it there are

@@ -10,8 +10,8 @@ import os
 import pathlib
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,22 @@ from jaxfl._validate import (
     plain,
     show,
 )
-from jaxfl.data.clients import hold_out
+from jaxfl.data.clients import hold_out, leave_out
 from jaxfl.engine.chunk import out_of_memory
+from jaxfl.engine.evaluate import summarize
 from jaxfl.engine.program import Points, over_points
 from jaxfl.privacy.accounting import calibrate, check_budget
 from jaxfl.privacy.mechanisms import Mechanism
-from jaxfl.run.check import check_algorithm, check_clients, check_columns, check_mechanism, check_values
+from jaxfl.run.check import (
+    check_algorithm,
+    check_clients,
+    check_columns,
+    check_evaluation,
+    check_mechanism,
+    check_values,
+)
 from jaxfl.run.comparison import ALL_DROPPED, Comparison, Row
+from jaxfl.run.evaluate import scores_of
 from jaxfl.run.flags import under_own_flags
 from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
@@ -214,6 +223,7 @@ def _check_validation(name: str, value: Any) -> float | Callable[[int], Clients]
     seeds=check_seeds,
     validation=_check_validation,
     tuning_seed=count_from_0,
+    unseen=functools.partial(check_fraction, zero=True, one=False),
 )
 def compare(
     methods: Mapping[str, Candidate],
@@ -224,6 +234,7 @@ def compare(
     seeds: Sequence[int] = (0, 1, 2),
     validation: float | Clients | Callable[[int], Clients] = 0.2,
     tuning_seed: int = 100,
+    unseen: float = 0.0,
     folder: str | os.PathLike | None = None,
     **options: Unpack[RunOptions],
 ) -> Comparison:
@@ -255,6 +266,15 @@ def compare(
             whom tuning trains and tests in their place. If clients have a few examples only, give such ones: a client
             would be asked for the class whose only example was held out.
         tuning_seed: another one than `seeds`.
+        unseen: share of the clients who take no part, drawn by each seed alike for all methods.
+            Only the others train, choose points, and count for noise. Rows then have `unseen`, the
+            headline metric of the left-out clients on their own test examples. A method serves
+            them by its `personalize`, which gets the server's last state, a first client state
+            from `init`, and their training examples (see `evaluate`). Methods whose clients keep a
+            model from rounds serve them badly, such as `ditto`, `mr_mtl`, `apfl`, `pfedme` and
+            `dp_lg`: nobody has trained their first model. If a method sends nothing, they train
+            alone for the chosen rounds. Where all seeds have the same clients, tuning and other
+            seeds may train those whom one seed leaves out.
         folder: every run has a folder in it and is resumed; `comparison.json` has the result, and `report.html` shows
             it (see `write_report`). Clients' states do not stay there. None writes nothing.
         options: of the runs, see `RunOptions`; `progress` shows one bar over all.
@@ -270,15 +290,22 @@ def compare(
     assert callable(clients)
     if isinstance(validation, float):
         drawn, scored = clients(tuning_seed), f"{100 * validation:g}% of each client's training examples"
-        held_out = hold_out(check_clients(f"clients({tuning_seed})", drawn), validation, seed=tuning_seed)
+        held_out, _ = _parted(check_clients(f"clients({tuning_seed})", drawn), unseen, tuning_seed)
+        held_out = hold_out(held_out, validation, seed=tuning_seed)
     else:
         assert callable(validation)
-        held_out, scored = check_clients("validation", validation(tuning_seed)), "other clients' test examples"
-    tested = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
+        given, scored = check_clients("validation", validation(tuning_seed)), "other clients' test examples"
+        held_out, _ = _parted(given, unseen, tuning_seed)
+    drawn_by_seed = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
+    parted = {seed: _parted(drawn, unseen, seed) for seed, drawn in drawn_by_seed.items()}
+    tested = {seed: participants for seed, (participants, _) in parted.items()}
+    newcomers = [later for _, later in parted.values() if later is not None]
     shared: dict[str, Any] = {**options, "progress": False}
     populations = [held_out, *tested.values()]
     runs = [_prepared(name, method, populations, rounds, root, shared) for name, method in methods.items()]
     task = _common_task(runs)
+    for at in runs:
+        at.check_newcomers(newcomers)
     if any(at.tuned for at in runs) and not np.asarray(held_out.test_size).any():
         cause = "no client has two training examples" if isinstance(validation, float) else "they have no test examples"
         raise ValueError(
@@ -288,7 +315,7 @@ def compare(
     rows: list[Row] = []
     tuning: list[Row] = []
     missing: list[Row] = []
-    work = sum(at.work(held_out.number, [own.number for own in tested.values()], len(epsilons)) for at in runs)
+    work = sum(at.work(held_out.number, parted.values(), len(epsilons)) for at in runs)
     public = options.get("report") == "public"
     with shared_bar("compare", work, options.get("progress", True) and jax.process_index() == 0) as bar:
         for at in runs:  # all of them before the first round of any: an epsilon may be out of reach
@@ -299,13 +326,13 @@ def compare(
             tuning += [{"method": at.name} | choice.row for choice in choices]
             missing += [{"method": at.name} | lost for choice in choices for lost in choice.missing]
             live = [(choice, choice.index) for choice in choices if choice.index is not None]
-            for seed, own in tested.items():
+            for seed, (own, later) in parted.items():
                 levels = at.levels[own.number]
                 length = live[0][0].rounds if live else 0
                 points = [at.point(index, levels[choice.epsilon]) for choice, index in live]
-                planned = at.trained(own.number, at.rounds, len(levels))
-                bar.skip(planned - at.trained(own.number, length, len(live)))
-                results = at.run(bar, points, own, seed, f"seed={seed}", length)
+                planned = at.work_of_seed(own, later, at.rounds, len(levels))
+                bar.skip(planned - at.work_of_seed(own, later, length, len(live)))
+                results = at.final(bar, points, own, later, seed, length)
                 for (choice, _), (result, folder_of_run) in zip(live, results, strict=True):
                     facts = {"method": at.name, "epsilon": choice.epsilon}
                     chosen = {"seed": seed, "chosen": choice.row["chosen"]}
@@ -320,6 +347,12 @@ def compare(
         f"{points_of} points of each method and epsilon, each tried once (seed {tuning_seed}) on {scored}; "
         f"the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
     )
+    if unseen:
+        protocol += (
+            f" {100 * unseen:g}% of the clients, drawn by the seed, take no part. Their score is "
+            "`unseen`: by the server's last state and a first state of their own, or after training "
+            "alone where a method sends nothing."
+        )
     lower_is_better = task.metrics[task.headline].lower_is_better
     comparison = Comparison(rows, tuning, task.headline, lower_is_better, protocol, missing)
     if root is not None and jax.process_index() == 0:
@@ -327,6 +360,9 @@ def compare(
         write_report(root)
     return comparison
 
+
+_Parts: TypeAlias = tuple[Clients, Clients | None]
+"""Who takes part, and newcomers."""
 
 _STATE_BYTES = 2**30
 """Of clients' states that one program holds."""
@@ -395,11 +431,59 @@ class _Runs:
         """How many clients some points train in all."""
         return float(self.algorithm.mechanism.sampling.expected(clients) * rounds * points)
 
-    def work(self, held_out: int, tested: Sequence[int], epsilons: int) -> float:
+    def work(self, held_out: int, parted: Iterable[_Parts], epsilons: int) -> float:
         """How many clients tuning and the final runs train, from the clients of these."""
         levels = epsilons if self.method.private else 1
         tuning = self.trained(held_out, self.rounds, levels * self.method.number) if self.tuned else 0.0
-        return tuning + sum(self.trained(clients, self.rounds, levels) for clients in tested)
+        return tuning + sum(self.work_of_seed(*parts, self.rounds, levels) for parts in parted)
+
+    def work_of_seed(
+        self,
+        participants: Clients,
+        newcomers: Clients | None,
+        rounds: int,
+        points: int,
+    ) -> float:
+        """Return how many clients the final runs of a seed train."""
+        work = self.trained(participants.number, rounds, points)
+        if newcomers is None or not self.silent:
+            return work
+        return work + self.trained(newcomers.number, rounds, points)
+
+    def check_newcomers(self, newcomers: Sequence[Clients]) -> None:
+        """Require that every program serves these clients; nothing is compiled."""
+        points = [self.point(index, 1.0) for index in range(self.method.number)]
+        different = {_kind(clients): clients for clients in newcomers}.values()
+        for group in self.groups(points).values():
+            algorithm = self.algorithms[group[0]]
+            for clients in different:
+                with _naming(self.name, self.method.point(group[0])):
+                    if self.silent:
+                        check_algorithm(algorithm, clients, self.rounds)
+                    else:
+                        check_evaluation(algorithm, clients)
+
+    def final(
+        self,
+        bar: Whole,
+        points: Sequence[tuple[int, dict[str, Any]]],
+        participants: Clients,
+        newcomers: Clients | None,
+        seed: int,
+        rounds: int,
+    ) -> list[tuple[Result | None, str]]:
+        """Run the chosen points of a seed; last rows of metrics have the newcomers' score."""
+        name = f"seed={seed}"
+        if newcomers is None or not self.silent:
+            return self.run(bar, points, participants, seed, name, rounds, newcomers=newcomers)
+        found = self.run(bar, points, participants, seed, name, rounds)
+        alone = self.run(bar, points, newcomers, seed, f"{name}, unseen", rounds)
+        headline = self.algorithm.model.task.headline
+        scored = []
+        for (result, folder), (own, _) in zip(found, alone, strict=True):
+            score = math.nan if own is None else own.metrics[-1][headline]
+            scored.append((None if result is None else _with_unseen(result, score), folder))
+        return scored
 
     def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
         """Shapes of what clients keep; empty if they keep nothing."""
@@ -425,8 +509,11 @@ class _Runs:
         name: str,
         rounds: int,
         every: int = 0,
+        newcomers: Clients | None = None,
     ) -> list[tuple[Result | None, str]]:
         """Run each point in as few programs as possible, without models and clients' states in the results.
+
+        Each point also serves newcomers, if there are any (see `final`).
 
         Returns:
             For each point its result, or None if memory did not hold it, and its folder below that of the comparison.
@@ -442,7 +529,8 @@ class _Runs:
                 label = ", ".join(filter(None, parts))
                 work = self.trained(clients.number, rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
-                    found = self._sweep([points[i] for i in part], clients, seed, label, rounds, every, part)
+                    chosen = [points[i] for i in part]
+                    found = self._sweep(chosen, clients, seed, label, rounds, every, part, newcomers)
                 if found is None and len(part) > 1:
                     bar.skip(-work)  # it comes again
                     waiting[:0] = [half.tolist() for half in np.array_split(part, 2)]
@@ -459,6 +547,7 @@ class _Runs:
         rounds: int,
         every: int,
         numbers: Sequence[int],
+        newcomers: Clients | None,
     ) -> list[tuple[Result | None, str]] | None:
         """Run points in one program; None if memory does not hold it. Numbers are those among all points."""
         which = f"methods[{self.name!r}], {label}, {_points_text([self.shown(index) for index, _ in points])}"
@@ -475,6 +564,8 @@ class _Runs:
                 numbers=numbers,
                 **{"eval_every": every or rounds} | self.options,
             )
+            if newcomers is not None:
+                found = self._served(found, points, newcomers, seed, rounds)
         except Exception as error:
             if jax.process_count() > 1 or not out_of_memory(error):
                 error.add_note(f"raised by {which}")
@@ -488,6 +579,29 @@ class _Runs:
             folders = [(folder / one).relative_to(self.root).as_posix() for one in names]
         return [(result._replace(server=()), one) for result, one in zip(found, folders, strict=True)]
 
+    def _served(
+        self,
+        results: Sequence[Result],
+        points: Sequence[tuple[int, dict[str, Any]]],
+        newcomers: Clients,
+        seed: int,
+        rounds: int,
+    ) -> list[Result]:
+        """Return the results of one program; last rows of metrics have the newcomers' score."""
+        columns = self.open([values for _, values in points])
+        method = Points(self.build(points[0][1]), _floats(columns))
+        servers = jax.device_get([result.server for result in results])
+        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
+        keys = jnp.broadcast_to(key_of(seed), (len(points),))
+        where = {name: self.options.get(name) for name in ("chunk", "devices")}
+        scores = scores_of(keys, method, stacked, newcomers, rounds=rounds, **where)
+        task, sizes = self.algorithm.model.task, np.asarray(newcomers.test_size)
+        found = []
+        for position, result in enumerate(results):
+            own = {name: values[position] for name, values in scores.items()}
+            found.append(_with_unseen(result, summarize(own, sizes, task.metrics)[task.headline]))
+        return found
+
     def build(self, values: Mapping[str, Any]) -> Callable[..., Algorithm]:
         """Return the builder with the values of a point that a program cannot leave open."""
         fixed = {name: value for name, value in values.items() if name in self.fixed}
@@ -497,6 +611,17 @@ class _Runs:
         """Return columns of the values that a program leaves open."""
         names = [name for name in points[0] if name not in self.fixed]
         return {name: [float(values[name]) for values in points] for name in names}
+
+
+def _parted(clients: Clients, unseen: float, seed: int) -> _Parts:
+    """Return who takes part at a seed, and the newcomers, if there are any."""
+    return leave_out(clients, unseen, seed=seed) if unseen else (clients, None)
+
+
+def _with_unseen(result: Result, score: float) -> Result:
+    """Return a result whose last row of metrics has the newcomers' score."""
+    *earlier, last = result.metrics
+    return result._replace(metrics=[*earlier, last | {"unseen": score}])
 
 
 def _prepared(

@@ -37,9 +37,10 @@ class Comparison(NamedTuple):
 
     `rows` has one row per method, epsilon and seed: `method`, `epsilon` (the target; infinite without noise),
     `stated` (the statement's for the observer of sums; 0 for methods that send nothing, None where there is none),
-    `seed`, `chosen` (the point), the last row of the run's metrics, `dropped` (the share of the updates that were not
-    finite, where there were any), and `run` (the run's folder, if there is one). `tuning` has, for each method and
-    epsilon, the points and, by the evaluated rounds that may be chosen, their scores on validation examples. `missing`
+    `seed`, `chosen` (the point), the last row of the run's metrics, `unseen` (the headline metric of the
+    clients who took no part, where there were any), `dropped` (the share of the updates that were not finite, where
+    there were any), and `run` (the run's folder, if there is one). `tuning` has, for each method and epsilon, the
+    points and, by the evaluated rounds that may be chosen, their scores on validation examples. `missing`
     has a row for each run that there is not: `method`, `epsilon`, `seed` (None: tuning), `chosen`, `reason`.
 
     A run all of whose updates were dropped has a row, but no place in means, differences and pictures.
@@ -53,9 +54,18 @@ class Comparison(NamedTuple):
     """For a caption."""
     missing: list[Row] = []  # noqa: RUF012 (never written to)
 
-    def mean(self, method: str, epsilon: float) -> tuple[float, float]:
-        """Mean and standard deviation over seeds of the headline metric."""
-        values = self._values(method, epsilon)
+    def mean(self, method: str, epsilon: float, column: str | None = None) -> tuple[float, float]:
+        """Return mean and standard deviation over seeds of the headline metric, or of a column.
+
+        Args:
+            method: a method of the comparison.
+            epsilon: one of its targets.
+            column: of the rows, for instance "unseen"; None: the headline metric.
+
+        Raises:
+            ValueError: the rows have no such column of numbers.
+        """
+        values = self._values(method, epsilon, column)
         return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
 
     @checked(confidence=probability)
@@ -95,14 +105,14 @@ class Comparison(NamedTuple):
             raise ValueError("to_pandas() needs pandas: pip install pandas") from None
         return pandas.DataFrame(self.rows)
 
-    def to_markdown(self) -> str:
-        """Methods by epsilon, mean ± standard deviation over seeds."""
-        head, *lines = [[cell.replace("|", r"\|") for cell in line] for line in self._table()]
+    def to_markdown(self, column: str | None = None) -> str:
+        """Return a table of methods by epsilon: `mean` of a column ± its standard deviation."""
+        head, *lines = [[cell.replace("|", r"\|") for cell in line] for line in self._table(column)]
         return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
-    def to_latex(self) -> str:
+    def to_latex(self, column: str | None = None) -> str:
         """The same as a `tabular` with the rules of booktabs."""
-        head, *lines = self._table()
+        head, *lines = self._table(column)
         rows = [" & ".join(map(_latex, line)) for line in [head, *lines]]
         body = [rf"{rows[0]} \\", r"\midrule", *(rf"{row} \\" for row in rows[1:])]
         columns = "l" + "r" * (len(head) - 1)
@@ -155,26 +165,34 @@ class Comparison(NamedTuple):
         """Methods and epsilons, in order."""
         return list(dict.fromkeys((row["method"], row["epsilon"]) for row in self.rows))
 
-    def _values(self, method: str, epsilon: float) -> list[float]:
-        return list(self._by_seed(method, epsilon).values())
+    @property
+    def unseen(self) -> bool:
+        """Whether some clients took no part."""
+        return any("unseen" in row for row in self.rows)
 
-    def _by_seed(self, method: str, epsilon: float) -> dict[int, float]:
-        """Return the headline metric by seed; NaN where all updates were dropped."""
+    def _values(self, method: str, epsilon: float, column: str | None = None) -> list[float]:
+        return list(self._by_seed(method, epsilon, column).values())
+
+    def _by_seed(self, method: str, epsilon: float, column: str | None = None) -> dict[int, float]:
+        """Return a column (None: the headline metric) by seed; NaN where all updates were dropped."""
+        name = self.headline if column is None else column
         rows = _of_cell(self.rows, method, epsilon)
-        return {row["seed"]: math.nan if row.get("dropped") == 1 else row[self.headline] for row in rows}
+        if any(not isinstance(row.get(name), int | float) for row in rows):
+            raise ValueError(f"column must be one of numbers, got {name!r}. Give for instance {self.headline!r}.")
+        return {row["seed"]: math.nan if row.get("dropped") == 1 else row[name] for row in rows}
 
-    def _table(self) -> list[list[str]]:
+    def _table(self, column: str | None = None) -> list[list[str]]:
         cells = [*self.cells, *((row["method"], row["epsilon"]) for row in self.missing)]
         epsilons = sorted({epsilon for _, epsilon in cells})
-        head = [self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
+        head = [column or self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
         methods = dict.fromkeys([*(row["method"] for row in self.tuning), *(method for method, _ in cells)])
-        return [head, *([method, *(self._cell(method, epsilon) for epsilon in epsilons)] for method in methods)]
+        return [head, *([method, *(self._cell(method, epsilon, column) for epsilon in epsilons)] for method in methods)]
 
-    def _cell(self, method: str, epsilon: float) -> str:
+    def _cell(self, method: str, epsilon: float, column: str | None) -> str:
         """Return mean and standard deviation, with notes, or why there is no mean."""
         notes = ", ".join(self.notes(method, epsilon))
-        values = self._values(method, epsilon)
-        mean, std = self.mean(method, epsilon) if values else (math.nan, math.nan)
+        values = self._values(method, epsilon, column)
+        mean, std = self.mean(method, epsilon, column) if values else (math.nan, math.nan)
         if math.isnan(mean):
             return notes or "–"
         text = f"{mean:.3f}" + ("" if math.isnan(std) else f" ± {std:.3f}")

@@ -134,15 +134,18 @@ def _comparison(folder: pathlib.Path) -> str:
     better = "lower" if found.lower_is_better else "higher"
     results = [
         [method, epsilon, _stated(found, method, epsilon), *found.mean(method, epsilon)]
+        + (list(found.mean(method, epsilon, "unseen")) if found.unseen else [])
         for method, epsilon in found.cells
     ]
+    head = ["method", "ε", "ε stated (sums)", found.headline, "std over seeds"]
+    head += ["unseen clients", "std over seeds"] if found.unseen else []
     parts = [
         _text("p", found.protocol, "lead"),
         _section(
             "Results",
             _text("p", f"{found.headline} on test examples, over seeds; {better} is better."),
             _figures({"comparison": found.figure}, wide=True) if found.rows else "",
-            _table(["method", "ε", "ε stated (sums)", found.headline, "std over seeds"], results),
+            _table(head, results),
             *(
                 _text("p", f"{method}, ε {_plain(epsilon)}: {note}.", "warning")
                 for method, epsilon in found.cells

@@ -218,6 +218,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)
     ),
     "prior_corrected": lambda z=1.0, sgd=0.1, **o: prior_corrected(dp_fedavg(MODEL, **private(z, sgd)), train=True),
+    "prior_corrected_released": lambda z=1.0, sgd=0.1, **o: prior_corrected(
+        dp_fedavg(MODEL, **private(z, sgd)), released=0.3
+    ),
     "mixed": lambda z=1.0, sgd=0.1, **o: mixed(prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)),
 }
 

@@ -222,6 +222,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "dp_fedavg_mixed": lambda z=1.0, sgd=0.1, **o: dp_fedavg_mixed(
         MODEL, tuning=passes(0.05, 2), alone=passes(0.1), **private(z, sgd)
     ),
+    "prior_corrected_released": lambda z=1.0, sgd=0.1, **o: prior_corrected(
+        dp_fedavg(MODEL, **private(z, sgd)), released=0.3
+    ),
     "mixed": lambda z=1.0, sgd=0.1, **o: mixed(prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)),
 }
 

@@ -387,7 +387,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "fine_tuned": (algorithms.fine_tuned, METHOD | LOCAL | {"parts": (None, "some layers?")}),
     "prior_corrected": (algorithms.prior_corrected, METHOD | {
-        "smoothing": (0.1, "at least 0"), "train": (False, "flag"),
+        "smoothing": (0.1, "at least 0"), "train": (False, "flag"), "released": (0.0, "share below 1"),
     }),
     "mixed": (algorithms.mixed, METHOD | LOCAL | {
         "folds": (3, "fold count"), "pick": (False, "flag"),

@@ -166,7 +166,9 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
 
 
 def received(server):
-    """Return what the server adds its aggregates to: its parameters, or the total of one-shot statistics."""
+    """Return what the server adds its aggregates to: its parameters, or a total, or both."""
+    if hasattr(server, "method"):
+        return received(server.method), server.total
     return getattr(server, "total", server.params)
 
 

@@ -199,7 +199,8 @@ PAGES = (
         "prior_corrected", "Correction by a client's own classes", ("prior_corrected",),
         "Wherever clients differ in how often they have each class: their own counts cost no epsilon, "
         "and a method that is compared without them may only show that its clients learn these. With "
-        "fine-tuning, inside: `fine_tuned(prior_corrected(method))` trains with the correction.",
+        "fine-tuning, inside: `fine_tuned(prior_corrected(method))` trains with the correction. Where some "
+        "classes are rare among all clients, give `released=0.1`.",
         "Where clients differ in their inputs alone; where test examples are not of the classes that a "
         "client trains on; around a model that was trained on the client's own examples, unless "
         "`train=True`.",

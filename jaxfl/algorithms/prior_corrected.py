@@ -1,13 +1,18 @@
 """Predictions that know how often a client has each class, around any method."""
 
 import contextlib
+import functools
+import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import at_least_0, checked
+from jaxfl._validate import at_least_0, check_fraction, checked, nonzero
 from jaxfl.models.extended import extended, outputs_of
+from jaxfl.privacy.clip import clip
+from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Extrapolated, Mechanism
 from jaxfl.tasks import logits_offset
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
@@ -17,24 +22,63 @@ _ENTRY = "log_prior"
 _NEVER = -1e30
 """The offset of a class that is ruled out: finite, because the padding's loss times 0 must be 0."""
 
+_LEAST = 0.1
+"""Least share of a class in a released count, over a uniform one: noise may leave none."""
 
-@checked(smoothing=at_least_0)
+_SUMS = (Mechanism, BandedNoise, BLTNoise, Extrapolated)
+"""Mechanisms that add up messages of any structure, clipped to a bound that a client knows."""
+
+
+class Counted(NamedTuple):
+    """The method's server, and what the rounds released about labels."""
+
+    method: Tree
+    total: Float[Array, "K"]
+    """Sum over rounds of the released shares of classes, as sent."""
+    squares: Float[Array, ""]
+    """Sum over rounds of the released shares' squared norm."""
+    rounds: Float[Array, ""]
+
+
+@checked(
+    smoothing=at_least_0,
+    released=functools.partial(check_fraction, zero=True, one=False),
+)
 def prior_corrected(
     algorithm: Algorithm,
     *,
     smoothing: Number = 0.1,
     train: bool = False,
+    released: Number = 0.0,
 ) -> Algorithm:
     r"""Correct a method's predictions by the shares of classes among each client's own examples.
 
     .. math::
         p_i(y | x) \propto p(y | x) \frac{\pi_i(y)}{\pi(y)}, \qquad
-        \pi_i(y) = \frac{n_i(y) + s}{n_i + s K}, \qquad
-        \pi(y) = \frac{1}{K}
+        \pi_i(y) = \frac{n_i(y) + s}{n_i + s K}
 
     where :math:`n_i(y)` of a client's :math:`n_i` training examples are of class y, one of K. On
-    logits it is the offset :math:`\log \pi_i(y)`. A client with equally many examples of each class
-    has the method's predictions, and so has one without any.
+    logits it is the offset :math:`\log \pi_i(y) - \log \pi(y)`. By default
+    :math:`\pi(y) = 1 / K`, and a client with equally many examples of each class has the method's
+    predictions. So has a client without any.
+
+    With `released` w above 0, :math:`\pi` comes from all clients' labels. A participant with the
+    shares :math:`h_i(y) = n_i(y) / n_i` and the update :math:`\Delta_i` sends one vector:
+
+    .. math::
+        (\Delta_i, \; w C h_i \max(1, |\Delta_i| / C_i)), \qquad
+        C_i = C \sqrt{1 - w^2 |h_i|^2}
+
+    The mechanism clips this vector to its bound C, which leaves
+    :math:`(\mathrm{clip}_{C_i}(\Delta_i), \, w C h_i)`. The mean r of the released shares over T
+    rounds has noise of std :math:`z / (w \, q N \sqrt{T})` for cohorts of qN clients. The server
+    shrinks r towards uniform shares by its squared standard error v, estimated from the rounds:
+
+    .. math::
+        \pi(y) &\propto \max \Big( \lambda r(y) + \frac{1 - \lambda}{K}, \; \frac{1}{10 K} \Big) \\
+        \lambda &= \max \Big( 0, \; 1 - \frac{v}{\sum_k (r(k) - \bar r)^2} \Big)
+
+    After one round nothing is known of v, and 0 stands for it.
 
     Args:
         algorithm: any method for a classification.
@@ -44,13 +88,19 @@ def prior_corrected(
             shared model then learns what counts of labels do not tell (logit adjustment; with
             s = 0, the restricted softmax). False suits methods that evaluate a shared model: one
             trained on the client's own examples knows its classes, and would be corrected twice.
+        released: w, the largest norm of a client's shares over the clip bound, below 1. A larger
+            w leaves less noise on the shares and a tighter bound, :math:`C_i`, to the update. Where
+            nothing is clipped, 1 stands for C. 0 sends nothing about labels.
 
-    Guarantee: the method's. Counts of labels stay with the client. With `train` its update depends
-        on them, and the mechanism clips it as ever. For each client against all others (joint
-        privacy): its offset depends on its own data. Publishing it voids this.
-    Deviations from the paper: pi is uniform, as if the shared model had seen all classes equally
-        often; a count of all clients' labels, released with noise, is not offered yet. FedRS scales
-        the weights of missing classes, which s = 0 leaves out.
+    Guarantee: the method's, with the same mechanism and epsilon. With `released` 0, counts of
+        labels stay with the client. Otherwise they are a part of its message, whose joint norm is
+        at most C. Noise of the same multiplier covers all of it, and pi is post-processing of what
+        is released. With `train` the update depends on the counts, and the mechanism clips it as
+        ever. For each client against all others (joint privacy): its offset depends on its own
+        data. Publishing it voids this.
+    Deviations from the paper: by default pi is uniform, as if the shared model had seen all classes
+        equally often. The released count weighs clients as the mechanism does, not by their
+        examples. FedRS scales the weights of missing classes, which s = 0 leaves out.
     References: Saerens, Latinne, Decaestecker, Adjusting the Outputs of a Classifier to New a
         Priori Probabilities, Neural Computation 2002; Menon et al., Long-Tail Learning via Logit
         Adjustment, ICLR 2021; Li and Zhan, FedRS: Federated Learning with Restricted Softmax for
@@ -58,13 +108,18 @@ def prior_corrected(
 
     Raises:
         ValueError: the task is no classification, or the outputs are not one logit for each class;
-            `train` with private local steps, or with a method that has a loss of its own.
+            `train` with private local steps, or with a method that has a loss of its own;
+            `released` with `train`, with private local steps, with a method that sends weights or
+            nothing, or with a mechanism that does not add up whatever it is sent.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
     >>> prior_corrected(fedavg(mlp((8, 8, 1), 10, hidden=(16,))), smoothing=0.0).name
     'prior_corrected(fedavg)'
     """
+    releases = nonzero(released)
+    if releases:
+        _check_released(released, algorithm, train=train)
     model = algorithm.model
     classes = classes_of("algorithm", model)
     if train and algorithm.dp_sgd is not None:
@@ -91,6 +146,16 @@ def prior_corrected(
             params = algorithm.personalize(key, server, client, data)
         return {**params, _ENTRY: offset}
 
+    def personalize_counted(
+        key: Key[Array, ""],
+        server: Counted,
+        client: Tree,
+        data: ClientData,
+    ) -> Params:
+        params = personalize(key, server.method, client, data)
+        shared = released_log_prior(server, released * unit_of(algorithm.mechanism.clip))
+        return {**params, _ENTRY: params[_ENTRY] - shared}
+
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         with logits_offset(offset_of(data)) as offset:
             updated = algorithm.client_update(key, server, client, data)
@@ -102,12 +167,79 @@ def prior_corrected(
             )
         return updated
 
-    return algorithm._replace(
+    def init(key: Key[Array, ""], number: int) -> tuple[Counted, Tree]:
+        server, clients = algorithm.init(key, number)
+        return Counted(server, jnp.zeros(classes), jnp.zeros(()), jnp.zeros(())), clients
+
+    def send_shares(key: Key[Array, ""], server: Counted, client: Tree, data: ClientData) -> tuple:
+        message, client, info = algorithm.client_update(key, server.method, client, data)
+        shares = class_counts(data, classes) / jnp.maximum(data.size, 1)
+        joint = with_shares(message.update, released * shares, algorithm.mechanism.clip)
+        return message._replace(update=joint), client, info
+
+    def server_update(server: Counted, aggregate: Tree) -> Counted:
+        method = algorithm.server_update(server.method, aggregate["update"])
+        shares = aggregate["shares"]
+        squares = server.squares + jnp.sum(shares**2)
+        return Counted(method, server.total + shares, squares, server.rounds + 1)
+
+    corrected = algorithm._replace(
         name=f"prior_corrected({algorithm.name})",
         model=extended(model, _ENTRY, start, add),
         client_update=client_update if train else algorithm.client_update,
         personalize=personalize,
     )
+    if not releases:
+        return corrected
+    return corrected._replace(
+        init=init,
+        client_update=send_shares,
+        server_update=server_update,
+        personalize=personalize_counted,
+    )
+
+
+def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> None:
+    """Require a method whose mechanism covers shares of classes as a part of its messages."""
+    mechanism = algorithm.mechanism
+    if train:
+        reason = "with train, whose shared model learns as if classes were equally frequent"
+    elif algorithm.dp_sgd is not None:
+        reason = "with private local steps, whose noise does not cover the shares"
+    elif algorithm.sends == "weights":
+        reason = "for a method that sends weights, which shares of the bound would distort"
+    elif not mechanism.communicates:
+        reason = "for a method that sends nothing"
+    elif type(mechanism) not in _SUMS:
+        kind = type(mechanism).__name__
+        reason = f"with the mechanism {kind}, which does more than add up what clients send"
+    else:
+        return
+    got = f"got {released} with algorithm={algorithm.name!r}"
+    raise ValueError(f"released must be 0 {reason}, {got}. Leave released out.")
+
+
+def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
+    """Return an update with shares, of which clipping to the bound leaves the bound times `shares`.
+
+    Args:
+        update: any tree of arrays.
+        shares: of norm below 1.
+        bound: the clip bound of both; infinity stands for 1, and clips nothing.
+
+    >>> joint = with_shares({"w": jnp.array([30.0, 40.0])}, jnp.array([0.6, 0.0]), 2.0)
+    >>> clip(joint, 2.0)[0]["shares"]
+    Array([1.2, 0. ], dtype=float32)
+    """
+    _, norm = clip(update, math.inf)
+    room = bound * jnp.sqrt(1 - jnp.sum(shares**2))
+    longer = jnp.maximum(1, norm / room)
+    return {"update": update, "shares": unit_of(bound) * shares * longer}
+
+
+def unit_of(bound: Number) -> Float[Array, ""]:
+    """Return the bound, or 1 for infinity."""
+    return jnp.where(jnp.isinf(bound), 1.0, bound)
 
 
 def classes_of(argument: str, model: Model) -> int:
@@ -134,17 +266,52 @@ def classes_of(argument: str, model: Model) -> int:
     return outputs.shape[1]
 
 
-def log_prior(data: ClientData, classes: int, smoothing: Number = 0.0) -> Float[Array, "K"]:
-    """Return the logarithms of the shares of classes among a client's examples, over the largest share.
-
-    A factor of all classes changes no prediction. By this one the logarithms are exactly 0 where all
-    counts are equal, also where all are 0. `smoothing` examples are added to every class first.
-    """
+def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
+    """Count the examples of each class that a client has."""
     positions = jnp.arange(data.padded)
     _, labels = data.take(positions)
     real = positions < data.size
     weights = real.astype(jnp.float32)
-    counts = jnp.bincount(labels.astype(jnp.int32), weights=weights, length=classes) + smoothing
+    return jnp.bincount(labels.astype(jnp.int32), weights=weights, length=classes)
+
+
+def log_prior(data: ClientData, classes: int, smoothing: Number = 0.0) -> Float[Array, "K"]:
+    """Return the logarithms of a client's shares of classes, over the largest share.
+
+    `smoothing` examples are added to every class first.
+    """
+    return _log_over_largest(class_counts(data, classes) + smoothing)
+
+
+def released_log_prior(server: Counted, unit: Number) -> Float[Array, "K"]:
+    """Return the logarithms of pi, made of released shares, over the largest one.
+
+    Args:
+        server: after some rounds.
+        unit: what stands for 1 in the released shares; 0 for a point of a sweep that sends none.
+
+    >>> after_one = Counted((), jnp.array([3.0, 1.5, -0.5]), jnp.array(11.5), jnp.array(1.0))
+    >>> released_log_prior(after_one, 4.0).round(2)
+    Array([ 0.  , -0.69, -3.11], dtype=float32)
+    """
+    classes = len(server.total)
+    rounds = jnp.maximum(server.rounds, 1)
+    scale = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit, 1), 0)
+    mean = scale * server.total / rounds
+    spread = scale**2 * server.squares / rounds - jnp.sum(mean**2)
+    error = jnp.maximum(spread, 0) / jnp.maximum(rounds - 1, 1)
+    distance = jnp.sum((mean - jnp.mean(mean)) ** 2)
+    trust = jnp.where(distance > error, 1 - error / jnp.where(distance > 0, distance, 1), 0)
+    shares = trust * mean + (1 - trust) / classes
+    return _log_over_largest(jnp.maximum(shares, _LEAST / classes))
+
+
+def _log_over_largest(counts: Float[Array, "K"]) -> Float[Array, "K"]:
+    """Return the logarithms of counts over the largest count.
+
+    A factor of all classes changes no prediction. By this one the logarithms are exactly 0 where
+    all counts are equal, also where all are 0.
+    """
     most = jnp.max(counts)
     shares = jnp.where(most > 0, counts / jnp.maximum(most, 1e-30), 1.0)
     return jnp.where(shares > 0, jnp.log(jnp.where(shares > 0, shares, 1.0)), _NEVER)

@@ -10,13 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import ALGORITHMS, MODEL, SIZES, client_data, small_clients
+from algorithms_table import (
+    ALGORITHMS,
+    MECHANISMS,
+    MODEL,
+    SEND_WEIGHTS,
+    SIZES,
+    client_data,
+    small_clients,
+    untrained,
+)
 
 from jaxfl import LocalSGD, membership, simulate, sweep
-from jaxfl.algorithms import dp_fedavg, fedavg, mixed, prior_corrected
-from jaxfl.data import classes_per_client, load, make_clients
+from jaxfl.algorithms import dp_fedavg, fedavg, fedbuff, mixed, prior_corrected
+from jaxfl.algorithms.prior_corrected import Counted, released_log_prior, with_shares
+from jaxfl.data import classes_per_client, from_arrays, load, make_clients
 from jaxfl.models import from_flax, mlp
 from jaxfl.privacy import DPSGD, Full, Mechanism, Poisson
+from jaxfl.privacy.clip import clip
 from jaxfl.run.check import check_algorithm
 from jaxfl.tasks import cross_entropy, multi_label, regression
 from jaxfl.types import ClientData
@@ -161,7 +172,7 @@ def test_the_offset_ends_with_the_local_step():
 LOSS_OF_ITS_OWN = {"ppsgd", "dp_ridge", "dp_prototypes"}
 REFUSED = {"mr_mtl", "pdp_fl_examples"}
 """Methods of private local steps."""
-TWICE = {"fine_tuned", "prior_corrected", "mixed"}
+TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed"}
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in REFUSED | TWICE])
@@ -273,3 +284,249 @@ def test_private_steps_are_corrected_at_the_evaluation():
     plain, corrected = (simulate(KEY, m, small_clients(), **RUN) for m in (base, prior_corrected(base)))
     jax.tree.map(np.testing.assert_array_equal, plain.server, corrected.server)
     assert plain.statement == corrected.statement
+
+
+W = 0.2
+"""A share of the clip bound for counts of labels."""
+
+
+def label_shares(clients):
+    """Each client's shares of classes; zeros where it has no example."""
+    counts = [
+        np.bincount(clients.labels[clients.train[index][:size]], minlength=10)
+        for index, size in enumerate(clients.train_size)
+    ]
+    return np.array(counts) / np.maximum(clients.train_size, 1)[:, None]
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e3, math.inf])
+def test_without_noise_the_released_shares_are_the_mean_of_all_clients(bound):
+    """Also where the bound shortens every update."""
+    clients = small_clients()
+    local = LocalSGD(optax.sgd(0.1), 4)
+    base = fedavg(MODEL, local=local, mechanism=Mechanism(clip=bound))
+    result = simulate(KEY, prior_corrected(base, released=W), clients, **RUN)
+    assert isinstance(result.server, Counted)
+    clipped = [row["clipped"] for row in result.metrics]
+    assert max(clipped) == 0 if bound > 1 else min(clipped) > 0.8
+    unit = W * (1 if math.isinf(bound) else bound)
+    found = np.asarray(result.server.total) / (RUN["rounds"] * unit)
+    np.testing.assert_allclose(found, label_shares(clients).mean(axis=0), rtol=1e-4)
+
+
+def test_without_a_bound_the_shared_model_is_the_methods():
+    base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4))
+    methods = base, prior_corrected(base, released=W)
+    plain, released = (simulate(KEY, method, small_clients(), **RUN) for method in methods)
+    jax.tree.map(np.testing.assert_array_equal, plain.server, released.server.method)
+
+
+def counted(rounds):
+    """A server after rounds that released these shares of classes."""
+    rounds = np.reshape(np.asarray(rounds, np.float32), (-1, 10))
+    total = jnp.asarray(rounds.sum(axis=0))
+    return Counted((), total, jnp.sum(jnp.asarray(rounds) ** 2), jnp.float32(len(rounds)))
+
+
+def test_probabilities_are_divided_by_the_released_shares():
+    """One share is too small and counts as a tenth of 1 / 10, and so does one below 0."""
+    counts = np.array([4, 0, 1, 7, 0, 0, 2, 0, 0, 1])
+    shared = np.array([30, 20, 9, 9, 8, 8, 8, 8, 0.1, -0.1]) / 100
+    params, inputs = MODEL.init(KEY), DIGITS.test_inputs[:20]
+    plain = softmax(np.asarray(MODEL.apply(params, MODEL.prepare(jnp.asarray(inputs))), np.float64))
+    expected = plain * (counts + 0.5) / np.maximum(shared, 0.01)
+    expected /= expected.sum(axis=1, keepdims=True)
+    base = fedavg(MODEL, mechanism=Mechanism(clip=3.0))
+    method = prior_corrected(base, smoothing=0.5, released=W)
+    start = method.init(KEY, 1)[0].method
+    server = counted([3.0 * W * shared] * 2)._replace(method=start._replace(params=params))
+    personal = method.personalize(KEY, server, (), own_data(rows_of(counts)))
+    logits = method.model.apply(personal, method.model.prepare(jnp.asarray(inputs)))
+    found = softmax(np.asarray(logits, np.float64))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_noisy_shares_are_drawn_towards_uniform_ones():
+    """By the squared standard error of their mean over rounds, in NumPy."""
+    generator = np.random.default_rng(0)
+    shares = 0.6 ** np.arange(10) * 0.4
+    rounds = shares + 0.1 * generator.normal(size=(20, 10))
+    mean = rounds.mean(axis=0)
+    error = rounds.var(axis=0, ddof=1).sum() / 20
+    trust = 1 - error / (10 * mean.var())
+    assert 0.8 < trust < 0.98
+    expected = np.log(np.maximum(trust * mean + (1 - trust) / 10, 0.01))
+    found = released_log_prior(counted(0.5 * rounds), 0.5)
+    np.testing.assert_allclose(found, expected - expected.max(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        np.full((3, 10), 0.3),
+        np.zeros((0, 10)),
+        np.full((1, 10), -1.0),
+        [10 * np.eye(10)[i] for i in range(9)],
+    ],
+    ids=["equal", "no round", "all below 0", "noise alone"],
+)
+def test_shares_that_say_nothing_change_no_bit(rounds):
+    np.testing.assert_array_equal(released_log_prior(counted(rounds), W), np.zeros(10))
+
+
+def test_clients_with_equally_many_of_each_class_change_no_prediction():
+    by_class = rows_of([6] * 10).reshape(10, 6)
+    rows = [by_class[:, :2].ravel(), by_class[:, 2:5].ravel(), by_class[:, 5]]
+    clients = make_clients(DIGITS, rows, list(np.arange(30).reshape(3, 10)))
+    base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4))
+    methods = base, prior_corrected(base, released=W)
+    plain, released = (simulate(KEY, method, clients, **RUN) for method in methods)
+    assert np.ptp(released.server.total) == 0 < released.server.total[0]
+    np.testing.assert_array_equal(plain.scores["loss"], released.scores["loss"])
+
+
+@pytest.mark.parametrize("shares", [np.eye(10)[3], np.full(10, 0.1), np.zeros(10)])
+@pytest.mark.parametrize("length", [0.0, 0.5, 0.99, 1.0, 1.5, 1e4])
+def test_the_bound_holds_for_update_and_shares_together(length, shares):
+    """And it leaves the shares at w C, whatever the update, as the closed form says."""
+    bound, share = 0.3, 0.9
+    direction = np.array([[0.6, 0.0], [0.0, -0.8]])
+    update = {"w": jnp.asarray(length * bound * direction, jnp.float32)}
+    joint = with_shares(update, jnp.asarray(share * shares, jnp.float32), bound)
+    np.testing.assert_array_equal(joint["update"]["w"], update["w"])
+    sent, _ = clip(joint, bound)
+    own = bound * math.sqrt(1 - share**2 * (shares**2).sum())
+    expected = min(length * bound, own) * direction
+    np.testing.assert_allclose(sent["shares"], bound * share * shares, rtol=1e-5)
+    np.testing.assert_allclose(sent["update"]["w"], expected, rtol=1e-5)
+    assert float(optax.tree.norm(sent)) <= bound * (1 + 1e-6)
+
+
+def test_the_noise_on_released_shares_has_the_stated_std():
+    rounds, z, bound = 4, 1.5, 0.3
+    clients = small_clients()
+    base = fedavg(LINEAR, mechanism=Mechanism(clip=bound, noise_multiplier=z))
+    keys = jax.random.split(KEY, 30)
+    options = {"rounds": rounds, "progress": False}
+    results = sweep(keys, lambda: prior_corrected(base, released=W), {}, clients, **options)
+    means = np.array([result.server.total for result in results]) / (rounds * W * bound)
+    noise = means - label_shares(clients).mean(axis=0)
+    expected = z / (W * len(SIZES) * math.sqrt(rounds))
+    assert noise.std() == pytest.approx(expected, rel=4 / math.sqrt(2 * noise.size))
+    assert abs(noise.mean()) < 4 * expected / math.sqrt(noise.size)
+    squares = np.array([result.server.squares for result in results]) / (W * bound) ** 2
+    errors = (squares / rounds - (means**2).sum(axis=1)) / (rounds - 1)
+    assert errors.mean() == pytest.approx(10 * expected**2, rel=4 * math.sqrt(2 / (3 * noise.size)))
+
+
+@pytest.mark.parametrize("mechanism", ["plain", "banded noise", "extrapolated"])
+def test_released_shares_cost_no_epsilon(mechanism):
+    base = untrained(MECHANISMS.get(mechanism, Mechanism(clip=0.2, noise_multiplier=1.0)))
+    method = prior_corrected(base, released=W)
+    assert method.mechanism is base.mechanism
+    plain, released = (simulate(KEY, m, small_clients(), **RUN) for m in (base, method))
+    assert released.statement == plain.statement
+    assert 0 < plain.statement["honest"]["aggregate"]["epsilon"] < math.inf
+
+
+UNCOVERED = {
+    **dict.fromkeys(REFUSED, "private local steps"),
+    **dict.fromkeys(SEND_WEIGHTS, "sends weights"),
+    "local_only": "sends nothing",
+    "dp_pfeddsu_paper": "with the mechanism PrivateMask",
+    "adp_pfl_public": "with the mechanism PrivacyFilter",
+    "adp_pfl_released": "with the mechanism PrivacyFilter",
+    "adp_pfl_paper": "with the mechanism PrivacyFilter",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in TWICE])
+def test_every_method_releases_shares_or_says_why_not(name):
+    base = ALGORITHMS[name]()
+    if name in UNCOVERED:
+        words = f"released must be 0 .*{UNCOVERED[name]}.*Leave released out"
+        with pytest.raises(ValueError, match=words):
+            prior_corrected(base, released=W)
+    else:
+        check_algorithm(prior_corrected(base, released=W), small_clients(), 2)
+
+
+@pytest.mark.parametrize("name", ["adaptive clip", "median", "krum"])
+def test_mechanisms_that_do_more_than_add_up_release_no_shares(name):
+    with pytest.raises(ValueError, match="released must be 0 with the mechanism"):
+        prior_corrected(untrained(MECHANISMS[name]), released=W)
+
+
+def test_training_with_the_correction_needs_no_released_shares():
+    with pytest.raises(ValueError, match=r"released must be 0 with train.*got 0\.2 with algorithm"):
+        prior_corrected(fedavg(MODEL), train=True, released=W)
+
+
+def test_without_released_shares_all_but_the_evaluation_is_the_methods():
+    base = fedavg(MODEL)
+    method = prior_corrected(base, released=0.0)
+    assert (method.init, method.client_update, method.server_update) == (
+        base.init,
+        base.client_update,
+        base.server_update,
+    )
+
+
+@pytest.mark.slow
+def test_released_shares_of_a_sweep_are_those_of_single_runs():
+    """0 among them is pi uniform, and nothing about labels is sent."""
+    base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 4), mechanism=Mechanism(clip=0.2))
+
+    def build(released):
+        return prior_corrected(base, released=released)
+
+    values = [0.0, 0.2, 0.9]
+    swept = sweep(KEY, build, {"released": values}, small_clients(), paired_noise=True, **RUN)
+    for value, result in zip(values, swept, strict=True):
+        alone = simulate(KEY, build(value), small_clients(), **RUN)
+        assert_close(result.scores["loss"], alone.scores["loss"], rtol=1e-3)
+    np.testing.assert_array_equal(swept[0].server.total, np.zeros(10))
+
+
+def test_stale_clients_release_shares_too():
+    base = untrained(Mechanism(clip=1e3))
+    for method in (
+        fedbuff(prior_corrected(base, released=W), staleness=1),
+        prior_corrected(fedbuff(base, staleness=1), released=W),
+    ):
+        result = simulate(KEY, method, small_clients(), **RUN)
+        assert np.isfinite(result.metrics[-1]["loss"])
+
+
+def test_released_shares_help_where_some_classes_are_rare_everywhere():
+    """A shared model knows that they are rare, which a client's own shares would say once more."""
+    generator = np.random.default_rng(0)
+    shares = generator.dirichlet(3 * 0.4 * 0.6 ** np.arange(10), 100)
+
+    def drawn(labels):
+        classes = [generator.choice(10, 10, p=own) for own in shares]
+        return [[generator.choice(np.flatnonzero(labels == k)) for k in own] for own in classes]
+
+    train, test = (np.ravel(drawn(labels)) for labels in (DIGITS.train_labels, DIGITS.test_labels))
+    data = from_arrays(
+        DIGITS.train_inputs[train],
+        DIGITS.train_labels[train],
+        DIGITS.test_inputs[test],
+        DIGITS.test_labels[test],
+    )
+    rows = list(np.arange(1000).reshape(100, 10))
+    clients = make_clients(data, rows, rows)
+    local = LocalSGD(optax.sgd(0.5), 10, 5)
+    base = dp_fedavg(LINEAR, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=local)
+    uniform, released = (
+        simulate(
+            KEY,
+            prior_corrected(base, smoothing=1.0, released=share),
+            clients,
+            rounds=20,
+            progress=False,
+        ).metrics[-1]
+        for share in (0.0, 0.3)
+    )
+    assert released["accuracy"] > uniform["accuracy"] + 0.01
+    assert released["loss"] < 0.9 * uniform["loss"]

@@ -11,6 +11,7 @@ import itertools
 import json
 import pathlib
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -81,6 +82,8 @@ def command(package: str, description: str | None, studies: Mapping[str, Study])
             else:
                 (HERE / package / "results").mkdir(exist_ok=True)
                 write_json(HERE / package / "results" / f"{name}.json", result)
+                # The parts that a long study was made of are in its result now.
+                shutil.rmtree(HERE / package / "results" / name, ignore_errors=True)
                 print(*render(package, studies), sep="\n")
 
     main.__annotations__["study"] = tyro.conf.Positional[Literal["all", *studies]]  # pyrefly: ignore

@@ -25,12 +25,12 @@ def test_one_run_is_scored_as_each_way_would_score_it_alone():
     ways = {
         "plain": methods.plain,
         "corrected": methods.corrected,
-        "tuned": lambda method: methods.corrected_training(fine_tuned(method, local=LOCAL)),
+        "tuned": lambda method: fine_tuned(methods.corrected(method), local=LOCAL),
     }
     clients = small_clients()
     several = simulate(0, methods.scored(base, ways), clients, rounds=2, progress=False)
     for name, way in ways.items():
-        alone = simulate(0, way(base)._replace(client_update=base.client_update), clients, rounds=2, progress=False)
+        alone = simulate(0, way(base), clients, rounds=2, progress=False)
         np.testing.assert_allclose(several.scores[name], alone.scores["accuracy"], atol=1e-6)
         for own, theirs in zip(*map(jax.tree.leaves, (several.server, alone.server)), strict=True):
             np.testing.assert_array_equal(own, theirs)
@@ -42,8 +42,7 @@ def test_a_mixture_is_the_recipe_of_the_library():
     model, linear = methods.networks(place, (8, 8, 1), 10)
     family = methods.families(place, model, linear, alone)["linear DP-FedAvg"]
     numbers = {"rate": 0.1, "clip": 0.5, "tuning": 0.05}
-    assert family.mixes is not None
-    found = family.mixes(**numbers, noise_multiplier=0.7)
+    found = family.mixtures["fine_tuned_corrected"](**numbers, noise_multiplier=0.7)
     recipe = dp_fedavg_mixed(
         linear,
         clip=0.5,
@@ -151,20 +150,52 @@ def result_of(changed=None):
         own["rows"] += [{"way": way, "epsilon": epsilon, "seed": s, "score": score, "unseen": score} for s in (0, 1)]
         tuned = {"way": way, "epsilon": epsilon, "chosen": {"rate": 0.1, "epsilon": epsilon}, "validation": score}
         own["tuning"].append(tuned | {"evaluation": 0, "points": 20})
-    mixture = [{"way": "mixed_fine_tuned_corrected", "epsilon": 1.0, "seed": s, "score": 0.68} for s in (0, 1)]
-    found["linear DP-FedAvg, mixed"] = {"tuning": [], "rows": mixture, "seconds": 36.0}
+    name = "mixed_fine_tuned_corrected"
+    tuned = {"way": name, "epsilon": 1.0, "chosen": {"epsilon": 1.0}, "validation": 0.68, "evaluation": 0, "points": 1}
+    mixture = [{"way": name, "epsilon": 1.0, "seed": s, "score": 0.68} for s in (0, 1)]
+    found["linear DP-FedAvg, mixed"] = {"tuning": [tuned], "rows": mixture, "seconds": 36.0}
     place = PLACES[1]._asdict() | {"title": PLACES[1].title, "participants": PLACES[1].participants}
     facts = {"study": "place", "seeds": [0, 1], "date": "2026-01-01", "versions": {"jax": "1"}}
     return {"place": place, "methods": found} | facts
 
 
-def test_a_place_shows_the_best_first_and_says_what_ties():
+def test_what_is_above_the_best_on_validation_is_not_below_it():
+    result = result_of()
+    for row in result["methods"]["Ditto"]["rows"]:
+        row["score"] = 0.95
+    assert "Not below it: Ditto." in report.summary(result, 1.0)
+
+
+def test_a_place_of_one_seed_has_no_intervals():
+    result = result_of()
+    for own in result["methods"].values():
+        own["rows"] = [row for row in own["rows"] if row["seed"] == 0]
+    assert "+15.0 over training alone" in report.markdown(result)
+
+
+def test_a_run_without_updates_has_no_score(monkeypatch):
+    point = tuning._as_point({"rate": 0.1}, 1.0)
+    dropped = {point: {"plain": np.full(40, tuning.ALL_DROPPED, np.float32)}}
+    monkeypatch.setattr(tuning, "_run", lambda *_, **__: dropped)
+    family = methods.Family(dp_fedavg, {"rate": [0.1]}, 1)
+    (row,) = tuning._scores(family, PLACE, {("plain", 1.0): (point, 0)}, places.clients_of(PLACE, 0), 0)
+    assert math.isnan(row["score"])
+
+
+def test_students_are_tested_on_the_same_ratings_for_every_seed():
+    owners = np.repeat(np.arange(6), 10)
+    tested = [places._by_owner(owners, np.random.default_rng(seed))[1] for seed in (0, 100)]
+    assert {tuple(sorted(own)) for own in tested[0]} == {tuple(sorted(own)) for own in tested[1]}
+    assert [own[0] for own in tested[0]] != [own[0] for own in tested[1]]
+
+
+def test_a_place_shows_the_best_first_and_says_what_is_not_below():
     text = report.markdown(result_of({("Ditto", "corrected", 1.0): 0.7}))
     lines = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
     assert lines[2] == ["| linear DP-FedAvg, corrected", "70.0 ± 0.0"]
     assert ["| linear local-only", "55.0 ± 0.0"] in lines
     assert "Best on validation examples: linear DP-FedAvg, corrected, 70.0 ± 0.0, +15.0 (+15.0 to +15.0) over" in text
-    assert "Tied with it: Ditto, corrected." in text
+    assert "Not below it: Ditto, corrected." in text
     assert "The recipe is +13.0 (+13.0 to +13.0) from training alone." in text
     assert "0.05 core-hours" in text
 

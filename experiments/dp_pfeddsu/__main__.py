@@ -51,7 +51,7 @@ BOTH = ("DP-pFedDSU", PRINTED)
 MEDIAN_EPSILONS = (1.0, 8.0, 64.0)
 HEADS, CLIPS = (1, 5, 15), (0.01, 0.1, 1.0)
 PASSES = (15, 100, 600)
-"""Of a head on random features: 15 are the paper's of a round."""
+"""Passes of a head on random features; the paper has 15 in a round."""
 
 
 def result_of(bench: Bench, rows: Sequence[Row], classes: Sequence[int], **more: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 TUNING = 100
 """The seed of tuning runs; results have others."""
 PICTURES = 250
-"""That an extractor sees at a time."""
+"""Pictures that an extractor sees at a time."""
 NO_CLIP = 1e6
 """No update is as long."""
 METHODS = ("DP-FedAvg-fb", "PPSGD", "PMTL-FT", "CENTAUR", "DP-pFedDSU")

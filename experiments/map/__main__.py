@@ -5,7 +5,6 @@ python -m experiments.map cifar10_pretrained_5_classes_1000
 
 import functools
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,12 +12,12 @@ from experiments.map import tuning
 from experiments.map.methods import POINTS, Alone, corrected_average, families, networks, trained_alone
 from experiments.map.places import Place, dataset
 from experiments.map.report import WITHDRAWN, draw, markdown, withdrawn
-from experiments.study import HERE, Options, Result, Study, command, part
+from experiments.study import Options, Result, Study, command, part
 
 EPSILONS = (1.0, 8.0)
 SEEDS = (0, 1, 2, 3, 4)
 MIXED = 3
-"""Families that are mixed with the local model: so many of the best ones at each epsilon."""
+"""Number of the best families at each epsilon that are mixed with the local model."""
 
 MIXTURE_PASSES = 20
 """Passes of a mixture's local models, at most."""
@@ -53,8 +52,6 @@ def run(place: Place, options: Options) -> Result:
     for name in mixed_families({name: parts[name] for name in known}, epsilons):
         make = functools.partial(_mixtures, known[name], place, parts[name], seeds, epsilons)
         parts[f"{name}, mixed"] = keep(f"{name}, mixed", make=make)
-    if not options.smoke:
-        shutil.rmtree(HERE / "map" / "results" / place.name)
     described = place._asdict() | {"title": place.title, "participants": place.participants}
     return {"place": described, "seeds": list(seeds), "methods": parts}
 
@@ -67,8 +64,6 @@ def run_withdrawn(options: Options) -> Result:
     rows = {}
     for name, known in earlier.items():
         place = _earlier_place(name)
-        if place is None:
-            continue
         if options.smoke:
             place = place._replace(data="digits", seen="pixels", skew="5 classes", clients=40, rounds=3)
         data = dataset(place)
@@ -80,16 +75,12 @@ def run_withdrawn(options: Options) -> Result:
         dataset.cache_clear()
         if options.smoke:
             break
-    if not options.smoke:
-        shutil.rmtree(HERE / "map" / "results" / "withdrawn")
     return {"seeds": list(seeds), "places": rows}
 
 
-def _earlier_place(name: str) -> Place | None:
-    """Return a place of the withdrawn map, if its networks saw random features."""
-    data, clients, classes = name.rsplit("_", 2)
-    if data != "cifar10":
-        return None
+def _earlier_place(name: str) -> Place:
+    """Return a place of the withdrawn map, whose networks saw random features."""
+    _, clients, classes = name.split("_")
     share, batch_size, test = {"100": (0.2, 10, 100), "1000": (0.1, 10, 10), "10000": (0.1, 3, 2)}[clients]
     return Place(
         "cifar10",

@@ -71,8 +71,8 @@ class Family(NamedTuple):
     private: bool = True
     ceiling: bool = False
     """Whether the map also shows it without noise."""
-    mixes: Callable[..., Algorithm] | None = None
-    """The algorithm that is scored as a mixture with the local model as well."""
+    mixtures: Mapping[str, Callable[..., Algorithm]] = {}
+    """Builders of the same runs, scored as a mixture of one way and the local model, by that way."""
 
 
 class Alone(NamedTuple):
@@ -148,7 +148,6 @@ def plain(algorithm: Algorithm) -> Algorithm:
 
 own_classes = functools.partial(prior_corrected, smoothing=0.0)
 corrected = functools.partial(prior_corrected, smoothing=SMOOTHING)
-corrected_training = functools.partial(prior_corrected, smoothing=SMOOTHING, train=True)
 CORRECTIONS: Mapping[str, Way] = {"plain": plain, "own_classes": own_classes, "corrected": corrected}
 
 
@@ -172,51 +171,38 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
         of_model = alone["linear" if algorithm.model.head == algorithm.model.layers else "perceptron"]
         return mixed(algorithm, local=local(of_model.rate, of_model.passes))
 
-    def corrected_mixture(**_: Any) -> Mapping[str, Way]:
-        return {"mixed_corrected": lambda base: mixture(corrected(base))}
-
     def family(
         method: Callable[..., Algorithm],
         points: Mapping[str, Sequence[float]],
         ways: Callable[..., Mapping[str, Way]] = lambda **_: CORRECTIONS,
-        mixtures: Callable[..., Mapping[str, Way]] | None = None,
+        mixed_ways: Sequence[str] = tuple(CORRECTIONS),
         **options: Any,
     ) -> Family:
         """Return the family of a method that takes a clip bound, the noise and numbers of its own."""
 
-        def build(*, mix: bool = False, **numbers: Any) -> Algorithm:
+        def build(*, mix: str | None = None, **numbers: Any) -> Algorithm:
             base = only_participants(method(**numbers), place.participants)
-            if not mix:
-                return scored(base, ways(**numbers))
-            return scored(base, {}, (mixtures or corrected_mixture)(**numbers))
+            known = ways(**numbers)
+            if mix is None:
+                return scored(base, known)
+            return scored(base, {}, {f"mixed_{mix}": lambda base: mixture(known[mix](base))})
 
         settings: dict[str, Any] = {"rounds": place.rounds} | options
-        return Family(build, points, mixes=functools.partial(build, mix=True), **settings)
-
-    def averaged(network: Model) -> Callable[..., Algorithm]:
-        def method(rate: float, clip: float, noise_multiplier: float, tuning: float) -> Algorithm:
-            del tuning
-            private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-            return dp_fedavg(network, local=local(rate), **private)
-
-        return method
+        builders = {way: functools.partial(build, mix=way) for way in mixed_ways}
+        return Family(build, points, mixtures=builders, **settings)
 
     def tuned_ways(network: Model) -> Callable[..., Mapping[str, Way]]:
         def ways(*, tuning: float, **_: Any) -> Mapping[str, Way]:
             tuned = functools.partial(fine_tuned, local=local(tuning, last))
             found: dict[str, Way] = dict(CORRECTIONS) | {
                 "fine_tuned": tuned,
-                "fine_tuned_corrected": lambda base: corrected_training(tuned(base)),
+                "fine_tuned_corrected": lambda base: tuned(corrected(base)),
             }
             if network.head != network.layers:
                 found["head_fine_tuned"] = functools.partial(tuned, parts=network.head)
             return found
 
         return ways
-
-    def tuned_mixtures(*, tuning: float, **_: Any) -> Mapping[str, Way]:
-        tuned = functools.partial(fine_tuned, local=local(tuning, last))
-        return {"mixed_fine_tuned_corrected": lambda base: mixture(corrected_training(tuned(base)))}
 
     def private(method: Callable[..., Algorithm], options: Callable[..., Mapping[str, Any]]) -> Any:
         def build(clip: float, noise_multiplier: float, **numbers: float) -> Algorithm:
@@ -227,9 +213,14 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
 
     near = space(rate=START, clip=CLIPS, penalty_weight=PENALTIES)
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
+
+    def average(network: Model) -> Family:
+        method = averaged(place, network)
+        return family(method, of_average, tuned_ways(network), ("fine_tuned_corrected",), ceiling=True)
+
     return {
-        "DP-FedAvg": family(averaged(model), of_average, tuned_ways(model), tuned_mixtures, ceiling=True),
-        "linear DP-FedAvg": family(averaged(linear), of_average, tuned_ways(linear), tuned_mixtures, ceiling=True),
+        "DP-FedAvg": average(model),
+        "linear DP-FedAvg": average(linear),
         "Ditto": family(
             private(
                 lambda model, rate, penalty_weight, **options: common.fine_tuned(
@@ -319,18 +310,28 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
     }
 
 
-def corrected_average(place: Place, model: Model) -> Family:
-    """Return DP-FedAvg, evaluated as it is and with the corrections alone."""
+def averaged(place: Place, model: Model) -> Callable[..., Algorithm]:
+    """Return the builder of DP-FedAvg from the numbers of a point. A rate of fine-tuning changes no run."""
 
-    def build(rate: float, clip: float, noise_multiplier: float) -> Algorithm:
-        method = dp_fedavg(
+    def build(rate: float, clip: float, noise_multiplier: float, tuning: float = 0.0) -> Algorithm:
+        del tuning
+        return dp_fedavg(
             model,
             clip=clip,
             noise_multiplier=noise_multiplier,
             sampling=Poisson(place.share),
             local=LocalSGD(optax.sgd(rate), place.batch_size),
         )
-        return scored(method, CORRECTIONS)
+
+    return build
+
+
+def corrected_average(place: Place, model: Model) -> Family:
+    """Return DP-FedAvg, evaluated as it is and with the corrections alone."""
+    method = averaged(place, model)
+
+    def build(**numbers: float) -> Algorithm:
+        return scored(method(**numbers), CORRECTIONS)
 
     return Family(build, spread(POINTS, rate=START, clip=CLIPS), place.rounds)
 

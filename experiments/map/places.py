@@ -135,8 +135,8 @@ def _inputs(place: Place) -> Dataset:
 def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: int = 0) -> Dataset:
     """Return the dataset seen through random filters of patches without their mean, ReLU, and means over quarters.
 
-    The filters come from a public seed, and an example's features from the example alone: each quarter's have mean 0,
-    and all of them norm 10.
+    The filters come from a public seed, and an example's features from the example alone. Features of each quarter
+    have mean 0, and the vector of all features has norm 10.
     """
     channels = data.train_inputs.shape[-1]
     bank = np.random.default_rng(seed).standard_normal((width, width, channels, filters)).astype(np.float32)
@@ -206,7 +206,9 @@ def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
         return train, _drawn(len(data.test_labels), groups, place.test, generator)
     if place.skew == "Dirichlet 0.3":
         size = len(data.train_labels) // place.clients
-        train = dirichlet_by_client(data.train_labels, place.clients, 0.3, size=size, seed=seed)
+        dealt = dirichlet_by_client(data.train_labels, place.clients, 0.3, size=size, seed=seed)
+        # The last clients get what is left, and those that never take part must be like the others.
+        train = [dealt[client] for client in generator.permutation(place.clients)]
         return train, _alike(train, data, place.test, generator)
     classes = int(place.skew[0])
     train, test = classes_per_client(data.train_labels, data.test_labels, place.clients, classes, seed=seed, test="all")
@@ -241,10 +243,10 @@ def _alike(train: Rows, data: Dataset, size: int, generator: np.random.Generator
 
 
 def _by_owner(owners: np.ndarray, generator: np.random.Generator) -> tuple[Rows, Rows]:
-    """Give every owner its examples, and test it on a fifth of them."""
+    """Give every owner its examples, and test it on a fifth of them, which are the same for every seed."""
     train, test = [], []
     for owner in generator.permutation(np.unique(owners)):
-        rows = generator.permutation(np.flatnonzero(owners == owner))
+        rows = np.random.default_rng(int(owner)).permutation(np.flatnonzero(owners == owner))
         tested = max(1, len(rows) // 5)
         test.append(rows[:tested])
         train.append(rows[tested:])

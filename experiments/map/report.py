@@ -19,7 +19,9 @@ WAYS = {
     "fine_tuned": ", fine-tuned",
     "fine_tuned_corrected": ", fine-tuned and corrected",
     "head_fine_tuned": ", head fine-tuned",
+    "mixed_plain": ", mixed",
     "mixed_corrected": ", corrected and mixed",
+    "mixed_own_classes": ", corrected and mixed",
     "mixed_fine_tuned_corrected": ", fine-tuned, corrected and mixed",
 }
 """What a method's name is followed by, by the way in which it is evaluated."""
@@ -87,10 +89,10 @@ def differences(found: Comparison, reference: str, epsilon: float) -> dict[str, 
     return {row["method"]: row for row in rows if row["epsilon"] == epsilon}
 
 
-def ties(found: Comparison, reference: str, epsilon: float) -> list[str]:
-    """Return the methods whose interval of differences to one contains 0."""
+def not_below(found: Comparison, reference: str, epsilon: float) -> list[str]:
+    """Return the methods that are not below one by their whole interval of differences."""
     rows = differences(found, reference, epsilon)
-    return [name for name, row in rows.items() if row["low"] <= 0 <= row["high"]]
+    return [name for name, row in rows.items() if row["high"] is None or row["high"] >= 0]
 
 
 def epsilons_of(found: Comparison) -> list[float]:
@@ -111,20 +113,21 @@ def markdown(result: Result) -> str:
 
 
 def summary(result: Result, epsilon: float) -> str:
-    """Return a sentence on the best private method at an epsilon, and what ties with it."""
+    """Return a sentence on the best private method at an epsilon, and what is not below it."""
     found, first, own = comparison(result), best(result, epsilon), alone(result)
-    gain = differences(found, own, epsilon)[first] if (first, epsilon) in found.cells else None
-    private = set(validation(result, epsilon))
-    equal = [name for name in ties(found, first, epsilon) if name in private]
-    above = f"{100 * gain['difference']:+.1f} ({_interval(gain)}) over training alone" if gain else ""
-    text = f"**ε {number(epsilon)}.** Best on validation examples: {first}, {_cell(found, first, epsilon)}, {above}."
-    tied = f" Tied with it: {'; '.join(equal)}." if equal else " Nothing ties with it."
-    recipe = differences(found, own, epsilon)[RECIPE]
-    return f"{text}{tied} The recipe is {100 * recipe['difference']:+.1f} ({_interval(recipe)}) from training alone."
+    private = validation(result, epsilon)
+    equal = [name for name in not_below(found, first, epsilon) if name in private]
+    gains = differences(found, own, epsilon)
+    text = f"**ε {number(epsilon)}.** Best on validation examples: {first}, {_cell(found, first, epsilon)}, "
+    text += f"{_points(gains[first])} over training alone. "
+    text += f"Not below it: {'; '.join(equal)}. " if equal else "All others are below it. "
+    return f"{text}The recipe is {_points(gains[RECIPE])} from training alone."
 
 
-def _interval(row: Mapping[str, Any]) -> str:
-    return f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"
+def _points(row: Mapping[str, Any]) -> str:
+    """Return a difference in points, with its interval where there are several seeds."""
+    gain = f"{100 * row['difference']:+.1f}"
+    return gain if row["low"] is None else f"{gain} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f})"
 
 
 def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") -> str:
@@ -166,6 +169,8 @@ def settings(result: Result) -> str:
             if row["way"] == hidden:
                 continue
             point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
+            if method in ALONE:
+                point["pass"] = _passes(result, row["evaluation"])
             text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
             score = f"{100 * row['validation']:.1f}% of {row['points']}"
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
@@ -173,6 +178,11 @@ def settings(result: Result) -> str:
     head = ["chosen (validation % of points tried)", *(f"ε {number(epsilon)}" for epsilon in epsilons)]
     lines = [[name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()]
     return markdown_table(head, lines)
+
+
+def _passes(result: Result, evaluation: int) -> int:
+    """Return the passes after which training alone stops, of the evaluation that was best."""
+    return (evaluation + 1) * max(1, result["place"]["passes"] // 20)
 
 
 SHOWN = (
@@ -204,6 +214,8 @@ def draw(result: Result, path: pathlib.Path) -> None:
 def answer(results: Mapping[str, Result]) -> str:
     """Return the front page's picture and its three sentences, whose numbers are those of the results."""
     places = list(results.values())
+    if not places:
+        return "No place is measured yet."
     small, large = np.array(epsilons_of(comparison(places[0])))[[0, -1]]
     by_labels = [place for place in places if place["place"]["skew"] in LABEL_SKEWS]
     known = _span([_gain(place, CORRECTED, "linear DP-FedAvg", small) for place in by_labels])
@@ -220,7 +232,8 @@ def answer(results: Mapping[str, Result]) -> str:
         "2. **One recipe.** DP-FedAvg whose clients also fine-tune and mix in a model of their own "
         f"(`dp_fedavg_mixed`) is {floor[small]} points from training alone "
         f"{at(number(small), floor[large], number(large))}.",
-        "3. **Others.** The best of the other private methods, chosen on validation examples, is "
+        "3. **Others.** The best of the other private methods, as published or corrected after they were fitted and "
+        "chosen on validation examples, is "
         f"{others[small]} points from that recipe {at(number(small), others[large], number(large))}.",
     ]
     titles = "; ".join(place["place"]["title"] for place in places)

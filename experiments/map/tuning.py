@@ -30,6 +30,9 @@ Scores = dict[Point, dict[str, np.ndarray]]
 
 Row = dict[str, Any]
 
+ALL_DROPPED = -1.0
+"""Score of every client in a run all of whose updates were dropped: such a point is never chosen."""
+
 SHARES = ("density", "threshold")
 """Numbers that must stay below 1."""
 
@@ -51,7 +54,7 @@ def study(family: Family, place: Place, epsilons: Sequence[float], seeds: Sequen
     tried |= first(points=sorted(set().union(*wider) - tried.keys()))
     listed = {point for way in ways for level in levels for point in _best(place, tried, way, level)[:SHORT_LIST]}
     again = second(points=sorted(listed))
-    choices = {(way, level): _chosen(place, [tried, again], way, level) for way in ways for level in levels}
+    best = {(way, level): _chosen(place, [tried, again], way, level) for way in ways for level in levels}
     tuning = [
         {
             "way": way,
@@ -61,9 +64,10 @@ def study(family: Family, place: Place, epsilons: Sequence[float], seeds: Sequen
             "validation": score,
             "points": sum(dict(one)["epsilon"] == level for one in tried),
         }
-        for (way, level), (point, at, score) in choices.items()
+        for (way, level), (point, at, score) in best.items()
     ]
-    rows = [row for seed in seeds for row in _final(family, place, choices, seed)]
+    choices = {key: (point, at) for key, (point, at, _) in best.items()}
+    rows = [row for seed in seeds for row in _scores(family, place, choices, clients_of(place, seed), seed)]
     return {"tuning": tuning, "rows": rows, "seconds": round(time.process_time() - began, 1)}
 
 
@@ -74,44 +78,58 @@ def mixtures(
     seeds: Sequence[int],
     epsilons: Sequence[float],
 ) -> dict[str, Any]:
-    """Return rows of a family's mixtures with the local model, at points that its ways chose.
+    """Return tuning and final rows of a family's mixtures with the local model.
 
-    A mixture of a way has that way's point: `mixed_corrected` the point of `corrected`, and `mixed`
-    that of `plain`.
+    At each epsilon the way that is best on validation examples is mixed, at the point that it chose.
     """
-    assert family.mixes is not None
     began = time.process_time()
-    whole = family._replace(build=family.mixes)
-    known = {(row["way"], row["epsilon"]): _as_point(row["chosen"], row["epsilon"]) for row in tuning}
-    names = [name for name in family_ways(whole) if name.startswith("mixed")]
-    choices = {(name, epsilon): (known[_inner(name), epsilon], 0, math.nan) for name in names for epsilon in epsilons}
-    rows = [row for seed in seeds for row in _final(whole, place, choices, seed)]
-    return {"tuning": [], "rows": rows, "seconds": round(time.process_time() - began, 1)}
+    found: dict[str, list[Row]] = {"tuning": [], "rows": []}
+    chosen: dict[str, list[Row]] = {}
+    for epsilon in epsilons:
+        known = [row for row in tuning if row["epsilon"] == epsilon and row["way"] in family.mixtures]
+        best = max(known, key=lambda row: row["validation"])
+        chosen.setdefault(best["way"], []).append(best)
+    for way, rows in chosen.items():
+        whole = family._replace(build=family.mixtures[way])
+        name = f"mixed_{way}"
+        choices = {(name, row["epsilon"]): (_as_point(row["chosen"], row["epsilon"]), 0) for row in rows}
+        scores = [_scores(whole, place, choices, clients_for_tuning(place, seed), seed) for seed in TUNING_SEEDS]
+        for row in rows:
+            own = [one["score"] for of_seed in scores for one in of_seed if one["epsilon"] == row["epsilon"]]
+            found["tuning"].append({**row, "way": name, "validation": float(np.mean(own)), "points": 1})
+        for seed in seeds:
+            found["rows"] += _scores(whole, place, choices, clients_of(place, seed), seed)
+    return found | {"seconds": round(time.process_time() - began, 1)}
 
 
-def _inner(mixture: str) -> str:
-    """Return the way whose point a mixture has."""
-    return mixture.removeprefix("mixed").removeprefix("_") or "plain"
-
-
-def _final(
-    family: Family, place: Place, choices: Mapping[tuple[str, float], tuple[Point, int, float]], seed: int
+def _scores(
+    family: Family,
+    place: Place,
+    choices: Mapping[tuple[str, float], tuple[Point, int]],
+    clients: Clients,
+    seed: int,
 ) -> list[Row]:
-    """Return the test scores of a seed, of participants and of clients that never take part."""
-    points = sorted({point for point, _, _ in choices.values()})
-    scores = _run(family, place, points=points, clients=clients_of(place, seed), seed=seed)
+    """Return the scores of chosen points, of participants and of clients that never take part."""
+    points = sorted({point for point, _ in choices.values()})
+    scores = _run(family, place, points=points, clients=clients, seed=seed)
     rows = []
-    for (way, level), (point, at, _) in choices.items():
-        values = scores[point][way]
-        values = values if family.private else values[at]
+    for (way, level), (point, at) in choices.items():
+        values = scores[point][way] if family.private else scores[point][way][at]
+        if np.all(values == ALL_DROPPED):
+            values = np.full_like(values, math.nan)
         known = values[: place.participants]
-        worst = np.sort(known[~np.isnan(known)])
-        row = {"way": way, "epsilon": level, "seed": seed, "score": float(np.nanmean(known))}
-        row["worst10"] = float(worst[: max(1, len(worst) // 10)].mean())
+        tested = np.sort(known[~np.isnan(known)])
+        row = {"way": way, "epsilon": level, "seed": seed, "score": _mean_of(tested)}
+        row["worst10"] = _mean_of(tested[: max(1, len(tested) // 10)])
         if place.participants < place.clients:
-            row["unseen"] = float(np.nanmean(values[place.participants :]))
+            unseen = values[place.participants :]
+            row["unseen"] = _mean_of(unseen[~np.isnan(unseen)])
         rows.append(row)
     return rows
+
+
+def _mean_of(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else math.nan
 
 
 def _run(family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int) -> Scores:
@@ -141,7 +159,7 @@ def _run(family: Family, place: Place, *, points: Sequence[Point], clients: Clie
         scores = result.scores if family.private else result.history
         found[point] = {way: np.asarray(scores[way], np.float32) for way in ways}
         if result.dropped == 1:
-            found[point] = {way: np.full_like(values, -1.0) for way, values in found[point].items()}
+            found[point] = {way: np.full_like(values, ALL_DROPPED) for way, values in found[point].items()}
     return found
 
 

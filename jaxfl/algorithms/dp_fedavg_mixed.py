@@ -34,11 +34,11 @@ def dp_fedavg_mixed(
 
     The shared model :math:`\theta` is DP-FedAvg's. Before evaluation client i trains it further to
     :math:`\theta_i`, with its own shares of classes :math:`\pi_i` in the loss and in the predictions
-    (`prior_corrected` around `fine_tuned`). The client also trains :math:`v_i` alone, and mixes both by
-    a weight :math:`\lambda_i` that examples left out of both decide (`mixed`). Where the noise leaves
-    the shared model useless, the weight falls back on the client's own model.
+    (`fine_tuned` around `prior_corrected`). The client also trains :math:`v_i` alone, and mixes both by
+    a weight :math:`\lambda_i` that examples left out of both decide (`mixed`). If the noise leaves the
+    shared model useless, the weight falls back on the client's own model.
 
-    Give it a linear model on features of a public encoder (`jaxfl.data.features`) where there is one.
+    Use a linear model on features of a public encoder (`jaxfl.data.features`) if there is one.
 
     Args:
         model: The network, for a classification.
@@ -75,7 +75,6 @@ def dp_fedavg_mixed(
         local=local,
         delta=delta,
     )
-    tuned = prior_corrected(fine_tuned(private, local=tuning), smoothing=smoothing, train=True)
-    # The correction is for the client's own training alone: what is sent stays DP-FedAvg's.
-    personal = tuned._replace(client_update=private.client_update)
+    corrected = prior_corrected(private, smoothing=smoothing)
+    personal = fine_tuned(corrected, local=tuning)
     return mixed(personal, local=alone, folds=folds)._replace(name="dp_fedavg_mixed")

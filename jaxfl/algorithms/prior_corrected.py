@@ -71,8 +71,9 @@ def prior_corrected(
 
     The mechanism clips this vector to its bound C, which leaves
     :math:`(\mathrm{clip}_{C_i}(\Delta_i), \, w C h_i)`. The mean r of the released shares over T
-    rounds has noise of std :math:`z / (w \, q N \sqrt{T})` for cohorts of qN clients. The server
-    shrinks r towards uniform shares by its squared standard error v, estimated from the rounds:
+    rounds has noise of std :math:`z / (w \, q N \sqrt{T})` for cohorts of qN clients, if rounds have
+    independent noise. The server shrinks r towards uniform shares by its squared standard error v,
+    estimated from the rounds as if they were independent:
 
     .. math::
         \pi(y) &\propto \max \Big( \lambda r(y) + \frac{1 - \lambda}{K}, \; \frac{1}{10 K} \Big) \\

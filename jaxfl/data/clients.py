@@ -13,7 +13,7 @@ from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients, Lists
 
 _LEFT_OUT = 2**31 + 17
-"""With a seed, the entropy of the choice of clients who take no part."""
+"""Entropy, added to a seed, of the choice of clients who take no part."""
 
 
 def _check_data(name: str, value: Any) -> Dataset:

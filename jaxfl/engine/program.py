@@ -24,7 +24,7 @@ _MEMORY = 2**31 + 1
 """No round has this number: the key of a mechanism's first memory is derived apart from the rounds' keys."""
 
 _QUICK = {"xla_backend_optimization_level": 0}
-"""For programs that run once: compiling them well would take longer than running them."""
+"""Compiler options of programs that run once: compiling them well would take longer than running them."""
 
 _NOT_KNOWN = (
     jax.errors.ConcretizationTypeError,

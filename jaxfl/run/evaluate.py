@@ -25,7 +25,7 @@ from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.types import Algorithm, Clients, Tree
 
 _CHUNK = 32
-"""Clients vectorised at a time where runs measure it, which a single evaluation is not worth."""
+"""Clients vectorised at a time on accelerators, because a single evaluation is not worth a measurement."""
 
 
 @under_own_flags
@@ -116,7 +116,7 @@ def scores_of(
 ) -> PerClient:
     """Return the scores of all clients, on the host.
 
-    Of points, the key, states and scores have a leading axis P. The randomness is that of a run's
+    The key, states and scores of points have a leading axis P. The randomness is that of a run's
     evaluation after so many rounds.
     """
     population = freeze(method, place(clients, devices))

@@ -45,8 +45,8 @@ PAGES = (
         "dp_fedavg_mixed", "The map's recipe", ("dp_fedavg_mixed",),
         "As the first method to try where labels differ by client: a private shared model that each client fine-tunes "
         "with its own shares of classes, mixed with a model that it trains alone. It costs the epsilon of DP-FedAvg.",
-        "Where evaluation must be fast, since every client trains its own model `folds + 1` times, or where the task is "
-        "no classification.",
+        "Where evaluation must be fast, since every client trains its own model `folds + 1` times, or where the task "
+        "is no classification.",
         ("map",),
     ),
     Page(

@@ -209,7 +209,7 @@ def test_the_correction_without_smoothing_is_shown_where_validation_prefers_it()
 def test_the_front_page_has_three_sentences_of_the_results():
     other = {("linear DP-FedAvg", "corrected", 1.0): 0.62, ("linear DP-FedAvg", "own_classes", 1.0): 0.5}
     lines = report.answer({"a": result_of(), "b": result_of(other)}).splitlines()
-    assert "adds +22.0 to +30.0 points at ε 1" in lines[2]
+    assert "changes accuracy by +22.0 to +30.0 points at ε 1" in lines[2]
     assert "is +13.0 points from training alone at ε 1" in lines[3]
     assert "is -8.0 points from that recipe at ε 1" in lines[4]
 

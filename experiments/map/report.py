@@ -147,7 +147,9 @@ def table(result: Result) -> str:
         return [_cell(found, method, math.inf if silent else epsilon, field) for epsilon in epsilons]
 
     def order(method: str) -> float:
-        return -found.mean(method, finite[0] if method in private else math.inf)[0]
+        """Return what puts the best first, and last what has no score at the smallest epsilon."""
+        at = (method, finite[0] if method in private else math.inf)
+        return -found.mean(*at)[0] if at in found.cells else math.inf
 
     methods = sorted(dict.fromkeys(method for method, _ in found.cells), key=order)
     unseen = any("unseen" in row for row in found.rows)
@@ -227,18 +229,25 @@ def answer(results: Mapping[str, Result]) -> str:
     at = "at ε {} and {} at ε {}".format
     sentences = [
         "1. **Own labels first.** Where clients differ in their labels, multiplying DP-FedAvg's predictions by each "
-        f"client's own shares of classes (`prior_corrected`) adds {known} points at ε {number(small)}, at no further "
-        "epsilon.",
+        f"client's own shares of classes (`prior_corrected`) changes accuracy by {known} points at ε {number(small)}, "
+        "at no further epsilon.",
         "2. **One recipe.** DP-FedAvg whose clients also fine-tune and mix in a model of their own "
         f"(`dp_fedavg_mixed`) is {floor[small]} points from training alone "
         f"{at(number(small), floor[large], number(large))}.",
-        "3. **Others.** The best of the other private methods, as published or corrected after they were fitted and "
-        "chosen on validation examples, is "
+        "3. **Others.** The best of the other private methods on validation examples, as published, corrected after "
+        "they were fitted, or mixed, is "
         f"{others[small]} points from that recipe {at(number(small), others[large], number(large))}.",
     ]
     titles = "; ".join(place["place"]["title"] for place in places)
+    count = f"{len(places)} place{'s' * (len(places) > 1)}"
     return "\n".join(
-        ["![points over training alone](experiments/map/answer.png)", "", *sentences, "", f"Places: {titles}."]
+        [
+            "![points over training alone](experiments/map/answer.png)",
+            "",
+            *sentences,
+            "",
+            f"Measured so far, at {count}: {titles}.",
+        ]
     )
 
 
@@ -264,7 +273,7 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
     """Draw each place's gains over training alone, at every epsilon."""
     places = list(results.values())
     with plots.style():
-        figure = plots.new_figure(plots.DOUBLE, 1.2 + 0.32 * len(places))
+        figure = plots.new_figure(plots.DOUBLE, 1.0 + 0.45 * len(places))
         epsilons = epsilons_of(comparison(places[0]))
         panels = figure.subplots(1, len(epsilons), sharey=True, squeeze=False)[0]
         for axes, epsilon in zip(panels, epsilons, strict=True):
@@ -274,8 +283,9 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
             _dots(axes, rivals, "best other method", len(SHOWN) - 1)
             axes.axvline(0, color="black", linewidth=0.8)
             axes.set_title(f"ε {number(epsilon)}")
-            axes.set_xlabel("points over training alone")
-        panels[0].set_yticks(range(len(places)), [place["place"]["title"] for place in places])
+            axes.set_xlabel("points over alone")
+        titles = [place["place"]["title"].replace(" features, ", " features,\n") for place in places]
+        panels[0].set_yticks(range(len(places)), titles)
         panels[0].invert_yaxis()
         plots.legend_beside(panels[-1])
     plots.save(figure, path)

@@ -211,7 +211,15 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
 
         return build
 
-    near = space(rate=START, clip=CLIPS, penalty_weight=PENALTIES)
+    def near(method: Callable[..., Algorithm], trained: Callable[[float], Mapping[str, LocalSGD]]) -> Family:
+        """Return the family of a method whose personal models train near the shared one, also before the test."""
+
+        def build(model: Model, rate: float, penalty_weight: float, **options: Any) -> Algorithm:
+            base = method(model, penalty_weight=penalty_weight, **trained(rate), **options)
+            return common.fine_tuned(base, local(rate, last), penalty_weight)
+
+        return family(private(build, dict), space(rate=START, clip=CLIPS, penalty_weight=PENALTIES))
+
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
 
     def average(network: Model) -> Family:
@@ -221,39 +229,8 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
     return {
         "DP-FedAvg": average(model),
         "linear DP-FedAvg": average(linear),
-        "Ditto": family(
-            private(
-                lambda model, rate, penalty_weight, **options: common.fine_tuned(
-                    ditto(
-                        model,
-                        penalty_weight=penalty_weight,
-                        local=local(rate),
-                        personal=local(rate, PERSONAL_PASSES),
-                        **options,
-                    ),
-                    local(rate, last),
-                    penalty_weight,
-                ),
-                dict,
-            ),
-            near,
-        ),
-        "MR-MTL": family(
-            private(
-                lambda model, rate, penalty_weight, **options: common.fine_tuned(
-                    pmtl(
-                        model,
-                        penalty_weight=penalty_weight,
-                        local=local(rate, PERSONAL_PASSES),
-                        **options,
-                    ),
-                    local(rate, last),
-                    penalty_weight,
-                ),
-                dict,
-            ),
-            near,
-        ),
+        "Ditto": near(ditto, lambda rate: {"local": local(rate), "personal": local(rate, PERSONAL_PASSES)}),
+        "MR-MTL": near(pmtl, lambda rate: {"local": local(rate, PERSONAL_PASSES)}),
         "CENTAUR": family(
             private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, last)}),
             space(rate=START, clip=CLIPS, head=FURTHER),

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.map import tuning
 from experiments.map.methods import POINTS, Alone, corrected_average, families, networks, trained_alone
-from experiments.map.places import Place, dataset
+from experiments.map.places import Place, dataset, passes_between
 from experiments.map.report import WITHDRAWN, draw, markdown, withdrawn
 from experiments.study import Options, Result, Study, command, part
 
@@ -50,7 +50,7 @@ def run(place: Place, options: Options) -> Result:
     for name, family in known.items():
         parts[name] = keep(name, make=functools.partial(tuning.study, family, *arguments))
     for name in mixed_families({name: parts[name] for name in known}, epsilons):
-        make = functools.partial(_mixtures, known[name], place, parts[name], seeds, epsilons)
+        make = functools.partial(tuning.mixtures, known[name], place, parts[name]["tuning"], seeds, epsilons)
         parts[f"{name}, mixed"] = keep(f"{name}, mixed", make=make)
     described = place._asdict() | {"title": place.title, "participants": place.participants}
     return {"place": described, "seeds": list(seeds), "methods": parts}
@@ -105,7 +105,7 @@ def _kept(place: str, name: str, *, facts: Mapping[str, Any], make: Any, options
 def _stopped(alone: Mapping[str, Any], place: Place) -> Alone:
     """Return the chosen rate of clients that train alone, and the passes after which they stop, at most some."""
     (tuned,) = alone["tuning"]
-    passes = (tuned["evaluation"] + 1) * max(1, place.passes // 20)
+    passes = (tuned["evaluation"] + 1) * passes_between(place.passes)
     return Alone(tuned["chosen"]["rate"], min(passes, MIXTURE_PASSES))
 
 
@@ -121,10 +121,6 @@ def mixed_families(parts: Mapping[str, Mapping[str, Any]], epsilons: Sequence[fl
     return [name for name in parts if name in names]
 
 
-def _mixtures(family: Any, place: Place, known: Mapping[str, Any], seeds: Any, epsilons: Any) -> dict[str, Any]:
-    return tuning.mixtures(family, place, known["tuning"], seeds, epsilons)
-
-
 PLACES = (
     Place("cifar10", "pretrained features", "5 classes", 100, share=0.2, test=100),
     Place("cifar10", "pretrained features", "5 classes", 1000),
@@ -137,9 +133,7 @@ PLACES = (
     Place("fashion_mnist", "pretrained features", "5 classes", 1000),
     Place("fashion_mnist", "pretrained features", "rotated", 100, share=0.2, test=100),
     Place("insteval", "answers", "owners", 2972),
-    Place("cifar10", "random features", "5 classes", 100, share=0.2, test=100, unseen=0.0, width=64),
-    Place("cifar10", "random features", "5 classes", 1000, unseen=0.0, width=64),
-    Place("cifar10", "random features", "2 classes", 1000, unseen=0.0, width=64),
+    *map(_earlier_place, ("cifar10_100_5", "cifar10_1000_5", "cifar10_1000_2")),
 )
 """Pretrained features first, since they raise every score; random ones where an earlier map was measured."""
 

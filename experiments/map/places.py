@@ -89,6 +89,11 @@ class Place(NamedTuple):
         return self.clients >= 10_000
 
 
+def passes_between(most: int) -> int:
+    """Return the passes between two evaluations of clients that train alone, for so many passes at most."""
+    return max(1, most // 20)
+
+
 def clients_of(place: Place, seed: int) -> Clients:
     """Return the clients of a seed, which draws who has which examples."""
     data = dataset(place)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.common import number, percent
+from experiments.map.places import passes_between
 from experiments.study import Result, dated, listed, markdown_table
 from jaxfl import Comparison
 from jaxfl.run import plots
@@ -43,10 +44,8 @@ def comparison(result: Result) -> Comparison:
     """Return a place's final runs, one method for each way of evaluation."""
     rows = []
     for method, own in result["methods"].items():
-        for row in own["rows"]:
-            hidden = "own_classes" if _smoothed(own, row["epsilon"]) else "corrected"
-            if row["way"] != hidden:
-                rows.append(row | {"method": _label(method, row["way"]), "stated": row["epsilon"]})
+        shown = (row for row in own["rows"] if _is_shown(own, row))
+        rows += [row | {"method": _label(method, row["way"]), "stated": row["epsilon"]} for row in shown]
     return Comparison(rows=rows, tuning=[], headline="score", lower_is_better=False, protocol="")
 
 
@@ -55,10 +54,17 @@ def _label(method: str, way: str) -> str:
     return method.removesuffix(", mixed") + WAYS[way]
 
 
-def _smoothed(own: Mapping[str, Any], epsilon: float) -> bool:
-    """Return whether the correction with smoothing is better on validation examples than that without."""
+def _correction(own: Mapping[str, Any], epsilon: float) -> str:
+    """Return the correction that is better on validation examples: with smoothing, or without."""
     scores = {row["way"]: row["validation"] for row in own["tuning"] if row["epsilon"] == epsilon}
-    return scores.get("corrected", 0.0) >= scores.get("own_classes", 0.0)
+    smoothed = scores.get("corrected", 0.0) >= scores.get("own_classes", 0.0)
+    return "corrected" if smoothed else "own_classes"
+
+
+def _is_shown(own: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Return whether tables have a row: of two corrections, they have the better one."""
+    way = row["way"]
+    return way not in ("corrected", "own_classes") or way == _correction(own, row["epsilon"])
 
 
 def validation(result: Result, epsilon: float) -> dict[str, float]:
@@ -167,12 +173,11 @@ def settings(result: Result) -> str:
     cells: dict[str, dict[float, str]] = {}
     for method, own in result["methods"].items():
         for row in own["tuning"]:
-            hidden = "own_classes" if _smoothed(own, row["epsilon"]) else "corrected"
-            if row["way"] == hidden:
+            if not _is_shown(own, row):
                 continue
             point = {name: value for name, value in row["chosen"].items() if name != "epsilon"}
             if method in ALONE:
-                point["pass"] = _passes(result, row["evaluation"])
+                point["pass"] = (row["evaluation"] + 1) * passes_between(result["place"]["passes"])
             text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
             score = f"{100 * row['validation']:.1f}% of {row['points']}"
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
@@ -180,11 +185,6 @@ def settings(result: Result) -> str:
     head = ["chosen (validation % of points tried)", *(f"ε {number(epsilon)}" for epsilon in epsilons)]
     lines = [[name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()]
     return markdown_table(head, lines)
-
-
-def _passes(result: Result, evaluation: int) -> int:
-    """Return the passes after which training alone stops, of the evaluation that was best."""
-    return (evaluation + 1) * max(1, result["place"]["passes"] // 20)
 
 
 SHOWN = (
@@ -319,7 +319,7 @@ def withdrawn(result: Result) -> str:
     for own in result["places"].values():
         for epsilon in sorted({row["epsilon"] for row in own["rows"]}):
             known = own["earlier"][str(epsilon)]
-            corrected = "corrected" if _smoothed(own, epsilon) else "own_classes"
+            corrected = _correction(own, epsilon)
             scores = [
                 percent([row["score"] for row in own["rows"] if (row["way"], row["epsilon"]) == (way, epsilon)])
                 for way in ("plain", corrected)

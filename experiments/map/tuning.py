@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from experiments.map.methods import Family
-from experiments.map.places import Place, clients_for_tuning, clients_of
+from experiments.map.places import Place, clients_for_tuning, clients_of, passes_between
 from jaxfl import sweep
 from jaxfl.privacy import Sampling, calibrate
 from jaxfl.types import Clients
@@ -146,7 +146,7 @@ def _run(family: Family, place: Place, *, points: Sequence[Point], clients: Clie
         columns,
         clients,
         rounds=family.rounds,
-        eval_every=family.rounds if family.private else max(1, family.rounds // 20),
+        eval_every=family.rounds if family.private else passes_between(family.rounds),
         paired_noise=True,  # Differences between points are less noisy, and nothing here is private.
         keep_states=False,
         devices=jax.devices()[:1],

@@ -221,7 +221,7 @@ def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> N
 
 
 def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
-    """Return an update with shares, of which clipping to the bound leaves the bound times `shares`.
+    """Return an update joined by shares, which clipping to the bound turns into the bound times `shares`.
 
     Args:
         update: any tree of arrays.

@@ -143,7 +143,7 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
 def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clients, Clients]:
     """Divide clients into those who take part, and a drawn share of them who join after training.
 
-    For scores of clients whom a run has never seen (see `jaxfl.evaluate`). Both parts keep the
+    The second part serves for scores of clients whom a run has never seen (see `jaxfl.evaluate`). Both parts keep the
     clients' order and the store of all examples, which is not copied.
 
     Args:

@@ -134,7 +134,8 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     params = _check_model(algorithm.model, clients, key)
     server, states = _started(algorithm, clients, key)
     noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    client, data = _of_one(states), _data_of_one(clients, noise)
+    client = _of_one(states)
+    data = _data_of_one(clients, noise)
 
     with restarted() as schedules:
         given = _trace("client_update", algorithm.client_update, key, server, client, data)

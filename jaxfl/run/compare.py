@@ -294,7 +294,8 @@ def compare(
         held_out = hold_out(held_out, validation, seed=tuning_seed)
     else:
         assert callable(validation)
-        given, scored = check_clients("validation", validation(tuning_seed)), "other clients' test examples"
+        given = check_clients("validation", validation(tuning_seed))
+        scored = "other clients' test examples"
         held_out, _ = _parted(given, unseen, tuning_seed)
     drawn_by_seed = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
     parted = {seed: _parted(drawn, unseen, seed) for seed, drawn in drawn_by_seed.items()}
@@ -595,7 +596,8 @@ class _Runs:
         keys = jnp.broadcast_to(key_of(seed), (len(points),))
         where = {name: self.options.get(name) for name in ("chunk", "devices")}
         scores = scores_of(keys, method, stacked, newcomers, rounds=rounds, **where)
-        task, sizes = self.algorithm.model.task, np.asarray(newcomers.test_size)
+        task = self.algorithm.model.task
+        sizes = np.asarray(newcomers.test_size)
         found = []
         for position, result in enumerate(results):
             own = {name: values[position] for name, values in scores.items()}

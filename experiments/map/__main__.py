@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.map import tuning
-from experiments.map.methods import POINTS, Alone, corrected_average, families, networks, trained_alone
+from experiments.map.methods import POINTS, Alone, Family, corrected_average, families, networks, trained_alone
 from experiments.map.places import Place, dataset, passes_between
 from experiments.map.report import WITHDRAWN, draw, markdown, withdrawn
 from experiments.study import Options, Result, Study, command, part
@@ -33,13 +33,17 @@ def run(place: Place, options: Options) -> Result:
         seeds = options.seeds
     data = dataset(place)
     model, linear = networks(place, data.train_inputs.shape[1:], data.classes)
-    facts = place._asdict() | {"epsilons": EPSILONS, "seeds": seeds, "points": POINTS}
-    keep = functools.partial(_kept, place.name, facts=facts, options=options)
     epsilons = EPSILONS[:1] if options.smoke else EPSILONS
     arguments = (place, epsilons, seeds)
+    facts = place._asdict() | {"epsilons": epsilons, "seeds": seeds}
+
+    def studied(name: str, family: Family) -> Result:
+        make = functools.partial(tuning.study, family, *arguments)
+        return _kept(place.name, name, facts=facts | facts_of(family), make=make, options=options)
+
     parts = {}
     for name, network in (("local-only", model), ("linear local-only", linear)):
-        parts[name] = keep(name, make=functools.partial(tuning.study, trained_alone(place, network), *arguments))
+        parts[name] = studied(name, trained_alone(place, network))
     alone = {
         "perceptron": _stopped(parts["local-only"], place),
         "linear": _stopped(parts["linear local-only"], place),
@@ -48,10 +52,12 @@ def run(place: Place, options: Options) -> Result:
     if options.smoke:
         known = {ALWAYS_MIXED: known[ALWAYS_MIXED]}
     for name, family in known.items():
-        parts[name] = keep(name, make=functools.partial(tuning.study, family, *arguments))
+        parts[name] = studied(name, family)
     for name in mixed_families({name: parts[name] for name in known}, epsilons):
-        make = functools.partial(tuning.mixtures, known[name], place, parts[name]["tuning"], seeds, epsilons)
-        parts[f"{name}, mixed"] = keep(f"{name}, mixed", make=make)
+        tuned = parts[name]["tuning"]
+        make = functools.partial(tuning.mixtures, known[name], place, tuned, seeds, epsilons)
+        of_mixture = facts | {"tuning": tuned, "alone": alone}
+        parts[f"{name}, mixed"] = _kept(place.name, f"{name}, mixed", facts=of_mixture, make=make, options=options)
     described = place._asdict() | {"title": place.title, "participants": place.participants}
     return {"place": described, "seeds": list(seeds), "methods": parts}
 
@@ -93,6 +99,11 @@ def _earlier_place(name: str) -> Place:
         test=test,
         width=64,
     )
+
+
+def facts_of(family: Family) -> dict[str, Any]:
+    """Return what a family's results follow from, besides the place and the code."""
+    return {"grid": family.points, "ways": tuning.family_ways(family), "rounds": family.rounds}
 
 
 def _kept(place: str, name: str, *, facts: Mapping[str, Any], make: Any, options: Options) -> dict[str, Any]:

@@ -204,21 +204,50 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
 
         return ways
 
-    def private(method: Callable[..., Algorithm], options: Callable[..., Mapping[str, Any]]) -> Any:
+    def fitted(number: str, parts: Sequence[str] | None = None) -> Mapping[str, Any]:
+        """Return options of a family whose clients also correct what they fitted, and fit it again at a rate.
+
+        Args:
+            number: Name of the rate among the family's numbers.
+            parts: Layers that are fitted again; None: all of them.
+        """
+
+        def ways(**numbers: Any) -> Mapping[str, Way]:
+            again = functools.partial(fine_tuned, local=local(numbers[number], last), parts=parts)
+            return dict(CORRECTIONS) | {"fine_tuned_corrected": lambda base: again(corrected(base))}
+
+        return {"ways": ways, "mixed_ways": (*CORRECTIONS, "fine_tuned_corrected")}
+
+    def private(
+        method: Callable[..., Algorithm],
+        options: Callable[..., Mapping[str, Any]],
+        network: Model = model,
+    ) -> Any:
         def build(clip: float, noise_multiplier: float, **numbers: float) -> Algorithm:
             given = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-            return method(model, **given, **options(**numbers))
+            return method(network, **given, **options(**numbers))
 
         return build
 
-    def near(method: Callable[..., Algorithm], trained: Callable[[float], Mapping[str, LocalSGD]]) -> Family:
+    def near(
+        method: Callable[..., Algorithm],
+        trained: Callable[[float], Mapping[str, LocalSGD]],
+        network: Model,
+    ) -> Family:
         """Return the family of a method whose personal models train near the shared one, also before the test."""
 
         def build(model: Model, rate: float, penalty_weight: float, **options: Any) -> Algorithm:
             base = method(model, penalty_weight=penalty_weight, **trained(rate), **options)
             return common.fine_tuned(base, local(rate, last), penalty_weight)
 
-        return family(private(build, dict), space(rate=START, clip=CLIPS, penalty_weight=PENALTIES))
+        points = space(rate=START, clip=CLIPS, penalty_weight=PENALTIES)
+        return family(private(build, dict, network), points, **fitted("rate"))
+
+    def of_ditto(rate: float) -> Mapping[str, LocalSGD]:
+        return {"local": local(rate), "personal": local(rate, PERSONAL_PASSES)}
+
+    def of_mr_mtl(rate: float) -> Mapping[str, LocalSGD]:
+        return {"local": local(rate, PERSONAL_PASSES)}
 
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
 
@@ -229,11 +258,14 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
     return {
         "DP-FedAvg": average(model),
         "linear DP-FedAvg": average(linear),
-        "Ditto": near(ditto, lambda rate: {"local": local(rate), "personal": local(rate, PERSONAL_PASSES)}),
-        "MR-MTL": near(pmtl, lambda rate: {"local": local(rate, PERSONAL_PASSES)}),
+        "Ditto": near(ditto, of_ditto, model),
+        "linear Ditto": near(ditto, of_ditto, linear),
+        "MR-MTL": near(pmtl, of_mr_mtl, model),
+        "linear MR-MTL": near(pmtl, of_mr_mtl, linear),
         "CENTAUR": family(
             private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, last)}),
             space(rate=START, clip=CLIPS, head=FURTHER),
+            **fitted("head", model.head),
         ),
         "PPSGD": family(
             private(
@@ -249,6 +281,7 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
                 },
             ),
             space(rate=STEPS, clip=CLIPS, personal=STEPS, head=FURTHER),
+            **fitted("head", model.head),
         ),
         "FedDPA": family(
             private(
@@ -258,6 +291,7 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
                 lambda rate, threshold: {"rate": rate, "threshold": threshold, "evaluate": "adapt"},
             ),
             space(rate=START, clip=CLIPS, threshold=(0.1, 0.9)),
+            **fitted("rate"),
         ),
         "DP-pFedDSU": family(
             private(
@@ -269,10 +303,12 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
                 },
             ),
             space(rate=START, clip=CLIPS, density=(0.05, 0.5)),
+            **fitted("rate", model.head),
         ),
         "FedRoD": family(
-            private(fedrod, lambda rate: {"local": local(rate)}),
-            space(rate=START, clip=CLIPS),
+            private(fedrod, lambda rate, tuning: {"local": local(rate)}),
+            space(rate=START, clip=CLIPS, tuning=FURTHER),
+            **fitted("tuning"),
         ),
         "DP ridge": family(
             lambda **numbers: dp_ridge(linear, **numbers),

@@ -53,7 +53,7 @@ class Place(NamedTuple):
     test: int = 10
     """Largest number of test examples of a client."""
     rounds: int = 50
-    passes: int = 40
+    passes: int = 80
     """Passes of clients that train alone, at most."""
     width: int = 32
     """Units of the perceptron."""

@@ -35,7 +35,7 @@ from jaxfl.types import Algorithm, Clients, Model
 METHODS = (
     "local_only", "fedavg", "fedprox", "fedrep", "dp_fedavg", "dp_fedavg_fb", "dp_fedsam",
     "fed_smp", "blur_lus", "dp_lg", "centaur", "fedrod", "ppsgd", "dp_pfeddsu", "feddpa", "pmtl",
-    "pmtl_ft", "ditto", "apfl", "pfedme", "per_fedavg", "scaffold",
+    "pmtl_ft", "ditto", "apfl", "ifca", "pfedme", "per_fedavg", "scaffold",
 )  # fmt: skip
 """Of `jaxfl.algorithms`, those that take a model, local steps, a sampler, a clip bound, and noise or none."""
 

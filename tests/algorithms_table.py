@@ -37,6 +37,7 @@ from jaxfl.algorithms import (
     fedrep,
     fedrod,
     fine_tuned,
+    ifca,
     local_only,
     mixed,
     mr_mtl,
@@ -159,6 +160,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         MODEL, learning_rate=sgd, batch_size=4, epochs=2, clip=CLIP, noise_multiplier=z, sampling=Poisson(0.6)
     ),
     "apfl": lambda z=1.0, sgd=0.1, **o: apfl(MODEL, alpha_learning_rate=0.1, **private(z, sgd)),
+    "ifca": lambda z=1.0, sgd=0.1, **o: ifca(MODEL, clusters=3, **private(z, sgd)),
     "pfedme": lambda z=1.0, sgd=0.1, **o: pfedme(MODEL, inner_steps=2, **private(z, sgd)),
     "per_fedavg": lambda z=1.0, sgd=0.1, **o: per_fedavg(MODEL, inner_learning_rate=0.1, **private(z, sgd)),
     "dp_fedavg_decay": lambda z=1.0, sgd=0.1, **o: dp_fedavg(

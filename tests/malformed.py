@@ -330,6 +330,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "apfl": (algorithms.apfl, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
         "alpha": (0.5, "fraction from 0"), "alpha_learning_rate": (0.1, "at least 0"),
     }),
+    "ifca": (algorithms.ifca, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {"clusters": (2, "count")}),
     "pfedme": (algorithms.pfedme, MODELS | LOCAL | SERVER | PRIVATE | DELTA | {
         "penalty_weight": (1.0, "positive"), "inner_learning_rate": (0.1, "positive"), "inner_steps": (2, "count"),
     }),

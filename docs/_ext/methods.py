@@ -104,6 +104,13 @@ PAGES = (
         ("methods",),
     ),
     Page(
+        "ifca", "IFCA", ("ifca",),
+        "Where clients come in a few kinds that their labels do not tell, such as pictures that are turned, or labels "
+        "that mean something else: every kind gets a model of its own.",
+        "Where clients are of one kind, or of as many kinds as clients: each model learns from fewer clients under the "
+        "same noise.",
+    ),
+    Page(
         "pfedme", "pFedMe", ("pfedme",),
         "For personal models with a handle on their distance from the shared one.",
         "Where local time counts (K gradients per batch), or where the shared model is what is used: its personal "

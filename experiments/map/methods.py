@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from experiments import common
-from experiments.map.places import Place
+from experiments.map.places import GROUPS, Place
 from jaxfl import LocalSGD, spread
 from jaxfl.algorithms import (
     centaur,
@@ -22,6 +22,7 @@ from jaxfl.algorithms import (
     feddpa,
     fedrod,
     fine_tuned,
+    ifca,
     local_only,
     mixed,
     pmtl,
@@ -262,6 +263,15 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
         "linear Ditto": near(ditto, of_ditto, linear),
         "MR-MTL": near(pmtl, of_mr_mtl, model),
         "linear MR-MTL": near(pmtl, of_mr_mtl, linear),
+        "linear IFCA": family(
+            private(
+                lambda model, rate, tuning, **options: ifca(model, clusters=GROUPS, local=local(rate), **options),
+                dict,
+                linear,
+            ),
+            of_average,
+            **fitted("tuning"),
+        ),
         "CENTAUR": family(
             private(centaur, lambda rate, head: {"local": local(rate), "head": local(head, last)}),
             space(rate=START, clip=CLIPS, head=FURTHER),

@@ -16,6 +16,7 @@ from jaxfl.algorithms.feddpa import feddpa, feddpa_paper
 from jaxfl.algorithms.fedrep import centaur, fedrep
 from jaxfl.algorithms.fedrod import fedrod
 from jaxfl.algorithms.fine_tuned import fine_tuned
+from jaxfl.algorithms.ifca import ifca
 from jaxfl.algorithms.mixed import mixed
 from jaxfl.algorithms.one_shot import dp_prototypes, dp_ridge
 from jaxfl.algorithms.padpfl import padpfl, padpfl_paper
@@ -32,7 +33,7 @@ __all__ = [
     "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg",
     "dp_fedavg_fb", "dp_fedavg_mixed", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "dp_prototypes",
     "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa", "feddpa_paper",
-    "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "local_only", "mixed", "mr_mtl",
+    "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "ifca", "local_only", "mixed", "mr_mtl",
     "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft",
     "ppsgd", "ppsgd_centaur", "prior_corrected", "scaffold",
 ]  # fmt: skip

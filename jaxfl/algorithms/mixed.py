@@ -13,7 +13,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import check_count, checked
-from jaxfl.local.lanes import longest
+from jaxfl.local.sums import summed
 from jaxfl.local.train import LocalSGD
 from jaxfl.models.extended import extended
 from jaxfl.types import Algorithm, ClientData, Params, Tree
@@ -23,9 +23,6 @@ Mix: TypeAlias = Callable[[Array, Array, Array], Array]
 
 _ENTRY = "mixture"
 """What a client's parameters have beside the layers."""
-
-_BLOCK = 128
-"""Left-out examples that are scored at once."""
 
 _INIT, _TRAINING, _FOLDS = range(2**31 + 13, 2**31 + 16)
 
@@ -108,23 +105,18 @@ def mixed(
 
     def losses_of(own: Params, shared: Params, data: ClientData) -> Float[Array, "W"]:
         """Return the sum of losses over a client's examples, by weight."""
-        batch = min(_BLOCK, data.padded)
 
-        def add(number: Int[Array, ""], total: Float[Array, "W"]) -> Float[Array, "W"]:
-            positions = number * batch + jnp.arange(batch)
-            inputs, labels = data.take(positions)
-            x = model.prepare(inputs)
+        def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "W"]:
             outputs = model.apply(own, x)
             method_outputs = model.apply(shared, x)
 
             def loss(weight: Float[Array, ""]) -> Float[Array, ""]:
                 losses = model.task.loss(mix(weight, outputs, method_outputs), labels)
-                return jnp.sum(jnp.where(positions < data.size, losses, 0))
+                return jnp.sum(jnp.where(real, losses, 0))
 
-            return total + jax.vmap(loss)(jnp.asarray(weights))
+            return jax.vmap(loss)(jnp.asarray(weights))
 
-        batches = longest(-(-data.size // batch))
-        return lax.fori_loop(0, batches, add, jnp.zeros(len(weights)))
+        return summed(model, data, of_batch)
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         start = layers_from(jax.random.fold_in(key, _INIT))

@@ -11,19 +11,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, lax
+from jax import Array
 from jax.extend import core
-from jaxtyping import Float, Key
+from jaxtyping import Bool, Float, Key
 
 from jaxfl._validate import GAUSSIAN, checked, key_of
-from jaxfl.local.lanes import longest
+from jaxfl.local.sums import summed
 from jaxfl.local.train import check_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
-
-_BLOCK = 128
-"""Examples whose features are computed at a time."""
 
 Statistics = Callable[[Float[Array, "B F"], Float[Array, "B K"]], Tree]
 """Function from features and one-hot labels of a batch, both zero at padding, to sums over its examples."""
@@ -215,7 +212,7 @@ def _one_shot(
     layer, features, classes = _dense_head(model)
     extract = model.extract
     assert extract is not None
-    rows = jax.ShapeDtypeStruct((_BLOCK, features), jnp.float32), jax.ShapeDtypeStruct((_BLOCK, classes), jnp.float32)
+    rows = jax.ShapeDtypeStruct((1, features), jnp.float32), jax.ShapeDtypeStruct((1, classes), jnp.float32)
     shapes = jax.eval_shape(statistics, *rows)
 
     def with_head(params: Params, head: Linear) -> Params:
@@ -231,18 +228,13 @@ def _one_shot(
         return kernel.astype(jnp.float32), bias.astype(jnp.float32)
 
     def sums(params: Params, data: ClientData) -> Tree:
-        batch = min(_BLOCK, data.padded)
-
-        def add(i: Array, total: Tree) -> Tree:
-            positions = i * batch + jnp.arange(batch)
-            inputs, labels = data.take(positions)
-            real = (positions < data.size)[:, None]
-            x = extract(params, model.prepare(inputs)).astype(jnp.float32)
+        def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Tree:
+            features = extract(params, x).astype(jnp.float32)
             hot = jax.nn.one_hot(labels, classes)
-            return optax.tree.add(total, statistics(jnp.where(real, x, 0), jnp.where(real, hot, 0)))
+            known = real[:, None]
+            return statistics(jnp.where(known, features, 0), jnp.where(known, hot, 0))
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        return lax.fori_loop(0, longest(-(-data.size // batch)), add, zeros)
+        return summed(model, data, of_batch)
 
     def init(key: Key[Array, ""], number: int) -> tuple[OneShotServer, Tree]:
         del number

@@ -1,0 +1,111 @@
+"""IFCA: several shared models, of which every client chooses the one that fits its examples best."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int, Key
+
+from jaxfl._validate import GAUSSIAN, check_count, checked
+from jaxfl.local.sums import summed
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.mechanisms import Mechanism
+from jaxfl.privacy.sampling import Full, Sampling
+from jaxfl.server import Server, init_server, server_step
+from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
+
+
+@checked(clusters=check_count, **GAUSSIAN)
+def ifca(
+    model: Model,
+    *,
+    clusters: int = 4,
+    local: LocalSGD = LocalSGD(optax.sgd(0.05)),
+    clip: Number = math.inf,
+    noise_multiplier: Number = 0.0,
+    sampling: Sampling = Full(),
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
+) -> Algorithm:
+    r"""Build IFCA: the server keeps k models, and a client trains the one with the least loss on its own examples.
+
+    .. math::
+        j_i = \arg\min_j F_i(\theta_j), \qquad
+        \theta_j \leftarrow \theta_j + \frac{\eta_g k}{q N} \Big(
+            \sum_{i \in \Omega_t : j_i = j} \mathrm{clip}_C(\Delta_i) + N(0, z^2 C^2 I) \Big)
+
+    A message holds an update for every model, of which all but one are 0, so that its norm is that of one update, and
+    who chose which model is hidden by the noise. Evaluation chooses again, and clients keep nothing.
+
+    Args:
+        model: The network. Each of the k models starts from a random draw of its own.
+        clusters: k, the number of models.
+        local: How a client trains the chosen model in a round.
+        clip: C, L2 bound on a client's update.
+        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
+        sampling: Who takes part.
+        server_optimizer: Takes the negative aggregate of all k models as its gradient.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+
+    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
+        against all others (joint privacy): its choice depends on its own data. Publishing choices voids this.
+    Deviations from the paper: Updates are clipped and noised. The sum of a cluster is divided by the clients that a
+        round expects in it if all clusters are equally large, in place of those that it has. All layers belong to a
+        cluster, without the paper's option of sharing some of them.
+    References: Ghosh, Chung, Yin, Ramchandran, An Efficient Framework for Clustered Federated Learning, NeurIPS 2020
+        (arXiv:2006.04088), Algorithm 1 with model averaging.
+
+    >>> from jaxfl.models import mlp
+    >>> ifca(mlp((8, 8, 1), 10, hidden=(16,)), clusters=2).name
+    'ifca'
+    """
+
+    def init(key: Key[Array, ""], number: int) -> tuple[Server, Tree]:
+        del number
+        several = jax.vmap(model.init)(jax.random.split(key, clusters))
+        return init_server(several, server_optimizer), ()
+
+    def choice(several: Params, data: ClientData) -> Int[Array, ""]:
+        """Return the number of the model with the least loss. A model whose loss is NaN is chosen last."""
+
+        def losses(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "k"]:
+            outputs = jax.vmap(lambda params: model.apply(params, x))(several)
+            own = jax.vmap(lambda outputs: model.task.loss(outputs, labels))(outputs)
+            return jnp.sum(jnp.where(real, own, 0), axis=1)
+
+        total = summed(model, data, losses)
+        return jnp.argmin(jnp.where(jnp.isnan(total), jnp.inf, total))
+
+    def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
+        chosen = choice(server.params, data)
+        start = _one_of(server.params, chosen)
+        params, info = local.train(key, model, start, data)
+        update = optax.tree.sub(params, start)
+        others = optax.tree.zeros_like(server.params)
+        message = jax.tree.map(lambda leaf, own: leaf.at[chosen].set(own), others, update)
+        return Message(message), client, info
+
+    def server_update(server: Server, aggregate: Tree) -> Server:
+        return server_step(server_optimizer, server, optax.tree.scale(clusters, aggregate))
+
+    def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:
+        del key, client
+        return _one_of(server.params, choice(server.params, data))
+
+    return Algorithm(
+        name="ifca",
+        model=model,
+        init=init,
+        client_update=client_update,
+        server_update=server_update,
+        personalize=personalize,
+        mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
+        terms=Terms(delta),
+    )
+
+
+def _one_of(several: Params, number: Int[Array, ""]) -> Params:
+    """Return one of several models."""
+    return jax.tree.map(lambda leaf: leaf[number], several)

@@ -1,0 +1,51 @@
+"""Sums over all examples of a client."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array, lax
+from jaxtyping import Bool, Int
+
+from jaxfl.local.lanes import longest
+from jaxfl.types import ClientData, Model, Tree
+
+_BLOCK = 128
+"""Examples that are summed at once."""
+
+
+def summed(
+    model: Model,
+    data: ClientData,
+    of_batch: Callable[[Array, Array, Bool[Array, "B"]], Tree],
+) -> Tree:
+    """Return the sum of a function over a client's examples, block by block.
+
+    Args:
+        model: Prepares the inputs.
+        data: The client.
+        of_batch: From prepared inputs [B, ...], labels [B, ...], and which of them are examples and
+            no padding, to a tree of sums over the examples.
+
+    >>> from jaxfl.models import mlp
+    >>> inputs, labels = jnp.ones((3, 2)), jnp.array([1, 0, 1])
+    >>> data = ClientData(inputs, labels, jnp.arange(3), jnp.array(2))
+    >>> ones = lambda x, labels, real: jnp.sum(jnp.where(real, labels, 0))
+    >>> summed(mlp((2,), 2), data, ones)
+    Array(1, dtype=int32)
+    """
+    batch = min(_BLOCK, data.padded)
+
+    def of_block(number: Int[Array, ""] | int) -> Tree:
+        positions = number * batch + jnp.arange(batch)
+        inputs, labels = data.take(positions)
+        return of_batch(model.prepare(inputs), labels, positions < data.size)
+
+    def add(number: Int[Array, ""], total: Tree) -> Tree:
+        return optax.tree.add(total, of_block(number))
+
+    shapes = jax.eval_shape(lambda: of_block(0))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    blocks = longest(-(-data.size // batch))
+    return lax.fori_loop(0, blocks, add, nothing)

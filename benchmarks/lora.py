@@ -13,10 +13,11 @@ import tyro
 
 from benchmarks.common import OUT, bars, finish, in_turn, medians, ratio
 from benchmarks.workloads import compile_round
-from experiments.lora.encoder import LAYERS, VOCABULARY, Classifier
+from experiments.lora.encoder import Classifier
 from jaxfl import LocalSGD
 from jaxfl.algorithms import dp_fedavg
 from jaxfl.data import from_arrays, make_clients
+from jaxfl.data.minilm import LAYERS, VOCABULARY
 from jaxfl.engine.mesh import place
 from jaxfl.engine.program import freeze
 from jaxfl.models import from_flax, lora

@@ -138,6 +138,7 @@ BAD: dict[str, list[Any]] = {
     "data": [*NO_CLASSES, (), (np.zeros((4, 2)),), MODEL],
     "pictures": [*NO_CLASSES, (), MODEL, *NO_PICTURES],
     "encoder": [*NO_CLASSES, data.efficientnet_lite0, "efficientnet_lite0", MODEL],
+    "texts": [None, 3, "to be", {}, object(), [1], ["a", None]],
     "clients": [*NO_CLASSES, MODEL],
     "population": [None, "x", 0.5, object(), {}, [], np.zeros(3), MODEL],
     "methods": [*NO_CLASSES, {"a": 1}, {"a": algorithms.fedavg}, {1: 2}, {"a/b": 1}],
@@ -403,6 +404,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "data": (PICTURES, "pictures"), "encoder": (MEANS, "encoder"), "size": (2, "count"),
         "batch_size": (2, "count"), "progress": (False, "flag"),
     }),
+    "minilm": (data.minilm, {}),
+    "minilm_tokens": (data.minilm_tokens, {"texts": (["a"], "texts"), "length": (8, "fold count")}),
     "efficientnet_lite0": (data.efficientnet_lite0, {"width": (None, "count?")}),
     "by_owner": (data.by_owner, {
         "owner": (LABELS, "some labels"), "test_owner": (None, "labels?"), "least": (1, "count"),

@@ -17,12 +17,13 @@ import optax
 from jaxtyping import Float, Int
 
 from experiments.common import choose, number, percent, starred, versions
-from experiments.lora.encoder import END, LAYERS, START, Classifier, Layer, pieces, vocabulary, weights
+from experiments.lora.encoder import Classifier
 from experiments.study import PACKAGES, Options, dated, listed, markdown_table
 from experiments.text.shakespeare import plays
 from jaxfl import Candidate, LocalSGD, grid, sweep
 from jaxfl.algorithms import dp_fedavg, local_only
 from jaxfl.data import from_arrays, iid, make_clients
+from jaxfl.data.minilm import LAYERS, Layer, minilm_weights, tokenizer
 from jaxfl.models import from_flax, lora
 from jaxfl.privacy import Poisson, calibrate
 from jaxfl.run.report import run_folder
@@ -58,12 +59,15 @@ class Texts(NamedTuple):
 
 def passages(length: int) -> Texts:
     """What is said in all plays, cut into passages of a number of pieces."""
-    known, tokens, labels = vocabulary(), [], []
+    cutter = tokenizer()
+    ends = cutter.token_to_id("[CLS]"), cutter.token_to_id("[SEP]")
+    tokens, labels = [], []
     for genre, _, spoken in plays():
         if genre in GENRES:
-            numbers = np.array(pieces("\n".join(speech for _, speech in spoken), known))
+            spoken_text = "\n".join(speech for _, speech in spoken)
+            numbers = np.array(cutter.encode(spoken_text, add_special_tokens=False).ids)
             cut = numbers[: len(numbers) // (length - 2) * (length - 2)].reshape(-1, length - 2)
-            tokens.append(np.pad(cut, ((0, 0), (1, 1)), constant_values=[(0, 0), (known[START], known[END])]))
+            tokens.append(np.pad(cut, ((0, 0), (1, 1)), constant_values=[(0, 0), ends]))
             labels.append(np.full(len(cut), GENRES[genre]))
     return Texts(np.concatenate(tokens), np.concatenate(labels))
 
@@ -80,7 +84,7 @@ def hidden(
     tokens: Int[np.ndarray, "n L"], batch: int = 100
 ) -> tuple[Float[np.ndarray, "n L d"], Float[np.ndarray, "n d"]]:
     """What enters the encoder's last layer, and the mean over tokens of what leaves it: no parameter changes either."""
-    fixed = weights()
+    fixed = minilm_weights()
     below = jax.jit(lambda x: _first_layers(fixed, x))
     layer: Any = Layer()
     last = jax.jit(lambda x: layer.apply({"params": fixed[f"layer_{LAYERS - 1}"]}, x).mean(1))
@@ -168,7 +172,7 @@ def run(options: Options) -> Mapping[str, Any]:
         return {"noise_multiplier": [noise[e] for e in epsilons]} if method.private else {}
 
     rows: dict[str, Any] = {}
-    for name, (method, kind, parameters) in methods(setting, weights()[f"layer_{LAYERS - 1}"]).items():
+    for name, (method, kind, parameters) in methods(setting, minilm_weights()[f"layer_{LAYERS - 1}"]).items():
         held_out, tested = (clients_of(inputs[kind], texts.labels, setting, held_out=h) for h in (True, False))
         points = {column: values[: 2 if options.smoke else None] for column, values in method.points.items()}
         config = {"setting": setting._asdict(), "points": points}

@@ -2,9 +2,11 @@
 
 from jaxfl.data.clients import describe, hold_out, leave_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper
-from jaxfl.data.efficientnet import Encoder, efficientnet_lite0
+from jaxfl.data.efficientnet import efficientnet_lite0
+from jaxfl.data.encoder import Encoder
 from jaxfl.data.features import features
 from jaxfl.data.load import NAMES, Dataset, from_arrays, load
+from jaxfl.data.minilm import minilm, minilm_tokens
 from jaxfl.data.owners import by_owner
 from jaxfl.data.partition import (
     by_sizes,
@@ -38,6 +40,8 @@ __all__ = [
     "load",
     "make_clients",
     "matching",
+    "minilm",
+    "minilm_tokens",
     "salt_and_pepper",
     "shard",
 ]

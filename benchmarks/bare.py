@@ -50,21 +50,27 @@ def bare_round(
     def local(params: Params, x: Array, y: Array) -> Params:
         def step(i: Array, p: Params) -> Params:
             def gradient(j: Array | int) -> Params:
-                return jax.grad(lambda p: model.task.mean_loss(model.apply(p, x[i, j]), y[i, j], weights))(p)
+                return jax.grad(
+                    lambda p: model.task.mean_loss(model.apply(p, x[i, j]), y[i, j], weights)
+                )(p)
 
             parts = x.shape[1]
             zero = jax.tree.map(jnp.zeros_like, p)
             total = (
                 gradient(0)
                 if parts == 1
-                else lax.fori_loop(0, parts, lambda j, t: jax.tree.map(jnp.add, t, gradient(j)), zero)
+                else lax.fori_loop(
+                    0, parts, lambda j, t: jax.tree.map(jnp.add, t, gradient(j)), zero
+                )
             )
             return jax.tree.map(lambda a, g: a - 0.01 / parts * g, p, total)
 
         return lax.fori_loop(0, steps, step, params)
 
     specs = (P(), P("clients"), P("clients"))
-    program = sum_over_clients(lambda i, params, x, y: local(params, x[i], y[i]), population, specs, chunk)
+    program = sum_over_clients(
+        lambda i, params, x, y: local(params, x[i], y[i]), population, specs, chunk
+    )
     return lambda: jax.block_until_ready(program(params, x, y))
 
 
@@ -98,7 +104,9 @@ def sum_over_clients(
     return jax.jit(sharded, compiler_options=compiler_options(mesh))
 
 
-def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int) -> float:
+def fisher_cost(
+    model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size: int, repeats: int
+) -> float:
     """Median (processor) time of the exact Fisher diagonal over that of plain gradients, same batches, in turn."""
     batches = len(labels) // batch_size
     x = jax.vmap(model.prepare)(
@@ -118,7 +126,11 @@ def fisher_cost(model: Model, inputs: np.ndarray, labels: np.ndarray, batch_size
 
     programs = {
         "fisher": total(lambda p, x, y: fisher_diagonal(model, p, x, y, weights)),
-        "gradient": total(lambda p, x, y: jax.grad(lambda p: model.task.mean_loss(model.apply(p, x), y, weights))(p)),
+        "gradient": total(
+            lambda p, x, y: jax.grad(lambda p: model.task.mean_loss(model.apply(p, x), y, weights))(
+                p
+            )
+        ),
     }
     calls = {name: functools.partial(program, params, x, y) for name, program in programs.items()}
     seconds = medians(in_turn(calls, 3 * repeats, busy_clock()))

@@ -46,8 +46,13 @@ def main(config: Config) -> None:
     usual = usual_chunk(algorithm_of(work), population)
     sizes = [(chunk, config.population) for chunk in config.chunks if chunk <= per_device]
     sizes += [(usual, cohort) for cohort in config.cohorts if (usual, cohort) not in sizes]
-    rounds = {str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0]) for size in sizes}
-    seconds = medians(in_turn({name: program.run for name, program in rounds.items()}, config.repeats))
+    rounds = {
+        str(size): compile_round(algorithm_of(work, FixedSize(size[1])), population, size[0])
+        for size in sizes
+    }
+    seconds = medians(
+        in_turn({name: program.run for name, program in rounds.items()}, config.repeats)
+    )
     rows = [
         {
             "chunk": chunk,
@@ -58,12 +63,18 @@ def main(config: Config) -> None:
         }
         for chunk, cohort in sizes
     ]
-    best = min((row for row in rows if row["cohort"] == config.population), key=lambda row: row["median_s"])
-    headline = f"{config.workload}: best chunk {best['chunk']}, {best['ms_per_client']:.3g} ms per client"
+    best = min(
+        (row for row in rows if row["cohort"] == config.population), key=lambda row: row["median_s"]
+    )
+    headline = (
+        f"{config.workload}: best chunk {best['chunk']}, {best['ms_per_client']:.3g} ms per client"
+    )
     figure, panels = chart(9, 3.5, panels=2)
     series: dict[str, list[dict[str, Any]]] = {
         "chunk": [row for row in rows if row["cohort"] == config.population],
-        "cohort": sorted((row for row in rows if row["chunk"] == usual), key=lambda row: row["cohort"]),
+        "cohort": sorted(
+            (row for row in rows if row["chunk"] == usual), key=lambda row: row["cohort"]
+        ),
     }
     titles = {"chunk": f"all {config.population} clients take part", "cohort": f"chunk {usual}"}
     for axes, (name, own_rows) in zip(panels, series.items(), strict=True):

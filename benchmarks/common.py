@@ -34,7 +34,9 @@ Row = Mapping[str, Any]
 
 
 def in_turn(
-    programs: Mapping[str, Callable[[], Any]], repeats: int, clock: Callable[[], float] = time.perf_counter
+    programs: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each program: one call to warm up, then `repeats` times all of them in turn.
 
@@ -91,10 +93,14 @@ def apart(
     call = ["-m", __name__, module, function.__name__, json.dumps(arguments)]
     command = [sys.executable, *launch, *call]
     environment = os.environ | environment
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=timeout)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=timeout
+    )
     if done.returncode:
         words = done.stderr.strip()[-2000:]
-        raise RuntimeError(f"{module}.{function.__name__}{arguments} ended with {done.returncode}: {words}")
+        raise RuntimeError(
+            f"{module}.{function.__name__}{arguments} ended with {done.returncode}: {words}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -105,8 +111,15 @@ def machine() -> dict[str, Any]:
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists() and (line := re.search(r"model name\s*:\s*(.*)", cpuinfo.read_text())):
         name = line[1]
-    versions = {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")}
-    here = {"cpu": name, "cores": cores(), "device": device.device_kind, "devices": jax.device_count()}
+    versions = {
+        package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")
+    }
+    here = {
+        "cpu": name,
+        "cores": cores(),
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+    }
     return here | {"system": platform.platform(), "python": platform.python_version()} | versions
 
 
@@ -126,7 +139,11 @@ def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
     """A horizontal bar for each value, with the value beside it; the first is on top."""
     figure, (axes,) = chart(9, 1.4 + 0.35 * len(values))
     drawn = axes.barh(list(values), list(values.values()))
-    axes.bar_label(drawn, [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()], padding=3)
+    axes.bar_label(
+        drawn,
+        [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values.values()],
+        padding=3,
+    )
     axes.margins(x=0.1)
     axes.invert_yaxis()
     axes.set(xlabel=label, title=title)
@@ -134,7 +151,12 @@ def bars(values: Mapping[str, float], label: str, title: str) -> Figure:
 
 
 def finish(
-    config: Any, name: str, headline: str, rows: Sequence[Row], figure: Figure, facts: Mapping[str, Any] | None = None
+    config: Any,
+    name: str,
+    headline: str,
+    rows: Sequence[Row],
+    figure: Figure,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the table of a benchmark, and write its JSON and PNG into `config.out`.
 
@@ -148,10 +170,17 @@ def finish(
     """
     table = Table(*rows[0], title=f"{name}: {headline}")
     for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(
+            *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values())
+        )
     Console(width=150).print(table)
     settings = json.loads(json.dumps(dataclasses.asdict(config), default=str))
-    figures = {"headline": headline, "settings": settings, "machine": machine(), "rows": [dict(row) for row in rows]}
+    figures = {
+        "headline": headline,
+        "settings": settings,
+        "machine": machine(),
+        "rows": [dict(row) for row in rows],
+    }
     figures["date"] = datetime.date.today().isoformat()
     config.out.mkdir(parents=True, exist_ok=True)
     write_json(config.out / f"{name}.json", figures | dict(facts or {}))

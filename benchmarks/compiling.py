@@ -43,15 +43,19 @@ def main(config: Config) -> None:
     rows = []
     for workload in config.workloads:
         with tempfile.TemporaryDirectory() as folder:
-            cache = {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+            cache = {
+                "JAX_COMPILATION_CACHE_DIR": folder,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            }
             for state in ("cold", "warm"):
                 seconds = apart(measure, workload, time.time(), **cache)
-                total = {"total": sum(seconds.values()), "start_to_round": sum(seconds[p] for p in PARTS[2:])}
+                total = {
+                    "total": sum(seconds.values()),
+                    "start_to_round": sum(seconds[p] for p in PARTS[2:]),
+                }
                 rows.append({"workload": workload, "cache": state} | seconds | total)
     cold, warm = rows[:2]
-    headline = (
-        f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache {warm['compile']:.2g} s, and "
-    )
+    headline = f"{cold['workload']}: compiles in {cold['compile']:.2g} s; with a warm cache {warm['compile']:.2g} s, and "
     headline += f"{warm['start_to_round']:.2g} s from placed data to the end of the first round"
     figure, (axes,) = chart(9, 1.2 + 0.35 * len(rows))
     names, left = [f"{row['workload']}, {row['cache']}" for row in rows], [0.0] * len(rows)
@@ -72,11 +76,15 @@ def measure(workload: Name, begun: float) -> dict[str, float]:
     population = place(clients_of(*examples_of(work)))
     jax.block_until_ready(population.clients)
     ends.append(time.time())
-    program = compile_round(algorithm_of(work), population, usual_chunk(algorithm_of(work), population))
+    program = compile_round(
+        algorithm_of(work), population, usual_chunk(algorithm_of(work), population)
+    )
     ends += [time.time() - program.compile_s, time.time()]
     program.run()
     ends.append(time.time())
-    return {part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)}
+    return {
+        part: after - before for part, before, after in zip(PARTS, ends, ends[1:], strict=False)
+    }
 
 
 if __name__ == "__main__":

@@ -44,14 +44,20 @@ def main(config: Config) -> None:
     shape = data.train_inputs.shape[1:]
     model = lenet(shape)
     client = _rows(data, np.flatnonzero(data.train_labels < 2)[: config.examples])
-    start, training, many = model.init(jax.random.key(0)), _training(model), _rows(data, np.arange(5000))
+    start, training, many = (
+        model.init(jax.random.key(0)),
+        _training(model),
+        _rows(data, np.arange(5000)),
+    )
     everyone = training(training(start, many), many)
     weights = {"fresh": start, "global": everyone, "global, then local": training(everyone, client)}
     risks = {
         (drawn, probes): _risk(model, client, drawn, probes)
         for drawn, probes in itertools.product(config.drawn, config.probes)
     }
-    programs = {str(knobs): lambda f=risk: f(jax.random.key(0), start) for knobs, risk in risks.items()}
+    programs = {
+        str(knobs): lambda f=risk: f(jax.random.key(0), start) for knobs, risk in risks.items()
+    }
     programs |= {"training": lambda: training(start, client)}
     seconds = medians(in_turn(programs, config.repeats, busy_clock()))
     # A convolution's fast form rounds one example otherwise than many, and its pooling then breaks ties of equal pixels
@@ -64,7 +70,9 @@ def main(config: Config) -> None:
     for (drawn, probes), risk in risks.items():
         errors = {}
         for name, params in weights.items():
-            estimates = np.array([risk(jax.random.key(seed), params) for seed in range(config.seeds)])
+            estimates = np.array(
+                [risk(jax.random.key(seed), params) for seed in range(config.seeds)]
+            )
             errors[name] = 100 * float(np.sqrt(np.mean((estimates / truth[name] - 1) ** 2)))
         cost = seconds[str((drawn, probes))] / seconds["training"]
         rows.append({"examples": drawn, "probes": probes, "of_training": cost} | errors)
@@ -74,13 +82,15 @@ def main(config: Config) -> None:
         style = "-" if drawn == config.drawn[0] else "--"
         axes.plot([row["of_training"] for row in drawn_rows], [row[name] for row in drawn_rows], style, marker="o",
                   label=f"{drawn} examples, {name}")  # fmt: skip
-    axes.set(xlabel="cost over that of 5 local epochs", ylabel="error of the mean risk, %", title="leakage risk")
+    axes.set(
+        xlabel="cost over that of 5 local epochs",
+        ylabel="error of the mean risk, %",
+        title="leakage risk",
+    )
     from_zero(axes)
     figure.legend(fontsize="small", loc="outside right upper")
     least = min(rows, key=lambda row: row["of_training"])
-    headline = (
-        f"{least['examples']} examples, {least['probes']} probes: {least['of_training']:.2f} of training; errors in %"
-    )
+    headline = f"{least['examples']} examples, {least['probes']} probes: {least['of_training']:.2f} of training; errors in %"
     finish(config, "leakage", headline, rows, figure)
 
 
@@ -98,8 +108,12 @@ def _training(model: Model) -> Callable[[Params, ClientData], Params]:
     return jax.jit(run)
 
 
-def _risk(model: Model, data: ClientData, drawn: int, probes: int) -> Callable[[Array, Params], Array]:
-    return jax.jit(lambda key, params: client_risk(key, model, params, data, examples=drawn, probes=probes))
+def _risk(
+    model: Model, data: ClientData, drawn: int, probes: int
+) -> Callable[[Array, Params], Array]:
+    return jax.jit(
+        lambda key, params: client_risk(key, model, params, data, examples=drawn, probes=probes)
+    )
 
 
 if __name__ == "__main__":

@@ -55,13 +55,17 @@ def main(config: Config) -> None:
     tokens = generator.integers(0, VOCABULARY, (examples, config.length), np.int32)
     labels = generator.integers(0, 3, examples, np.int32)
     data = from_arrays(tokens, labels, tokens[:1], labels[:1], classes=3)
-    clients = make_clients(data, list(np.arange(examples).reshape(-1, config.batch)), [[0]] * config.clients)
+    clients = make_clients(
+        data, list(np.arange(examples).reshape(-1, config.batch)), [[0]] * config.clients
+    )
     full = from_flax(Classifier(3), (config.length,))
     weights = jax.jit(full.init)(jax.random.key(0))
     last = [f"layer_{i}" for i in range(LAYERS - config.last, LAYERS)]
     models = {
         "adapters": lora(full, weights, rank=config.rank),
-        f"adapters of the last {config.last} layers": lora(full, weights, rank=config.rank, where=last),
+        f"adapters of the last {config.last} layers": lora(
+            full, weights, rank=config.rank, where=last
+        ),
     }
     ways = {
         f"{name}, {chunk} client{'s' * (chunk > 1)} at a time": (model, chunk)
@@ -77,7 +81,12 @@ def main(config: Config) -> None:
     typical, (*_, reference) = medians(seconds), ways
     times = {way: ratio(seconds[reference], seconds[way]) for way in ways}
     rows = [
-        {"way": way, "seconds": typical[way], "times as fast": times[way], "temporary MB": rounds[way].temporary_mb}
+        {
+            "way": way,
+            "seconds": typical[way],
+            "times as fast": times[way],
+            "temporary MB": rounds[way].temporary_mb,
+        }
         for way in ways
     ]
     headline = ", ".join(f"{way} x{value:.2f}" for way, value in times.items() if way != reference)

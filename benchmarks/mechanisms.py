@@ -12,7 +12,15 @@ import jax
 import tyro
 
 from benchmarks.common import OUT, bars, finish, in_turn, medians, ratio
-from benchmarks.workloads import WORKLOADS, Name, algorithm_of, clients_of, compile_round, examples_of, usual_chunk
+from benchmarks.workloads import (
+    WORKLOADS,
+    Name,
+    algorithm_of,
+    clients_of,
+    compile_round,
+    examples_of,
+    usual_chunk,
+)
 from jaxfl.engine.mesh import place
 from jaxfl.privacy import AdaptiveClip, BandedNoise, BLTNoise, Canaries, Mechanism
 from jaxfl.privacy.audit import audited
@@ -54,19 +62,36 @@ def main(config: Config) -> None:
         population, plain = place(clients_of(*examples_of(work))), algorithm_of(work)
         chunk = usual_chunk(plain, population)
         rounds = {
-            way: compile_round(plain._replace(mechanism=make(plain.mechanism)), population, chunk).run
+            way: compile_round(
+                plain._replace(mechanism=make(plain.mechanism)), population, chunk
+            ).run
             for way, make in ways(config).items()
         }
         seconds = in_turn(rounds, config.repeats)
         typical = medians(seconds)
         for way in rounds:
             cost = ratio(seconds[way], seconds["Gaussian"]) - 1
-            rows.append({"workload": name, "mechanism": way, "milliseconds": 1e3 * typical[way], "cost %": 100 * cost})
+            rows.append(
+                {
+                    "workload": name,
+                    "mechanism": way,
+                    "milliseconds": 1e3 * typical[way],
+                    "cost %": 100 * cost,
+                }
+            )
             costs[f"{name}: {way}"] = 100 * cost
         jax.clear_caches()
-    headline = ", ".join(f"{way} {cost:+.1f}%" for way, cost in costs.items() if "Gaussian" not in way)
+    headline = ", ".join(
+        f"{way} {cost:+.1f}%" for way, cost in costs.items() if "Gaussian" not in way
+    )
     shown = {way: cost for way, cost in costs.items() if "Gaussian" not in way}
-    finish(config, "mechanisms", headline, rows, bars(shown, "cost of a round, %", "against the Gaussian mechanism"))
+    finish(
+        config,
+        "mechanisms",
+        headline,
+        rows,
+        bars(shown, "cost of a round, %", "against the Gaussian mechanism"),
+    )
 
 
 if __name__ == "__main__":

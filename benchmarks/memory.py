@@ -46,7 +46,9 @@ class Config:
 def main(config: Config) -> None:
     """Measure each size apart."""
     least = min(config.cohorts)
-    sizes = [(size, size) for size in config.cohorts] + [(size, least) for size in config.cohorts if size > least]
+    sizes = [(size, size) for size in config.cohorts] + [
+        (size, least) for size in config.cohorts if size > least
+    ]
     options = (config.workload, config.examples, config.steps)
     rows = [
         {"population": population, "cohort": cohort} | apart(measure, *options, population, cohort)
@@ -67,16 +69,30 @@ def main(config: Config) -> None:
             marker="o",
             label=name,
         )
-    axes.plot(config.cohorts, [row["data_mb"] for row in rows[: len(config.cohorts)]], "--", color="grey", label="data")
-    axes.set(xlabel="population", ylabel="MB", title=f"{config.workload}: peak of a round beyond the data")
+    axes.plot(
+        config.cohorts,
+        [row["data_mb"] for row in rows[: len(config.cohorts)]],
+        "--",
+        color="grey",
+        label="data",
+    )
+    axes.set(
+        xlabel="population",
+        ylabel="MB",
+        title=f"{config.workload}: peak of a round beyond the data",
+    )
     from_zero(axes)
     axes.legend(loc="center right")
     finish(config, f"memory_{config.workload}", headline, rows, figure)
 
 
-def measure(workload: Name, examples: int, steps: int, population: int, cohort: int) -> dict[str, float | None]:
+def measure(
+    workload: Name, examples: int, steps: int, population: int, cohort: int
+) -> dict[str, float | None]:
     """Megabytes of this process over two rounds, and of its accelerator where there is one."""
-    work = dataclasses.replace(WORKLOADS[workload], clients=population, examples=examples, steps=steps)
+    work = dataclasses.replace(
+        WORKLOADS[workload], clients=population, examples=examples, steps=steps
+    )
     placed = place(clients_of(*examples_of(work)))
     jax.block_until_ready(placed.clients)
     data = sum(leaf.nbytes for leaf in jax.tree.leaves(placed.clients)) / 1e6

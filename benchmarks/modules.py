@@ -50,7 +50,10 @@ class NnxPfl(nnx.Module):
         self.first = nnx.Conv(3, 32, (3, 3), padding="VALID", rngs=rngs)
         self.second = nnx.Conv(32, 64, (3, 3), padding="VALID", rngs=rngs)
         self.dense, self.head = nnx.Linear(12544, 128, rngs=rngs), nnx.Linear(128, 10, rngs=rngs)
-        self.drop_maps, self.drop_features = nnx.Dropout(0.25, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.drop_maps, self.drop_features = (
+            nnx.Dropout(0.25, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Logits."""
@@ -105,7 +108,9 @@ class Mobile(nn.Module):
         x = nn.relu(nn.Conv(16, (3, 3), 2, padding=1)(x))
         for features, stride in SEPARABLE:
             channels = x.shape[-1]
-            x = nn.relu(nn.Conv(channels, (3, 3), stride, padding=1, feature_group_count=channels)(x))
+            x = nn.relu(
+                nn.Conv(channels, (3, 3), stride, padding=1, feature_group_count=channels)(x)
+            )
             x = nn.relu(nn.Conv(features, (1, 1))(x))
         return nn.Dense(10)(x.mean((1, 2)))
 
@@ -118,8 +123,14 @@ def models(network: str) -> dict[str, Model]:
     """The module as a model, and what else it is compared with."""
     wrapped: dict[str, Callable[[], dict[str, Model]]] = {
         "pfl": lambda: {"linen": from_flax(Pfl(), SHAPE), "nnx": from_nnx(NnxPfl, SHAPE)},
-        "lenet": lambda: {"linen": from_flax(Cnn((6, 16), 5, "VALID", (120, 84)), SHAPE), "ready": lenet()},
-        "feddpa": lambda: {"linen": from_flax(Cnn((16, 32, 32), 3, "SAME", (512, 128)), SHAPE), "ready": feddpa_cnn()},
+        "lenet": lambda: {
+            "linen": from_flax(Cnn((6, 16), 5, "VALID", (120, 84)), SHAPE),
+            "ready": lenet(),
+        },
+        "feddpa": lambda: {
+            "linen": from_flax(Cnn((16, 32, 32), 3, "SAME", (512, 128)), SHAPE),
+            "ready": feddpa_cnn(),
+        },
         "resnet": lambda: {"linen": from_flax(ResNet(), SHAPE)},
         "mobile": lambda: {"linen": from_flax(Mobile(), SHAPE)},
     }
@@ -137,7 +148,11 @@ def torch_network(network: str) -> Any:
         return [convolution, tnn.GroupNorm(2, features)]
 
     def residual(channels: int, features: int, stride: int) -> Any:
-        path = [*normalised(channels, features, 3, stride), tnn.ReLU(), *normalised(features, features, 3)]
+        path = [
+            *normalised(channels, features, 3, stride),
+            tnn.ReLU(),
+            *normalised(features, features, 3),
+        ]
         short = normalised(channels, features, 1, stride) if stride > 1 else []
         return pytorch.Residual(tnn.Sequential(*path), tnn.Sequential(*short))
 
@@ -147,16 +162,29 @@ def torch_network(network: str) -> Any:
 
     def resnet() -> list[Any]:
         blocks = [residual(c, f, s) for c, (f, s) in zip((16, 16, 32), RESIDUAL, strict=True)]
-        return [*normalised(3, 16, 3), tnn.ReLU(), *blocks, tnn.AdaptiveAvgPool2d(1), tnn.Flatten(), tnn.Linear(64, 10)]
+        return [
+            *normalised(3, 16, 3),
+            tnn.ReLU(),
+            *blocks,
+            tnn.AdaptiveAvgPool2d(1),
+            tnn.Flatten(),
+            tnn.Linear(64, 10),
+        ]
 
     def mobile() -> list[Any]:
         channels = (16, *(features for features, _ in SEPARABLE))
-        layers = [layer for c, (f, s) in zip(channels, SEPARABLE, strict=False) for layer in separable(c, f, s)]
+        layers = [
+            layer
+            for c, (f, s) in zip(channels, SEPARABLE, strict=False)
+            for layer in separable(c, f, s)
+        ]
         ends = [tnn.AdaptiveAvgPool2d(1), tnn.Flatten(), tnn.Linear(channels[-1], 10)]
         return [tnn.Conv2d(3, 16, 3, 2, 1), tnn.ReLU(), *layers, *ends]
 
     if network in ("pfl", "lenet", "feddpa"):
-        return pytorch.NETWORKS[{"pfl": "pfl_cnn", "lenet": "lenet", "feddpa": "feddpa_cnn"}[network]](SHAPE)
+        return pytorch.NETWORKS[
+            {"pfl": "pfl_cnn", "lenet": "lenet", "feddpa": "feddpa_cnn"}[network]
+        ](SHAPE)
     return tnn.Sequential(*{"resnet": resnet, "mobile": mobile}[network]())
 
 
@@ -164,13 +192,22 @@ def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:
     """A round of DP-FedAvg of every kind, on the same examples."""
     from benchmarks import pytorch
 
-    work = Workload(network, SHAPE, config.clients, config.steps * config.batch_size, config.batch_size, config.steps)
+    work = Workload(
+        network,
+        SHAPE,
+        config.clients,
+        config.steps * config.batch_size,
+        config.batch_size,
+        config.steps,
+    )
     inputs, labels = examples_of(work)
     population = place(clients_of(inputs, labels), jax.devices())
     local = LocalSGD(optax.sgd(0.01), config.batch_size, steps=config.steps)
     module, data = torch_network(network), torch_tensors(inputs, labels)
     steps = {"batch_size": config.batch_size, "steps": config.steps}
-    rounds: dict[str, Callable[[], Any]] = {"torch": lambda: pytorch.fedavg_round(module, *data, **steps)}
+    rounds: dict[str, Callable[[], Any]] = {
+        "torch": lambda: pytorch.fedavg_round(module, *data, **steps)
+    }
     for kind, model in models(network).items():
         algorithm = dp_fedavg(model, clip=1.0, local=local, noise_multiplier=1.0, sampling=Full())
         rounds[kind] = compile_round(algorithm, population, 1).run
@@ -180,7 +217,9 @@ def rounds_of(network: str, config: Config) -> dict[str, Callable[[], Any]]:
 def main(config: Config) -> None:
     """Time the rounds of each network in turn; print how many times PyTorch's speed each has."""
     if config.repeats < 5:
-        raise ValueError(f"repeats={config.repeats!r}: give at least 5, medians of fewer say little")
+        raise ValueError(
+            f"repeats={config.repeats!r}: give at least 5, medians of fewer say little"
+        )
     if importlib.util.find_spec("torch") is None:
         raise ValueError("PyTorch is not installed: pip install -e '.[bench]'")
     from benchmarks import pytorch
@@ -195,7 +234,11 @@ def main(config: Config) -> None:
             row |= {"over_torch": ratio(times["torch"], times[kind])}
             ready = times.get("ready")
             rows.append(row | {"over_ready": ratio(ready, times[kind]) if ready else None})
-    speeds = {f"{row['network']}, {row['kind']}": row["over_torch"] for row in rows if row["kind"] != "torch"}
+    speeds = {
+        f"{row['network']}, {row['kind']}": row["over_torch"]
+        for row in rows
+        if row["kind"] != "torch"
+    }
     headline = ", ".join(f"{name} {times:.2f}" for name, times in speeds.items()) + " x PyTorch"
     figure = bars(speeds, "times PyTorch's speed", "Flax modules as they are written")
     finish(config, "modules", headline, rows, figure, {"seconds": seconds})

@@ -44,22 +44,40 @@ def main(config: Config) -> None:
         seconds = medians(in_turn(plain | private, config.repeats, busy_clock()))
         base = seconds["plain"]
         rows += [
-            {"model": name, "step": way, "ms_per_step": 1e3 * s / config.steps, "plain_steps": s / base}
+            {
+                "model": name,
+                "step": way,
+                "ms_per_step": 1e3 * s / config.steps,
+                "plain_steps": s / base,
+            }
             for way, s in seconds.items()
         ]
     private_rows = [row for row in rows if row["step"] != "plain"]
-    best = {name: min(row["plain_steps"] for row in private_rows if row["model"] == name) for name in config.models}
-    headline = "a private step takes " + ", ".join(f"{cost:.1f} plain ones ({name})" for name, cost in best.items())
+    best = {
+        name: min(row["plain_steps"] for row in private_rows if row["model"] == name)
+        for name in config.models
+    }
+    headline = "a private step takes " + ", ".join(
+        f"{cost:.1f} plain ones ({name})" for name, cost in best.items()
+    )
     values = {f"{row['model']}, {row['step']}": row["plain_steps"] for row in private_rows}
     title = f"private steps, batch {config.batch_size}"
-    finish(config, "per_example", headline, rows, bars(values, "plain steps of as many examples", title))
+    finish(
+        config,
+        "per_example",
+        headline,
+        rows,
+        bars(values, "plain steps of as many examples", title),
+    )
 
 
 def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
     """The local steps of one client on bytes of the data's shape."""
     rng, shape = np.random.default_rng(0), (28, 28, 1)
     inputs = rng.integers(0, 256, (20 * config.batch_size, *shape), np.uint8)
-    data = from_arrays(inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10)
+    data = from_arrays(
+        inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10
+    )
     model = build(name, shape, 10)
     clients = jax.tree.map(jnp.asarray, make_clients(data, [np.arange(len(inputs))], [[]]))
     rows = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
@@ -67,7 +85,9 @@ def _client(name: str, config: Config, chunk: int | None) -> Callable[[], Any]:
     if chunk is None:
         local = LocalSGD(sgd, config.batch_size, steps=config.steps)
     else:
-        local = DPSGD(1.0, noise_multiplier=1.0, rate=1 / 20, steps=config.steps, optimizer=sgd, chunk=chunk)
+        local = DPSGD(
+            1.0, noise_multiplier=1.0, rate=1 / 20, steps=config.steps, optimizer=sgd, chunk=chunk
+        )
     program = jax.jit(lambda key, params: local.train(key, model, params, rows)[0])
     params = model.init(jax.random.key(0))
     return lambda: program(jax.random.key(1), params)

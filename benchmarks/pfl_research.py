@@ -66,7 +66,9 @@ def seconds_of(rounds: int) -> list[float]:
     generator = torch.Generator().manual_seed(0)
     images = torch.rand((CLIENTS, EXAMPLES, 3, 32, 32), generator=generator)
     labels = torch.randint(0, 10, (CLIENTS, EXAMPLES), generator=generator)
-    users = [PyTorchTensorDataset((x, y), user_id=str(i)) for i, (x, y) in enumerate(zip(images, labels))]
+    users = [
+        PyTorchTensorDataset((x, y), user_id=str(i)) for i, (x, y) in enumerate(zip(images, labels))
+    ]
     network = Network()
     model = PyTorchModel(network, torch.optim.SGD, torch.optim.SGD(network.parameters(), lr=1.0))
     np.random.seed(0)  # noqa: NPY002 - its samplers draw from here, alike in all processes
@@ -81,7 +83,9 @@ def seconds_of(rounds: int) -> list[float]:
         ),
         SimulatedBackend(training_data=dataset, val_data=dataset),
         model,
-        NNTrainHyperParams(local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH_SIZE),
+        NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=RATE, local_batch_size=BATCH_SIZE
+        ),
         callbacks=[clock],
         send_metrics_to_platform=False,
     )

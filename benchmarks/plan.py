@@ -57,29 +57,45 @@ def main(config: Config) -> None:
     """Compile each workload for each chip, in processes of their own."""
     run_here()
     name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
-    known: dict[str, dict[str, Any]] = {} if config.check is None else _rows(config.check / f"{name}.json")
-    if config.check is not None and (missing := [work for work in config.workloads if work not in known]):
-        raise ValueError(f"check={config.check} has no figures of {missing[0]} for {config.chip}: leave it out")
+    known: dict[str, dict[str, Any]] = (
+        {} if config.check is None else _rows(config.check / f"{name}.json")
+    )
+    if config.check is not None and (
+        missing := [work for work in config.workloads if work not in known]
+    ):
+        raise ValueError(
+            f"check={config.check} has no figures of {missing[0]} for {config.chip}: leave it out"
+        )
     rows: dict[str, dict[str, Any]] = {}
     for work in config.workloads:
         chunks = (known[work]["chunk"],) if work in known else config.chunks
-        found = apart(measure, config.chip, work, config.form, chunks, config.clients, JAX_PLATFORMS="cpu")
+        found = apart(
+            measure, config.chip, work, config.form, chunks, config.clients, JAX_PLATFORMS="cpu"
+        )
         rows[work] = {"workload": work} | found
     _check(rows, known)
     every = _rows(config.out / f"{name}.json") | rows
     whole = [every[work] for work in WORKLOADS if work in every]
     headline = f"{config.chip}, planned: {whole[0]['workload']} {whole[0]['microseconds']:.3g} us a client-step"
     drawn = {row["workload"]: row["microseconds"] for row in whole}
-    figure = bars(drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run")
+    figure = bars(
+        drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run"
+    )
     finish(config, name, headline, whole, figure)
 
 
 def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
     """By workload; none of a file that is not there."""
-    return {row["workload"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    return (
+        {row["workload"]: row for row in json.loads(path.read_text())["rows"]}
+        if path.exists()
+        else {}
+    )
 
 
-def measure(chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int) -> dict[str, Any]:
+def measure(
+    chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int
+) -> dict[str, Any]:
     """Figures of the program of the fastest chunk."""
     work = WORKLOADS[workload]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]

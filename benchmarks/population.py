@@ -65,7 +65,10 @@ class Case:
 def main(config: Config) -> None:
     """Let the cases take turns, each in a process of its own, and print medians."""
     first, cohort = config.populations[0], config.cohorts[0]
-    cases = [Case("device", first, cohort), *(Case("host", number, cohort) for number in config.populations)]
+    cases = [
+        Case("device", first, cohort),
+        *(Case("host", number, cohort) for number in config.populations),
+    ]
     cases += [Case("host", config.populations[1], other) for other in config.cohorts[1:]]
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []
@@ -88,12 +91,23 @@ def main(config: Config) -> None:
         memory, states = pipe.recv()
         process.join()
         row = dataclasses.asdict(case) | {"seconds": statistics.median(times)}
-        row |= {"over_device": statistics.median(a / b for a, b in zip(times, seconds[0], strict=True))}
+        row |= {
+            "over_device": statistics.median(a / b for a, b in zip(times, seconds[0], strict=True))
+        }
         rows.append(row | {"memory_mb": memory / 1e6, "states_mb": states / 1e6})
     largest = rows[len(config.populations)]
     headline = f"{largest['population']} clients streamed take {largest['over_device']:.2f} of the seconds of "
-    headline += f"{first} on the device, {largest['memory_mb']:.0f} MB against {rows[0]['memory_mb']:.0f}"
-    finish(config, "population", headline, rows, draw(rows, len(config.populations)), {"seconds": seconds})
+    headline += (
+        f"{first} on the device, {largest['memory_mb']:.0f} MB against {rows[0]['memory_mb']:.0f}"
+    )
+    finish(
+        config,
+        "population",
+        headline,
+        rows,
+        draw(rows, len(config.populations)),
+        {"seconds": seconds},
+    )
 
 
 def serve(pipe: multiprocessing.connection.Connection, case: Case, config: Config) -> None:
@@ -167,7 +181,9 @@ def draw(rows: list[dict[str, Any]], populations: int) -> Figure:
     memory.plot(x, [row["memory_mb"] for row in by_population], "o-", label="memory")
     memory.plot(x, [row["states_mb"] for row in by_population], "o-", label="states on the disk")
     memory.set(xlabel="population", ylabel="MB", xscale="log", yscale="log")
-    cohorts.plot([row["cohort"] for row in by_cohort], [row["memory_mb"] for row in by_cohort], "o-")
+    cohorts.plot(
+        [row["cohort"] for row in by_cohort], [row["memory_mb"] for row in by_cohort], "o-"
+    )
     cohorts.set(xlabel="cohort", ylabel="memory, MB", xscale="log")
     for axes in (seconds, cohorts):
         from_zero(axes)

@@ -80,7 +80,9 @@ class ResNet20(nn.Module):
         sizes = [(input_shape[2], 16, 1)]
         for before, width in ((16, 16), (16, 32), (32, 64)):
             sizes += [(before, width, width // before)] + [(width, width, 1)] * 5
-        self.conv = nn.ModuleList(nn.Conv2d(c, f, 3, stride, padding=1, bias=False) for c, f, stride in sizes)
+        self.conv = nn.ModuleList(
+            nn.Conv2d(c, f, 3, stride, padding=1, bias=False) for c, f, stride in sizes
+        )
         self.norm = nn.ModuleList(nn.GroupNorm(2, f) for _, f, _ in sizes)
         self.head = nn.Linear(64, classes)
 
@@ -111,7 +113,14 @@ class Residual(nn.Module):
 class Transformer(nn.Module):
     """Token and position embeddings, causal blocks (layer normalisation first, GELU), layer normalisation, a head."""
 
-    def __init__(self, vocabulary: int = 80, length: int = 128, width: int = 128, blocks: int = 4, heads: int = 4):
+    def __init__(
+        self,
+        vocabulary: int = 80,
+        length: int = 128,
+        width: int = 128,
+        blocks: int = 4,
+        heads: int = 4,
+    ):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.position = nn.Parameter(0.02 * torch.randn(length, width))
@@ -140,7 +149,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The block's outputs, of the shape of its inputs."""
         batch, length, width = x.shape
-        parts = self.attention(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.attention(self.norm1(x))
+            .view(batch, length, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2)
         x = x + self.attention_out(mixed.reshape(batch, length, width))
         return x + self.hidden_out(F.gelu(self.hidden(self.norm2(x)), approximate="tanh"))
@@ -148,12 +161,25 @@ class Block(nn.Module):
 
 def pfl_cnn(_input_shape: tuple[int, int, int]) -> nn.Module:
     """The CNN of pfl-research's CIFAR-10 benchmark."""
-    maps = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)]
+    maps = [
+        nn.Conv2d(3, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+    ]
     dense = [nn.Linear(12544, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)]
     return nn.Sequential(*maps, nn.Flatten(), *dense)
 
 
-NETWORKS = {"lenet": LeNet, "mlp": Mlp, "feddpa_cnn": FedDpaCifar, "resnet20": ResNet20, "pfl_cnn": pfl_cnn}
+NETWORKS = {
+    "lenet": LeNet,
+    "mlp": Mlp,
+    "feddpa_cnn": FedDpaCifar,
+    "resnet20": ResNet20,
+    "pfl_cnn": pfl_cnn,
+}
 
 
 def best_device(threads: int) -> str:
@@ -165,7 +191,9 @@ def best_device(threads: int) -> str:
 
 def tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Float32 inputs [C, N, H, W, channels] and labels [C, N] as tensors, inputs [C, N, channels, H, W]."""
-    images = torch.from_numpy(np.ascontiguousarray(inputs.transpose(0, 1, 4, 2, 3), dtype=np.float32))
+    images = torch.from_numpy(
+        np.ascontiguousarray(inputs.transpose(0, 1, 4, 2, 3), dtype=np.float32)
+    )
     return images.to(device), torch.from_numpy(np.asarray(labels, dtype=np.int64)).to(device)
 
 
@@ -205,7 +233,9 @@ def fedavg_round(
         _load(local, server)
         for i in range(steps):
             start = i * batch_size % (len(x) - batch_size + 1)
-            loss = F.cross_entropy(network(x[start : start + batch_size]), y[start : start + batch_size].flatten())
+            loss = F.cross_entropy(
+                network(x[start : start + batch_size]), y[start : start + batch_size].flatten()
+            )
             gradients = list(torch.autograd.grad(loss, local))
             with torch.no_grad():
                 torch._foreach_add_(local, gradients, alpha=-lr)
@@ -235,10 +265,14 @@ def vmapped_round(
     total = {name: torch.zeros_like(weights) for name, weights in server.items()}
     for first in range(0, len(inputs), chunk):
         x, y = inputs[first : first + chunk], labels[first : first + chunk]
-        local = {name: weights.expand(len(x), *weights.shape).clone() for name, weights in server.items()}
+        local = {
+            name: weights.expand(len(x), *weights.shape).clone() for name, weights in server.items()
+        }
         for i in range(steps):
             start = i * batch_size % (x.shape[1] - batch_size + 1)
-            slopes = gradients(local, x[:, start : start + batch_size], y[:, start : start + batch_size])
+            slopes = gradients(
+                local, x[:, start : start + batch_size], y[:, start : start + batch_size]
+            )
             for name, weights in local.items():
                 weights.sub_(slopes[name], alpha=lr)
         moved = {name: weights - server[name] for name, weights in local.items()}
@@ -293,7 +327,11 @@ def feddpa_round(
     total = [torch.zeros_like(p) for p in server]
     for own, x, y in zip(personal, inputs, labels):
         _load(local, own)
-        fisher = published_fisher(network, x, y, batch_size) if published else fisher_diagonal(network, x, y)
+        fisher = (
+            published_fisher(network, x, y, batch_size)
+            if published
+            else fisher_diagonal(network, x, y)
+        )
         masks = [f >= threshold for f in _normalize(fisher)]
         mine = [m.to(p.dtype) for m, p in zip(masks, server)]
         shared = [1 - m for m in mine]
@@ -329,7 +367,9 @@ def published_fisher(network: nn.Module, x: Tensor, y: Tensor, batch_size: int) 
     for images, labels in zip(x.split(batch_size), y.split(batch_size)):
         log_p = F.log_softmax(network(images), dim=1)
         for own, label in zip(log_p, labels):
-            gradients = torch.autograd.grad(own[label], weights, create_graph=True, retain_graph=True)
+            gradients = torch.autograd.grad(
+                own[label], weights, create_graph=True, retain_graph=True
+            )
             for sum_, gradient in zip(total, gradients):
                 sum_.add_(gradient.detach() ** 2)
     torch._foreach_div_(total, len(x))
@@ -352,7 +392,9 @@ def _adam_epochs(
     local: Weights = list(network.parameters())
     optimizer = torch.optim.Adam(local, lr=lr)
     for start in list(range(0, len(x), batch_size)) * epochs:
-        loss = F.cross_entropy(network(x[start : start + batch_size]), y[start : start + batch_size])
+        loss = F.cross_entropy(
+            network(x[start : start + batch_size]), y[start : start + batch_size]
+        )
         gradients = list(torch.autograd.grad(loss, local))
         with torch.no_grad():
             # The penalty's gradient in closed form: cheaper than building its graph.
@@ -372,7 +414,10 @@ def _adam_epochs(
 def _normalize(fisher: Weights) -> list[Tensor]:
     """Min-max of each tensor to [0, 1]; a constant one becomes 0."""
     spans = [(f.min(), f.max()) for f in fisher]
-    return [(f - low) / (high - low) if high > low else torch.zeros_like(f) for f, (low, high) in zip(fisher, spans)]
+    return [
+        (f - low) / (high - low) if high > low else torch.zeros_like(f)
+        for f, (low, high) in zip(fisher, spans)
+    ]
 
 
 def _load(local: Weights, weights: Weights) -> None:
@@ -396,7 +441,13 @@ def _finish(local: Weights, server: Weights, total: Weights, std: float, count: 
 
 
 def two_processes(
-    name: str, inputs: np.ndarray, labels: np.ndarray, *, rounds: int = 5, input_shape: tuple[int, int, int], **options
+    name: str,
+    inputs: np.ndarray,
+    labels: np.ndarray,
+    *,
+    rounds: int = 5,
+    input_shape: tuple[int, int, int],
+    **options,
 ) -> list[float]:
     """Seconds of each `fedavg_round` over two processes of one thread, each with half of the clients.
 
@@ -415,7 +466,9 @@ def two_processes(
     half = len(inputs) // 2
     workers = [
         context.Process(
-            target=_work, args=(name, input_shape, inputs[part], labels[part], rounds, barrier, options), daemon=True
+            target=_work,
+            args=(name, input_shape, inputs[part], labels[part], rounds, barrier, options),
+            daemon=True,
         )
         for part in (slice(half), slice(half, None))
     ]

@@ -68,13 +68,19 @@ def main(config: Config) -> None:
     """Time each workload's parts in turn."""
     rows = [row for name in config.workloads for row in _split(name, config)]
     first = {row["part"]: row["percent"] for row in rows if row["workload"] == config.workloads[0]}
-    over = f"{100 * (100 / first['bare training'] - 1):+.1f}% over bare training, " if "bare training" in first else ""
+    over = (
+        f"{100 * (100 / first['bare training'] - 1):+.1f}% over bare training, "
+        if "bare training" in first
+        else ""
+    )
     headline = f"{config.workloads[0]}: {over}evaluation {first['evaluation']:.1f}% of a round"
     figure, (axes,) = chart(10, 1.6 + 0.45 * len(config.workloads))
     left = dict.fromkeys(config.workloads, 0.0)
     for part in ("sampling", "gather", "local steps", "Fisher", "masks", "clip", "noise", "rest"):
         shares = {row["workload"]: max(0.0, row["percent"]) for row in rows if row["part"] == part}
-        axes.barh(list(shares), list(shares.values()), left=[left[name] for name in shares], label=part)
+        axes.barh(
+            list(shares), list(shares.values()), left=[left[name] for name in shares], label=part
+        )
         left |= {name: left[name] + share for name, share in shares.items()}
     axes.invert_yaxis()
     axes.axvline(100, color="black", linestyle="--", linewidth=1)
@@ -100,19 +106,32 @@ def _split(name: Name, config: Config) -> list[dict[str, Any]]:
         steps = (work.batch_size, work.steps, chunk)
         programs["bare training"] = bare_round(algorithm.model, population, inputs, labels, *steps)
     seconds = medians(in_turn(programs, config.repeats))
-    whole, inner = seconds["whole round"], [part for part in ("gather", "Fisher", "masks") if part in seconds]
+    whole, inner = (
+        seconds["whole round"],
+        [part for part in ("gather", "Fisher", "masks") if part in seconds],
+    )
     seconds["local steps"] = seconds.pop("client_update") - sum(seconds[part] for part in inner)
     parts = ("sampling", *inner, "local steps", "clip", "noise")
     seconds["rest"] = whole - sum(seconds[part] for part in parts)
     beside = [part for part in ("whole round", "bare training", "evaluation") if part in seconds]
     return [
-        {"workload": name, "part": part, "ms": 1e3 * seconds[part], "percent": 100 * seconds[part] / whole}
+        {
+            "workload": name,
+            "part": part,
+            "ms": 1e3 * seconds[part],
+            "percent": 100 * seconds[part] / whole,
+        }
         for part in (*parts, "rest", *beside)
     ]
 
 
 def _parts(
-    work: Workload, algorithm: Algorithm, population: Population, chunk: int, server: Any, states: States
+    work: Workload,
+    algorithm: Algorithm,
+    population: Population,
+    chunk: int,
+    server: Any,
+    states: States,
 ) -> dict[str, Callable[[], Any]]:
     """A program for each part, on the round's shapes."""
     key, model, mechanism = jax.random.key(0), algorithm.model, algorithm.mechanism
@@ -127,16 +146,23 @@ def _parts(
         return jnp.nonzero(sampled, size=population.number, fill_value=population.number)[0]
 
     def client_update(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
-        client_key, data = jax.random.fold_in(key, slot), data_of(clients, slot, slot, work.examples)
+        client_key, data = (
+            jax.random.fold_in(key, slot),
+            data_of(clients, slot, slot, work.examples),
+        )
         return algorithm.client_update(client_key, server, states[slot], data)[0].update
 
     def gather(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         def apply(params: Array, x: Array, _key: Array) -> Array:
-            return jnp.broadcast_to(params + 1e-9 * x.sum(), (model.largest_part or work.batch_size, params.size))
+            return jnp.broadcast_to(
+                params + 1e-9 * x.sum(), (model.largest_part or work.batch_size, params.size)
+            )
 
         local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
         data = data_of(clients, slot, slot, work.examples)
-        return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data, apply=apply)[0]
+        return local.train(jax.random.fold_in(key, slot), model, jnp.zeros(10), data, apply=apply)[
+            0
+        ]
 
     def fisher(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
         return client_fisher(model, states[slot], data_of(clients, slot, slot, work.examples))
@@ -147,7 +173,9 @@ def _parts(
         return merge(personal, old, server.params)
 
     def clipped(slot: Array, server: Any, states: States, clients: Clients) -> Tree:
-        return clip(jax.tree.map(lambda leaf: leaf * (1 + slot), server.params), mechanism.clip)[0]  # differs by client
+        return clip(jax.tree.map(lambda leaf: leaf * (1 + slot), server.params), mechanism.clip)[
+            0
+        ]  # differs by client
 
     draw, noise = jax.jit(sampling), jax.jit(add_gaussian)
     programs = {
@@ -157,7 +185,9 @@ def _parts(
         "clip": of_clients(clipped),
         "noise": lambda: noise(key, server.params, jnp.float32(1)),
     }
-    return programs | ({"Fisher": of_clients(fisher), "masks": of_clients(masks)} if work.feddpa else {})
+    return programs | (
+        {"Fisher": of_clients(fisher), "masks": of_clients(masks)} if work.feddpa else {}
+    )
 
 
 if __name__ == "__main__":

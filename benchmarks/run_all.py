@@ -36,7 +36,9 @@ class Config:
 def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
     """Arguments after `python` of each benchmark, by the name of its files."""
     beside = ["--vs", vs] if vs else []
-    options_of = {f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS}
+    options_of = {
+        f"throughput_{name}": ["throughput", "--workload", name, *beside] for name in WORKLOADS
+    }
     options_of |= {
         "chunks_lenet": ["chunks"],
         "memory_lenet": ["memory"],
@@ -62,15 +64,46 @@ def jobs(quick: bool, vs: str | None) -> dict[str, list[str]]:
             "--repeats",
             "3",
         ]
-        options_of["memory_lenet"] += ["--cohorts", "50", "2000", "--examples", "32", "--steps", "1"]
-        options_of["scaling_lenet"] += ["--devices", "1", "2", "8", "--processes", "2", "--repeats", "3"]
-        options_of["population"] += ["--populations", "2000", "100000", "--cohorts", "200", "--turns", "3"]
+        options_of["memory_lenet"] += [
+            "--cohorts",
+            "50",
+            "2000",
+            "--examples",
+            "32",
+            "--steps",
+            "1",
+        ]
+        options_of["scaling_lenet"] += [
+            "--devices",
+            "1",
+            "2",
+            "8",
+            "--processes",
+            "2",
+            "--repeats",
+            "3",
+        ]
+        options_of["population"] += [
+            "--populations",
+            "2000",
+            "100000",
+            "--cohorts",
+            "200",
+            "--turns",
+            "3",
+        ]
         options_of["compiling"] += ["--workloads", "lenet", "mlp"]
         options_of["round"] += ["--workloads", "lenet", "feddpa", "--repeats", "5"]
     else:
-        options_of |= {name: [name] for name in ("top_k", "leakage", "per_example", "sweep", "mechanisms", "lora")}
+        options_of |= {
+            name: [name]
+            for name in ("top_k", "leakage", "per_example", "sweep", "mechanisms", "lora")
+        }
         options_of["text"] = ["text", *beside]
-    return {name: ["-m", f"benchmarks.{module}", *options] for name, (module, *options) in options_of.items()}
+    return {
+        name: ["-m", f"benchmarks.{module}", *options]
+        for name, (module, *options) in options_of.items()
+    }
 
 
 def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
@@ -86,7 +119,9 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
         path = out / f"{name}.json"
         path.unlink(missing_ok=True)  # an older result is none
         start = time.monotonic()
-        ended = subprocess.run([sys.executable, *arguments, "--out", str(out)], check=False).returncode
+        ended = subprocess.run(
+            [sys.executable, *arguments, "--out", str(out)], check=False
+        ).returncode
         result = f"failed, exit status {ended}"
         if ended == 0 and path.exists():
             result = json.loads(path.read_text())["headline"]
@@ -102,7 +137,9 @@ def run(jobs: Mapping[str, Sequence[str]], out: pathlib.Path) -> int:
 def main(config: Config) -> int:
     """Run all, or say what is not installed."""
     if config.vs and importlib.util.find_spec("torch") is None:
-        raise ValueError(f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out")
+        raise ValueError(
+            f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out"
+        )
     if not config.vs:
         print("no comparison with PyTorch: give --vs torch (extra [bench])")
     return run(jobs(config.quick, config.vs), config.out)

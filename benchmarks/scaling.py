@@ -51,18 +51,26 @@ def main(config: Config) -> None:
         rows.append({"devices": devices, "processes": 1} | figures | {"speedup": speedup})
     for processes in config.processes:
         forced = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-        figures = apart(measure, config.workload, config.clients, config.repeats, processes=processes, **forced)
+        figures = apart(
+            measure, config.workload, config.clients, config.repeats, processes=processes, **forced
+        )
         speedup = figures["clients_per_s"] / rows[0]["clients_per_s"]
         rows.append({"devices": processes, "processes": processes} | figures | {"speedup": speedup})
     single = [row for row in rows if row["processes"] == 1]
     headline = ", ".join(f"{row['devices']}: {row['clients_per_s']:.4g}" for row in single)
     headline = f"{config.workload}, cores: {cores()}, clients/s by devices: {headline}"
     if config.processes:
-        apiece = ", ".join(f"{row['processes']}: {row['clients_per_s']:.4g}" for row in rows if row["processes"] > 1)
+        apiece = ", ".join(
+            f"{row['processes']}: {row['clients_per_s']:.4g}"
+            for row in rows
+            if row["processes"] > 1
+        )
         headline += f"; by processes: {apiece}"
     figure, (axes,) = chart()
     counts = [row["devices"] for row in single]
-    axes.plot(counts, [row["clients_per_s"] for row in single], marker="o", label="devices of one process")
+    axes.plot(
+        counts, [row["clients_per_s"] for row in single], marker="o", label="devices of one process"
+    )
     several = [row for row in rows if row["processes"] > 1]
     if several:
         x, y = ([row[name] for row in several] for name in ("processes", "clients_per_s"))

@@ -56,10 +56,13 @@ def main(config: Config) -> None:
     key = jax.random.key(0)
     ways: dict[str, Callable[[], list[Result]]] = {
         "a run for each": lambda: [
-            simulate(key, build(penalty_weight=weight), clients, **options) for weight in values["penalty_weight"]
+            simulate(key, build(penalty_weight=weight), clients, **options)
+            for weight in values["penalty_weight"]
         ],
         "sweep, one after the other": lambda: sweep(key, build, values, clients, **options),
-        "sweep, vectorised": lambda: sweep(key, build, values, clients, batch=config.points, **options),
+        "sweep, vectorised": lambda: sweep(
+            key, build, values, clients, batch=config.points, **options
+        ),
     }
     seconds = {}
     for name, way in ways.items():
@@ -68,7 +71,9 @@ def main(config: Config) -> None:
         way()
         seconds[name] = time.monotonic() - start
     first = seconds["a run for each"]
-    rows = [{"way": name, "seconds": s, "of_a_run_for_each": s / first} for name, s in seconds.items()]
+    rows = [
+        {"way": name, "seconds": s, "of_a_run_for_each": s / first} for name, s in seconds.items()
+    ]
     title = f"{config.points} points, {config.clients} clients of {config.examples} examples, {config.rounds} rounds"
     headline = f"one program takes {seconds['sweep, one after the other'] / first:.2f} of the time of a run for each"
     finish(config, "sweep", headline, rows, bars(seconds, "seconds", title))

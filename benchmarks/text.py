@@ -48,20 +48,30 @@ class Config:
 def main(config: Config) -> None:
     """Print seconds of a round, the ratio to PyTorch's, and the share of the matrix-product peak."""
     if config.repeats < 5:
-        raise ValueError(f"repeats={config.repeats!r}: give at least 5, medians of fewer say little")
+        raise ValueError(
+            f"repeats={config.repeats!r}: give at least 5, medians of fewer say little"
+        )
     if config.vs and importlib.util.find_spec("torch") is None:
-        raise ValueError(f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out")
+        raise ValueError(
+            f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out"
+        )
     rows: list[dict[str, Any]] = []
     shape = (config.clients, config.steps * config.batch_size, LENGTH)
     tokens, following = np.random.default_rng(0).integers(0, VOCABULARY, (2, *shape), np.int32)
-    data = from_arrays(tokens.reshape(-1, LENGTH), following.reshape(-1, LENGTH), tokens[0, :0], following[0, :0])
+    data = from_arrays(
+        tokens.reshape(-1, LENGTH), following.reshape(-1, LENGTH), tokens[0, :0], following[0, :0]
+    )
     own = list(np.arange(shape[0] * shape[1]).reshape(shape[:2]))
     population = place(make_clients(data, own, [[]] * config.clients))
     local = LocalSGD(optax.sgd(0.01), config.batch_size, steps=config.steps)
     product, product_flops = matrix_product(population)
     seconds: dict[str, dict[str, list[float]]] = {}
     for name in config.models:
-        model = transformer(VOCABULARY, LENGTH) if name == "transformer" else gru(VOCABULARY, LENGTH, width=128)
+        model = (
+            transformer(VOCABULARY, LENGTH)
+            if name == "transformer"
+            else gru(VOCABULARY, LENGTH, width=128)
+        )
         algorithm = dp_fedavg(model, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=local)
         chunk = config.chunk or usual_chunk(algorithm, population)
         rounds: dict[str, Callable[[], Any]] = {
@@ -91,7 +101,9 @@ def main(config: Config) -> None:
         for row in rows
     )
     speeds = {f"{row['model']}, {row['round']}": row["million tokens/s"] for row in rows}
-    figure = bars(speeds, "million tokens per second", f"{config.clients} clients, {config.steps} steps")
+    figure = bars(
+        speeds, "million tokens per second", f"{config.clients} clients, {config.steps} steps"
+    )
     finish(config, "text", headline, rows, figure, {"seconds": seconds})
 
 
@@ -107,7 +119,9 @@ def forward_flops(model: Model) -> float:
     return LENGTH * forward[1] + forward[2]
 
 
-def _torch_round(config: Config, tokens: np.ndarray, following: np.ndarray) -> dict[str, Callable[[], None]]:
+def _torch_round(
+    config: Config, tokens: np.ndarray, following: np.ndarray
+) -> dict[str, Callable[[], None]]:
     import torch
 
     from benchmarks import pytorch

@@ -53,13 +53,20 @@ class Config:
 def main(config: Config) -> None:
     """Time the rounds in turn; print medians, and the share of the matrix-product peak measured beside them."""
     if config.repeats < 5:
-        raise ValueError(f"repeats={config.repeats!r}: give at least 5, medians of fewer say little")
+        raise ValueError(
+            f"repeats={config.repeats!r}: give at least 5, medians of fewer say little"
+        )
     if config.vs and importlib.util.find_spec("torch") is None:
-        raise ValueError(f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out")
+        raise ValueError(
+            f"vs={config.vs!r}: PyTorch is not installed; pip install -e '.[bench]', or leave --vs out"
+        )
     work = WORKLOADS[config.workload]
     work = dataclasses.replace(work, clients=config.clients or work.clients)
     inputs, labels = examples_of(work)
-    population, model = place(clients_of(inputs, labels), jax.devices()[: config.devices]), model_of(work)
+    population, model = (
+        place(clients_of(inputs, labels), jax.devices()[: config.devices]),
+        model_of(work),
+    )
     chunk = config.chunk or usual_chunk(algorithm_of(work), population)
     compiled = compile_round(algorithm_of(work), population, chunk)
     product, product_flops = matrix_product(population)
@@ -98,7 +105,9 @@ def main(config: Config) -> None:
         "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "model_flops": flops,
         "peak_gflop_per_s": product_flops / medians({"": peak})[""] / 1e9,
-        "fisher_over_gradient": fisher_cost(model, inputs[0], labels[0], work.batch_size, config.repeats),
+        "fisher_over_gradient": fisher_cost(
+            model, inputs[0], labels[0], work.batch_size, config.repeats
+        ),
         "seconds": seconds,
     }
     print(
@@ -115,10 +124,19 @@ def main(config: Config) -> None:
             headline += f", {times:.2f} x {name}"
     speeds = {row["round"]: row["clients_per_s"] for row in rows}
     title = f"{config.workload}: {100 * shares['jaxfl']:.0f}% of the matrix-product peak"
-    finish(config, f"throughput_{config.workload}", headline, rows, bars(speeds, "clients per second", title), facts)
+    finish(
+        config,
+        f"throughput_{config.workload}",
+        headline,
+        rows,
+        bars(speeds, "clients per second", title),
+        facts,
+    )
 
 
-def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dict[str, Callable[[], None]]:
+def _torch_rounds(
+    work: Workload, inputs: np.ndarray, labels: np.ndarray
+) -> dict[str, Callable[[], None]]:
     from benchmarks import pytorch
 
     device = pytorch.best_device(cores())
@@ -130,7 +148,9 @@ def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dic
 
         def run() -> None:
             if work.feddpa:
-                pytorch.feddpa_round(network, personal, *data, batch_size=work.batch_size, **options)
+                pytorch.feddpa_round(
+                    network, personal, *data, batch_size=work.batch_size, **options
+                )
             else:
                 pytorch.fedavg_round(network, *data, batch_size=work.batch_size, steps=work.steps)
             pytorch.wait(device)
@@ -138,7 +158,11 @@ def _torch_rounds(work: Workload, inputs: np.ndarray, labels: np.ndarray) -> dic
         return run
 
     rounds = {f"torch, {device}": round_of()}
-    return rounds | {f"torch, {device}, Fisher as published": round_of(published=True)} if work.feddpa else rounds
+    return (
+        rounds | {f"torch, {device}, Fisher as published": round_of(published=True)}
+        if work.feddpa
+        else rounds
+    )
 
 
 def torch_tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -> tuple[Any, Any]:
@@ -148,7 +172,9 @@ def torch_tensors(inputs: np.ndarray, labels: np.ndarray, device: str = "cpu") -
     return pytorch.tensors(_floats(inputs), labels, device)
 
 
-def _torch_processes(work: Workload, inputs: np.ndarray, labels: np.ndarray, repeats: int) -> list[float]:
+def _torch_processes(
+    work: Workload, inputs: np.ndarray, labels: np.ndarray, repeats: int
+) -> list[float]:
     from benchmarks import pytorch
 
     options = {"batch_size": work.batch_size, "steps": work.steps, "input_shape": work.input_shape}

@@ -71,7 +71,10 @@ def main(config: Config) -> None:
         values = jnp.asarray(np.random.default_rng(0).normal(size=size), jnp.float32)
         masks = {name: _repeated(way, values, count) for name, way in WAYS.items()}
         seconds = medians(in_turn(masks, config.repeats, busy_clock()))
-        rows += [{"weights": size, "way": name, "microseconds": 1e6 * s / 20} for name, s in seconds.items()]
+        rows += [
+            {"weights": size, "way": name, "microseconds": 1e6 * s / 20}
+            for name, s in seconds.items()
+        ]
     shares = {}
     for name in ("lenet", "resnet20"):
         steps = {source: _client(name, source, config) for source in ("broadcast", "local_step")}
@@ -99,7 +102,9 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
     """One client's extractor steps (one pass for the head on cached features)."""
     rng = np.random.default_rng(0)
     inputs = rng.integers(0, 256, (4 * config.batch_size, 32, 32, 3), np.uint8)
-    data = from_arrays(inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10)
+    data = from_arrays(
+        inputs, rng.integers(0, 10, len(inputs)), inputs[:0], np.zeros(0, np.int64), classes=10
+    )
     model = build(name, (32, 32, 3), 10)
     algorithm = dp_pfeddsu(
         model,
@@ -108,7 +113,9 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
         mask_source=source,
         density=config.density,
         local=LocalSGD(
-            optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), config.batch_size, 2
+            optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)),
+            config.batch_size,
+            2,
         ),
         head=LocalSGD(optax.sgd(0.01), config.batch_size),
     )
@@ -116,7 +123,9 @@ def _client(name: str, source: Any, config: Config) -> Callable[[], Any]:
     server, state = algorithm.init(jax.random.key(0), clients.number)
     rows = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     first = jax.tree.map(lambda leaf: leaf[0], state)
-    program = jax.jit(lambda key, server, state: algorithm.client_update(key, server, state, rows)[0].update)
+    program = jax.jit(
+        lambda key, server, state: algorithm.client_update(key, server, state, rows)[0].update
+    )
     return lambda: program(jax.random.key(1), server, first)
 
 

@@ -23,7 +23,14 @@ import optax
 import tyro
 
 from benchmarks.common import OUT, bars, cores, finish, ratio
-from benchmarks.workloads import WORKLOADS, clients_of, compile_round, examples_of, model_of, usual_chunk
+from benchmarks.workloads import (
+    WORKLOADS,
+    clients_of,
+    compile_round,
+    examples_of,
+    model_of,
+    usual_chunk,
+)
 from jaxfl import LocalSGD
 from jaxfl.algorithms import fedavg
 from jaxfl.engine.mesh import place
@@ -46,9 +53,13 @@ def main(config: Config) -> None:
         raise SystemExit(f"pfl-research is missing: {__doc__.splitlines()[2]}")
     from benchmarks import pfl_research as theirs
 
-    work = dataclasses.replace(WORKLOADS["pfl_cnn"], clients=theirs.CLIENTS, examples=theirs.EXAMPLES)
+    work = dataclasses.replace(
+        WORKLOADS["pfl_cnn"], clients=theirs.CLIENTS, examples=theirs.EXAMPLES
+    )
     local = LocalSGD(optax.sgd(theirs.RATE), theirs.BATCH_SIZE)
-    algorithm = fedavg(model_of(work), local=local, mechanism=Mechanism(sampling=FixedSize(theirs.COHORT)))
+    algorithm = fedavg(
+        model_of(work), local=local, mechanism=Mechanism(sampling=FixedSize(theirs.COHORT))
+    )
     population = place(clients_of(*examples_of(work)))
     ours = compile_round(algorithm, population, usual_chunk(algorithm, population))
     ours.run()
@@ -88,7 +99,9 @@ def _pfl_research(rounds: int, processes: int) -> list[float]:
     environment = os.environ | {"OMP_NUM_THREADS": str(cores() // processes)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"pfl-research ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(
+            f"pfl-research ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 

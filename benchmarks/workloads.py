@@ -60,7 +60,9 @@ def examples_of(work: Workload) -> tuple[np.ndarray, np.ndarray]:
     """Random images [C, N, H, W, channels] as bytes, and labels [C, N]: speed does not depend on what they show."""
     rng = np.random.default_rng(0)
     shape = (work.clients, work.examples)
-    return rng.integers(0, 256, (*shape, *work.input_shape), np.uint8), rng.integers(0, 10, shape).astype(np.int32)
+    return rng.integers(0, 256, (*shape, *work.input_shape), np.uint8), rng.integers(
+        0, 10, shape
+    ).astype(np.int32)
 
 
 def clients_of(inputs: np.ndarray, labels: np.ndarray, tests: int = 0) -> Clients:
@@ -83,12 +85,16 @@ def model_of(work: Workload, form: Form | None = None) -> Model:
     return builders[work.model]()
 
 
-def algorithm_of(work: Workload, sampling: Sampling = Full(), model: Model | None = None) -> Algorithm:
+def algorithm_of(
+    work: Workload, sampling: Sampling = Full(), model: Model | None = None
+) -> Algorithm:
     """DP-FedAvg with SGD, or FedDPA; of the workload's network, or of another form of it."""
     model = model_of(work) if model is None else model
     private: dict[str, Any] = {"noise_multiplier": 1.0, "sampling": sampling}
     if work.feddpa:
-        return feddpa(model, clip=0.5, local=LocalSGD(optax.adam(1e-3), work.batch_size, 2), **private)
+        return feddpa(
+            model, clip=0.5, local=LocalSGD(optax.adam(1e-3), work.batch_size, 2), **private
+        )
     local = LocalSGD(optax.sgd(0.01), work.batch_size, steps=work.steps)
     return dp_fedavg(model, clip=1.0, local=local, **private)
 
@@ -149,13 +155,20 @@ def round_flops(work: Workload) -> float:
     """
     forward = forward_flops(work)
     example = 3 * sum(forward) - forward[0]
-    return work.clients * example * (work.batch_size * work.steps + (work.examples if work.feddpa else 0))
+    return (
+        work.clients
+        * example
+        * (work.batch_size * work.steps + (work.examples if work.feddpa else 0))
+    )
 
 
 def forward_flops(work: Workload) -> list[float]:
     """Operations of each matrix product and convolution of one example's forward pass, in order."""
     model = model_of(work, "lax")
-    arguments = jax.eval_shape(model.init, jax.random.key(0)), jnp.zeros((1, *work.input_shape), jnp.uint8)
+    arguments = (
+        jax.eval_shape(model.init, jax.random.key(0)),
+        jnp.zeros((1, *work.input_shape), jnp.uint8),
+    )
     forward = jax.make_jaxpr(lambda params, inputs: model.apply(params, model.prepare(inputs)))
     return list(products(forward(*arguments).jaxpr))
 
@@ -164,7 +177,9 @@ def matrix_product(population: Population) -> tuple[Callable[[], jax.Array], flo
     """A large float32 product on every device at once, and its floating-point operations: the machine's peak."""
     mesh = population.mesh
     size = 2048 if mesh.devices.flat[0].platform == "cpu" else 8192
-    sharded = jax.shard_map(jnp.dot, mesh=mesh, in_specs=(P("clients"), P()), out_specs=P("clients"))
+    sharded = jax.shard_map(
+        jnp.dot, mesh=mesh, in_specs=(P("clients"), P()), out_specs=P("clients")
+    )
     product = jax.jit(sharded, compiler_options=compiler_options(mesh))
     right = np.random.default_rng(0).random((size, size), np.float32)
     left = jax.device_put(np.tile(right, (mesh.size, 1)), NamedSharding(mesh, P("clients")))

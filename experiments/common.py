@@ -32,7 +32,10 @@ cli = command_line
 
 def starred(chosen: Mapping[str, float], points: Mapping[str, Sequence[float]]) -> str:
     """A chosen point, with a star for each number at an end of its grid."""
-    return ", ".join(f"{name} {value:.3g}{'*' * at_an_end(value, points[name])}" for name, value in chosen.items())
+    return ", ".join(
+        f"{name} {value:.3g}{'*' * at_an_end(value, points[name])}"
+        for name, value in chosen.items()
+    )
 
 
 def validation_curve(tuning: Mapping[str, Any], passes: int = 1) -> dict[int, float]:
@@ -54,7 +57,11 @@ def stopped(chosen: str, passes: int, curve: Mapping[Any, float], most: int = 10
     'Local-only, rate 0.1, stops after 3 passes; % of held-out examples by pass: 2: 52.0, 3: 60.0, 4: 60.0.'
     """
     every = math.ceil(len(curve) / most)
-    shown = [at for index, at in enumerate(curve, 1) if index % every == 0 or int(at) == passes or index == len(curve)]
+    shown = [
+        at
+        for index, at in enumerate(curve, 1)
+        if index % every == 0 or int(at) == passes or index == len(curve)
+    ]
     text = ", ".join(f"{at}: {100 * curve[at]:.1f}" for at in shown)
     return f"Local-only, {chosen}, stops after {passes} passes; % of held-out examples by pass: {text}."
 
@@ -101,7 +108,12 @@ def choose(
 
 
 def split_clients(
-    data: Dataset, rows: Sequence[np.ndarray], test: Sequence[np.ndarray], examples: int, *, held_out: bool
+    data: Dataset,
+    rows: Sequence[np.ndarray],
+    test: Sequence[np.ndarray],
+    examples: int,
+    *,
+    held_out: bool,
 ) -> Clients:
     """Clients that train on the first `examples` of their rows, tested on the rest of those or on test examples."""
     if held_out:
@@ -139,20 +151,32 @@ def fine_tuned(base: Algorithm, local: LocalSGD, penalty_weight: float = 0.0) ->
 
     def personalize(key: jax.Array, server: Any, client: Any, data: ClientData) -> Params:
         penalty = functools.partial(proximal, center=server.params, mu=penalty_weight)
-        return local.train(key, base.model, base.personalize(key, server, client, data), data, penalty=penalty)[0]
+        return local.train(
+            key, base.model, base.personalize(key, server, client, data), data, penalty=penalty
+        )[0]
 
     return base._replace(name=f"{base.name}, fine-tuned", personalize=personalize)
 
 
 def dirichlet_clients(
-    dataset: Dataset, clients: int, alpha: float, *, seed: int, minimum: int, examples: int | None = None
+    dataset: Dataset,
+    clients: int,
+    alpha: float,
+    *,
+    seed: int,
+    minimum: int,
+    examples: int | None = None,
 ) -> Clients:
     """Dirichlet clients over a random part of the training examples (None: all), with matching test splits."""
     if examples is not None and examples < len(dataset.train_labels):
         rows = np.random.default_rng(seed).permutation(len(dataset.train_labels))[:examples]
-        dataset = dataset._replace(train_inputs=dataset.train_inputs[rows], train_labels=dataset.train_labels[rows])
+        dataset = dataset._replace(
+            train_inputs=dataset.train_inputs[rows], train_labels=dataset.train_labels[rows]
+        )
     lists = dirichlet(dataset.train_labels, clients, alpha, seed=seed, minimum=minimum)
-    return make_clients(dataset, lists, matching(lists, dataset.train_labels, dataset.test_labels, seed=seed))
+    return make_clients(
+        dataset, lists, matching(lists, dataset.train_labels, dataset.test_labels, seed=seed)
+    )
 
 
 def run_each(
@@ -223,7 +247,9 @@ def sweep_each(
             make(seed),
             rounds=rounds,
             paired_noise=True,  # less noisy differences between points; nothing here is private
-            folder=run_folder(out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed),
+            folder=run_folder(
+                out, f"{method} by {', '.join(values)}", {**config, "values": dict(values)}, seed
+            ),
             **options,
         )
         for seed in seeds
@@ -262,18 +288,28 @@ def trained_alone(
     """
     passes = local(rates[0]).epochs
     found = compare(
-        {"local-only": Candidate(lambda rate: local_only(model, local=local(rate)), grid(rate=list(rates)))},
+        {
+            "local-only": Candidate(
+                lambda rate: local_only(model, local=local(rate)), grid(rate=list(rates))
+            )
+        },
         make,
         rounds=rounds,
         seeds=seeds,
         tuning_seed=tuning_seed,
-        folder=run_folder(out, "local-only", {**config, "rates": list(rates), "most": rounds}, tuning_seed),
+        folder=run_folder(
+            out, "local-only", {**config, "rates": list(rates), "most": rounds}, tuning_seed
+        ),
         devices=jax.devices()[:1],
         chunk=1,
         progress=False,
     )
     (tuning,) = found.tuning
-    facts = {"points": tuning["points"], "chosen": tuning["chosen"], "passes": tuning["rounds"] * passes}
+    facts = {
+        "points": tuning["points"],
+        "chosen": tuning["chosen"],
+        "passes": tuning["rounds"] * passes,
+    }
     return found.rows, facts | {"validation": validation_curve(tuning, passes)}
 
 
@@ -287,11 +323,17 @@ def evaluated(
     """Accuracy of each point as `build` has its clients tested, from states of server and clients that runs left."""
     columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
     key = jax.random.fold_in(jax.random.key(seed), 3)  # a run takes 0 to 2
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[(key, server, States.of(own)) for server, own in left])
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *[(key, server, States.of(own)) for server, own in left]
+    )
     devices = jax.devices()[:1]
-    scores = compile_evaluation(Points(build, columns), place(clients, devices))(*jax.device_put(stacked, devices[0]))
+    scores = compile_evaluation(Points(build, columns), place(clients, devices))(
+        *jax.device_put(stacked, devices[0])
+    )
     metrics, sizes = classification().metrics, np.asarray(clients.test_size)
-    of_each = ({name: np.asarray(value)[p] for name, value in scores.items()} for p in range(len(left)))
+    of_each = (
+        {name: np.asarray(value)[p] for name, value in scores.items()} for p in range(len(left))
+    )
     return [summarize(score, sizes, metrics)["accuracy"] for score in of_each]
 
 
@@ -317,4 +359,8 @@ def percent(values: Sequence[float]) -> str:
 
 def number(value: float | str) -> str:
     """An epsilon; infinity says that none is finite."""
-    return "∞" if value == "inf" or (isinstance(value, float) and math.isinf(value)) else f"{value:.3g}"
+    return (
+        "∞"
+        if value == "inf" or (isinstance(value, float) and math.isinf(value))
+        else f"{value:.3g}"
+    )

@@ -39,7 +39,9 @@ def benchmark(result: dict[str, Any]) -> str:
     rows, machine = result["rows"], result["machine"]
     names = ", ".join(f"{name} {machine[name]}" for name in ("jax", "jaxlib", "numpy"))
     where = f"{machine['cores']} cores of {machine['cpu']}, {machine['devices']} x {machine['device']}; {names}"
-    table = markdown_table([name.replace("_", " ") for name in rows[0]], [[*map(cell, row.values())] for row in rows])
+    table = markdown_table(
+        [name.replace("_", " ") for name in rows[0]], [[*map(cell, row.values())] for row in rows]
+    )
     return f"{table}\n\n{result['headline']}. {where}; {result['date']}."
 
 
@@ -54,17 +56,28 @@ def speed(results: Mapping[str, dict[str, Any]]) -> str:
             steps = f"{work['clients']} clients, {work['steps']} steps of {work['batch_size']}"
             facts = f"{ours['clients_per_s']:.0f}", *times, f"{100 * ours['share_of_peak']:.0f}%"
             lines.append([f"{result['settings']['workload']}: {steps}", *facts])
-    head = ["workload", "clients/s", *(f"times {peer}" for peer in PEERS.values()), "of the matrix-product peak"]
+    head = [
+        "workload",
+        "clients/s",
+        *(f"times {peer}" for peer in PEERS.values()),
+        "of the matrix-product peak",
+    ]
     return markdown_table(head, lines)
 
 
 def main(config: Config) -> None:
     """Render every package, and the benchmarks."""
-    done = [path for package, studies in all_studies().items() for path in render(package, studies, check=config.check)]
+    done = [
+        path
+        for package, studies in all_studies().items()
+        for path in render(package, studies, check=config.check)
+    ]
     blocks = {name: benchmark(result) for name, result in results_of(BENCHMARKS).items()}
     how = "run `python -m benchmarks.run_all --vs torch --out benchmarks/results`"
     done += fill(BENCHMARKS / "README.md", blocks, how, check=config.check)
-    places = {name: result for name, result in results_of(HERE / "map").items() if name != "withdrawn"}
+    places = {
+        name: result for name, result in results_of(HERE / "map").items() if name != "withdrawn"
+    }
     front = {"speed": speed(results_of(BENCHMARKS)), "answer": the_map.answer(places)}
     done += fill(BENCHMARKS.parent / "README.md", front, how, check=config.check)
     if not config.check:

@@ -66,14 +66,20 @@ class Study(NamedTuple):
 def command(package: str, description: str | None, studies: Mapping[str, Study]) -> None:
     """Run the studies that the command line names, write each result, and the README anew."""
 
-    def main(study: tyro.conf.Positional[Any], options: tyro.conf.OmitArgPrefixes[Options] = Options()) -> None:
+    def main(
+        study: tyro.conf.Positional[Any], options: tyro.conf.OmitArgPrefixes[Options] = Options()
+    ) -> None:
         for name in studies if study == "all" else [study]:
             began = time.monotonic()
             print(f"{name}: about {studies[name].minutes:g} minutes of one core", flush=True)
             if options.smoke:
                 compile_quickly()
             seeds = options.seeds[: 1 if options.smoke else None]
-            result = dict(studies[name].run(dataclasses.replace(options, out=options.out / package, seeds=seeds)))
+            result = dict(
+                studies[name].run(
+                    dataclasses.replace(options, out=options.out / package, seeds=seeds)
+                )
+            )
             facts = {"study": name, "seeds": list(seeds), "versions": versions(*PACKAGES)}
             result = facts | result | {"date": datetime.date.today().isoformat()}
             result["seconds"] = round(time.monotonic() - began)
@@ -91,7 +97,12 @@ def command(package: str, description: str | None, studies: Mapping[str, Study])
 
 
 def part(
-    package: str, study: str, name: str, facts: Mapping[str, Any], make: Callable[[], Result], options: Options
+    package: str,
+    study: str,
+    name: str,
+    facts: Mapping[str, Any],
+    make: Callable[[], Result],
+    options: Options,
 ) -> Result:
     """A part of a long study's result, kept as soon as it is made, so that the study can be made in parts.
 
@@ -107,7 +118,12 @@ def part(
     facts = rounded(facts)
     done = json.loads(path.read_text()) if path.exists() else {}
     if rounded(done.get("facts")) != facts:
-        done = {"facts": facts, **make(), "versions": versions(*PACKAGES), "date": datetime.date.today().isoformat()}
+        done = {
+            "facts": facts,
+            **make(),
+            "versions": versions(*PACKAGES),
+            "date": datetime.date.today().isoformat(),
+        }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, done)
     return done
@@ -129,7 +145,9 @@ def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -
     Raises:
         ValueError: a result without a place in the README, or a place without a result.
     """
-    results = {name: result for name, result in results_of(HERE / package).items() if name in studies}
+    results = {
+        name: result for name, result in results_of(HERE / package).items() if name in studies
+    }
     blocks = {name: studies[name].markdown(result) for name, result in results.items()}
     how = f"run `python -m experiments.{package} {{}}`"
     done = fill(HERE / package / "README.md", blocks, how, check=check)
@@ -143,10 +161,15 @@ def render(package: str, studies: Mapping[str, Study], *, check: bool = False) -
 
 def results_of(folder: pathlib.Path) -> dict[str, Any]:
     """The committed results of a folder, by name."""
-    return {path.stem: json.loads(path.read_text()) for path in sorted((folder / "results").glob("*.json"))}
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in sorted((folder / "results").glob("*.json"))
+    }
 
 
-def fill(path: pathlib.Path, blocks: Mapping[str, str], how: str, *, check: bool = False) -> list[str]:
+def fill(
+    path: pathlib.Path, blocks: Mapping[str, str], how: str, *, check: bool = False
+) -> list[str]:
     """Write each block into its place in a document; return the path if that changes it (check) or was done.
 
     Raises:
@@ -185,7 +208,10 @@ def facts_of(row: Row) -> dict[str, Any]:
         "rounds": [entry["round"] for entry in row.metrics[0]],
         "accuracy_by_round": [[entry["accuracy"] for entry in metrics] for metrics in row.metrics],
         "loss_by_round": [[entry["loss"] for entry in metrics] for metrics in row.metrics],
-        "epsilon": {who: {how: honest[who][how]["total"] for how in ("rdp", "pld")} for who in ("aggregate", "upload")},
+        "epsilon": {
+            who: {how: honest[who][how]["total"] for how in ("rdp", "pld")}
+            for who in ("aggregate", "upload")
+        },
         "claimed": None if claim is None else claim["epsilon"],
     }
     return facts | ({"local": list(row.local)} if row.local else {})

@@ -65,7 +65,11 @@ def show(value: Any) -> str:
         text = repr(value)
         if len(text) <= 120 and "\n" not in text:
             return text
-    shape = f" {value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray | jax.Array) else ""
+    shape = (
+        f" {value.dtype} of shape {value.shape}"
+        if isinstance(value, np.ndarray | jax.Array)
+        else ""
+    )
     return f"<{type(value).__name__}{shape}>"
 
 
@@ -74,7 +78,11 @@ def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool 
     if traced(value):
         return value
     number = _real(value)
-    if number is not None and (number > 0 or (zero and number == 0)) and (infinite or math.isfinite(number)):
+    if (
+        number is not None
+        and (number > 0 or (zero and number == 0))
+        and (infinite or math.isfinite(number))
+    ):
         return float(number)
     bound = "at least 0" if zero else "above 0"
     raise ValueError(f"{name}={show(value)}: give a {'' if infinite else 'finite '}number {bound}")
@@ -96,14 +104,20 @@ def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = Tru
     number = _real(value)
     if number is not None and (0 < number < 1 or (zero and number == 0) or (one and number == 1)):
         return float(number)
-    raise ValueError(f"{name}={show(value)}: give a number in {'[' if zero else '('}0, 1{']' if one else ')'}")
+    raise ValueError(
+        f"{name}={show(value)}: give a number in {'[' if zero else '('}0, 1{']' if one else ')'}"
+    )
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
     """Require one of the named choices."""
     given = plain(value)
     for choice in choices:
-        if isinstance(given, type(choice)) and isinstance(given, bool) == isinstance(choice, bool) and given == choice:
+        if (
+            isinstance(given, type(choice))
+            and isinstance(given, bool) == isinstance(choice, bool)
+            and given == choice
+        ):
             return choice
     raise ValueError(f"{name}={show(value)}: choose one of {', '.join(map(repr, choices))}")
 
@@ -126,7 +140,11 @@ def check_callable(name: str, value: Any) -> Callable:
 
 def check_layers(name: str, value: Any) -> tuple[str, ...]:
     """Require names of layers."""
-    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(layer, str) for layer in value):
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not all(isinstance(layer, str) for layer in value)
+    ):
         raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
     return tuple(value)
 
@@ -175,7 +193,9 @@ def check_numbers(
             return floats
     limits = "" if negative else (" of at least 0" if zero else " above 0")
     shape = " or ".join({0: "a number", 1: "a vector", 2: "a table"}[n] for n in axes)
-    raise ValueError(f"{name}={show(value)}: give {shape} of {'' if infinite else 'finite '}numbers{limits}")
+    raise ValueError(
+        f"{name}={show(value)}: give {shape} of {'' if infinite else 'finite '}numbers{limits}"
+    )
 
 
 def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any:
@@ -186,10 +206,14 @@ def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any
     return np.asarray(value) if isinstance(value, jax.Array) else value
 
 
-def check_counts(name: str, value: Any, *, least: int = 1, length: int | None = None, empty: bool = True) -> tuple:
+def check_counts(
+    name: str, value: Any, *, least: int = 1, length: int | None = None, empty: bool = True
+) -> tuple:
     """Require a sequence of whole numbers, of a given length."""
     array = check_array(name, value)
-    sized = array.ndim == 1 and (len(array) == length if length is not None else empty or len(array) > 0)
+    sized = array.ndim == 1 and (
+        len(array) == length if length is not None else empty or len(array) > 0
+    )
     if not sized or (array.size and (array.dtype.kind not in "iu" or array.min() < least)):
         wanted = ("" if empty else "one or more ") if length is None else f"{length} "
         raise ValueError(f"{name}={show(value)}: give {wanted}whole numbers of at least {least}")
@@ -213,7 +237,11 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
     """Require a JAX key, or one for each point; raw key data are wrapped, and seeds are taken for keys."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:
         return key_of(int(value))
-    if isinstance(value, jax.Array) and value.ndim <= 1 and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if (
+        isinstance(value, jax.Array)
+        and value.ndim <= 1
+        and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    ):
         # Other generators give vectorised clients draws that depend on the size of a chunk.
         if str(jax.random.key_impl(value)) != _GENERATOR:
             raise ValueError(
@@ -221,9 +249,16 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
                 f"the seed itself, or jax.random.key(seed, impl={_GENERATOR!r})."
             )
         return value
-    if isinstance(value, jax.Array) and value.ndim in (1, 2) and value.dtype == jnp.uint32 and value.shape[-1] == 2:
+    if (
+        isinstance(value, jax.Array)
+        and value.ndim in (1, 2)
+        and value.dtype == jnp.uint32
+        and value.shape[-1] == 2
+    ):
         return jax.random.wrap_key_data(value, impl=_GENERATOR)
-    raise TypeError(f"{name}={show(value)}: give a key, for instance jax.random.key(0), or a seed from 0 to 2**32 - 1")
+    raise TypeError(
+        f"{name}={show(value)}: give a key, for instance jax.random.key(0), or a seed from 0 to 2**32 - 1"
+    )
 
 
 def check_path(name: str, value: Any) -> Any:
@@ -241,7 +276,9 @@ def not_empty(check: Check) -> Check:
     def check_all(name: str, value: Any) -> Any:
         entries = check(name, value)
         if not len(entries):
-            raise ValueError(f"{name} must have one entry at least, got {show(value)}. Give an example or more.")
+            raise ValueError(
+                f"{name} must have one entry at least, got {show(value)}. Give an example or more."
+            )
         return entries
 
     return check_all
@@ -252,7 +289,11 @@ up_to_infinity = functools.partial(check_positive, infinite=True)
 count_from_0 = functools.partial(check_count, least=0)
 probability = functools.partial(check_fraction, one=False)
 
-GAUSSIAN: dict[str, Check] = {"clip": up_to_infinity, "noise_multiplier": check_noise, "delta": probability}
+GAUSSIAN: dict[str, Check] = {
+    "clip": up_to_infinity,
+    "noise_multiplier": check_noise,
+    "delta": probability,
+}
 """Checks of the arguments that builders of a Gaussian mechanism share."""
 
 
@@ -282,13 +323,27 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
         @functools.cache  # at the first call: importing the package should not take the time
         def prepared() -> tuple[inspect.Signature, str, dict[str, Any], dict[str, Check]]:
             signature, hints = inspect.signature(target), get_type_hints(target)
-            kinds = {name: parameter.kind for name, parameter in signature.parameters.items() if name != "self"}
-            options = next((name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), "")
+            kinds = {
+                name: parameter.kind
+                for name, parameter in signature.parameters.items()
+                if name != "self"
+            }
+            options = next(
+                (name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""
+            )
             further_hint = hints.get(options)  # keyword arguments that a `TypedDict` names
-            fields = get_type_hints(get_args(further_hint)[0]) if get_origin(further_hint) is Unpack else {}
+            fields = (
+                get_type_hints(get_args(further_hint)[0])
+                if get_origin(further_hint) is Unpack
+                else {}
+            )
             named = {name: hints[name] for name in kinds if name != options} | fields
-            by_name = {name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()}
-            assert set(checks) <= set(by_name), f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
+            by_name = {
+                name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()
+            }
+            assert set(checks) <= set(by_name), (
+                f"{target.__qualname__}: {set(checks) - set(by_name)} are no arguments"
+            )
             return signature, options, fields, by_name
 
         @functools.wraps(target)
@@ -300,7 +355,9 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
                 return target(*args, **kwargs)  # Python's own error names the function
             further = bound.arguments.get(options, {})
             if fields and (unknown := [name for name in further if name not in fields]):
-                raise TypeError(f"{target.__qualname__}() got an unexpected keyword argument {unknown[0]!r}")
+                raise TypeError(
+                    f"{target.__qualname__}() got an unexpected keyword argument {unknown[0]!r}"
+                )
             for name, check in by_name.items():
                 for arguments in (bound.arguments, further):
                     if name in arguments:
@@ -345,7 +402,11 @@ def plain(value: Any) -> Any:
     >>> plain(np.float32(0.5)), plain(jnp.int32(2)), plain(np.array(3)), plain([1])
     (0.5, 2, 3, [1])
     """
-    array = isinstance(value, np.generic | np.ndarray | jax.Array) and not traced(value) and value.ndim == 0
+    array = (
+        isinstance(value, np.generic | np.ndarray | jax.Array)
+        and not traced(value)
+        and value.ndim == 0
+    )
     return value.item() if array and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
 
 

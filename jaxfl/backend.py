@@ -58,7 +58,10 @@ _CPU = Backend(
     # A FedDPA round on two cores takes 0.8 of the time with this width, if the processor has such vectors.
     compiler={"xla_cpu_prefer_vector_width": 512},
     # Threads within an operation would only compete with the other devices.
-    compiler_split={"xla_cpu_multi_thread_eigen": False, "xla_disable_hlo_passes": "cpu-parallel-task-assigner"},
+    compiler_split={
+        "xla_cpu_multi_thread_eigen": False,
+        "xla_disable_hlo_passes": "cpu-parallel-task-assigner",
+    },
 )
 
 # The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, and the gradients of
@@ -91,7 +94,9 @@ COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 def count_is_set() -> bool:
     """Return whether the number of CPU devices is set already, by JAX's option or by XLA's flag."""
-    return jax.config.values["jax_num_cpu_devices"] >= 1 or COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
+    return jax.config.values["jax_num_cpu_devices"] >= 1 or COUNT_FLAG in os.environ.get(
+        "XLA_FLAGS", ""
+    )
 
 
 def visible_gpus() -> int:
@@ -103,7 +108,9 @@ def visible_gpus() -> int:
         if name in os.environ:
             return len(re.findall(r"(?:^|,)\s*(?:\d+|GPU-|MIG-)", os.environ[name]))
     nvidia = [path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
-    return len(nvidia) or len(list(pathlib.Path("/sys/module/amdgpu/drivers").glob("pci:amdgpu/*:*")))
+    return len(nvidia) or len(
+        list(pathlib.Path("/sys/module/amdgpu/drivers").glob("pci:amdgpu/*:*"))
+    )
 
 
 _TRACED_FOR = jax.make_user_context(None)
@@ -155,6 +162,9 @@ def compile_quickly() -> None:
     Call it before JAX starts.
     """
     quick = ["--xla_backend_optimization_level=0"]
-    if jaxlib.version.__version_info__ < (0, 11):  # later ones have no other emitters, and stop at the name
+    if jaxlib.version.__version_info__ < (
+        0,
+        11,
+    ):  # later ones have no other emitters, and stop at the name
         quick.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quick])

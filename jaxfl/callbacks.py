@@ -114,7 +114,9 @@ def _answer(name: str, value: Any) -> bool:
 
 
 @checked()
-def early_stopping(metric: str = "loss", *, patience: int = 3, mode: Literal["min", "max"] = "min") -> Callback:
+def early_stopping(
+    metric: str = "loss", *, patience: int = 3, mode: Literal["min", "max"] = "min"
+) -> Callback:
     """End the run when a metric has had no better value for `patience` evaluations.
 
     What it looks at are scores of the clients' test examples: no epsilon covers the choice of the last round.
@@ -126,7 +128,10 @@ def early_stopping(metric: str = "loss", *, patience: int = 3, mode: Literal["mi
 
     def callback(rows: list[Row]) -> bool:
         column = _column(rows, metric)
-        values = [math.inf if math.isnan(value) else value if mode == "min" else -value for value in column]
+        values = [
+            math.inf if math.isnan(value) else value if mode == "min" else -value
+            for value in column
+        ]
         return len(values) - 1 - values.index(min(values)) >= patience
 
     return callback

@@ -52,7 +52,9 @@ def _gpu(
     }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
     """
-    return Chip("cuda", flops, bandwidth, memory, clock, {"target_config": target, "topology": "1x1x1"})
+    return Chip(
+        "cuda", flops, bandwidth, memory, clock, {"target_config": target, "topology": "1x1x1"}
+    )
 
 
 _HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 66.9e12
@@ -81,10 +83,18 @@ def device_of(chip: str) -> jax.Device:
     """
     described = CHIPS[chip]
     # No machine of that kind is asked what it is.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    os.environ |= {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    }
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
-        return topologies.get_topology_desc(platform=described.platform, **described.described).devices[0]
+        return topologies.get_topology_desc(
+            platform=described.platform, **described.described
+        ).devices[0]
     except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
         extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[described.platform]
-        raise ValueError(f"chip={chip!r}: its compiler does not start, `pip install 'jaxfl[{extra}]'`") from error
+        raise ValueError(
+            f"chip={chip!r}: its compiler does not start, `pip install 'jaxfl[{extra}]'`"
+        ) from error

@@ -68,7 +68,9 @@ def main() -> None:
 def parse(words: list[str]) -> Callable[[], None]:
     """Return the command that the words ask for, without running it."""
     commands = {name: _later(command) for name, command in _commands(words).items()}
-    read = functools.partial(tyro.extras.subcommand_cli_from_dict, commands, prog="jaxfl", description=__doc__)
+    read = functools.partial(
+        tyro.extras.subcommand_cli_from_dict, commands, prog="jaxfl", description=__doc__
+    )
     # A file nests these settings, so `--local.epochs` is read like `--epochs`.
     return _read(read, [re.sub(r"^--(local|population)\.", "--", word) for word in words])
 
@@ -104,7 +106,11 @@ def _message(box: str) -> str:
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message)
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]}..."
-    hints = [hint for comment in comments for hint in re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)]
+    hints = [
+        hint
+        for comment in comments
+        for hint in re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
+    ]
     return ". ".join([message.removesuffix("."), *hints])
 
 
@@ -117,10 +123,14 @@ def command_line(config: Callable[..., T], description: str | None, **options: A
         options: those of `tyro.cli`.
     """
     sys.excepthook = in_one_line
-    return _read(functools.partial(tyro.cli, config, description=description, **options), sys.argv[1:])
+    return _read(
+        functools.partial(tyro.cli, config, description=description, **options), sys.argv[1:]
+    )
 
 
-def in_one_line(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+def in_one_line(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
     """What our own checks say is for the user; anything else is a fault, and shows where.
 
     Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143), as does a reader that has gone (141).
@@ -135,8 +145,12 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    checked_here = last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
-    of_file = isinstance(error, OSError) and error.filename is not None  # such as a folder that cannot be made
+    checked_here = (
+        last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
+    )
+    of_file = (
+        isinstance(error, OSError) and error.filename is not None
+    )  # such as a folder that cannot be made
     if of_file or (isinstance(error, ValueError | TypeError) and checked_here):
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -146,10 +160,14 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: types.Tr
 
 def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     """Return the commands by name. Settings in the file after --config take the place of defaults."""
-    parted = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    parted = [
+        part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
     configs = [path for option, path in itertools.pairwise(parted) if option == "--config"]
     if len(configs) > 1:
-        raise ValueError(f"config must be given once, got {configs}. Put all settings into one file.")
+        raise ValueError(
+            f"config must be given once, got {configs}. Put all settings into one file."
+        )
     file = configs[0] if configs else None
 
     def given(command: str, kind: type[T]) -> T:
@@ -170,7 +188,9 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
             out: folder of all runs; the same command resumes a run that was stopped.
             config: a YAML file of settings, which options replace. A method's numbers are in it under `options`.
         """
-        setting = dataclasses.replace(setting, options={**setting.options, **settings.parse_options(option)})
+        setting = dataclasses.replace(
+            setting, options={**setting.options, **settings.parse_options(option)}
+        )
         dataset = setting.population.load()
         algorithm = setting.build(setting.network(dataset))
         folder = run_folder(out, setting.method, setting, setting.seed)
@@ -257,7 +277,12 @@ def plan(
         as_json: print JSON in place of a table.
     """
     if device is not None:
-        _plan_for(device, chunk, settings.Run() if config is None else settings.read(settings.Run, config), as_json)
+        _plan_for(
+            device,
+            chunk,
+            settings.Run() if config is None else settings.read(settings.Run, config),
+            as_json,
+        )
         return
     deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
     for name, value in deployment.items():
@@ -292,7 +317,10 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
     dataset = setting.population.load()
     clients = setting.population.make(dataset, setting.seed)
     blocks, steps = blocks_of(max(1, int(clients.train_size.max())), setting.local.batch_size)
-    algorithm, trips = setting.build(setting.network(dataset)), (steps, blocks, setting.local.epochs)
+    algorithm, trips = (
+        setting.build(setting.network(dataset)),
+        (steps, blocks, setting.local.epochs),
+    )
     found = footprint(device, algorithm, clients, chunk=chunk, trips=trips)
     rows: dict[str, Any] = {
         "kernels of a step of all": found.kernels,
@@ -307,7 +335,10 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
         "largest chunk": found.largest_chunk,
     }
     if as_json:
-        told = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in rows.items()}
+        told = {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in rows.items()
+        }
         print(json.dumps({"device": device, "chunk": found.chunk} | told, indent=1))
         return
     title = f"{setting.method} on {device}, {found.chunk} clients vectorised: a local step, planned"
@@ -336,15 +367,25 @@ def data(name: str = "all", /) -> None:
 
 def doctor() -> None:
     """Show versions, devices and folders, and how many clients a second train here."""
-    rows = [(name, importlib.metadata.version(name)) for name in ("jax", "jaxlib", "flax", "optax", "dp-accounting")]
+    rows = [
+        (name, importlib.metadata.version(name))
+        for name in ("jax", "jaxlib", "flax", "optax", "dp-accounting")
+    ]
     devices = ", ".join(device.device_kind for device in jax.devices())
-    rows = [("jaxfl", jaxfl.__version__), ("Python", platform.python_version()), *rows, ("devices", devices)]
+    rows = [
+        ("jaxfl", jaxfl.__version__),
+        ("Python", platform.python_version()),
+        *rows,
+        ("devices", devices),
+    ]
     try:
         cache = str(cache_folder())
     except OSError as error:
         cache = f"none ({error})"
     _show("This machine", ("", ""), [*rows, ("cache", cache)])
-    print(f"LeNet, 28x28, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation")
+    print(
+        f"LeNet, 28x28, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation"
+    )
 
 
 def throughput(seconds: float = 5.0) -> float:
@@ -355,7 +396,9 @@ def throughput(seconds: float = 5.0) -> float:
     made = from_arrays(images, labels, images[:number], labels[:number])
     clients = make_clients(made, iid(labels, number, seed=0), iid(labels[:number], number, seed=0))
     local = LocalSGD(optax.sgd(0.01), batch_size=10)
-    algorithm = dp_fedavg(lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local)
+    algorithm = dp_fedavg(
+        lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local
+    )
     key, population, chunk = key_of(0), place(clients, None), backend().chunk
     center, states = initialize(key, key, algorithm, population)
     step = compile_rounds(algorithm, population, chunk=32 if chunk == "auto" else chunk, segment=1)

@@ -113,7 +113,9 @@ def write_secret(path: Path, content: bytes) -> None:
 def leftovers(path: Path) -> list[Path]:
     """Return the temporary files that killed processes left beside `path`."""
     name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{16}}")
-    return [other for other in path.parent.iterdir() if name.fullmatch(other.name) and is_regular(other)]
+    return [
+        other for other in path.parent.iterdir() if name.fullmatch(other.name) and is_regular(other)
+    ]
 
 
 def write_json(path: Path, value: Any, *, allow_nan: bool = True) -> None:

@@ -75,11 +75,19 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--processes", type=int, help="how many in all; on this machine, unless --process is given")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address and free port of process 0's machine")
+    parser.add_argument(
+        "--processes", type=int, help="how many in all; on this machine, unless --process is given"
+    )
+    parser.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address and free port of process 0's machine"
+    )
     parser.add_argument("--process", type=int, help="which one this machine starts, from 0")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments")
-    parser.add_argument("file", nargs=argparse.REMAINDER, help="or a file to run, and its arguments")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, help="module to run, and its arguments"
+    )
+    parser.add_argument(
+        "file", nargs=argparse.REMAINDER, help="or a file to run, and its arguments"
+    )
     options = parser.parse_args(arguments)
     if wrong := _wrong(options):
         parser.error(wrong)
@@ -92,7 +100,9 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
 
     alone = options.coordinator is None and options.processes is not None
-    alive, held = os.pipe()  # nothing is written: the pipe ends with this process, and so do the others
+    alive, held = (
+        os.pipe()
+    )  # nothing is written: the pipe ends with this process, and so do the others
     with open(alive, "rb"), open(held, "wb"), _stops() as stops:
         number, code = _wait(_start(options, alone, devices, alive), stops)
     again = "start all processes again with the same command, and each run goes on from its last checkpoint"
@@ -100,9 +110,18 @@ def main(arguments: list[str] | None = None) -> int:
         code = -stops[0].number
         print(f"\nstopped by {signal.Signals(-code).name}: {again}", file=sys.stderr)
     elif code:
-        name = "the process of this machine" if number is None else f"process {number} of {options.processes}"
-        elsewhere = "" if alone else "; if one of another machine ended before it, that one is the cause"
-        print(f"\n{name} {_how(code)}; no other goes on without it{elsewhere}: {again}", file=sys.stderr)
+        name = (
+            "the process of this machine"
+            if number is None
+            else f"process {number} of {options.processes}"
+        )
+        elsewhere = (
+            "" if alone else "; if one of another machine ended before it, that one is the cause"
+        )
+        print(
+            f"\n{name} {_how(code)}; no other goes on without it{elsewhere}: {again}",
+            file=sys.stderr,
+        )
     return code if code >= 0 else 128 - code
 
 
@@ -123,7 +142,11 @@ def _wrong(options: argparse.Namespace) -> str | None:
         return f"processes={options.processes}: give a whole number of at least 1"
     if given and (options.process or 0) not in range(options.processes):
         return f"processes={options.processes}, process={options.process}: give process from 0 to processes - 1"
-    return _unreachable(options.coordinator, bind=options.process == 0) if options.coordinator is not None else None
+    return (
+        _unreachable(options.coordinator, bind=options.process == 0)
+        if options.coordinator is not None
+        else None
+    )
 
 
 def _devices() -> list[int] | None:
@@ -135,7 +158,11 @@ def _devices() -> list[int] | None:
     Raises:
         ValueError: no cluster is detected, or the node has GPUs that no task would use.
     """
-    clusters = [kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()]
+    clusters = [
+        kind
+        for kind in ClusterEnv._cluster_types
+        if not kind.opt_in_only_method and kind.is_env_present()
+    ]
     if not clusters:
         raise ValueError(
             "no cluster is detected. Give --processes to start that many on this machine, or start the command "
@@ -158,12 +185,24 @@ def _devices() -> list[int] | None:
         )
     if task == 0:
         cpus = jax.config.values["jax_num_cpu_devices"]  # -1: XLA_FLAGS has it
-        kind = f"{len(mine)} of {found} GPUs" if found else "its CPU devices" if cpus < 1 else f"{cpus} CPU devices"
+        kind = (
+            f"{len(mine)} of {found} GPUs"
+            if found
+            else "its CPU devices"
+            if cpus < 1
+            else f"{cpus} CPU devices"
+        )
         print(f"{platform.node()}: tasks: {tasks}, each with {kind}", file=sys.stderr)
     return mine or None
 
 
-_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_LOCALID")
+_SLURM = (
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_NTASKS",
+    "SLURM_NODEID",
+    "SLURM_LOCALID",
+)
 
 
 def _slurm_task() -> tuple[int, int]:
@@ -176,7 +215,9 @@ def _slurm_task() -> tuple[int, int]:
         return _read_slurm()
     except (ValueError, LookupError):
         found = ", ".join(f"{name}={os.environ[name]}" for name in _SLURM if name in os.environ)
-        raise ValueError(f"Slurm's variables must describe this task, got {found}. Start the tasks by srun.") from None
+        raise ValueError(
+            f"Slurm's variables must describe this task, got {found}. Start the tasks by srun."
+        ) from None
 
 
 def _read_slurm() -> tuple[int, int]:
@@ -191,7 +232,9 @@ def _read_slurm() -> tuple[int, int]:
 
 def _open_mpi_task() -> tuple[int, int]:
     """Return the number of this node's tasks, and which of these this one is."""
-    return int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]), int(os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    return int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]), int(
+        os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]
+    )
 
 
 def _unreachable(coordinator: str, bind: bool) -> str | None:
@@ -200,7 +243,9 @@ def _unreachable(coordinator: str, bind: bool) -> str | None:
     if not parts or not 0 < int(parts[2]) < 2**16:
         return f"coordinator={coordinator!r}: give HOST:PORT, with a port from 1 to 65535"
     try:
-        family, kind, _, _, address = socket.getaddrinfo(parts[1].strip("[]"), parts[2], type=socket.SOCK_STREAM)[0]
+        family, kind, _, _, address = socket.getaddrinfo(
+            parts[1].strip("[]"), parts[2], type=socket.SOCK_STREAM
+        )[0]
         if bind and _BIND not in os.environ:
             # JAX would share a port at which another run listens, and mix the processes of both; elsewhere it crashes.
             with socket.socket(family, kind) as tried:
@@ -219,7 +264,9 @@ def _how(code: int) -> str:
     name = signal.Signals(-code).name
     if -code in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
         return f"gives no sign of life, stopped by {name}"
-    return f"was ended by {name}" + (", as by JAX where another is lost" if -code == signal.SIGABRT else "")
+    return f"was ended by {name}" + (
+        ", as by JAX where another is lost" if -code == signal.SIGABRT else ""
+    )
 
 
 @contextlib.contextmanager
@@ -228,7 +275,9 @@ def _stops() -> Iterator[list[_Stop]]:
     stops: list[_Stop] = []
 
     def note(number: int, frame: Any) -> None:
-        stops.append(_Stop(time.monotonic(), number))  # without a lock: the handler may interrupt itself
+        stops.append(
+            _Stop(time.monotonic(), number)
+        )  # without a lock: the handler may interrupt itself
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -243,12 +292,23 @@ def _start(
 ) -> dict[int | None, subprocess.Popen]:
     """This machine's processes by number: all if it is alone, otherwise one."""
     program = ["-m", *options.module] if options.module else options.file
-    environment, coordinator, numbers, run = os.environ.copy(), options.coordinator, [options.process], ""
+    environment, coordinator, numbers, run = (
+        os.environ.copy(),
+        options.coordinator,
+        [options.process],
+        "",
+    )
     if alone:
-        coordinator, numbers, run = f"127.0.0.1:{_free_port()}", list(range(options.processes)), secrets.token_hex(8)
+        coordinator, numbers, run = (
+            f"127.0.0.1:{_free_port()}",
+            list(range(options.processes)),
+            secrets.token_hex(8),
+        )
         environment[_BIND] = coordinator
         if COUNT_FLAG not in environment.get("XLA_FLAGS", ""):
-            environment.setdefault("JAX_NUM_CPU_DEVICES", str(max(1, min(16, cores() // options.processes))))
+            environment.setdefault(
+                "JAX_NUM_CPU_DEVICES", str(max(1, min(16, cores() // options.processes)))
+            )
     elif coordinator is not None:
         environment.setdefault(_BIND, coordinator)  # by default all interfaces
     children = {}
@@ -257,15 +317,21 @@ def _start(
         command = [sys.executable, "-c", f"from jaxfl.launch import _join; {join}", *program]
         shown = None if number == numbers[0] else subprocess.DEVNULL  # all print the same
         # In a group of its own, so that Ctrl-C reaches it once, through this process.
-        children[number] = subprocess.Popen(command, env=environment, stdout=shown, process_group=0, pass_fds=[alive])
+        children[number] = subprocess.Popen(
+            command, env=environment, stdout=shown, process_group=0, pass_fds=[alive]
+        )
     return children
 
 
-def _wait(children: dict[int | None, subprocess.Popen], stops: list[_Stop]) -> tuple[int | None, int]:
+def _wait(
+    children: dict[int | None, subprocess.Popen], stops: list[_Stop]
+) -> tuple[int | None, int]:
     """Number and exit code of the process that failed first, once all have ended; code 0 if none failed."""
     ended: queue.SimpleQueue = queue.SimpleQueue()
     for number, child in children.items():  # a thread each: they notice in the order of events
-        threading.Thread(target=lambda n=number, c=child: ended.put((n, c.wait())), daemon=True).start()
+        threading.Thread(
+            target=lambda n=number, c=child: ended.put((n, c.wait())), daemon=True
+        ).start()
     first, deadline, told, running = (None, 0), math.inf, False, len(children)
     while running:
         with contextlib.suppress(queue.Empty):
@@ -278,7 +344,9 @@ def _wait(children: dict[int | None, subprocess.Popen], stops: list[_Stop]) -> t
             told = True
             for child in children.values():
                 child.send_signal(signal.SIGINT)
-        if time.monotonic() > deadline or (stops and stops[-1].time - stops[0].time > _ONE_PRESS_SECONDS):
+        if time.monotonic() > deadline or (
+            stops and stops[-1].time - stops[0].time > _ONE_PRESS_SECONDS
+        ):
             for child in children.values():
                 child.kill()
     return first
@@ -314,16 +382,24 @@ def _join(
         launcher: a pipe that ends with the launcher.
     """
     threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save while the others are awaited
-    options: dict[str, Any] = {"cluster_detection_method": "deactivate"} if coordinator is not None else {}
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # there is nothing to save while the others are awaited
+    options: dict[str, Any] = (
+        {"cluster_detection_method": "deactivate"} if coordinator is not None else {}
+    )
     if devices is not None:
         options["local_device_ids"] = devices
-    jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, **options)
+    jax.distributed.initialize(
+        coordinator, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, **options
+    )
     signal.signal(signal.SIGINT, signal.default_int_handler)
     code = _run(run, processes, process)
     sys.stdout.flush()
     if code:
-        time.sleep(0 if process else 2)  # without process 0 the others end at once: let them report first
+        time.sleep(
+            0 if process else 2
+        )  # without process 0 the others end at once: let them report first
         os._exit(code)  # a regular exit would wait for processes that wait for this one
 
 
@@ -338,7 +414,14 @@ def _run(run: str, processes: int | None, process: int | None) -> int:
     module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[2 if module else 1 :]
     try:
-        agree({"run": run, "processes": str(processes), "program": shlex.join(sys.argv), **_versions()})
+        agree(
+            {
+                "run": run,
+                "processes": str(processes),
+                "program": shlex.join(sys.argv),
+                **_versions(),
+            }
+        )
     except ValueError as differing:
         print(differing, file=sys.stderr)
         return 1
@@ -359,7 +442,9 @@ def _run(run: str, processes: int | None, process: int | None) -> int:
         return signals.exit_code(stop)
     except Exception as error:
         try:
-            sys.excepthook(type(error), error, error.__traceback__)  # the program may have set its own
+            sys.excepthook(
+                type(error), error, error.__traceback__
+            )  # the program may have set its own
         except SystemExit as end:
             return end.code if isinstance(end.code, int) else 1
         return 1

@@ -64,20 +64,47 @@ def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
         result = simulate(config.seed, algorithm, clients, rounds=config.rounds, folder=folder)
         rows.append((algorithm.name, result))
     if jax.process_index() == 0:
-        show(rows, f"digits, {config.clients} clients of {config.classes} classes, target epsilon {config.epsilon:g}")
-        print(f"\nThe statement of {rows[-1][0]}:\n{format_statement(rows[-1][1].statement)}\n\nfolders: {config.out}")
+        show(
+            rows,
+            f"digits, {config.clients} clients of {config.classes} classes, target epsilon {config.epsilon:g}",
+        )
+        print(
+            f"\nThe statement of {rows[-1][0]}:\n{format_statement(rows[-1][1].statement)}\n\nfolders: {config.out}"
+        )
 
 
 def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
     """Three without privacy, and three with the same noise."""
     sampling = Poisson(config.rate)
-    z = calibrate(config.epsilon, clients=config.clients, rounds=config.rounds, sampling=sampling, delta=config.delta)
+    z = calibrate(
+        config.epsilon,
+        clients=config.clients,
+        rounds=config.rounds,
+        sampling=sampling,
+        delta=config.delta,
+    )
     local, head = LocalSGD(optax.sgd(0.1, momentum=0.9), 4, 3), LocalSGD(optax.sgd(0.1), epochs=15)
-    private = {"clip": config.clip, "noise_multiplier": z, "sampling": sampling, "delta": config.delta}
+    private = {
+        "clip": config.clip,
+        "noise_multiplier": z,
+        "sampling": sampling,
+        "delta": config.delta,
+    }
     plain = Mechanism(sampling=sampling, denominator="participants")
-    rule = {"examples": examples, "batch_size": 4, "epochs": 2, "rounds": config.rounds, "rate": config.rate}
-    claim = paper_epsilon(z, delta=config.delta, **rule), "by the paper's rule, per example and local step"
-    feddpa = algorithms.feddpa(model, evaluate="adapt", local=LocalSGD(optax.adam(5e-3), 4, 2), **private)
+    rule = {
+        "examples": examples,
+        "batch_size": 4,
+        "epochs": 2,
+        "rounds": config.rounds,
+        "rate": config.rate,
+    }
+    claim = (
+        paper_epsilon(z, delta=config.delta, **rule),
+        "by the paper's rule, per example and local step",
+    )
+    feddpa = algorithms.feddpa(
+        model, evaluate="adapt", local=LocalSGD(optax.adam(5e-3), 4, 2), **private
+    )
     return [
         algorithms.local_only(model, local=local),
         algorithms.fedavg(model, mechanism=plain, local=local),
@@ -90,9 +117,15 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
 
 def show(rows: list[tuple[str, Result]], title: str) -> None:
     """A table of methods."""
-    table = Table("method", "accuracy", "worst 10%", "ε of sums", "ε of uploads", "claimed", title=title)
+    table = Table(
+        "method", "accuracy", "worst 10%", "ε of sums", "ε of uploads", "claimed", title=title
+    )
     for name, result in rows:
-        last, honest, claim = result.metrics[-1], result.statement["honest"], result.statement["claim"]
+        last, honest, claim = (
+            result.metrics[-1],
+            result.statement["honest"],
+            result.statement["claim"],
+        )
         scores = [f"{100 * last[metric]:.1f}%" for metric in ("accuracy", "accuracy_worst10")]
         bounds = [honest[observer]["epsilon"] for observer in ("aggregate", "upload")]
         shown = ["∞" if bound == "inf" else f"{bound:.3g}" for bound in bounds]
@@ -103,5 +136,7 @@ def show(rows: list[tuple[str, Result]], title: str) -> None:
 def digits_clients(clients: int, classes: int, seed: int) -> Clients:
     """Digits split by class; a client is tested on all test examples of its own classes."""
     digits = load("digits")
-    train, test = classes_per_client(digits.train_labels, digits.test_labels, clients, classes, seed=seed, test="all")
+    train, test = classes_per_client(
+        digits.train_labels, digits.test_labels, clients, classes, seed=seed, test="all"
+    )
     return make_clients(digits, train, test)

@@ -78,7 +78,9 @@ def server_step(optimizer: optax.GradientTransformation, server: Server, aggrega
 
     `optax.sgd(eta_g)` is :math:`\theta \leftarrow \theta + \eta_g \, \mathrm{aggregate}`.
     """
-    updates, state = optimizer.update(optax.tree.scale(-1, aggregate), server.optimizer, server.params)
+    updates, state = optimizer.update(
+        optax.tree.scale(-1, aggregate), server.optimizer, server.params
+    )
     return Server(optax.apply_updates(server.params, updates), state)
 
 
@@ -127,11 +129,15 @@ def fedyogi(
     >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
     Array([0.0099], dtype=float32)
     """
-    return _adaptive(learning_rate, beta1, tau, lambda v, square: v - (1 - beta2) * square * jnp.sign(v - square))
+    return _adaptive(
+        learning_rate, beta1, tau, lambda v, square: v - (1 - beta2) * square * jnp.sign(v - square)
+    )
 
 
 @checked(beta1=_momentum)
-def fedadagrad(learning_rate: Number, beta1: Number = 0.0, tau: Number = 1e-3) -> optax.GradientTransformation:
+def fedadagrad(
+    learning_rate: Number, beta1: Number = 0.0, tau: Number = 1e-3
+) -> optax.GradientTransformation:
     r"""FedAdagrad: FedAdam with :math:`v_t = v_{t-1} + \Delta_t^2`.
 
     Args:
@@ -159,7 +165,10 @@ def _adaptive(
     """Algorithm 2, whose three methods differ in what becomes of v and the square of the aggregate."""
 
     def init(params: Params) -> _Moments:
-        return _Moments(optax.tree.zeros_like(params), jax.tree.map(lambda leaf: jnp.full_like(leaf, tau**2), params))
+        return _Moments(
+            optax.tree.zeros_like(params),
+            jax.tree.map(lambda leaf: jnp.full_like(leaf, tau**2), params),
+        )
 
     def update(updates: Tree, state: Tree, params: Params | None = None) -> tuple[Tree, Tree]:
         del params

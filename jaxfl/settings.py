@@ -60,7 +60,9 @@ def _each(check: Check, count: int | None = None) -> Check:
 def _check_options(name: str, value: Any) -> dict[str, int | float]:
     """Require numbers by name. The method's builder checks their limits."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{name} must be numbers by name, got {show(value)}. Give for instance {{alpha: 0.3}}.")
+        raise ValueError(
+            f"{name} must be numbers by name, got {show(value)}. Give for instance {{alpha: 0.3}}."
+        )
     return {key: _number(f"{name}, {key}", number) for key, number in value.items()}
 
 
@@ -77,9 +79,13 @@ def parse_options(given: Collection[str]) -> dict[str, int | float]:
     for word in given:
         name, equals, value = word.partition("=")
         if not (name and equals):
-            raise ValueError(f"option must be NAME=VALUE, got {show(word)}. Give for instance --option alpha=0.3.")
+            raise ValueError(
+                f"option must be NAME=VALUE, got {show(word)}. Give for instance --option alpha=0.3."
+            )
         if name in found:
-            raise ValueError(f"option must name each number once, got {name!r} twice. Leave one of them out.")
+            raise ValueError(
+                f"option must name each number once, got {name!r} twice. Leave one of them out."
+            )
         try:
             found[name] = _parse(value.encode())
         except Exception:  # as in `read`
@@ -120,7 +126,9 @@ class Population:
         labels, others = dataset.train_labels, dataset.test_labels
         match self.partition:
             case "classes":
-                parts = data.classes_per_client(labels, others, self.clients, self.classes, seed=seed, test="all")
+                parts = data.classes_per_client(
+                    labels, others, self.clients, self.classes, seed=seed, test="all"
+                )
                 return data.make_clients(dataset, *parts)
             case "iid":
                 train = data.iid(labels, self.clients, seed=seed)
@@ -172,7 +180,9 @@ class Setting:
     def algorithm(self, name: str, model: Model, learning_rate: Any, **given: Any) -> Algorithm:
         """A method of `METHODS`, with those of the given arguments that it takes."""
         batch_size, epochs = self.local.batch_size, self.local.epochs
-        local = LocalSGD(optax.sgd(learning_rate, momentum=self.local.momentum or None), batch_size, epochs)
+        local = LocalSGD(
+            optax.sgd(learning_rate, momentum=self.local.momentum or None), batch_size, epochs
+        )
         offered = {
             "local": local, "sampling": Full() if name == "local_only" else self.sampling,
             "batch_size": batch_size, "epochs": epochs,
@@ -182,9 +192,15 @@ class Setting:
         }  # fmt: skip
         build = getattr(algorithms, name)
         takes = inspect.signature(build).parameters
-        passes_on = {"local", *(("delta",) if private(name) else ("mechanism",))} if "options" in takes else set()
+        passes_on = (
+            {"local", *(("delta",) if private(name) else ("mechanism",))}
+            if "options" in takes
+            else set()
+        )
         values = offered | given
-        return build(model, **{key: value for key, value in values.items() if key in {*takes, *passes_on}})
+        return build(
+            model, **{key: value for key, value in values.items() if key in {*takes, *passes_on}}
+        )
 
 
 def numbers(name: str) -> list[str]:
@@ -199,7 +215,13 @@ def private(name: str) -> bool:
     return "noise_multiplier" in inspect.signature(getattr(algorithms, name)).parameters
 
 
-@checked(rate=check_fraction, epsilon=up_to_infinity, clip=up_to_infinity, options=_check_options, seed=count_from_0)
+@checked(
+    rate=check_fraction,
+    epsilon=up_to_infinity,
+    clip=up_to_infinity,
+    options=_check_options,
+    seed=count_from_0,
+)
 @dataclasses.dataclass(frozen=True)
 class Run(Setting):
     """One run of a method."""
@@ -211,8 +233,8 @@ class Run(Setting):
     clip: float = 1.0
     """L2 bound on a client's update."""
     # Fixed for the parser: it would make an option of each number, and `alpha` is one of the population's.
-    options: tyro.conf.SuppressFixed[tyro.conf.Fixed[Mapping[str, int | float]]] = dataclasses.field(
-        default_factory=dict
+    options: tyro.conf.SuppressFixed[tyro.conf.Fixed[Mapping[str, int | float]]] = (
+        dataclasses.field(default_factory=dict)
     )
     """Other numbers of the method, by name."""
     seed: int = 0
@@ -221,14 +243,20 @@ class Run(Setting):
     def build(self, model: Model) -> Algorithm:
         """The method, with the least noise for its epsilon."""
         if not private(self.method) and math.isfinite(self.epsilon) and self.method != "local_only":
-            raise ValueError(f"epsilon={self.epsilon:g}: {self.method} has no noise; leave epsilon out")
+            raise ValueError(
+                f"epsilon={self.epsilon:g}: {self.method} has no noise; leave epsilon out"
+            )
         for name in self.options:
             if name not in (known := numbers(self.method)):
-                raise ValueError(f"options={name!r}: {self.method} has no such number. {nearest(name, known)}")
+                raise ValueError(
+                    f"options={name!r}: {self.method} has no such number. {nearest(name, known)}"
+                )
         given: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
         if math.isfinite(self.epsilon) and private(self.method):
             if "noise_multiplier" in self.options:
-                raise ValueError(f"epsilon={self.epsilon:g} sets the noise_multiplier. Leave one of the two out.")
+                raise ValueError(
+                    f"epsilon={self.epsilon:g} sets the noise_multiplier. Leave one of the two out."
+                )
             clients = self.population.clients
             given["noise_multiplier"] = calibrate(
                 self.epsilon,
@@ -266,7 +294,10 @@ class Compare(Setting):
         """The methods, and their points."""
         found = {}
         for name in self.methods:
-            build, axes = functools.partial(self.algorithm, name, model), {"learning_rate": self.learning_rates}
+            build, axes = (
+                functools.partial(self.algorithm, name, model),
+                {"learning_rate": self.learning_rates},
+            )
             if private(name):
                 build, axes = functools.partial(_with_noise, build), axes | {"clip": self.clips}
             found[name] = Candidate(build, spread(self.points, **axes))
@@ -320,7 +351,9 @@ def _parse(text: bytes) -> Any:
 
     Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
     for name, pattern in _SCALARS.items():
-        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None)
+        Loader.add_implicit_resolver(
+            f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None
+        )
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
     return yaml.load(text, Loader)
 
@@ -332,7 +365,9 @@ def _filled(kind: type, values: Any, where: str) -> Any:
     for name in values:
         if name not in fields:
             raise ValueError(f"{where} has {show(name)}. {nearest(name, fields)}")
-    return kind(**{name: _value(fields[name], value, f"{where}, {name},") for name, value in values.items()})
+    return kind(
+        **{name: _value(fields[name], value, f"{where}, {name},") for name, value in values.items()}
+    )
 
 
 def _value(default: Any, value: Any, where: str) -> Any:

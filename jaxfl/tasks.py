@@ -102,9 +102,13 @@ class Task:
         for name, metric in self.metrics.items():
             where = f"task={self.name!r}: metrics[{name!r}]"
             if not isinstance(name, str) or not name.isidentifier():
-                raise ValueError(f"{where} must be named by an identifier, got {name!r}. Use letters, digits and _.")
+                raise ValueError(
+                    f"{where} must be named by an identifier, got {name!r}. Use letters, digits and _."
+                )
             if not isinstance(metric, Metric):
-                raise TypeError(f"{where} must be a Metric, got {metric!r}. Give jaxfl.tasks.average(score).")
+                raise TypeError(
+                    f"{where} must be a Metric, got {metric!r}. Give jaxfl.tasks.average(score)."
+                )
             own = _columns(name, headline=name == self.headline)
             if own & taken:
                 raise ValueError(
@@ -118,14 +122,18 @@ class Task:
         """Name of the first metric."""
         return next(iter(self.metrics))
 
-    def mean_loss(self, outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
+    def mean_loss(
+        self, outputs: Array, labels: Array, weights: Float[Array, "B"]
+    ) -> Float[Array, ""]:
         """Mean loss over the examples of weight 1; weight 0 is padding."""
         return mean(self.loss(outputs, labels), weights)
 
 
 def columns(task: Task) -> set[str]:
     """Return the names that the task's metrics take in a row of a run's metrics."""
-    return {"loss"}.union(*(_columns(name, headline=name == task.headline) for name in task.metrics))
+    return {"loss"}.union(
+        *(_columns(name, headline=name == task.headline) for name in task.metrics)
+    )
 
 
 def _columns(name: str, *, headline: bool) -> set[str]:
@@ -189,7 +197,9 @@ def classification(*metrics: str) -> Task:
     """
     known = {
         "accuracy": average(lambda outputs, labels: jnp.argmax(outputs, axis=-1) == labels),
-        "f1": Metric(lambda o, y, w: _confusion(_hot(jnp.argmax(o, -1), o), _hot(y, o), w), _macro_f1),
+        "f1": Metric(
+            lambda o, y, w: _confusion(_hot(jnp.argmax(o, -1), o), _hot(y, o), w), _macro_f1
+        ),
         "auc": Metric(lambda o, y, w: _histograms(jax.nn.softmax(o), _hot(y, o), w), _mean_auc),
     }
 
@@ -224,7 +234,9 @@ def multi_label(*metrics: str) -> Task:
                 f"[B, K] and labels [D, K]"
             )
         if not np.isin(labels, (0, 1)).all():
-            raise ValueError(f"clients.labels hold {labels[~np.isin(labels, (0, 1))][0]}: give 0 and 1")
+            raise ValueError(
+                f"clients.labels hold {labels[~np.isin(labels, (0, 1))][0]}: give 0 and 1"
+            )
 
     return Task("multi_label", loss, _chosen(known, metrics or tuple(known)), check)
 
@@ -238,7 +250,9 @@ def regression(*metrics: str) -> Task:
     """
 
     def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
-        return (outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)).astype(jnp.float32)
+        return (outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)).astype(
+            jnp.float32
+        )
 
     def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
         return jnp.mean(errors(outputs, labels) ** 2, axis=-1)
@@ -309,13 +323,19 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
 
     def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
         counts = labels != ignore
-        return optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.where(counts, labels, 0)), counts
+        return optax.softmax_cross_entropy_with_integer_labels(
+            outputs, jnp.where(counts, labels, 0)
+        ), counts
 
     def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
         losses, counts = tokens(outputs, labels)
-        return jnp.sum(jnp.where(counts, losses, 0), axis=-1) / jnp.maximum(jnp.sum(counts, axis=-1), 1)
+        return jnp.sum(jnp.where(counts, losses, 0), axis=-1) / jnp.maximum(
+            jnp.sum(counts, axis=-1), 1
+        )
 
-    def added(part: Callable[[Array, Array], Array]) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+    def added(
+        part: Callable[[Array, Array], Array],
+    ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
         def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
             counts = (labels != ignore) * weights[:, None]
             return _weighted(part(outputs, labels).astype(jnp.float32), counts), jnp.sum(counts)
@@ -325,7 +345,9 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
     known = {
         "accuracy": Metric(added(lambda o, y: jnp.argmax(o, axis=-1) == y)),
         "perplexity": Metric(
-            added(lambda o, y: tokens(o, y)[0]), lambda sums: jnp.exp(_ratio(sums)), lower_is_better=True
+            added(lambda o, y: tokens(o, y)[0]),
+            lambda sums: jnp.exp(_ratio(sums)),
+            lower_is_better=True,
         ),
     }
 
@@ -357,7 +379,9 @@ def _chosen(known: dict[str, Metric], names: tuple[str, ...]) -> dict[str, Metri
 
 def _check_labels(labels: np.ndarray, axes: int, classes: int, wanted: str) -> None:
     if labels.ndim != axes or labels.dtype.kind not in "iu":
-        raise ValueError(f"fits no clients.labels of {labels.dtype} and shape {labels.shape}: give {wanted}")
+        raise ValueError(
+            f"fits no clients.labels of {labels.dtype} and shape {labels.shape}: give {wanted}"
+        )
     if labels.size and labels.min() < 0:
         raise ValueError(f"fits no clients.labels of {labels.min()}: give labels from 0")
     if labels.size and labels.max() >= classes:

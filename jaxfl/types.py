@@ -62,7 +62,9 @@ class Lists:
         start = np.cumsum(size, dtype=np.int64) - size
         small = len(flat) < 2**31
         # At least one entry, since nothing can be read from an empty array.
-        return cls(flat if len(flat) else np.zeros(1, np.int32), start.astype(np.int32) if small else start)
+        return cls(
+            flat if len(flat) else np.zeros(1, np.int32), start.astype(np.int32) if small else start
+        )
 
     def __len__(self) -> int:
         return self.start.shape[0]
@@ -155,7 +157,9 @@ class ClientData:
         """Number of positions N, including padding: at least the client's size, and about as many as it needs."""
         return len(self._rows) if self._positions is None else self._positions
 
-    def take(self, positions: Int[Array, "..."]) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."]]:
+    def take(
+        self, positions: Int[Array, "..."]
+    ) -> tuple[Shaped[Array, "..."], Shaped[Array, "..."]]:
         """Inputs and labels at some positions; zeros at padding."""
         real = positions < self.size
         # Behind the client's own rows are those of others, or none.
@@ -257,7 +261,9 @@ class Algorithm(NamedTuple):
     name: str
     model: Model
     init: Callable[[Key[Array, ""], int], tuple[Tree, Tree]]
-    client_update: Callable[[Key[Array, ""], Tree, Tree, ClientData], tuple[Message, Tree, dict[str, Array]]]
+    client_update: Callable[
+        [Key[Array, ""], Tree, Tree, ClientData], tuple[Message, Tree, dict[str, Array]]
+    ]
     server_update: Callable[[Tree, Tree], Tree]
     personalize: Callable[[Key[Array, ""], Tree, Tree, ClientData], Params]
     mechanism: Any

@@ -87,12 +87,17 @@ SIZES = (9, 4, 0, 7, 9, 1, 5, 8, 6, 3, 9)
 """Unequal, with an empty client, and a number of clients that two devices do not divide."""
 
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
-    "local_only": lambda z=1.0, sgd=0.1, **o: local_only(MODEL, local=passes(sgd, 2), sampling=Poisson(0.6)),
+    "local_only": lambda z=1.0, sgd=0.1, **o: local_only(
+        MODEL, local=passes(sgd, 2), sampling=Poisson(0.6)
+    ),
     "fedavg": lambda z=1.0, sgd=0.1, **o: fedavg(
         MODEL,
         local=LocalSGD(optax.sgd(sgd, momentum=0.5), 4),
         mechanism=Mechanism(
-            clip=CLIP, sampling=FixedSize(6), weights=np.array(SIZES, float), denominator="participants"
+            clip=CLIP,
+            sampling=FixedSize(6),
+            weights=np.array(SIZES, float),
+            denominator="participants",
         ),
     ),
     "fedprox": lambda z=1.0, sgd=0.1, **o: fedprox(
@@ -140,51 +145,94 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         sampling=Poisson(0.6),
         batch_size=4,
         server_learning_rate=1.0,
-        loss=lambda *batch: 10 * sgd * one_hot_error(*batch),  # it sends gradients, which no local rate scales
+        loss=lambda *batch: (
+            10 * sgd * one_hot_error(*batch)
+        ),  # it sends gradients, which no local rate scales
     ),
     "ppsgd_centaur": lambda z=1.0, sgd=0.1, **o: ppsgd_centaur(
-        MODEL, head=LocalSGD(optax.sgd(0.1, momentum=0.9), 4), evaluation_epochs=2, **private(z, sgd)
+        MODEL,
+        head=LocalSGD(optax.sgd(0.1, momentum=0.9), 4),
+        evaluation_epochs=2,
+        **private(z, sgd),
     ),
     "dp_ridge": lambda z=1.0, sgd=0.1, **o: dp_ridge(MODEL, ridge=1.0, scale=1.0, **one_shot(z)),
     "dp_prototypes": lambda z=1.0, sgd=0.1, **o: dp_prototypes(MODEL, **one_shot(z)),
-    "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, start="broadcast", **private(z, sgd)),
+    "pmtl": lambda z=1.0, sgd=0.1, **o: pmtl(
+        MODEL, penalty_weight=0.5, start="broadcast", **private(z, sgd)
+    ),
     "pmtl_own": lambda z=1.0, sgd=0.1, **o: pmtl(MODEL, penalty_weight=0.5, **private(z, sgd)),
     "pmtl_ft": lambda z=1.0, sgd=0.1, **o: pmtl_ft(MODEL, head=passes(0.01, 2), **private(z, sgd)),
     "mr_mtl": lambda z=1.0, sgd=0.1, **o: mr_mtl(
         MODEL,
         penalty_weight=0.5,
-        local=DPSGD(clip=0.5, noise_multiplier=z, rate=0.4, steps=3, optimizer=optax.sgd(sgd), chunk=2),
+        local=DPSGD(
+            clip=0.5, noise_multiplier=z, rate=0.4, steps=3, optimizer=optax.sgd(sgd), chunk=2
+        ),
     ),
-    "ditto": lambda z=1.0, sgd=0.1, **o: ditto(MODEL, penalty_weight=0.5, personal=passes(sgd, 2), **private(z, sgd)),
+    "ditto": lambda z=1.0, sgd=0.1, **o: ditto(
+        MODEL, penalty_weight=0.5, personal=passes(sgd, 2), **private(z, sgd)
+    ),
     "scaffold": lambda z=1.0, sgd=0.1, **o: scaffold(
-        MODEL, learning_rate=sgd, batch_size=4, epochs=2, clip=CLIP, noise_multiplier=z, sampling=Poisson(0.6)
+        MODEL,
+        learning_rate=sgd,
+        batch_size=4,
+        epochs=2,
+        clip=CLIP,
+        noise_multiplier=z,
+        sampling=Poisson(0.6),
     ),
     "apfl": lambda z=1.0, sgd=0.1, **o: apfl(MODEL, alpha_learning_rate=0.1, **private(z, sgd)),
     "ifca": lambda z=1.0, sgd=0.1, **o: ifca(MODEL, clusters=3, **private(z, sgd)),
     "pfedme": lambda z=1.0, sgd=0.1, **o: pfedme(MODEL, inner_steps=2, **private(z, sgd)),
-    "per_fedavg": lambda z=1.0, sgd=0.1, **o: per_fedavg(MODEL, inner_learning_rate=0.1, **private(z, sgd)),
+    "per_fedavg": lambda z=1.0, sgd=0.1, **o: per_fedavg(
+        MODEL, inner_learning_rate=0.1, **private(z, sgd)
+    ),
     "dp_fedavg_decay": lambda z=1.0, sgd=0.1, **o: dp_fedavg(
-        MODEL, **private(z, sgd) | {"local": LocalSGD(optax.sgd(sgd, momentum=0.5), 4, decay=lambda t: 0.5**t)}
+        MODEL,
+        **private(z, sgd)
+        | {"local": LocalSGD(optax.sgd(sgd, momentum=0.5), 4, decay=lambda t: 0.5**t)},
     ),
     "dp_fedsam": lambda z=1.0, sgd=0.1, **o: dp_fedsam(MODEL, radius=0.1, **private(z, sgd)),
     "fed_smp": lambda z=1.0, sgd=0.1, **o: fed_smp(MODEL, density=0.2, **private(z, sgd)),
-    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(MODEL, density=0.5, **private(z, sgd) | {"local": decayed(sgd)}),
+    "blur_lus": lambda z=1.0, sgd=0.1, **o: blur_lus(
+        MODEL, density=0.5, **private(z, sgd) | {"local": decayed(sgd)}
+    ),
     "dp_lg": lambda z=1.0, sgd=0.1, **o: dp_lg(MODEL, **private(z, sgd)),
-    "adp_pfl": lambda z=1.0, sgd=0.1, **o: adp_pfl(MODEL, noise=z, **budgeted(sgd) | {"sampling": Poisson(0.6)}),
+    "adp_pfl": lambda z=1.0, sgd=0.1, **o: adp_pfl(
+        MODEL, noise=z, **budgeted(sgd) | {"sampling": Poisson(0.6)}
+    ),
     "adp_pfl_public": lambda z=1.0, sgd=0.1, **o: adp_pfl(
-        MODEL, noise=filtered(z), risks=np.full(len(SIZES), 3.0), **budgeted(sgd) | {"mask": largest(50.0)}
+        MODEL,
+        noise=filtered(z),
+        risks=np.full(len(SIZES), 3.0),
+        **budgeted(sgd) | {"mask": largest(50.0)},
     ),
     "adp_pfl_released": lambda z=1.0, sgd=0.1, **o: adp_pfl(
-        MODEL, noise=filtered(z), risks="private", risk_bounds=(1.0, 3.0), **budgeted(sgd) | {"mask": None}
+        MODEL,
+        noise=filtered(z),
+        risks="private",
+        risk_bounds=(1.0, 3.0),
+        **budgeted(sgd) | {"mask": None},
     ),
     "adp_pfl_paper": lambda z=1.0, sgd=0.1, **o: adp_pfl_paper(
         MODEL, noise=z * 6**0.5, risks="private", **budgeted(sgd) | {"mask": random_share(50.0)}
     ),
     "padpfl": lambda z=1.0, sgd=0.1, **o: padpfl(
-        MODEL, epsilon=honest(z), upload_epsilon=honest(z / 8), impacts=IMPACTS, mu=0.5, rounds=ROUNDS, **noised(sgd)
+        MODEL,
+        epsilon=honest(z),
+        upload_epsilon=honest(z / 8),
+        impacts=IMPACTS,
+        mu=0.5,
+        rounds=ROUNDS,
+        **noised(sgd),
     ),
     "padpfl_paper": lambda z=1.0, sgd=0.1, **o: padpfl_paper(
-        MODEL, epsilon=claimed(z, times=ROUNDS), smallest=10, sampling=FixedSize(6), rounds=ROUNDS, **noised(sgd)
+        MODEL,
+        epsilon=claimed(z, times=ROUNDS),
+        smallest=10,
+        sampling=FixedSize(6),
+        rounds=ROUNDS,
+        **noised(sgd),
     ),
     "pdp_fl": lambda z=1.0, sgd=0.1, **o: pdp_fl(
         MODEL,
@@ -220,23 +268,33 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fine_tuned": lambda z=1.0, sgd=0.1, **o: fine_tuned(
         prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)
     ),
-    "prior_corrected": lambda z=1.0, sgd=0.1, **o: prior_corrected(dp_fedavg(MODEL, **private(z, sgd)), train=True),
+    "prior_corrected": lambda z=1.0, sgd=0.1, **o: prior_corrected(
+        dp_fedavg(MODEL, **private(z, sgd)), train=True
+    ),
     "dp_fedavg_mixed": lambda z=1.0, sgd=0.1, **o: dp_fedavg_mixed(
         MODEL, tuning=passes(0.05, 2), alone=passes(0.1), **private(z, sgd)
     ),
     "prior_corrected_released": lambda z=1.0, sgd=0.1, **o: prior_corrected(
         dp_fedavg(MODEL, **private(z, sgd)), released=0.3
     ),
-    "mixed": lambda z=1.0, sgd=0.1, **o: mixed(prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)),
+    "mixed": lambda z=1.0, sgd=0.1, **o: mixed(
+        prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)
+    ),
 }
 
 SEND_WEIGHTS = ("padpfl_paper", "pdp_fl_paper")
 MECHANISMS: dict[str, Mechanism] = {
-    "adaptive clip": AdaptiveClip(clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), bit_noise=2.0),
+    "adaptive clip": AdaptiveClip(
+        clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), bit_noise=2.0
+    ),
     "banded noise": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2),
     "blt noise": BLTNoise(clip=0.2, noise_multiplier=1.0, sampling=MinSeparation(3, 2)),
-    "amplified bands": BandedNoise(clip=0.2, noise_multiplier=1.0, bands=2, sampling=CyclicPoisson(0.3, 2)),
-    "extrapolated": Extrapolated(clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), cohort=20, population=900),
+    "amplified bands": BandedNoise(
+        clip=0.2, noise_multiplier=1.0, bands=2, sampling=CyclicPoisson(0.3, 2)
+    ),
+    "extrapolated": Extrapolated(
+        clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6), cohort=20, population=900
+    ),
     "median": Median(clip=0.2, sampling=Poisson(0.6)),
     "trimmed mean": TrimmedMean(clip=0.2, sampling=Poisson(0.6), share=0.2),
     "krum": Krum(clip=0.2, sampling=FixedSize(6), keep=3),
@@ -262,7 +320,9 @@ TOGETHER: dict[str, Callable[[float], Algorithm]] = {
         name: lambda clip, mechanism=mechanism: untrained(dataclasses.replace(mechanism, clip=clip))
         for name, mechanism in MECHANISMS.items()
     },
-    "balls in bins": lambda clip: untrained(Mechanism(clip=clip, noise_multiplier=1.0, sampling=BallsInBins(2))),
+    "balls in bins": lambda clip: untrained(
+        Mechanism(clip=clip, noise_multiplier=1.0, sampling=BallsInBins(2))
+    ),
     "fedbuff": lambda clip: fedbuff(
         untrained(Mechanism(clip=clip, noise_multiplier=1.0, sampling=Poisson(0.6))), staleness=2
     ),
@@ -291,7 +351,12 @@ def decayed(sgd: float) -> LocalSGD:
 def budgeted(sgd: float) -> dict[str, Any]:
     """ADP-PFL's options."""
     # Not above a percentile: pixels repeat, and rounding would decide between equal Fisher information.
-    return {"clip": CLIP, "sampling": FixedSize(6), "mask": fisher_threshold(0.05), "local": decayed(sgd)}
+    return {
+        "clip": CLIP,
+        "sampling": FixedSize(6),
+        "mask": fisher_threshold(0.05),
+        "local": decayed(sgd),
+    }
 
 
 def filtered(z: float) -> ClientNoise:
@@ -334,7 +399,13 @@ def asked(least: float) -> Budgets:
 def sparse(sgd: float) -> dict[str, Any]:
     """DP-pFedDSU's options."""
     head = LocalSGD(optax.sgd(0.01, momentum=0.9), 4, 2)
-    return {"sampling": Poisson(0.6), "clip": CLIP, "density": 0.2, "local": passes(sgd), "head": head}
+    return {
+        "sampling": Poisson(0.6),
+        "clip": CLIP,
+        "density": 0.2,
+        "local": passes(sgd),
+        "head": head,
+    }
 
 
 def client_data(index: int = 0) -> ClientData:
@@ -348,11 +419,17 @@ def client_data(index: int = 0) -> ClientData:
     )
 
 
-def small_clients(sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift: int = 0) -> Clients:
+def small_clients(
+    sizes: tuple[int, ...] = SIZES, extra_padding: int = 0, shift: int = 0
+) -> Clients:
     """Digits cut into clients of the given sizes; `extra_padding` columns change nothing but shapes."""
     digits = load("digits")
     starts = np.cumsum((shift, *sizes))
     train = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
     test = [np.arange(5 * i, 5 * i + 5) for i in range(len(sizes))]
     clients = make_clients(digits, train, test)
-    return clients._replace(train=Lists.of(padded(clients.train, extra_padding))) if extra_padding else clients
+    return (
+        clients._replace(train=Lists.of(padded(clients.train, extra_padding)))
+        if extra_padding
+        else clients
+    )

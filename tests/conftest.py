@@ -6,7 +6,9 @@ import pathlib
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX"
 
 # Many tests compile the same programs: once for all workers and what they start, and not again in the next run.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
+    pathlib.Path(__file__).parents[1] / ".pytest_cache" / "jax"
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax

@@ -20,19 +20,82 @@ from flax import nnx
 import jaxfl
 from jaxfl import LocalSGD, algorithms, callbacks, data, models, privacy, tasks
 from jaxfl.algorithms.pdp_fl import Budgets
-from jaxfl.privacy import DPSGD, Canaries, Full, Mechanism, Poisson, PrivacyFilter, PrivateMask, Release
+from jaxfl.privacy import (
+    DPSGD,
+    Canaries,
+    Full,
+    Mechanism,
+    Poisson,
+    PrivacyFilter,
+    PrivateMask,
+    Release,
+)
 from jaxfl.types import Terms
 
 KEY = jax.random.key(0)
 LOGGED = types.SimpleNamespace(log=print, log_metrics=print)
 
 NAN, INF = math.nan, math.inf
-NO_NUMBERS = ["1", None, True, [1.0], {}, 1j, object(), np.array([1.0, 2.0]), NAN, np.str_("1"), 10**400]
+NO_NUMBERS = [
+    "1",
+    None,
+    True,
+    [1.0],
+    {},
+    1j,
+    object(),
+    np.array([1.0, 2.0]),
+    NAN,
+    np.str_("1"),
+    10**400,
+]
 NO_CLASSES = [None, "x", 0.5, object(), {}, [], np.zeros(3), print]
-NO_NOISE = ["1", None, True, {}, 1j, object(), NAN, INF, -1.0, [-1.0], [NAN], [], ["a"], [[[1.0]]], jnp.array([-1.0])]
+NO_NOISE = [
+    "1",
+    None,
+    True,
+    {},
+    1j,
+    object(),
+    NAN,
+    INF,
+    -1.0,
+    [-1.0],
+    [NAN],
+    [],
+    ["a"],
+    [[[1.0]]],
+    jnp.array([-1.0]),
+]
 NO_LIST = [None, 3, "01", {}, object(), 0.5, {0}]
-NO_SHAPE = [None, 8, "8x8", (8, 0, 1), (8, -1, 1), (8, 8.5, 1), (8, "8", 1), {}, [[8]], object(), (NAN, 8, 1), (True,)]
-NO_LABELS = [None, 3, "012", [0.5, 1.0], [-1, 0], [[0], [1]], ["a", "b"], {}, object(), [NAN, 1.0], [1j], [True, False]]
+NO_SHAPE = [
+    None,
+    8,
+    "8x8",
+    (8, 0, 1),
+    (8, -1, 1),
+    (8, 8.5, 1),
+    (8, "8", 1),
+    {},
+    [[8]],
+    object(),
+    (NAN, 8, 1),
+    (True,),
+]
+NO_LABELS = [
+    None,
+    3,
+    "012",
+    [0.5, 1.0],
+    [-1, 0],
+    [[0], [1]],
+    ["a", "b"],
+    {},
+    object(),
+    [NAN, 1.0],
+    [1j],
+    [True, False],
+]
 MORE_LABELS = [[], np.zeros(0, int), range(0)]
 NO_TARGETS = [
     None,
@@ -52,7 +115,22 @@ NO_INPUTS = [
     None, 3, "x", {}, object(), [["a"]], np.zeros(4), np.full((4, 2), NAN), np.full((4, 2), INF), np.zeros((4, 0, 2)),
     np.full((4, 2), 2**40), np.zeros((4, 2), complex), np.zeros((4, 2), bool), np.full((4, 2), 1e300), [[1, 2], [3]],
 ]  # fmt: skip
-NO_NUMBER_LISTS = [None, 3.0, "1", {}, object(), [], [-1.0], [NAN], [INF], ["a"], [[[1.0]]], [True], [1j], [None]]
+NO_NUMBER_LISTS = [
+    None,
+    3.0,
+    "1",
+    {},
+    object(),
+    [],
+    [-1.0],
+    [NAN],
+    [INF],
+    ["a"],
+    [[[1.0]]],
+    [True],
+    [1j],
+    [None],
+]
 
 PRIVATE_STEPS = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=1)
 
@@ -172,14 +250,36 @@ BAD: dict[str, list[Any]] = {
 }  # fmt: skip
 """By kind, what must be refused; a kind with "?" also takes None."""
 
-ODD = [1j, {1}, ..., {"a": 1}, np.datetime64("2020-01-01"), np.array(["a"]), np.array([None, 1], object), np.array(NAN)]
+ODD = [
+    1j,
+    {1},
+    ...,
+    {"a": 1},
+    np.datetime64("2020-01-01"),
+    np.array(["a"]),
+    np.array([None, 1], object),
+    np.array(NAN),
+]
 """What no argument takes."""
 
 GOOD: dict[str, list[Any]] = {
     "count": [np.int64(2), np.uint8(2), jnp.int32(2), np.array(2)],
     "canary count": [np.int64(16), np.uint8(20), jnp.int32(16), np.array(16)],
-    "positive": [np.float32(0.5), jnp.float32(0.5), np.array(0.5), fractions.Fraction(1, 2), 1, np.int64(1)],
-    "bound": [np.float32(0.5), jnp.float32(0.5), jnp.bfloat16(0.5), np.int64(1), fractions.Fraction(1, 2)],
+    "positive": [
+        np.float32(0.5),
+        jnp.float32(0.5),
+        np.array(0.5),
+        fractions.Fraction(1, 2),
+        1,
+        np.int64(1),
+    ],
+    "bound": [
+        np.float32(0.5),
+        jnp.float32(0.5),
+        jnp.bfloat16(0.5),
+        np.int64(1),
+        fractions.Fraction(1, 2),
+    ],
     "at least 0": [0, np.float64(0.5), jnp.float32(0.5), jnp.int32(0)],
     "finite": [-1, np.float32(-0.5), jnp.float32(0.5)],
     "fraction": [1, np.float32(0.5), jnp.float32(0.5), np.array(0.5)],
@@ -190,7 +290,8 @@ GOOD: dict[str, list[Any]] = {
     "labels": [[0, 1, 0, 1], np.array([0, 1, 0, 1], np.uint8), jnp.array([0, 1, 0, 1])],
     "targets": [[0, 1, 0, 1], [0.5, 1.0, -1.0, 0.0], jnp.array([[0.0], [1.0], [2.0], [-3.0]])],
     "inputs": [
-        np.zeros((4, 2), dtype) for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64", "uint32", "float16")
+        np.zeros((4, 2), dtype)
+        for dtype in ("int8", "uint8", "int16", "uint16", "int32", "int64", "uint32", "float16")
     ],
     "flag": [np.bool_(False), np.array(False)],
     "choice": [],
@@ -207,14 +308,30 @@ METHOD = {"algorithm": (algorithms.fedavg(MODEL), "algorithm")}
 LOCAL = {"local": (LocalSGD(optax.sgd(0.1), 4), "local")}
 HEAD = {"head": (LocalSGD(optax.sgd(0.1), 4), "local")}
 PERSONAL = {"personal": (LocalSGD(optax.sgd(0.1), 4), "local")}
-ADAPTIVE = {"learning_rate": (0.1, "positive"), "beta1": (0.9, "share below 1"), "tau": (1e-3, "positive")}
+ADAPTIVE = {
+    "learning_rate": (0.1, "positive"),
+    "beta1": (0.9, "share below 1"),
+    "tau": (1e-3, "positive"),
+}
 SERVER = {"server_optimizer": (optax.sgd(1.0), "optimizer")}
-PRIVATE = {"clip": (1.0, "bound"), "noise_multiplier": (1.0, "noise"), "sampling": (Full(), "sampling")}
-ONE_SHOT = {"radius": (1.0, "positive"), "personal": (1.0, "positive?"), "scale": (10.0, "positive")}
+PRIVATE = {
+    "clip": (1.0, "bound"),
+    "noise_multiplier": (1.0, "noise"),
+    "sampling": (Full(), "sampling"),
+}
+ONE_SHOT = {
+    "radius": (1.0, "positive"),
+    "personal": (1.0, "positive?"),
+    "scale": (10.0, "positive"),
+}
 DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
 PENALTY = {"penalty": (None, "function?"), "gradient": (None, "function?")}
 FEDAVG = MODELS | SERVER | {"local": (LocalSGD(optax.sgd(0.1), 4), "steps")}
-NAMED = {"mechanism": (Mechanism(), "mechanism"), "terms": (Terms(), "terms"), "name": ("own", "text")}
+NAMED = {
+    "mechanism": (Mechanism(), "mechanism"),
+    "terms": (Terms(), "terms"),
+    "name": ("own", "text"),
+}
 WEIGHT = {"penalty_weight": (0.1, "at least 0")}
 PUBLISHED = {"clients": (2, "count"), "claim": (None, "bound?")}
 SEED = {"seed": (0, "count from 0")}
@@ -242,9 +359,17 @@ RUN |= {"devices": (None, "devices?"), "folder": (None, "path?"), "progress": (F
 RUN |= {"report": ("full", "choice"), "resume": ("auto", "choice"), "secret_noise": (False, "flag")}
 RUN |= {"audit": (None, "audit?")}
 RUN_FOLDER = tempfile.TemporaryDirectory()
-(pathlib.Path(RUN_FOLDER.name) / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5, "loss": 1.0}\n')
+(pathlib.Path(RUN_FOLDER.name) / "metrics.jsonl").write_text(
+    '{"round": 1, "accuracy": 0.5, "loss": 1.0}\n'
+)
 RESULT: Any = jaxfl.Result(
-    algorithms.fedavg(MODEL).init(KEY, 2)[0], (), [], {}, {}, privacy.planned_ledger(MECHANISM, 2, 1), {}
+    algorithms.fedavg(MODEL).init(KEY, 2)[0],
+    (),
+    [],
+    {},
+    {},
+    privacy.planned_ledger(MECHANISM, 2, 1),
+    {},
 )
 SWEPT = functools.partial(algorithms.fedprox, MODEL)
 FEDDPA = MODELS | LOCAL | PRIVATE | DELTA | {
@@ -264,7 +389,11 @@ NOISED = PRIVATE | {
     "client_noise": (0.0, "client noise"), "weights": (None, "weights?"), "denominator": ("expected", "choice"),
     "communicates": (True, "flag"), "noise": ("float", "choice"),
 }  # fmt: skip
-CLIPPED = {"clip": (1.0, "positive"), "noise_multiplier": (0.0, "noise"), "client_noise": (0.0, "client noise")}
+CLIPPED = {
+    "clip": (1.0, "positive"),
+    "noise_multiplier": (0.0, "noise"),
+    "client_noise": (0.0, "client noise"),
+}
 QUIET = {"noise_multiplier": (0.0, "quiet"), "client_noise": (0.0, "quiet")}
 
 ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {

@@ -23,7 +23,10 @@ def run(key, algorithm, clients, rounds):
     update_fn, server_update = jax.jit(algorithm.client_update), jax.jit(algorithm.server_update)
     aggregates = []  # of rounds that moved the server
     released, spent = np.zeros(count), np.zeros(count)
-    release, least_total = getattr(mechanism, "release", None), getattr(mechanism, "least_total", 0.0)
+    release, least_total = (
+        getattr(mechanism, "release", None),
+        getattr(mechanism, "least_total", 0.0),
+    )
     for t in range(rounds):
         round_key = jax.random.fold_in(run_key, t)
         sample_key, client_key, client_noise_key, server_noise_key, release_key, _, steps_key = (
@@ -41,7 +44,9 @@ def run(key, algorithm, clients, rounds):
             sampled = sampled & (spent + cost <= 0.9999 / least_total**2)
         total, variance = None, 0.0
         for i in np.flatnonzero(sampled):
-            data = ClientData(clients.inputs, clients.labels, rows[i], clients.train_size[i], i, round=t)
+            data = ClientData(
+                clients.inputs, clients.labels, rows[i], clients.train_size[i], i, round=t
+            )
             old, own_key = states[i], jax.random.fold_in(client_key, i)
             if algorithm.dp_sgd is not None:
                 multiplier = np.broadcast_to(algorithm.dp_sgd.noise_multiplier, (count,))[i]
@@ -61,7 +66,9 @@ def run(key, algorithm, clients, rounds):
             update = clip(update, mechanism.clip)
             if noise[i] > 0:
                 drawn = gaussian(jax.random.fold_in(client_noise_key, i), message.update)
-                update = jax.tree.map(lambda u, n, s=noise[i]: u + n * s * mechanism.clip, update, drawn)
+                update = jax.tree.map(
+                    lambda u, n, s=noise[i]: u + n * s * mechanism.clip, update, drawn
+                )
             if isinstance(mechanism, PrivateMask):
                 update = jax.tree.map(lambda u, m: u * m, update, message.extra)
             update = jax.tree.map(lambda u, w=weights[i]: w * u, update)
@@ -98,7 +105,9 @@ def gaussian(key, like):
     leaves, structure = jax.tree.flatten(like)
     flat = np.asarray(jax.random.normal(key, (sum(leaf.size for leaf in leaves),)))
     cuts = np.cumsum([leaf.size for leaf in leaves])[:-1]
-    return jax.tree.unflatten(structure, [d.reshape(v.shape) for d, v in zip(np.split(flat, cuts), leaves)])
+    return jax.tree.unflatten(
+        structure, [d.reshape(v.shape) for d, v in zip(np.split(flat, cuts), leaves)]
+    )
 
 
 def fit(params, inputs, labels, order, batch_size, learning_rate, loss_gradient):
@@ -134,7 +143,10 @@ def client(size, positions):
     rows = np.zeros(positions, np.int32)
     rows[:size] = np.arange(100, 100 + size)
     return ClientData(
-        jnp.asarray(DIGITS.train_inputs), jnp.asarray(DIGITS.train_labels), jnp.asarray(rows), jnp.int32(size)
+        jnp.asarray(DIGITS.train_inputs),
+        jnp.asarray(DIGITS.train_labels),
+        jnp.asarray(rows),
+        jnp.int32(size),
     )
 
 

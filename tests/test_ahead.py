@@ -76,7 +76,9 @@ ENTRY %main (data: f32[5,8,4], w: f32[4]) -> f32[4] {
 def test_a_loop_that_runs_once_is_none():
     inner = TEXT.replace("while/body/local_step", "while/body/while/body/local_step")
     assert step_cost(inner, (5.0,)) == step_cost(TEXT)
-    assert step_cost(inner, (5.0, 1.0)) == step_cost(inner, (5.0, 1.0, 3.0)) == step_cost(TEXT, (5.0,))
+    assert (
+        step_cost(inner, (5.0, 1.0)) == step_cost(inner, (5.0, 1.0, 3.0)) == step_cost(TEXT, (5.0,))
+    )
 
 
 def test_a_step_counts_what_its_kernels_touch():
@@ -116,7 +118,9 @@ def test_products_are_those_of_one_batch():
     algorithm = fedavg(model, local=LocalSGD(optax.sgd(0.1), batch_size=4))
     key = jax.random.key(0)
     step: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
-    traced = step.func.trace(*step.args, key, 0, 1, *initialize(key, key, algorithm, population), **step.keywords)
+    traced = step.func.trace(
+        *step.args, key, 0, 1, *initialize(key, key, algorithm, population), **step.keywords
+    )
     # Forward, and backward by weights and, of the second layer, by inputs.
     assert sum(products(traced.jaxpr.jaxpr, STEP)) == 2 * 4 * (2 * 64 * 16 + 3 * 16 * 10)
 
@@ -144,6 +148,12 @@ def test_every_method_is_exported_for_accelerators(name):
     population = place(clients, jax.devices()[:1])
     key = jax.random.key(0)
     step: Any = compile_rounds(algorithm, population, chunk=4, segment=1)
-    arguments = (*step.args, key, np.int32(0), np.int32(1), *initialize(key, key, algorithm, population))
+    arguments = (
+        *step.args,
+        key,
+        np.int32(0),
+        np.int32(1),
+        *initialize(key, key, algorithm, population),
+    )
     exported = jax.export.export(step.func, platforms=("cuda", "tpu"))(*arguments, **step.keywords)
     assert "callback" not in exported.mlir_module()

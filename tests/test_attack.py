@@ -23,7 +23,9 @@ MODEL = mlp((8, 8, 1), 10, hidden=(64,))
 def clients():
     digits = load("digits")
     rows = iid(digits.train_labels, 6, seed=0, size=20)
-    return make_clients(digits, rows, matching(rows, digits.train_labels, digits.test_labels, seed=0))
+    return make_clients(
+        digits, rows, matching(rows, digits.train_labels, digits.test_labels, seed=0)
+    )
 
 
 def test_scores_are_their_definitions():
@@ -55,17 +57,26 @@ def test_an_overfitted_upload_tells_its_examples_and_noise_hides_them(clients):
 
 def test_noise_in_local_steps_is_each_clients_own(clients):
     def method(noise):
-        local = DPSGD(clip=1.0, noise_multiplier=noise, rate=0.25, steps=4, optimizer=optax.sgd(0.5))
+        local = DPSGD(
+            clip=1.0, noise_multiplier=noise, rate=0.25, steps=4, optimizer=optax.sgd(0.5)
+        )
         return dp_fedavg(MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full(), local=local)
 
     silent, loud = method(np.zeros(6)), method(np.array([0.0, 0, 0, 0, 0, 1e3]))
     result = simulate(KEY, silent, clients, rounds=1, progress=False)
-    first, second = (membership(KEY, attacked, result, clients).auc_by_client for attacked in (silent, loud))
+    first, second = (
+        membership(KEY, attacked, result, clients).auc_by_client for attacked in (silent, loud)
+    )
     np.testing.assert_array_equal(first != second, np.arange(6) == 5)
 
 
 def test_weights_are_no_update(clients):
-    options: dict[str, Any] = {"rounds": 1, "clip": 5.0, "smallest": 20, "local": LocalSGD(optax.sgd(0.1), 5)}
+    options: dict[str, Any] = {
+        "rounds": 1,
+        "clip": 5.0,
+        "smallest": 20,
+        "local": LocalSGD(optax.sgd(0.1), 5),
+    }
     method = padpfl_paper(MODEL, epsilon=math.inf, **options)
     result = simulate(KEY, method, clients, rounds=1, progress=False)
     with pytest.raises(ValueError, match="it sends weights"):

@@ -11,7 +11,14 @@ import pytest
 from jax.sharding import Mesh
 
 import jaxfl
-from jaxfl.backend import _TRACED_FOR, backend, compiler_options, traced_for, visible_gpus, with_flags
+from jaxfl.backend import (
+    _TRACED_FOR,
+    backend,
+    compiler_options,
+    traced_for,
+    visible_gpus,
+    with_flags,
+)
 from jaxfl.models import resnet20
 
 
@@ -48,7 +55,11 @@ def test_flags_are_added_to_those_that_are_set():
     ],
 )
 def test_a_number_of_cpu_devices_that_is_set_stays(variables, devices):
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     code = "import jax, jaxfl; print(jax.device_count())"
     told = subprocess.check_output([sys.executable, "-c", code], env=kept | variables, text=True)
     assert int(told) == devices
@@ -57,7 +68,13 @@ def test_a_number_of_cpu_devices_that_is_set_stays(variables, devices):
 def test_gpus_are_counted_before_the_backend_starts(monkeypatch):
     before = jax.config.values["jax_platforms"]
     jax.config.update("jax_platforms", "cuda,cpu")
-    for seen, number in (("0,1", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-8a, GPU-9b,MIG-1", 3)):
+    for seen, number in (
+        ("0,1", 2),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("GPU-8a, GPU-9b,MIG-1", 3),
+    ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
         assert visible_gpus() == number
     jax.config.update("jax_platforms", "cpu")
@@ -81,7 +98,9 @@ def test_a_model_takes_the_form_of_the_devices_that_it_is_traced_for():
         return model.apply(params, model.prepare(x))
 
     def convolutions():
-        return "conv_general_dilated" in str(outputs.trace(jax.eval_shape(model.init, jax.random.key(0))).jaxpr)
+        return "conv_general_dilated" in str(
+            outputs.trace(jax.eval_shape(model.init, jax.random.key(0))).jaxpr
+        )
 
     assert not convolutions()
     assert model.largest_part == backend("cpu").microbatch

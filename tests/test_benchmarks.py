@@ -19,10 +19,20 @@ def _residual(side: int, before: int, width: int) -> list[float]:
 
 # Multiply-adds as two operations: output pixels x output channels x taps of the kernel x input channels.
 BY_HAND = {
-    "lenet": [2.0 * n for n in (28**2 * 6 * 25 * 3, 10**2 * 16 * 25 * 6, 400 * 120, 120 * 84, 84 * 10)],
+    "lenet": [
+        2.0 * n for n in (28**2 * 6 * 25 * 3, 10**2 * 16 * 25 * 6, 400 * 120, 120 * 84, 84 * 10)
+    ],
     "mlp": [2.0 * n for n in (784 * 200, 200 * 200, 200 * 10)],
     "feddpa_cnn": [
-        2.0 * n for n in (32**2 * 16 * 9 * 3, 16**2 * 32 * 9 * 16, 8**2 * 32 * 9 * 32, 512 * 512, 512 * 128, 128 * 10)
+        2.0 * n
+        for n in (
+            32**2 * 16 * 9 * 3,
+            16**2 * 32 * 9 * 16,
+            8**2 * 32 * 9 * 32,
+            512 * 512,
+            512 * 128,
+            128 * 10,
+        )
     ],
     "resnet20": [
         2.0 * 32**2 * 16 * 9 * 3,
@@ -54,7 +64,9 @@ def test_flops_of_a_round_are_those_of_its_gradients():
 def test_a_feddpa_round_adds_a_gradient_of_each_example():
     plain, whole = WORKLOADS["feddpa_cnn"], WORKLOADS["feddpa"]
     gradients = plain.batch_size * plain.steps
-    assert round_flops(whole) / round_flops(plain) == pytest.approx((gradients + whole.examples) / gradients)
+    assert round_flops(whole) / round_flops(plain) == pytest.approx(
+        (gradients + whole.examples) / gradients
+    )
 
 
 def test_one_failure_fails_the_whole_and_the_others_still_run(tmp_path, capfd):

@@ -25,7 +25,9 @@ KEY = jax.random.key(1)
 
 def run(folder=None, rounds=4, name="dp_fedavg", **options):
     defaults = {"eval_every": 1, "progress": False}
-    return simulate(KEY, ALGORITHMS[name](), small_clients(), rounds=rounds, folder=folder, **defaults | options)
+    return simulate(
+        KEY, ALGORITHMS[name](), small_clients(), rounds=rounds, folder=folder, **defaults | options
+    )
 
 
 def same(a, b):
@@ -90,7 +92,12 @@ def test_all_are_called_with_all_rows_and_only_their_own_error_ends_a_run(tmp_pa
 
 def test_a_budget_is_never_exceeded_and_used_up():
     whole = [row["epsilon"] for row in run().metrics]
-    for budget, rounds in ((whole[0], 1), (0.5 * sum(whole[1:3]), 2), (whole[-1], 4), (2 * whole[-1], 4)):
+    for budget, rounds in (
+        (whole[0], 1),
+        (0.5 * sum(whole[1:3]), 2),
+        (whole[-1], 4),
+        (2 * whole[-1], 4),
+    ):
         rows = run(callbacks=[callbacks.epsilon_budget(budget)]).metrics
         assert len(rows) == rounds
         assert rows[-1]["epsilon"] <= budget
@@ -99,13 +106,31 @@ def test_a_budget_is_never_exceeded_and_used_up():
 @pytest.mark.parametrize(
     ("name", "budget", "message"),
     [
-        ("fedavg", callbacks.epsilon_budget(100.0), "one client against an observer of sums, whose epsilon is inf"),
-        ("dp_fedavg", callbacks.epsilon_budget(9.0, observer="upload"), "one client against an observer of uploads"),
-        ("dp_fedavg", callbacks.epsilon_budget(9.0, unit="example"), "one example against an observer of sums"),
-        ("dp_fedavg", callbacks.epsilon_budget(1e-3), r"epsilon must be at least [\d.]+, which .*got 0.001. Lower"),
+        (
+            "fedavg",
+            callbacks.epsilon_budget(100.0),
+            "one client against an observer of sums, whose epsilon is inf",
+        ),
+        (
+            "dp_fedavg",
+            callbacks.epsilon_budget(9.0, observer="upload"),
+            "one client against an observer of uploads",
+        ),
+        (
+            "dp_fedavg",
+            callbacks.epsilon_budget(9.0, unit="example"),
+            "one example against an observer of sums",
+        ),
+        (
+            "dp_fedavg",
+            callbacks.epsilon_budget(1e-3),
+            r"epsilon must be at least [\d.]+, which .*got 0.001. Lower",
+        ),
     ],
 )
-def test_a_budget_that_no_round_can_keep_is_refused_before_the_first(name, budget, message, tmp_path):
+def test_a_budget_that_no_round_can_keep_is_refused_before_the_first(
+    name, budget, message, tmp_path
+):
     with pytest.raises(ValueError, match=message):
         run(tmp_path, name=name, callbacks=[budget, lambda rows: pytest.fail("a round was made")])
 
@@ -156,13 +181,22 @@ def test_tensorboard_gets_the_rows(tmp_path):
     run(tmp_path / "run", 2, callbacks=[callbacks.tensorboard(tmp_path / "first")])
     result = run(tmp_path / "run", 4, callbacks=[callbacks.tensorboard(tmp_path / "second")])
     for name, rows in (("first", result.metrics[:2]), ("second", result.metrics)):
-        scalars = {(row["round"], key): value for row in rows for key, value in row.items() if key != "round"}
+        scalars = {
+            (row["round"], key): value
+            for row in rows
+            for key, value in row.items()
+            if key != "round"
+        }
         assert events(tmp_path / name) == pytest.approx(scalars, rel=1e-6)
 
 
 def test_wandb_gets_the_rows():
     logged = {}
-    result = run(callbacks=[callbacks.wandb(types.SimpleNamespace(log=lambda row, step: logged.update({step: row})))])
+    result = run(
+        callbacks=[
+            callbacks.wandb(types.SimpleNamespace(log=lambda row, step: logged.update({step: row})))
+        ]
+    )
     assert [{"round": step} | row for step, row in logged.items()] == result.metrics
 
 
@@ -184,7 +218,9 @@ def test_mlflow_in_a_folder(tmp_path, monkeypatch):
     with mlflow.start_run() as active:
         result = run(callbacks=[callbacks.mlflow(mlflow)])
     history = mlflow.MlflowClient().get_metric_history(active.info.run_id, "accuracy")
-    assert [(m.step, m.value) for m in history] == [(row["round"], row["accuracy"]) for row in result.metrics]
+    assert [(m.step, m.value) for m in history] == [
+        (row["round"], row["accuracy"]) for row in result.metrics
+    ]
 
 
 def failing(rows):
@@ -211,7 +247,15 @@ def test_all_are_called_even_if_some_raise_and_the_first_error_names_the_others(
         raise KeyError("loss")
 
     with pytest.raises(OSError, match="disk full") as found:
-        ask([failing, lambda rows: called.append("between"), other, lambda rows: called.append("last")], [])
+        ask(
+            [
+                failing,
+                lambda rows: called.append("between"),
+                other,
+                lambda rows: called.append("last"),
+            ],
+            [],
+        )
     assert called == ["between", "other", "last"]
     notes = " ".join(found.value.__notes__)
     assert "callbacks[0]" in notes
@@ -230,7 +274,9 @@ async def later(rows):
 
 @pytest.mark.parametrize("value", ["False", 1, 0, [], {}, np.zeros(2, bool), 0.0])
 def test_what_is_no_bool_is_named(value):
-    with pytest.raises(TypeError, match=r"callbacks\[1\] must return None or a bool, got .*Return True to end"):
+    with pytest.raises(
+        TypeError, match=r"callbacks\[1\] must return None or a bool, got .*Return True to end"
+    ):
         ask([lambda rows: None, lambda rows: value], [])
 
 
@@ -307,14 +353,18 @@ def test_csv_quotes_and_makes_its_folder(tmp_path):
     assert head == ["round", 'a,"b"\n', "later"]
     assert lines == [["1", "0.5", ""], ["2", "", "nan"]]
     with opened([log]):
-        assert path.read_text().startswith("round")  # an earlier file stays until the first evaluation
+        assert path.read_text().startswith(
+            "round"
+        )  # an earlier file stays until the first evaluation
 
 
 def test_csv_appends_a_row_and_starts_over_at_a_new_column(tmp_path, monkeypatch):
     """A file of thousands of rows is not written again for each further row."""
     path, texts = tmp_path / "rows.csv", []
     append = files.append_text
-    monkeypatch.setattr(files, "append_text", lambda *given: texts.append(given[1]) or append(*given))
+    monkeypatch.setattr(
+        files, "append_text", lambda *given: texts.append(given[1]) or append(*given)
+    )
     rows = [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}, {"round": 3, "later": 1.0}]
     log = callbacks.csv(path)
     with opened([log]):
@@ -350,7 +400,9 @@ def test_tensorboard_leaves_no_thread_and_no_open_file(tmp_path):
     for thread in set(threading.enumerate()) - before:
         thread.join(5.0)
         assert not thread.is_alive()
-    links = [os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    links = [
+        os.readlink(path) for path in pathlib.Path("/proc/self/fd").iterdir() if path.is_symlink()
+    ]
     assert not [link for link in links if link.startswith(str(tmp_path))]
     assert events(tmp_path) == {(1, "loss"): 0.5}
 

@@ -28,7 +28,10 @@ from jaxfl.run.recorder import Plan
 KEY = jax.random.key(1)
 FACTS, PLAN = {"method": "mine"}, Plan(3, [1, 3])
 CLIENTS = 20
-LIKE = {"head": jax.ShapeDtypeStruct((CLIENTS, 3), np.float32), "mask": jax.ShapeDtypeStruct((CLIENTS, 5), np.uint8)}
+LIKE = {
+    "head": jax.ShapeDtypeStruct((CLIENTS, 3), np.float32),
+    "mask": jax.ShapeDtypeStruct((CLIENTS, 5), np.uint8),
+}
 
 
 def state_of(round_):
@@ -49,7 +52,10 @@ def rows_of(round_, ids):
 def saved(tmp_path_factory):
     """A folder with checkpoints of rounds 2 and 3, and what they hold: a state and all rows."""
     folder, held = tmp_path_factory.mktemp("saved"), {}
-    checkpoints, store = Checkpoints(folder / "ckpt", FACTS, PLAN), Store(folder / "states", LIKE, CLIENTS)
+    checkpoints, store = (
+        Checkpoints(folder / "ckpt", FACTS, PLAN),
+        Store(folder / "states", LIKE, CLIENTS),
+    )
     store.start()
     for round_, ids in enumerate([range(CLIENTS), [1, 4], [4, 7]], 1):
         store.write(np.array(ids), rows_of(round_, ids))
@@ -97,14 +103,19 @@ def damage(random, path):
 
 def rows_are_whole(folder, rows):
     """Whether each of these rows is in one of its two places."""
-    path, row = folder / "states" / "rows.bin", np.dtype([("head", np.float32, 3), ("mask", np.uint8, 5)], align=True)
+    path, row = (
+        folder / "states" / "rows.bin",
+        np.dtype([("head", np.float32, 3), ("mask", np.uint8, 5)], align=True),
+    )
     wanted = np.zeros(CLIENTS, row)
     wanted["head"], wanted["mask"] = rows["head"], rows["mask"]
     found = path.read_bytes() if path.exists() else b""
     if len(found) != 2 * wanted.nbytes:
         return False
     places = np.frombuffer(found, np.uint8).reshape(2, CLIENTS, -1)
-    return bool(np.all(np.any(np.all(places == wanted.view(np.uint8).reshape(CLIENTS, -1), axis=2), axis=0)))
+    return bool(
+        np.all(np.any(np.all(places == wanted.view(np.uint8).reshape(CLIENTS, -1), axis=2), axis=0))
+    )
 
 
 def test_whole_checkpoints_are_read(saved, caplog):
@@ -127,11 +138,18 @@ def test_no_damage_goes_unnoticed(seed, saved, tmp_path, caplog):
         wrong = [copy / "states" / "rows.bin"]
     for path in wrong:
         damage(random, path)
-    whole = [round_ for round_ in (3, 2) if not any(path.is_relative_to(copy / "ckpt" / str(round_)) for path in wrong)]
+    whole = [
+        round_
+        for round_ in (3, 2)
+        if not any(path.is_relative_to(copy / "ckpt" / str(round_)) for path in wrong)
+    ]
     if copy / "states" / "rows.bin" in wrong:  # which may or may not be a row that counts
         whole = [round_ for round_ in whole if rows_are_whole(copy, held[round_][1])]
     if not whole:
-        with pytest.raises(ValueError, match=r"holds no checkpoint that is whole \(the.* of round 3.*resume='never'"):
+        with pytest.raises(
+            ValueError,
+            match=r"holds no checkpoint that is whole \(the.* of round 3.*resume='never'",
+        ):
             restored(copy)
         return
     round_, state, rows = restored(copy)
@@ -156,12 +174,16 @@ def test_rows_of_later_rounds_are_no_rows_of_this_checkpoint(saved, tmp_path):
     store = Store(copy / "states", LIKE, CLIENTS)
     like = state_of(0) | {"states": store.saved()}
     checkpoints = Checkpoints(copy / "ckpt", FACTS, PLAN)
-    checkpoints.restore(lambda made: like, lambda round_, state, made: store.restore(**state["states"]))
+    checkpoints.restore(
+        lambda made: like, lambda round_, state, made: store.restore(**state["states"])
+    )
     store.write(np.array([7]), rows_of(4, [7]))  # where round 2 has it
     store.flush()
     assert restored(copy)[0] == 3
     (copy / "ckpt" / "3" / "manifest.json").write_text("{")
-    with pytest.raises(ValueError, match=r"round 3: manifest.json is damaged.*round 2: the states of 1 clients"):
+    with pytest.raises(
+        ValueError, match=r"round 3: manifest.json is damaged.*round 2: the states of 1 clients"
+    ):
         restored(copy)
 
 
@@ -215,7 +237,9 @@ def test_many_empty_checkpoints_give_one_warning(saved, tmp_path, caplog):
     assert "; and 397 more. Resuming from round 3" in record.getMessage()
     shutil.rmtree(copy / "ckpt" / "2")
     shutil.rmtree(copy / "ckpt" / "3")
-    with pytest.raises(ValueError, match=r"holds no checkpoint that is whole.*; and 397 more") as found:
+    with pytest.raises(
+        ValueError, match=r"holds no checkpoint that is whole.*; and 397 more"
+    ) as found:
         restored(copy)
     assert len(str(found.value)) < 600
 
@@ -251,7 +275,9 @@ def test_what_is_in_the_way_of_a_checkpoint_stays_and_no_link_is_followed(saved,
     (copy / "ckpt" / "7").mkdir()
     (copy / "ckpt" / "7" / "theirs").mkdir()
     for rounds in (5, 6, 7):
-        with pytest.raises(ValueError, match=f"{rounds}' must be a checkpoint, and no run wrote it"):
+        with pytest.raises(
+            ValueError, match=f"{rounds}' must be a checkpoint, and no run wrote it"
+        ):
             checkpoints.save(rounds, like, PLAN)
     assert (copy / "ckpt" / "6").is_symlink()
     assert (copy / "ckpt" / "7" / "theirs").is_dir()
@@ -269,7 +295,11 @@ def test_starting_over_removes_files_of_a_run_and_no_others(saved, tmp_path):
         copy / "0_mu=1e-05" / "curves.png",
     ]
     kept = [copy / "ckpt" / "notes.txt", copy / "states" / "notes.txt", copy / "metrics.jsonl.bak"]
-    kept += [theirs / "metrics.jsonl", copy / "2024-results" / "metrics.jsonl", copy / "0_mu=1e-05" / "metrics.csv"]
+    kept += [
+        theirs / "metrics.jsonl",
+        copy / "2024-results" / "metrics.jsonl",
+        copy / "0_mu=1e-05" / "metrics.csv",
+    ]
     for path in (*own, *kept):
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -291,12 +321,16 @@ def test_folders_that_lead_elsewhere_are_refused_before_anything_is_written(name
     folder.mkdir()
     theirs.mkdir()
     (folder / name).symlink_to(theirs)
-    with pytest.raises(ValueError, match=rf"{name}' must be a folder, got a symbolic link\. Remove it, or choose"):
+    with pytest.raises(
+        ValueError, match=rf"{name}' must be a folder, got a symbolic link\. Remove it, or choose"
+    ):
         quiet(folder)
     assert [path.name for path in folder.iterdir()] == [name]
     (folder / name).unlink()
     (folder / "privacy.json").mkdir()
-    with pytest.raises(ValueError, match=r"privacy\.json' must be a file, got a folder\. Remove it, or choose"):
+    with pytest.raises(
+        ValueError, match=r"privacy\.json' must be a file, got a folder\. Remove it, or choose"
+    ):
         quiet(folder)
     (folder / "privacy.json").rename(folder / "noise.key")
     with pytest.raises(ValueError, match=r"noise\.key' must be a file, got a folder"):
@@ -307,9 +341,13 @@ def test_folders_that_lead_elsewhere_are_refused_before_anything_is_written(name
 
 
 def test_another_run_is_not_taken_for_a_damaged_one(saved):
-    with pytest.raises(ValueError, match=r"holds another run\. What differs: method mine, not yours\."):
+    with pytest.raises(
+        ValueError, match=r"holds another run\. What differs: method mine, not yours\."
+    ):
         restored(saved[0], {"method": "yours"})
-    with pytest.raises(ValueError, match=r"What differs: rounds 3, not 2; evaluations \[1, 3\], not \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"What differs: rounds 3, not 2; evaluations \[1, 3\], not \[2\]"
+    ):
         restored(saved[0], plan=Plan(2, [2]))
 
 
@@ -321,7 +359,11 @@ def test_a_manifest_without_a_plan_is_of_an_older_version(saved, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(saved[0], copy)
     path = copy / "ckpt" / "3" / "manifest.json"
-    content = {name: part for name, part in json.loads(path.read_text()).items() if name in ("fingerprint", "files")}
+    content = {
+        name: part
+        for name, part in json.loads(path.read_text()).items()
+        if name in ("fingerprint", "files")
+    }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps({"sha256": digest} | content))
     with pytest.raises(ValueError, match="older version of jaxfl"):
@@ -360,9 +402,9 @@ def runs(tmp_path_factory):
 
 
 def snapshot(folder):
-    return {path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")} | {
-        folder: folder.stat().st_mtime_ns
-    }
+    return {
+        path: (path.lstat().st_mtime_ns, path.lstat().st_size) for path in folder.rglob("*")
+    } | {folder: folder.stat().st_mtime_ns}
 
 
 @pytest.mark.parametrize("store", ["device", "host"])
@@ -371,12 +413,15 @@ def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, ca
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     large = max(
-        (path for path in (copy / "ckpt" / "3" / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size
+        (path for path in (copy / "ckpt" / "3" / "state").rglob("*") if path.is_file()),
+        key=lambda p: p.stat().st_size,
     )
     large.write_bytes(large.read_bytes()[:-1])
     caplog.set_level("INFO", "jaxfl")
     if store == "host":  # the end of the run has moved rows of round 2, to hand out its states
-        with pytest.raises(ValueError, match=r"round 3: .* is damaged; the checkpoint of round 2: the states of"):
+        with pytest.raises(
+            ValueError, match=r"round 3: .* is damaged; the checkpoint of round 2: the states of"
+        ):
             quiet(copy, states=store)
         return
     again = quiet(copy, states=store)
@@ -426,7 +471,9 @@ def test_never_replaces_another_run(runs, tmp_path):
     (copy / "mine.txt").write_text("kept")
     result = quiet(copy, "fedavg", rounds=1, resume="never")
     assert result.restored == 0
-    assert [json.loads(line)["round"] for line in (copy / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert [
+        json.loads(line)["round"] for line in (copy / "metrics.jsonl").read_text().splitlines()
+    ] == [1]
     assert (copy / "mine.txt").exists()
     assert not (copy / "states").exists()
     assert quiet(copy, "fedavg", rounds=1).restored == 1
@@ -439,7 +486,9 @@ def test_a_folder_in_use_is_refused_and_its_user_named(runs, tmp_path):
     lock.take(shared=False)
     before = snapshot(copy)
     for resume in ("auto", "never"):
-        with pytest.raises(ValueError, match=rf"is in use by process {os.getpid()} on .*: wait for it, end it, or"):
+        with pytest.raises(
+            ValueError, match=rf"is in use by process {os.getpid()} on .*: wait for it, end it, or"
+        ):
             quiet(copy, resume=resume)
     assert snapshot(copy) == before
     lock.take(shared=True)
@@ -480,7 +529,9 @@ def test_a_kill_releases_the_folder(tmp_path):
     own.close()
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder", "file", "hard link", "alike", "own"])
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling link", "fifo", "folder", "file", "hard link", "alike", "own"]
+)
 def test_a_lock_that_no_run_made_is_neither_written_nor_waited_for(kind, tmp_path):
     folder, target = tmp_path / "run", tmp_path / "target"
     folder.mkdir()
@@ -576,5 +627,7 @@ def test_a_manifest_of_another_kind_is_damaged(content, saved, tmp_path, caplog)
 
 @pytest.mark.parametrize("name", ["lr=[0.1]", "a\\b", "]"])
 def test_a_folder_that_could_not_be_read_is_refused_before_the_first_round(name, tmp_path):
-    with pytest.raises(ValueError, match=r"folder must have a path without \[ \] .*Choose another name"):
+    with pytest.raises(
+        ValueError, match=r"folder must have a path without \[ \] .*Choose another name"
+    ):
         quiet(tmp_path / name / "run")

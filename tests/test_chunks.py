@@ -41,11 +41,21 @@ def compiled(monkeypatch):
 
 
 def run(chunk, **options):
-    return simulate(KEY, ALGORITHMS["dp_fedavg"](), small_clients(), rounds=2, chunk=chunk, progress=False, **options)
+    return simulate(
+        KEY,
+        ALGORITHMS["dp_fedavg"](),
+        small_clients(),
+        rounds=2,
+        chunk=chunk,
+        progress=False,
+        **options,
+    )
 
 
 def assert_same(a, b):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a.server, b.server)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a.server, b.server
+    )
 
 
 @pytest.mark.slow
@@ -69,7 +79,9 @@ def test_a_measured_chunk_is_said_and_remembered(compiled, caplog):
 
 
 def test_the_fastest_chunk_is_taken(compiled, monkeypatch, caplog):
-    clock = iter([0.0, 1.0, 1.0, 4.0, 4.0, 99.0, 99.0, 101.0])  # second calls: 3 s at chunk 1, 2 s at chunk 4
+    clock = iter(
+        [0.0, 1.0, 1.0, 4.0, 4.0, 99.0, 99.0, 101.0]
+    )  # second calls: 3 s at chunk 1, 2 s at chunk 4
     caplog.set_level(logging.INFO, "jaxfl")
     monkeypatch.setattr(chunk, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     step = jax.jit(lambda data, key, start, rounds, server, states: (server, states, start))
@@ -113,13 +125,19 @@ def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, capl
 
 @pytest.mark.parametrize("states", ["device", pytest.param("host", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kept", "starts"), [(False, [0, 1, 0, 1]), (True, [0, 1, 1])])
-def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(states, kept, starts, monkeypatch, tmp_path, caplog):
+def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(
+    states, kept, starts, monkeypatch, tmp_path, caplog
+):
     runner = Resident if states == "device" else Stream
     expected, rounds, seen = run(1, eval_every=1), runner.rounds, []
     donated = 2 if states == "device" else 1
     breaking_above(2, monkeypatch, after=2, donated=donated)  # to see whether it fits, and round 1
     monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
-    monkeypatch.setattr(runner, "rounds", lambda self, start, count: seen.append(start) or rounds(self, start, count))
+    monkeypatch.setattr(
+        runner,
+        "rounds",
+        lambda self, start, count: seen.append(start) or rounds(self, start, count),
+    )
     found = run(4, eval_every=1, states=states, folder=tmp_path / "run" if kept else None)
     assert_same(found, expected)
     assert seen == starts
@@ -150,7 +168,9 @@ def test_measuring_stops_where_memory_ends(compiled, monkeypatch, caplog):
     assert "chunk=4 does not fit the device's memory: 1 is the largest tried" in caplog.text
 
 
-@pytest.mark.parametrize(("chunk", "message"), [(1, "RESOURCE_EXHAUSTED: Out of memory"), (4, "INTERNAL: bad")])
+@pytest.mark.parametrize(
+    ("chunk", "message"), [(1, "RESOURCE_EXHAUSTED: Out of memory"), (4, "INTERNAL: bad")]
+)
 def test_other_failures_are_not_answered(chunk, message, monkeypatch):
     breaking_above(0, monkeypatch, message)
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
@@ -172,15 +192,24 @@ def test_rounds_move_nothing_by_themselves(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds", "limit", "tried", "best"),
     [
-        ({8: 4.0, 32: 3.0, 128: 3.5, 512: 1.0}, math.inf, [8, 32, 128], 32),  # slower again: no larger one
+        (
+            {8: 4.0, 32: 3.0, 128: 3.5, 512: 1.0},
+            math.inf,
+            [8, 32, 128],
+            32,
+        ),  # slower again: no larger one
         ({8: 4.0, 32: 3.0, 128: 2.0, 512: 1.0}, 40.0, [8, 32], 32),  # each client takes a byte
         ({1: 1.0, 8: 4.0, 32: 3.0}, math.inf, [1, 8, 32], 1),  # one alone is other code
     ],
 )
-def test_measuring_goes_on_while_time_falls_and_memory_holds(seconds, limit, tried, best, monkeypatch):
+def test_measuring_goes_on_while_time_falls_and_memory_holds(
+    seconds, limit, tried, best, monkeypatch
+):
     mesh = jax.make_mesh((1,), ("clients",), devices=jax.devices()[:1])
     monkeypatch.setattr(chunk, "_memory", lambda mesh: limit)
-    monkeypatch.setattr(chunk, "of_mesh", lambda mesh: backend("cpu")._replace(chunks=tuple(seconds)))
+    monkeypatch.setattr(
+        chunk, "of_mesh", lambda mesh: backend("cpu")._replace(chunks=tuple(seconds))
+    )
     made = []
 
     def trial(build, size, arguments, calls):

@@ -36,9 +36,22 @@ def test_plan_prints_what_plan_finds(monkeypatch, capsys):
 
 
 def test_plan_takes_the_limits_of_a_server(monkeypatch, capsys):
-    words = ["plan", "--clients", "2000", "--cohort", "100", "--rounds", "20", "--epsilon", "2", "--as-json"]
+    words = [
+        "plan",
+        "--clients",
+        "2000",
+        "--cohort",
+        "100",
+        "--rounds",
+        "20",
+        "--epsilon",
+        "2",
+        "--as-json",
+    ]
     out = command(monkeypatch, capsys, *words, "--participations", "2", "--separation", "10")
-    found = privacy.plan(clients=2000, cohort=100, rounds=20, epsilon=2.0, participations=2, separation=10)
+    found = privacy.plan(
+        clients=2000, cohort=100, rounds=20, epsilon=2.0, participations=2, separation=10
+    )
     told = [row["noise multiplier"] for row in json.loads(out)["mechanisms"]]
     assert told == [each.noise_multiplier for each in found]
 
@@ -47,16 +60,26 @@ def test_plan_for_a_chip_prints_its_footprint(monkeypatch, capsys, tmp_path):
     seen = {}
 
     def footprint(chip, algorithm, clients, *, chunk, trips):
-        seen.update(chip=chip, method=algorithm.name, clients=clients.number, chunk=chunk, trips=trips)
+        seen.update(
+            chip=chip, method=algorithm.name, clients=clients.number, chunk=chunk, trips=trips
+        )
         return Footprint(chip, chunk, 12.5, 9, 2e6, 3e6, 4e6, 5e9, 1000, math.nan)
 
     monkeypatch.setattr(cli, "footprint", footprint)
     config = tmp_path / "run.yaml"
-    config.write_text("method: fedavg\npopulation: {clients: 20, partition: iid}\nlocal: {batch_size: 8, epochs: 3}\n")
+    config.write_text(
+        "method: fedavg\npopulation: {clients: 20, partition: iid}\nlocal: {batch_size: 8, epochs: 3}\n"
+    )
     words = ["plan", "--device", "h100", "--chunk", "64", "--config", str(config)]
     told = command(monkeypatch, capsys, *words)
     # 72 of the digits each: 9 batches of 8 in one block, 3 times.
-    assert seen == {"chip": "h100", "method": "fedavg", "clients": 20, "chunk": 64, "trips": (9, 1, 3)}
+    assert seen == {
+        "chip": "h100",
+        "method": "fedavg",
+        "clients": 20,
+        "chunk": 64,
+        "trips": (9, 1, 3),
+    }
     assert max(map(len, told.splitlines())) <= 80
     found = json.loads(command(monkeypatch, capsys, *words, "--as-json"))
     assert found["MB moved, per client"] == 2
@@ -95,7 +118,12 @@ def test_the_doctor_has_a_figure(monkeypatch, capsys):
     assert max(map(len, told.splitlines())) <= 80
 
 
-SMALL: dict[str, Any] = {"population": settings.Population(clients=12), "model": "mlp", "rounds": 2, "rate": 0.5}
+SMALL: dict[str, Any] = {
+    "population": settings.Population(clients=12),
+    "model": "mlp",
+    "rounds": 2,
+    "rate": 0.5,
+}
 
 
 @pytest.mark.parametrize("name", settings.METHODS)
@@ -106,8 +134,13 @@ def test_every_method_follows_its_settings(name):
     if settings.private(name):
         noisy = settings.Run(method=name, epsilon=5.0, clip=0.7, **SMALL).build(model).mechanism
         assert (noisy.clip, method.mechanism.noise_multiplier) == (0.7, 0.0)
-        assert noisy.noise_multiplier == privacy.calibrate(5.0, clients=12, rounds=2, sampling=Poisson(0.5))
-        assert settings.private(name) == settings.Compare(methods=(name,), **SMALL).candidates(model)[name].private
+        assert noisy.noise_multiplier == privacy.calibrate(
+            5.0, clients=12, rounds=2, sampling=Poisson(0.5)
+        )
+        assert (
+            settings.private(name)
+            == settings.Compare(methods=(name,), **SMALL).candidates(model)[name].private
+        )
 
 
 @pytest.mark.parametrize(
@@ -120,9 +153,18 @@ def test_every_method_follows_its_settings(name):
         ("xyz: 1", "has 'xyz'. Give some of population, model"),
         ("method: fedavgg", "method='fedavgg': choose one of"),
         ("{method: fedavg, epsilon: 3}", "epsilon=3: fedavg has no noise"),
-        ("{method: ditto, options: {mu: 3}}", "options='mu': ditto has no such number. Give some of penalty_weight"),
-        ("{method: ditto, options: {penalty: 3}}", "options='penalty': .* Did you mean 'penalty_weight'"),
-        ("{method: fedavg, options: {learning_rate: 3}}", "options='learning_rate': fedavg has no such number"),
+        (
+            "{method: ditto, options: {mu: 3}}",
+            "options='mu': ditto has no such number. Give some of penalty_weight",
+        ),
+        (
+            "{method: ditto, options: {penalty: 3}}",
+            "options='penalty': .* Did you mean 'penalty_weight'",
+        ),
+        (
+            "{method: fedavg, options: {learning_rate: 3}}",
+            "options='learning_rate': fedavg has no such number",
+        ),
         ("options: {model: 3}", "options='model': dp_fedavg_fb has no such number"),
         ("{epsilon: 3, options: {noise_multiplier: 3}}", "epsilon=3 sets the noise_multiplier"),
         ("options: 3", "options must be numbers by name, got 3"),
@@ -131,7 +173,10 @@ def test_every_method_follows_its_settings(name):
         ("rounds: !!timestamp x", "config=.*give a YAML file"),
         ("rounds: " + "5" * 5000, "config=.*5000 digits"),
         ("[" * 1000, "config=.*nests too deeply"),
-        ("rounds: !!python/object/apply:os.getcwd []", "config=.*could not determine a constructor"),
+        (
+            "rounds: !!python/object/apply:os.getcwd []",
+            "config=.*could not determine a constructor",
+        ),
         ("rounds: 3\nrounds: 4", "config=.*'rounds' is there twice"),
         ("rounds: 1:30", "rounds='1:30': give a whole number"),
         ("model: no", "model='no': choose one of"),
@@ -201,9 +246,21 @@ def asked(monkeypatch, *words):
 
 def test_options_replace_a_file(monkeypatch, tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("{method: apfl, population: {alpha: 2.0}, options: {alpha: 0.3, alpha_learning_rate: 1e-2}}")
-    words = ["--config", str(path), "--local.epochs", "1", "--population.clients=7", "--rounds", "3"]
-    found, method = asked(monkeypatch, *words, "--option", "alpha=4e-1", "--option", "delta=1e-6", "--alpha", "0.7")
+    path.write_text(
+        "{method: apfl, population: {alpha: 2.0}, options: {alpha: 0.3, alpha_learning_rate: 1e-2}}"
+    )
+    words = [
+        "--config",
+        str(path),
+        "--local.epochs",
+        "1",
+        "--population.clients=7",
+        "--rounds",
+        "3",
+    ]
+    found, method = asked(
+        monkeypatch, *words, "--option", "alpha=4e-1", "--option", "delta=1e-6", "--alpha", "0.7"
+    )
     assert (found.local.epochs, found.population.clients, found.rounds) == (1, 7, 3)
     assert found.population.alpha == 0.7
     assert found.options == {"alpha": 0.4, "alpha_learning_rate": 0.01, "delta": 1e-6}
@@ -211,7 +268,9 @@ def test_options_replace_a_file(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("clip", 0.3), ("delta", 0.3), ("alpha", 0.3)])
-def test_a_method_may_have_numbers_that_are_named_as_settings_are(monkeypatch, tmp_path, name, value):
+def test_a_method_may_have_numbers_that_are_named_as_settings_are(
+    monkeypatch, tmp_path, name, value
+):
     path = tmp_path / "run.yaml"
     path.write_text(f"{{method: apfl, options: {{{name}: {value}}}}}")
     found, method = asked(monkeypatch, "--config", str(path))
@@ -275,7 +334,9 @@ def test_a_fault_is_one_line_and_exit_code_2(monkeypatch, capsys, words, named):
     assert len(told.err) < 700
 
 
-@pytest.mark.parametrize("name", ["quickstart", "run", "compare", "plan", "data", "report", "doctor"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", "run", "compare", "plan", "data", "report", "doctor"]
+)
 def test_every_option_has_a_text(monkeypatch, capsys, name):
     monkeypatch.setenv("COLUMNS", "300")
     with pytest.raises(SystemExit) as end:
@@ -290,7 +351,9 @@ def test_every_option_has_a_text(monkeypatch, capsys, name):
 @pytest.mark.parametrize("joined", [False, True])
 def test_a_run_takes_a_file_and_options(monkeypatch, capsys, tmp_path, joined):
     path = tmp_path / "run.yaml"
-    path.write_text("{method: ditto, population: {clients: 12, partition: iid}, model: mlp, rounds: 5, epsilon: 8}")
+    path.write_text(
+        "{method: ditto, population: {clients: 12, partition: iid}, model: mlp, rounds: 5, epsilon: 8}"
+    )
     file = [f"--config={path}"] if joined else ["--config", str(path)]
     words = ["run", *file, "--rounds", "2", "--out", str(tmp_path / "runs")]
     told = command(monkeypatch, capsys, *words)
@@ -298,12 +361,26 @@ def test_a_run_takes_a_file_and_options(monkeypatch, capsys, tmp_path, joined):
     stated = json.loads((folder / "privacy.json").read_text())
     assert (stated["clients"], stated["rounds"]) == (12, 2)
     assert stated["honest"]["aggregate"]["epsilon"] == pytest.approx(8.0, rel=0.01)
-    assert f"accuracy {json.loads((folder / 'metrics.jsonl').read_text().splitlines()[-1])['accuracy']:.3f}" in told
+    assert (
+        f"accuracy {json.loads((folder / 'metrics.jsonl').read_text().splitlines()[-1])['accuracy']:.3f}"
+        in told
+    )
 
 
 @pytest.mark.slow
 def test_a_comparison_from_the_shell(monkeypatch, capsys, tmp_path):
-    words = ["--methods", "local_only", "dp_fedavg", "--epsilons", "2", "8", "--clients", "12", "--model", "mlp"]
+    words = [
+        "--methods",
+        "local_only",
+        "dp_fedavg",
+        "--epsilons",
+        "2",
+        "8",
+        "--clients",
+        "12",
+        "--model",
+        "mlp",
+    ]
     more = ["--rounds", "2", "--points", "2", "--seeds", "0", "--out", str(tmp_path)]
     told = command(monkeypatch, capsys, "compare", *words, *more)
     found = jaxfl.Comparison.load(tmp_path / "comparison.json")
@@ -320,7 +397,9 @@ def test_clients_are_counted_after_compilation():
 def test_errors_in_the_shell_are_one_line(tmp_path):
     code = "import sys; from jaxfl.cli import main; sys.argv = ['jaxfl', 'data', 'mnist']; main()"
     environment = {**os.environ, "JAXFL_DATA_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert done.stderr.startswith("error: data_dir=")
     assert "Traceback" not in done.stderr

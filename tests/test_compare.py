@@ -26,18 +26,38 @@ def local(rate):
 
 
 def private(rate, clip, noise_multiplier):
-    return dp_fedavg(MODEL, clip=clip, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), local=local(rate))
+    return dp_fedavg(
+        MODEL,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=Poisson(0.5),
+        local=local(rate),
+    )
 
 
 METHODS = {
     "DP-FedAvg": Candidate(private, grid(rate=[0.01, 0.3], clip=[1.0])),
-    "local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e-6, 0.1]}, 3),
+    "local-only": Candidate(
+        lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e-6, 0.1]}, 3
+    ),
 }
-SETTING: dict[str, Any] = {"rounds": 2, "epsilons": (8.0, math.inf), "seeds": (0, 1), "progress": False}
+SETTING: dict[str, Any] = {
+    "rounds": 2,
+    "epsilons": (8.0, math.inf),
+    "seeds": (0, 1),
+    "progress": False,
+}
 
 
 def row(method, epsilon, seed, accuracy, stated: float | None = 1.0):
-    return {"method": method, "epsilon": epsilon, "stated": stated, "seed": seed, "chosen": {}, "accuracy": accuracy}
+    return {
+        "method": method,
+        "epsilon": epsilon,
+        "stated": stated,
+        "seed": seed,
+        "chosen": {},
+        "accuracy": accuracy,
+    }
 
 
 MADE = Comparison(
@@ -120,7 +140,10 @@ def test_plots_and_files(tmp_path, suffix):
         ({"methods": {"a": private}}, "Candidate"),
         ({"methods": {"a": Candidate(private, {"rate": [0.1], "clip": [1.0, 2.0]})}}, "one length"),
         ({"methods": {"a": Candidate(private, {"clip": [1.0]}, 0)}}, "rounds=0"),
-        ({"methods": {"a": Candidate(private, {"noise_multiplier": [1.0]})}}, "without noise_multiplier"),
+        (
+            {"methods": {"a": Candidate(private, {"noise_multiplier": [1.0]})}},
+            "without noise_multiplier",
+        ),
         ({"epsilons": (0.0,)}, "epsilons="),
         ({"epsilons": 8.0}, "epsilons="),
         ({"epsilons": (1.0, 1.0)}, "epsilons="),
@@ -140,21 +163,39 @@ def test_tuning_trains_and_tests_validation_clients():
     clients, others = small_clients(), hold_out(small_clients(), 0.4, seed=5)
     methods, options = {"local-only": METHODS["local-only"]}, SETTING | {"seeds": (0,)}
     found = compare(methods, clients, validation=lambda seed: others, **options)
-    run = simulate(100, local_only(MODEL, local=local(0.1)), others, rounds=3, eval_every=1, progress=False)
+    run = simulate(
+        100, local_only(MODEL, local=local(0.1)), others, rounds=3, eval_every=1, progress=False
+    )
     scores = [column[1] for column in found.tuning[0]["scores"].values()]
     assert scores == pytest.approx([row["accuracy"] for row in run.metrics])
     assert "other clients" in found.protocol
 
 
 def test_noise_is_that_of_the_clients_who_are_run():
-    private = {"DP-FedAvg": Candidate(partial(dp_fedavg, MODEL, clip=1.0, sampling=FixedSize(2), local=local(0.1)))}
+    private = {
+        "DP-FedAvg": Candidate(
+            partial(dp_fedavg, MODEL, clip=1.0, sampling=FixedSize(2), local=local(0.1))
+        )
+    }
     many = small_clients((4,) * 20)
-    found = compare(private, small_clients(), validation=many, rounds=2, epsilons=(1.0,), seeds=(0,), progress=False)
+    found = compare(
+        private,
+        small_clients(),
+        validation=many,
+        rounds=2,
+        epsilons=(1.0,),
+        seeds=(0,),
+        progress=False,
+    )
     assert found.rows[0]["stated"] == pytest.approx(1.0, rel=2e-3)
 
 
 def test_noise_is_that_of_each_seeds_clients():
-    private = {"DP-FedAvg": Candidate(partial(dp_fedavg, MODEL, clip=1.0, sampling=FixedSize(2), local=local(0.1)))}
+    private = {
+        "DP-FedAvg": Candidate(
+            partial(dp_fedavg, MODEL, clip=1.0, sampling=FixedSize(2), local=local(0.1))
+        )
+    }
     many, few = small_clients((4,) * 20), small_clients()
     options = SETTING | {"epsilons": (1.0,)}
     found = compare(private, lambda seed: few if seed else many, **options)
@@ -171,14 +212,20 @@ def test_points_of_other_epsilons_are_no_points():
 
 def test_a_point_that_diverges_loses_and_stops_nothing(monkeypatch):
     monkeypatch.setattr("jaxfl.run.compare._STATE_BYTES", 1)  # a program for each point
-    methods = {"local-only": Candidate(lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e25, 0.1]})}
+    methods = {
+        "local-only": Candidate(
+            lambda rate: local_only(MODEL, local=local(rate)), {"rate": [1e25, 0.1]}
+        )
+    }
     found = compare(methods, small_clients(), rounds=2, seeds=(0,), progress=False)
     assert found.rows[0]["chosen"] == {"rate": 0.1}
     assert found.tuning[0]["dropped"] == [1.0, 0.0]
 
 
 def test_a_partial_that_fixes_the_noise_is_run_once():
-    free = partial(dp_fedavg, MODEL, sampling=Full(), clip=math.inf, noise_multiplier=0.0, local=local(0.1))
+    free = partial(
+        dp_fedavg, MODEL, sampling=Full(), clip=math.inf, noise_multiplier=0.0, local=local(0.1)
+    )
     assert not Candidate(free).private
     found = compare({"free": Candidate(free)}, small_clients(), **SETTING | {"seeds": (0,)})
     assert found.cells == [("free", math.inf)]
@@ -199,9 +246,21 @@ def test_the_best_point_is_run_with_every_seed_and_again_from_the_folder(tmp_pat
     assert 7.9 < stated["DP-FedAvg", 8.0] <= 8.0
     assert stated["local-only", math.inf] == 0
     assert stated["DP-FedAvg", math.inf] is None
-    chosen = next(row for row in found.tuning if row["method"] == "DP-FedAvg" and math.isinf(row["epsilon"]))["chosen"]
-    alone = simulate(jax.random.key(1), private(noise_multiplier=0.0, **chosen), clients, rounds=2, progress=False)
-    own = next(r for r in found.rows if r["method"] == "DP-FedAvg" and math.isinf(r["epsilon"]) and r["seed"] == 1)
+    chosen = next(
+        row for row in found.tuning if row["method"] == "DP-FedAvg" and math.isinf(row["epsilon"])
+    )["chosen"]
+    alone = simulate(
+        jax.random.key(1),
+        private(noise_multiplier=0.0, **chosen),
+        clients,
+        rounds=2,
+        progress=False,
+    )
+    own = next(
+        r
+        for r in found.rows
+        if r["method"] == "DP-FedAvg" and math.isinf(r["epsilon"]) and r["seed"] == 1
+    )
     assert own["loss"] == pytest.approx(alone.metrics[-1]["loss"], rel=1e-4)
     assert compare(METHODS, clients, folder=tmp_path, **SETTING) == found
     assert Comparison.load(tmp_path / "comparison.json") == found
@@ -216,7 +275,9 @@ def one_example_each():
 
 def result(accuracy, *, dropped=0.0, rounds=(1,)):
     """A result of a run that sends nothing, made by hand."""
-    rows: list[dict[str, Any]] = [{"round": number, "accuracy": accuracy, "epsilon": 0.0} for number in rounds]
+    rows: list[dict[str, Any]] = [
+        {"round": number, "accuracy": accuracy, "epsilon": 0.0} for number in rounds
+    ]
     ledger: Any = None
     return Result((), (), rows, {}, {}, ledger, {"communicates": False}, dropped=dropped)
 
@@ -227,7 +288,10 @@ def swept(monkeypatch, outcome):
 
     def fake(key, build, values, clients, **options):
         calls.append(dict(values))
-        found = [outcome(rate, int(jax.random.key_data(k)[-1])) for rate, k in zip(values["rate"], key, strict=True)]
+        found = [
+            outcome(rate, int(jax.random.key_data(k)[-1]))
+            for rate, k in zip(values["rate"], key, strict=True)
+        ]
         if errors := [one for one in found if isinstance(one, Exception)]:
             raise errors[0]
         return found
@@ -265,11 +329,17 @@ def other_metric(rate):
 
 
 def other_epsilon(rate, noise_multiplier):
-    return dp_fedavg(MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate), local=local(0.1))
+    return dp_fedavg(
+        MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate), local=local(0.1)
+    )
 
 
 def either(rate):
-    return alone(rate) if rate == 0.1 else fedavg(MODEL, local=LocalSGD(optax.sgd(rate), batch_size=int(10 * rate)))
+    return (
+        alone(rate)
+        if rate == 0.1
+        else fedavg(MODEL, local=LocalSGD(optax.sgd(rate), batch_size=int(10 * rate)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,15 +352,37 @@ def either(rate):
             r"methods\['late'\] at \(rate=0.1\): (build\(...\)=None: give an algorithm|Type-check)",
         ),
         (alone, {"rates": [0.1]}, r"methods\['late'\] at \(rates=0.1\): .*unexpected keyword"),
-        (private, {"rate": [0.1, 0.1], "clip": [1.0, -1.0]}, r"at \(rate=0.1, clip=-1.0\): clip=-1.0: give a number"),
-        (private, {"rate": [0.1, 0.1], "clip": [1.0, np.inf]}, r"at \(rate=0.1, clip=inf\): clip=inf with noise"),
-        (other_shape, {"rate": [0.1, 0.5]}, r"at \(rate=0.5\): model='mlp' takes inputs of shape \(5, 5, 1\)"),
-        (other_metric, {"rate": [0.1]}, r"at \(rate=0.1\): methods must be scored by the same metric, got 'f1'"),
-        (either, {"rate": [0.1, 0.5]}, r"at \(rate=0.5\): points must all send updates or all send none"),
+        (
+            private,
+            {"rate": [0.1, 0.1], "clip": [1.0, -1.0]},
+            r"at \(rate=0.1, clip=-1.0\): clip=-1.0: give a number",
+        ),
+        (
+            private,
+            {"rate": [0.1, 0.1], "clip": [1.0, np.inf]},
+            r"at \(rate=0.1, clip=inf\): clip=inf with noise",
+        ),
+        (
+            other_shape,
+            {"rate": [0.1, 0.5]},
+            r"at \(rate=0.5\): model='mlp' takes inputs of shape \(5, 5, 1\)",
+        ),
+        (
+            other_metric,
+            {"rate": [0.1]},
+            r"at \(rate=0.1\): methods must be scored by the same metric, got 'f1'",
+        ),
+        (
+            either,
+            {"rate": [0.1, 0.5]},
+            r"at \(rate=0.5\): points must all send updates or all send none",
+        ),
         (other_epsilon, {"rate": [0.1, 0.5]}, r"methods\['late'\].points=.*different epsilons"),
     ],
 )
-def test_faults_of_a_later_candidate_are_found_before_the_first_round(build, points, words, monkeypatch):
+def test_faults_of_a_later_candidate_are_found_before_the_first_round(
+    build, points, words, monkeypatch
+):
     no_sweep(monkeypatch)
     with pytest.raises((ValueError, TypeError), match=words):
         compare({"first": ALONE, "late": Candidate(build, points)}, small_clients(), **SETTING)
@@ -322,7 +414,10 @@ def test_names_that_a_folder_cannot_hold_beside_our_files_are_refused(names, wor
 def test_clients_who_can_hold_nothing_out_cannot_choose_a_point(monkeypatch):
     no_sweep(monkeypatch)
     options = SETTING | {"epsilons": (math.inf,)}
-    with pytest.raises(ValueError, match=r"validation must hold out .* got 0.2, .*Give other clients as `validation`"):
+    with pytest.raises(
+        ValueError,
+        match=r"validation must hold out .* got 0.2, .*Give other clients as `validation`",
+    ):
         compare({"a": ALONE}, one_example_each(), **options)
     untested = small_clients()
     untested = untested._replace(test_size=np.zeros_like(untested.test_size))
@@ -337,7 +432,12 @@ def test_a_single_point_needs_no_examples_to_choose_it(monkeypatch):
 
 
 def test_a_point_without_a_score_or_without_updates_is_never_chosen(monkeypatch, caplog):
-    outcomes = {0.1: result(math.nan), 0.2: result(0.9, dropped=1.0), 0.3: result(0.4, dropped=0.25), 0.4: result(0.3)}
+    outcomes = {
+        0.1: result(math.nan),
+        0.2: result(0.9, dropped=1.0),
+        0.3: result(0.4, dropped=0.25),
+        0.4: result(0.3),
+    }
     swept(monkeypatch, lambda rate, seed: outcomes[rate])
     found = compare({"a": Candidate(alone, {"rate": [*outcomes]}, 1)}, small_clients(), **SETTING)
     assert found.tuning[0]["chosen"] == {"rate": 0.3}
@@ -355,17 +455,26 @@ def test_a_point_without_a_score_or_without_updates_is_never_chosen(monkeypatch,
 def test_a_run_whose_updates_were_all_dropped_has_no_place_in_the_ranking(monkeypatch):
     swept(monkeypatch, lambda rate, seed: result(0.1, dropped=float(rate == 0.2)))
     build = lambda rate: fedavg(MODEL, local=local(rate))  # noqa: E731
-    methods = {name: Candidate(build, {"rate": [rate]}) for name, rate in (("good", 0.1), ("lost", 0.2))}
+    methods = {
+        name: Candidate(build, {"rate": [rate]}) for name, rate in (("good", 0.1), ("lost", 0.2))
+    }
     found = compare(methods, small_clients(), **SETTING)
-    assert found.to_markdown().splitlines()[-2:] == ["| good | 0.100 ± 0.000 |", "| lost | all updates dropped |"]
+    assert found.to_markdown().splitlines()[-2:] == [
+        "| good | 0.100 ± 0.000 |",
+        "| lost | all updates dropped |",
+    ]
     assert found.differences("good") == []
     assert math.isnan(found.mean("lost", math.inf)[0])
     public = compare(methods, small_clients(), report="public", **SETTING)
     assert [row.get("dropped") for row in public.rows] == [None, None, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("status", ["RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"])
-def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(status, monkeypatch, caplog, tmp_path):
+@pytest.mark.parametrize(
+    "status", ["RESOURCE_EXHAUSTED", "INTERNAL: Error dispatching computation"]
+)
+def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(
+    status, monkeypatch, caplog, tmp_path
+):
     short = jax.errors.JaxRuntimeError(f"{status}: Out of memory allocating 9 bytes.")
     together = []
 
@@ -408,13 +517,19 @@ def test_values_that_decide_shapes_are_compiled_apart(monkeypatch):
 
     def build(rate, batch_size, model, noise_multiplier):
         made.append((rate, batch_size))
-        private = LocalSGD(optax.sgd(rate), batch_size=batch_size, epochs=2 if batch_size > 2 else 1)
-        return dp_fedavg(model, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), local=private)
+        private = LocalSGD(
+            optax.sgd(rate), batch_size=batch_size, epochs=2 if batch_size > 2 else 1
+        )
+        return dp_fedavg(
+            model, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(0.5), local=private
+        )
 
     calls = swept(monkeypatch, lambda rate, seed: result(rate))
     wide = mlp((8, 8, 1), 10, hidden=(4,))
     points = grid(rate=[0.1, 0.3], batch_size=[2, 4], model=[MODEL, wide])
-    found = compare({"a": Candidate(build, points)}, small_clients(), **SETTING | {"epsilons": (8.0, math.inf)})
+    found = compare(
+        {"a": Candidate(build, points)}, small_clients(), **SETTING | {"epsilons": (8.0, math.inf)}
+    )
     assert {type(size) for _, size in made if not isinstance(size, jax.core.Tracer)} == {int}
     tuning, final = calls[:4], calls[4:]
     for call in tuning:
@@ -442,13 +557,23 @@ def test_grids_keep_whole_numbers_and_take_any_values():
     assert {type(value) for value in found["epochs"]} == {int}
     assert found["rate"] == [0.1] * 4 + [0.3] * 4
     assert found["noise"] == ["grid", None] * 4
-    for axis, words in (([], "one value"), ("text", "list of values"), ([math.nan], "NaN"), (1, "list of values")):
+    for axis, words in (
+        ([], "one value"),
+        ("text", "list of values"),
+        ([math.nan], "NaN"),
+        (1, "list of values"),
+    ):
         with pytest.raises((TypeError, ValueError), match=words):
             grid(a=axis)
 
 
 def test_differences_are_paired_by_seed_where_seeds_are_missing():
-    rows = [row("A", 1.0, 1, 0.9), row("A", 1.0, 2, 0.5), row("B", 1.0, 0, 0.1), row("B", 1.0, 1, 0.4)]
+    rows = [
+        row("A", 1.0, 1, 0.9),
+        row("A", 1.0, 2, 0.5),
+        row("B", 1.0, 0, 0.1),
+        row("B", 1.0, 1, 0.4),
+    ]
     (found,) = MADE._replace(rows=rows).differences("B")
     assert found["difference"] == pytest.approx(0.5)
 
@@ -460,7 +585,10 @@ def test_a_point_of_another_batch_size_is_the_run_of_that_size():
 
     clients, others = small_clients(), hold_out(small_clients(), 0.4, seed=5)
     found = compare(
-        {"a": Candidate(build, {"batch_size": [2, 5]}, 2)}, clients, validation=others, **SETTING | {"seeds": (0,)}
+        {"a": Candidate(build, {"batch_size": [2, 5]}, 2)},
+        clients,
+        validation=others,
+        **SETTING | {"seeds": (0,)},
     )
     for column, size in enumerate((2, 5)):
         run = simulate(100, build(size), others, rounds=2, eval_every=1, progress=False)

@@ -45,7 +45,10 @@ local steps, an offset in the loss.
 def _rows(fast: Iterable[str]) -> pytest.MarkDecorator:
     """A test of each method; one worker takes all tests of a method, and compiles it once for each shape."""
     slow = {name: [] if name in fast else [pytest.mark.slow] for name in ALGORITHMS}
-    rows = [pytest.param(name, marks=[pytest.mark.xdist_group(name), *slow[name]]) for name in ALGORITHMS]
+    rows = [
+        pytest.param(name, marks=[pytest.mark.xdist_group(name), *slow[name]])
+        for name in ALGORITHMS
+    ]
     return pytest.mark.parametrize("name", rows)
 
 
@@ -54,7 +57,9 @@ each, some = _rows(USUAL), _rows(["adp_pfl_released"])
 
 
 def test_methods_that_send_weights_say_so():
-    assert {name for name, build in ALGORITHMS.items() if build().sends == "weights"} == {*SEND_WEIGHTS}
+    assert {name for name, build in ALGORITHMS.items() if build().sends == "weights"} == {
+        *SEND_WEIGHTS
+    }
 
 
 def run(algorithm, clients, *, rounds=ROUNDS, key=KEY, **options):
@@ -91,7 +96,9 @@ def method(name, z=1.0):
 
 
 def assert_close(a, b, tolerance=1e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b
+    )
 
 
 @each
@@ -116,13 +123,18 @@ def test_chunk_devices_and_padding_change_nothing(name):
 @pytest.mark.parametrize("options", [{"chunk": 4}, {"chunk": 100}, {"devices": 2}])
 def test_chunk_and_devices_change_nothing_alone(options):
     algorithm, run_plainly = method("feddpa")
-    assert_close(run_plainly(small_clients(), ROUNDS, KEY)[:2], run(algorithm, small_clients(), **options)[:2])
+    assert_close(
+        run_plainly(small_clients(), ROUNDS, KEY)[:2],
+        run(algorithm, small_clients(), **options)[:2],
+    )
 
 
 def test_order_of_clients_changes_nothing():
     # Whole-client batches and full participation leave no randomness that could follow a client's number.
     algorithm = fedavg(
-        MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=16, epochs=2), mechanism=Mechanism(sampling=Full())
+        MODEL,
+        local=LocalSGD(optax.sgd(0.05), batch_size=16, epochs=2),
+        mechanism=Mechanism(sampling=Full()),
     )
     clients = small_clients()
     order = np.random.default_rng(0).permutation(clients.number)
@@ -137,7 +149,9 @@ def test_order_of_clients_changes_nothing():
 def test_infinite_clip_and_no_noise_is_the_plain_method():
     options = {"local": LocalSGD(optax.sgd(0.1), 4, epochs=2)}
     private = dp_fedavg(MODEL, clip=float("inf"), noise_multiplier=0.0, sampling=Full(), **options)
-    plain = fedavg(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **options)
+    plain = fedavg(
+        MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **options
+    )
     assert_close(run(private, small_clients())[0], run(plain, small_clients())[0])
 
 
@@ -152,9 +166,13 @@ def test_neighbours_move_the_aggregate_by_at_most_the_sensitivity(name):
         pytest.skip("single examples are protected, and no client's update is bounded")
     if mechanism.denominator == "participants" and not isinstance(mechanism.sampling, Full):
         pytest.skip("what another denominator changes is no sensitivity")
-    absent = clients._replace(train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size))
+    absent = clients._replace(
+        train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size)
+    )
     weights = mechanism.weight_table[0]
-    denominator = mechanism.sampling.expected(clients.number) * weights.mean() / weights[4 % len(weights)]
+    denominator = (
+        mechanism.sampling.expected(clients.number) * weights.mean() / weights[4 % len(weights)]
+    )
     for seed in range(20):  # until the client takes part
         key = jax.random.key(seed)
         one, _, records = run(clients, 1, key)
@@ -179,7 +197,9 @@ def _follows_private_data(algorithm):
 @each
 def test_noise_has_the_stated_std_on_the_stated_support(name):
     (algorithm, run), clients = method(name), small_clients()
-    clients = clients._replace(train_size=np.zeros_like(clients.train_size))  # no training: the aggregate is noise
+    clients = clients._replace(
+        train_size=np.zeros_like(clients.train_size)
+    )  # no training: the aggregate is noise
     mechanism = algorithm.mechanism
     if not mechanism.noisy:
         pytest.skip("no noise")
@@ -187,11 +207,15 @@ def test_noise_has_the_stated_std_on_the_stated_support(name):
     start, _ = algorithm.init(init_key, len(SIZES))
     server, _, records = run(clients, 1, KEY)
     mean = clip(start.params, CLIP)[0] if name in SEND_WEIGHTS else received(start)
-    noise = np.concatenate([v.ravel() for v in jax.tree.leaves(optax.tree.sub(received(server), mean))])
+    noise = np.concatenate(
+        [v.ravel() for v in jax.tree.leaves(optax.tree.sub(received(server), mean))]
+    )
     participants = records.ledger.participants[0]
     weights = np.broadcast_to(mechanism.weight_table[0], clients.number)
     expected = mechanism.sampling.expected(clients.number) * weights.mean()
-    noise = noise * (weights[participants].sum() if mechanism.denominator == "participants" else expected)
+    noise = noise * (
+        weights[participants].sum() if mechanism.denominator == "participants" else expected
+    )
     support = np.ones(noise.shape, bool)
     if hasattr(start, "support"):
         support = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(start.support)])
@@ -213,10 +237,17 @@ def test_rounds_may_be_cut_anywhere(name):
     jax.tree.map(np.testing.assert_array_equal, whole[:2], parts[:2])
 
 
-@pytest.mark.parametrize("name", [pytest.param("feddpa", marks=pytest.mark.slow), "adp_pfl_released"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("feddpa", marks=pytest.mark.slow), "adp_pfl_released"]
+)
 def test_resume_is_bit_identical(name, tmp_path, monkeypatch):
     algorithm, clients = ALGORITHMS[name](), small_clients(extra_padding=5)
-    options = {"rounds": ROUNDS + 1, "eval_every": ROUNDS, "chunk": WIDE["chunk"], "progress": False}
+    options = {
+        "rounds": ROUNDS + 1,
+        "eval_every": ROUNDS,
+        "chunk": WIDE["chunk"],
+        "progress": False,
+    }
     whole = simulate(KEY, algorithm, clients, **options)
     monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:

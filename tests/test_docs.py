@@ -19,12 +19,18 @@ PAGES = runpy.run_path(str(ROOT / "docs/_ext/methods.py"))["PAGES"]
 REFERENCE = "\n".join(path.read_text() for path in sorted((ROOT / "docs/reference").glob("*.md")))
 LISTED = re.findall(r"^\.\. auto(?:function|class|data):: jaxfl\.(\S+)$", REFERENCE, re.MULTILINE)
 PACKAGES = {"callbacks": callbacks, "data": data, "models": models, "privacy": privacy}
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("experiments/*/README.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("experiments/*/README.md")),
+]
 DOCUMENTS += [ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MADE = {"methods": {page.slug for page in PAGES}}
 MADE["results"] = {path.parent.name for path in ROOT.glob("experiments/*/README.md")} | {"speed"}
 WRITTEN = [
-    path for path in DOCUMENTS if path.parent.parent != ROOT / "docs" or path.stem not in MADE.get(path.parent.name, ())
+    path
+    for path in DOCUMENTS
+    if path.parent.parent != ROOT / "docs" or path.stem not in MADE.get(path.parent.name, ())
 ]
 
 
@@ -34,13 +40,22 @@ def public():
     names = set(jaxfl.__all__) - packages
     for package, module in PACKAGES.items():
         names |= {f"{package}.{name}" for name in module.__all__}
-    own = (name for name, value in vars(tasks).items() if getattr(value, "__module__", "") == "jaxfl.tasks")
+    own = (
+        name
+        for name, value in vars(tasks).items()
+        if getattr(value, "__module__", "") == "jaxfl.tasks"
+    )
     return names | {f"tasks.{name}" for name in own if name[0] != "_" and name not in jaxfl.__all__}
 
 
 def test_the_reference_has_every_public_name_once():
     assert sorted(set(LISTED)) == sorted(LISTED)
-    helpers = {"tasks.columns", "tasks.mean", "tasks.Offset", "tasks.logits_offset"}  # not for users
+    helpers = {
+        "tasks.columns",
+        "tasks.mean",
+        "tasks.Offset",
+        "tasks.logits_offset",
+    }  # not for users
     assert public() - helpers <= set(LISTED)
 
 
@@ -75,11 +90,15 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "words"), COMMANDS, ids=lambda value: str(value).rpartition("/")[2])
+@pytest.mark.parametrize(
+    ("path", "words"), COMMANDS, ids=lambda value: str(value).rpartition("/")[2]
+)
 def test_a_documented_command_fits(path, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "--config" in words:
-        cells = re.findall(r"^```\{code-cell\}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+        cells = re.findall(
+            r"^```\{code-cell\}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE
+        )
         exec(next(cell for cell in cells if ".yaml" in cell), {})
     cli.parse(shlex.split(words))
 
@@ -87,8 +106,12 @@ def test_a_documented_command_fits(path, words, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
 def test_an_executed_cell_shows_all_that_it_prints_and_its_failure_ends_the_build(path):
     text = path.read_text()
-    assert not re.findall(r"(?:remove|hide)-(?:cell|output|std)|raises-exc|skip-exec|--no-raise-error|%%capture", text)
-    assert not re.findall(r"^ *!|os\.system|get_ipython", text, re.MULTILINE)  # their exit codes are lost
+    assert not re.findall(
+        r"(?:remove|hide)-(?:cell|output|std)|raises-exc|skip-exec|--no-raise-error|%%capture", text
+    )
+    assert not re.findall(
+        r"^ *!|os\.system|get_ipython", text, re.MULTILINE
+    )  # their exit codes are lost
     settings = (ROOT / "docs/conf.py").read_text()
     assert "nb_execution_raise_on_error = True" in settings
     assert not re.findall(r"nb_output_stderr|nb_execution_allow_errors|nb_remove", settings)
@@ -142,7 +165,9 @@ def test_modules_of_the_reference_are_imported_by_the_names_that_it_gives():
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
 def test_documents_import_and_name_what_exists(path):
     text = path.read_text()
-    for module, several, one in re.findall(r"^ *from (jaxfl[\w.]*) import (?:\(([^)]*)\)|(.*))", text, re.MULTILINE):
+    for module, several, one in re.findall(
+        r"^ *from (jaxfl[\w.]*) import (?:\(([^)]*)\)|(.*))", text, re.MULTILINE
+    ):
         for name in re.findall(r"\w+", several or one.partition("#")[0]):
             resolved(f"{module}.{name}")
     for name in re.findall(r"`(jaxfl(?:\.\w+)+)[`(]", text):

@@ -51,7 +51,9 @@ def test_traces_once_for_all_calls():
 def test_methods_start_with_the_clients_that_there_are(devices):
     """11 clients fill two devices with a row that is nobody's."""
     base = fedavg(MODEL)
-    method = base._replace(init=lambda key, number: (base.init(key, number)[0], jnp.arange(number) / number))
+    method = base._replace(
+        init=lambda key, number: (base.init(key, number)[0], jnp.arange(number) / number)
+    )
     _, _, states = start(method, small_clients(), devices=devices)
     np.testing.assert_allclose(states.tree()[:11], np.arange(11) / 11, rtol=1e-6)
 
@@ -69,13 +71,21 @@ def test_clients_of_one_size_wait_for_none():
         return str(step.func.trace(*step.args, *arguments, **step.keywords).jaxpr), step(*arguments)
 
     (text, found), (longer, expected) = run(known), run(known._replace(size=None))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
-    assert longer.count("select_n") - text.count("select_n") >= len(jax.tree.leaves(found[0].server.params))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
+    assert longer.count("select_n") - text.count("select_n") >= len(
+        jax.tree.leaves(found[0].server.params)
+    )
 
 
 def test_segments_equal_one_long_call():
     algorithm = dp_fedavg(
-        MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=1.0,
+        sampling=Poisson(0.5),
+        local=LocalSGD(optax.sgd(0.05), batch_size=4),
     )
     step, center, states = start(algorithm, small_clients())
     once, *_ = step(KEY, 0, 4, center, states)
@@ -104,7 +114,8 @@ def test_empty_rounds_still_add_noise():
 
 def test_empty_rounds_without_noise_change_nothing():
     step, center, states = start(
-        fedavg(MODEL, mechanism=Mechanism(sampling=Poisson(1e-9), denominator="participants")), small_clients()
+        fedavg(MODEL, mechanism=Mechanism(sampling=Poisson(1e-9), denominator="participants")),
+        small_clients(),
     )
     before = flat(center.server.params)
     center, *_ = step(KEY, 0, 2, center, states)
@@ -113,7 +124,11 @@ def test_empty_rounds_without_noise_change_nothing():
 
 def poisoned(value):
     """FedAvg in which the client of 7 examples sends a non-finite update."""
-    base = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism(denominator="expected"))
+    base = fedavg(
+        MODEL,
+        local=LocalSGD(optax.sgd(0.05), batch_size=4),
+        mechanism=Mechanism(denominator="expected"),
+    )
 
     def client_update(key, server, client, data):
         message, client, info = base.client_update(key, server, client, data)
@@ -133,17 +148,25 @@ def test_nonfinite_updates_are_dropped_and_counted(value, chunk):
     assert np.isfinite(flat(center)).all()
     absent = clients._replace(train_size=np.where(clients.train_size == 7, 0, clients.train_size))
     step, other, states = start(
-        fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism()), absent, chunk=chunk
+        fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism()),
+        absent,
+        chunk=chunk,
     )
     other, *_ = step(KEY, 0, 2, other, states)
-    np.testing.assert_allclose(flat(center.server.params), flat(other.server.params), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        flat(center.server.params), flat(other.server.params), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_temporary_memory_does_not_grow_with_the_cohort():
     def temporary(count):
         clients = small_clients((9,) * count)
         algorithm = dp_fedavg(
-            MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+            MODEL,
+            clip=CLIP,
+            noise_multiplier=1.0,
+            sampling=Full(),
+            local=LocalSGD(optax.sgd(0.05), batch_size=4),
         )
         step, center, states = start(algorithm, clients, devices=1, segment=1)
         lowered = step.func.lower(*step.args, KEY, 0, 1, center, states)  # pyrefly: ignore[missing-attribute]
@@ -185,7 +208,11 @@ def test_client_state_moves_only_with_participation():
 def test_evaluation_equals_a_plain_loop(tests):
     clients = small_clients()
     if tests:  # several blocks of batches, the last of them broken
-        rows = np.random.default_rng(0).integers(len(clients.labels), size=(clients.number, tests)).astype(np.int32)
+        rows = (
+            np.random.default_rng(0)
+            .integers(len(clients.labels), size=(clients.number, tests))
+            .astype(np.int32)
+        )
         sizes = np.resize(np.array([300, 0, 1, 60, 61, 180, 299], np.int32), clients.number)
         clients = clients._replace(test=Lists.of(rows), test_size=sizes)
     algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), epochs=3))
@@ -195,7 +222,9 @@ def test_evaluation_equals_a_plain_loop(tests):
     chunked = compile_evaluation(algorithm, population, chunk=4)(KEY, server, states)
     logits = MODEL.apply(server.params, MODEL.prepare(jnp.asarray(clients.inputs)))
     hits = np.argmax(logits, axis=1) == clients.labels
-    losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(clients.labels)))
+    losses = np.asarray(
+        optax.softmax_cross_entropy_with_integer_labels(logits, jnp.asarray(clients.labels))
+    )
     for i in range(clients.number):
         rows = clients.test[i][: clients.test_size[i]]
         if len(rows) == 0:

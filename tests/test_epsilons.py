@@ -33,7 +33,14 @@ from jaxfl.types import Terms
 
 KEY, C, ROUNDS = jax.random.key(3), len(SIZES), 6
 STEPS = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.2, steps=2)
-SAMPLERS = (Full(), Poisson(0.3), FixedSize(3), CyclicPoisson(0.1, 3), MinSeparation(2, 3), BallsInBins(3))
+SAMPLERS = (
+    Full(),
+    Poisson(0.3),
+    FixedSize(3),
+    CyclicPoisson(0.1, 3),
+    MinSeparation(2, 3),
+    BallsInBins(3),
+)
 NOISES: dict[str, dict[str, Any]] = {
     "server": {"noise_multiplier": 3.0},
     "schedule": {"noise_multiplier": np.linspace(2.0, 4.0, ROUNDS)},
@@ -85,20 +92,26 @@ def test_epsilons_so_far_are_those_of_the_statement_for_every_mechanism():
     agrees(happened(banded), banded)
     plain = Mechanism(clip=1.0, noise_multiplier=3.0, sampling=FixedSize(3))
     agrees(happened(plain), plain, stateful=True)
-    assert agrees(happened(plain), plain, terms=Terms(broken="the support leaks")).epsilon == math.inf
+    assert (
+        agrees(happened(plain), plain, terms=Terms(broken="the support leaks")).epsilon == math.inf
+    )
     found: Any = agrees(happened(plain, STEPS), plain, dp_sgd=STEPS, examples=60_000)
     assert found.example < math.inf
 
 
 def run(method, folder=None, rounds=3, **options):
     defaults = {"eval_every": 1, "progress": False}
-    return simulate(KEY, method, small_clients(), rounds=rounds, folder=folder, **defaults | options)
+    return simulate(
+        KEY, method, small_clients(), rounds=rounds, folder=folder, **defaults | options
+    )
 
 
 def test_a_calibrated_run_ends_at_its_target_in_every_place(tmp_path):
     sampling, delta = Poisson(0.3), 1e-6
     z = calibrate(2.0, clients=C, rounds=3, sampling=sampling, delta=delta)
-    method = untrained(Mechanism(clip=1.0, noise_multiplier=z, sampling=sampling))._replace(terms=Terms(delta))
+    method = untrained(Mechanism(clip=1.0, noise_multiplier=z, sampling=sampling))._replace(
+        terms=Terms(delta)
+    )
     table = tmp_path / "rows.csv"
     options = [callbacks.epsilon_budget(2.0), callbacks.csv(table)]
     result = run(method, tmp_path / "run", callbacks=options)
@@ -138,7 +151,9 @@ def test_examples_have_a_delta_of_their_own(examples, delta):
     assert own["examples"]["delta"] == pytest.approx(delta)
     assert own["examples"]["number"] == examples
     assert own["examples"]["epsilon"] == example_epsilon(ledger, STEPS, delta=delta).value
-    given = privacy_statement(ledger, Mechanism(), 12, dp_sgd=STEPS, examples=examples, terms=Terms(1e-3))
+    given = privacy_statement(
+        ledger, Mechanism(), 12, dp_sgd=STEPS, examples=examples, terms=Terms(1e-3)
+    )
     large = any("at least 1/examples" in warning for warning in given["warnings"])
     assert large == (examples == 46_000)
 
@@ -149,7 +164,10 @@ def test_noise_too_faint_to_account_for_is_stated():
     for terms in (Terms(), Terms(1e-300)):
         found = privacy_statement(ledger, Mechanism(), C, dp_sgd=faint, terms=terms)["examples"]
         assert 1e17 < float(found["epsilon"]) < math.inf
-        assert running_epsilon(Mechanism(), C, dp_sgd=faint, terms=terms)(3).example == found["epsilon"]
+        assert (
+            running_epsilon(Mechanism(), C, dp_sgd=faint, terms=terms)(3).example
+            == found["epsilon"]
+        )
     z = calibrate(2.0, clients=C, rounds=10, sampling=Poisson(0.1), delta=1e-300)
     assert 1 < z < 1e4
 
@@ -166,7 +184,9 @@ def test_a_public_run_publishes_the_plan_alone(tmp_path):
     wanted = privacy_statement(planned, mechanism, C, dp_sgd=steps, examples=sum(SIZES))
     assert result.ledger.participants.sum(0).max() < 2 or not result.ledger.participants.all()
     for name in ("aggregate", "upload"):
-        assert stated["honest"][name]["epsilon"] == pytest.approx(wanted["honest"][name]["epsilon"], rel=1e-6)
+        assert stated["honest"][name]["epsilon"] == pytest.approx(
+            wanted["honest"][name]["epsilon"], rel=1e-6
+        )
     assert stated["examples"]["epsilon"] == pytest.approx(wanted["examples"]["epsilon"], rel=1e-6)
     assert result.metrics[-1]["epsilon"] == stated["honest"]["aggregate"]["epsilon"]
     assert "'per_client':" not in str(stated)

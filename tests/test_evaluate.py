@@ -42,13 +42,17 @@ def test_a_model_without_finite_outputs_has_no_score_and_no_other_client_notices
         for values in scores.values():
             assert np.flatnonzero(np.isnan(values)).tolist() == lost
     others = np.isfinite(found["broken"]["accuracy"])
-    np.testing.assert_array_equal(found["sound"]["accuracy"][others], found["broken"]["accuracy"][others])
+    np.testing.assert_array_equal(
+        found["sound"]["accuracy"][others], found["broken"]["accuracy"][others]
+    )
 
 
 def test_a_lost_model_counts_as_wrong_in_every_mean():
     accuracy = np.array([0.4, np.nan, np.nan, 0.8], np.float32)
     row = summarize(
-        {"accuracy": accuracy, "loss": accuracy}, np.array([10, 30, 0, 20]), classification().metrics
+        {"accuracy": accuracy, "loss": accuracy},
+        np.array([10, 30, 0, 20]),
+        classification().metrics,
     )  # the third has no tests
     assert row["accuracy"] == pytest.approx(0.4)
     assert row["accuracy_std"] == pytest.approx(math.sqrt(0.32 / 3))
@@ -59,6 +63,14 @@ def test_a_lost_model_counts_as_wrong_in_every_mean():
 
 def test_without_test_examples_nothing_is_known():
     nothing = np.full(3, np.nan, np.float32)
-    row = summarize({"accuracy": nothing, "loss": nothing}, np.zeros(3, int), classification().metrics)
-    assert row.keys() == {"accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"}
+    row = summarize(
+        {"accuracy": nothing, "loss": nothing}, np.zeros(3, int), classification().metrics
+    )
+    assert row.keys() == {
+        "accuracy",
+        "accuracy_std",
+        "accuracy_worst10",
+        "accuracy_examples",
+        "loss",
+    }
     assert all(map(math.isnan, row.values()))

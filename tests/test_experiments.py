@@ -33,8 +33,16 @@ def test_seeds_that_repeat_or_are_none_are_refused(seeds):
 @pytest.mark.parametrize(
     ("stop", "code", "line"),
     [
-        (signals.stopped(signal.SIGTERM, "stopped after round 3 of 9"), 143, "stopped after round 3 of 9"),
-        (signals.stopped(signal.SIGINT, "stopped after round 3 of 9"), 130, "stopped after round 3 of 9"),
+        (
+            signals.stopped(signal.SIGTERM, "stopped after round 3 of 9"),
+            143,
+            "stopped after round 3 of 9",
+        ),
+        (
+            signals.stopped(signal.SIGINT, "stopped after round 3 of 9"),
+            130,
+            "stopped after round 3 of 9",
+        ),
         (KeyboardInterrupt(), 130, "stopped"),
     ],
 )
@@ -50,7 +58,11 @@ def test_an_accuracy_that_is_not_known_is_a_dash():
     assert common.percent([0.5, 0.7]) == "60.0 ± 14.1"
 
 
-TOY = {"one": study.Study(lambda options: {"seen": list(options.seeds)}, lambda result: f"seen: {result['seen']}")}
+TOY = {
+    "one": study.Study(
+        lambda options: {"seen": list(options.seeds)}, lambda result: f"seen: {result['seen']}"
+    )
+}
 
 
 @pytest.fixture
@@ -65,14 +77,18 @@ def toy(monkeypatch, tmp_path):
 
 def test_a_readme_is_made_of_results(toy):
     study.render("toy", TOY)
-    assert (toy / "README.md").read_text() == "Before\n<!-- one -->\nseen: [7]\n<!-- /one -->\nafter\n"
+    assert (
+        toy / "README.md"
+    ).read_text() == "Before\n<!-- one -->\nseen: [7]\n<!-- /one -->\nafter\n"
     assert study.render("toy", TOY, check=True) == []
 
 
 @pytest.mark.parametrize("text", ["Before\nafter\n", "<!-- one --><!-- /one -->" * 2])
 def test_a_result_has_one_place(toy, text):
     (toy / "README.md").write_text(text)
-    with pytest.raises(ValueError, match=r"README.md has [02] places for one: write <!-- one --><!-- /one --> once"):
+    with pytest.raises(
+        ValueError, match=r"README.md has [02] places for one: write <!-- one --><!-- /one --> once"
+    ):
         study.render("toy", TOY)
 
 
@@ -80,11 +96,15 @@ def test_a_result_has_one_place(toy, text):
 def test_a_place_has_a_result(toy, name):
     (toy / "README.md").write_text(f"<!-- {name} -->99.9<!-- /{name} -->")
     (toy / "results/one.json").unlink()
-    with pytest.raises(ValueError, match=f"has a place for {name}: run `python -m experiments.toy {name}`"):
+    with pytest.raises(
+        ValueError, match=f"has a place for {name}: run `python -m experiments.toy {name}`"
+    ):
         study.render("toy", TOY)
 
 
-@pytest.mark.parametrize(("file", "old", "new"), [("results/one.json", "7", "8"), ("README.md", "7", "8")])
+@pytest.mark.parametrize(
+    ("file", "old", "new"), [("results/one.json", "7", "8"), ("README.md", "7", "8")]
+)
 def test_a_stale_readme_is_found_and_left_alone(toy, file, old, new, monkeypatch, capsys):
     study.render("toy", TOY)
     (toy / file).write_text((toy / file).read_text().replace(old, new))
@@ -126,7 +146,9 @@ def test_all_readmes_have_the_numbers_of_their_results(capsys):
 def test_the_best_point_has_the_best_round_and_no_nan():
     curves = [[0.1, 0.4, 0.3], [0.2, math.nan, 0.35]]
     results: Any = [
-        types.SimpleNamespace(metrics=[{"round": 10 * r, "accuracy": value} for r, value in enumerate(curve, 1)])
+        types.SimpleNamespace(
+            metrics=[{"round": 10 * r, "accuracy": value} for r, value in enumerate(curve, 1)]
+        )
         for curve in curves
     ]
     points = {"rate": [1.0, 2.0], "clip": [3.0, 4.0]}
@@ -134,7 +156,11 @@ def test_the_best_point_has_the_best_round_and_no_nan():
     assert (best.chosen, best.rounds, best.result) == ({"rate": 1.0, "clip": 3.0}, 20, results[0])
     np.testing.assert_array_equal(best.validation, [0.4, math.nan])
     best = common.choose(points, results, lambda rows: [rows[-1]["accuracy"]])
-    assert (best.chosen, best.rounds, best.validation) == ({"rate": 2.0, "clip": 4.0}, 30, [0.3, 0.35])
+    assert (best.chosen, best.rounds, best.validation) == (
+        {"rate": 2.0, "clip": 4.0},
+        30,
+        [0.3, 0.35],
+    )
 
 
 @pytest.mark.parametrize("scale", ["smoke", "paper"])
@@ -143,12 +169,21 @@ def test_a_part_is_made_once_for_its_facts(scale, tmp_path, monkeypatch):
     options, made = Options(scale=scale, out=tmp_path / "runs"), []
 
     def part(rate):
-        return study.part("some", "table", "row", {"rate": rate}, lambda: made.append(rate) or {"score": rate}, options)
+        return study.part(
+            "some",
+            "table",
+            "row",
+            {"rate": rate},
+            lambda: made.append(rate) or {"score": rate},
+            options,
+        )
 
     assert [part(rate)["score"] for rate in (0.1, 0.1 + 1e-9, 0.2)] == [0.1, 0.1, 0.2]
     assert made == [0.1, 0.2]
     (path,) = tmp_path.rglob("*.json")
-    assert path.parent == tmp_path / ("runs/table" if scale == "smoke" else "kept/some/results/table")
+    assert path.parent == tmp_path / (
+        "runs/table" if scale == "smoke" else "kept/some/results/table"
+    )
     kept = json.loads(path.read_text())
     assert kept["date"]
     assert kept["versions"].keys() == {*study.PACKAGES}
@@ -173,7 +208,11 @@ def test_mechanisms_are_tuned_with_equal_budgets_at_equal_epsilon(task):
             assert len(row["seeds"]) == len(row["accuracy"]) == 3
             assert 0.98 * epsilon < row["epsilon"] <= epsilon
             if row["bands"] == 1:
-                error = row["noise_multiplier"] / setting["cohort"] * math.sqrt((setting["rounds"] + 1) / 2)
+                error = (
+                    row["noise_multiplier"]
+                    / setting["cohort"]
+                    * math.sqrt((setting["rounds"] + 1) / 2)
+                )
                 assert row["error"] == pytest.approx(error)
 
 
@@ -181,15 +220,22 @@ def test_mechanisms_are_tuned_with_equal_budgets_at_equal_epsilon(task):
 def test_methods_are_tuned_with_equal_budgets(task):
     setting = methods.SETTINGS[task]
     candidates = methods.METHODS[task](mlp((8, 8, 1), 10, hidden=setting.hidden), setting)
-    assert {len(column) for method in candidates.values() for column in method.points.values()} == {6}
+    assert {len(column) for method in candidates.values() for column in method.points.values()} == {
+        6
+    }
 
 
 def test_validation_and_test_examples_are_never_trained_on():
     setting = methods.SETTINGS["shared"]._replace(clients=10, examples=20, validation=5, test=20)
     digits = load("digits")
-    held_out, tested = (methods.clients_of(digits, "shared", setting, 0, held_out=held) for held in (True, False))
+    held_out, tested = (
+        methods.clients_of(digits, "shared", setting, 0, held_out=held) for held in (True, False)
+    )
     np.testing.assert_array_equal(*(np.asarray(c.inputs)[c.train.flat] for c in (held_out, tested)))
-    train, test = (np.asarray(held_out.inputs)[rows.flat].reshape(-1, 64) for rows in (held_out.train, held_out.test))
+    train, test = (
+        np.asarray(held_out.inputs)[rows.flat].reshape(-1, 64)
+        for rows in (held_out.train, held_out.test)
+    )
     assert held_out.test_size.tolist() == [5] * 10
     assert not {row.tobytes() for row in train} & {row.tobytes() for row in test}
 
@@ -203,7 +249,9 @@ def test_adp_pfl_compares_schedules_of_one_total_and_holds_validation_examples_o
     assert np.ptp(noise["fixed"]) == 0 < np.ptp(noise["round-level"])
     assert adp_pfl.thinner(80.0) == pytest.approx(math.sqrt(0.2))
     held_out, tested = bench.held_out(3), bench.clients(3)
-    for trained, own, size, all_of in zip(held_out.train, held_out.test, held_out.test_size, tested.train, strict=True):
+    for trained, own, size, all_of in zip(
+        held_out.train, held_out.test, held_out.test_size, tested.train, strict=True
+    ):
         assert {*own[:size]} <= {*all_of} - {*trained}
 
 
@@ -216,8 +264,23 @@ def adp_rows(fixed, round_level, dropped=0.0):
     ]
     floors: dict[str, dict] = {name: {"local": [0.5]} for name in adp_pfl.FLOORS}
     floors["alone"] |= {"learning_rate": 0.1, "passes": 5, "validation": {"5": 0.5}}
-    setting = {"data": "mnist", "clients": 2, "examples": 100, "cohort": 1, "rounds": 1, "epochs": 5, "batch_size": 40}
-    return {"rows": rows, "floors": floors, "setting": setting, "seeds": [0], "date": "", "versions": {}}
+    setting = {
+        "data": "mnist",
+        "clients": 2,
+        "examples": 100,
+        "cohort": 1,
+        "rounds": 1,
+        "epochs": 5,
+        "batch_size": 40,
+    }
+    return {
+        "rows": rows,
+        "floors": floors,
+        "setting": setting,
+        "seeds": [0],
+        "date": "",
+        "versions": {},
+    }
 
 
 @pytest.mark.parametrize(
@@ -234,10 +297,18 @@ def adp_rows(fixed, round_level, dropped=0.0):
 def test_adp_pfls_table_names_why_it_is_not_the_papers(fixed, round_level, verdict):
     assert f"Verdict: {verdict}" in adp_pfl.table_2_markdown(adp_rows(fixed, round_level))
     told = adp_pfl.table_2_markdown(adp_rows(fixed, round_level, dropped=0.2))
-    assert ("at ε 6: it diverges, 20% of its updates are not finite" in told) == ("global model" in verdict)
+    assert ("at ε 6: it diverges, 20% of its updates are not finite" in told) == (
+        "global model" in verdict
+    )
 
 
 def test_a_claim_that_does_not_hold_has_a_reason():
-    assert adp_pfl.verdict({"a above b": True}, "of c") == "Verdict: ordering reproduced (a above b: yes)."
+    assert (
+        adp_pfl.verdict({"a above b": True}, "of c")
+        == "Verdict: ordering reproduced (a above b: yes)."
+    )
     claims = {"a above b": True, "b above c": False}
-    assert adp_pfl.verdict(claims, "of c") == "Verdict: not, because of c (a above b: yes; b above c: no)."
+    assert (
+        adp_pfl.verdict(claims, "of c")
+        == "Verdict: not, because of c (a above b: yes; b above c: no)."
+    )

@@ -49,7 +49,9 @@ def method(
     steps: dict[str, Any] = {"batch_size": 4, "epochs": 2} | steps
 
     def penalty(params, server):
-        moved = sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(server)))
+        moved = sum(
+            jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(server))
+        )
         return weight * moved + 0 * jnp.take(constant, jnp.int32(moved))
 
     return fedavg(
@@ -64,7 +66,9 @@ def method(
 
 def run(folder, algorithm=None, clients=None, **options):
     defaults: dict[str, Any] = {"rounds": 2, "eval_every": 2, "progress": False}
-    return simulate(KEY, algorithm or method(), clients or small_clients(), folder=folder, **defaults | options)
+    return simulate(
+        KEY, algorithm or method(), clients or small_clients(), folder=folder, **defaults | options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +104,19 @@ OTHERS: dict[str, Any] = {
     "epochs": ({"algorithm": lambda: method(epochs=1)}, UPDATE),
     "penalty": ({"algorithm": lambda: method(weight=0.4)}, UPDATE),
     "radius": ({"algorithm": lambda: method(radius=0.2)}, UPDATE),
-    "constant": ({"algorithm": lambda: method(constant=other_constant())}, "arrays that the method"),
+    "constant": (
+        {"algorithm": lambda: method(constant=other_constant())},
+        "arrays that the method",
+    ),
     "constant on the device": (
         {"algorithm": lambda: method(constant=jnp.asarray(other_constant()))},
         "arrays that the method",
     ),
     "server": ({"algorithm": lambda: method(server=0.9)}, "the server's update"),
-    "width": ({"algorithm": lambda: method(mlp((8, 8, 1), 10, hidden=(17,)))}, "the start.*; the clients' update"),
+    "width": (
+        {"algorithm": lambda: method(mlp((8, 8, 1), 10, hidden=(17,)))},
+        "the start.*; the clients' update",
+    ),
     "personalize": (
         {
             "algorithm": lambda: method()._replace(
@@ -116,7 +126,10 @@ OTHERS: dict[str, Any] = {
         "personalize",
     ),
     "clip": ({"algorithm": lambda: method(clip=0.5)}, r"mechanism\.clip 0\.3, not 0\.5"),
-    "cohort": ({"algorithm": lambda: method(sampling=Poisson(0.5))}, r"mechanism\.sampling\.rate 0\.6, not 0\.5"),
+    "cohort": (
+        {"algorithm": lambda: method(sampling=Poisson(0.5))},
+        r"mechanism\.sampling\.rate 0\.6, not 0\.5",
+    ),
     "pixel": ({"clients": lambda: changed("inputs", (3, 1, 1, 0), 77)}, "What differs: inputs"),
     "label": ({"clients": lambda: changed("labels", 3, 9)}, "What differs: labels"),
     "partition": ({"clients": lambda: changed("train", 0, 1700)}, "What differs: the partition"),
@@ -131,7 +144,11 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_run_is_refused_and_what_differs_is_named(name, folder):
     options, named = OTHERS[name]
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
     remedy = "To resume it" if name == "devices" else "resume='never'"
     with pytest.raises(ValueError, match=f"holds another run.*{named}.*{remedy}"):
         run(folder, **{option: make() for option, make in options.items()})
@@ -160,16 +177,24 @@ def test_what_is_in_another_function_changes_no_other_hash(folder):
     ("stored", "device", "remedy"),
     [
         (8, "cpu", "set JAX_NUM_CPU_DEVICES=8 before Python starts"),
-        (1, "cpu", r"set JAX_NUM_CPU_DEVICES=1 before Python starts or give devices=jax.devices\(\)\[:1\]"),
+        (
+            1,
+            "cpu",
+            r"set JAX_NUM_CPU_DEVICES=1 before Python starts or give devices=jax.devices\(\)\[:1\]",
+        ),
         (1, "NVIDIA H100", r"give devices=jax.devices\(\)\[:1\]"),
         (8, "NVIDIA H100", "run it on 8 devices"),
     ],
 )
-def test_another_number_of_devices_is_refused_with_the_remedy_that_keeps_the_run(stored, device, remedy, tmp_path):
+def test_another_number_of_devices_is_refused_with_the_remedy_that_keeps_the_run(
+    stored, device, remedy, tmp_path
+):
     plan, facts = Plan(1, [1]), {"method": "mine", "device": device, "devices": stored}
     Checkpoints(tmp_path / "ckpt", facts, plan).save(1, {"weights": jnp.zeros(3)}, plan)
     other = Checkpoints(tmp_path / "ckpt", facts | {"devices": 2}, plan)
-    with pytest.raises(ValueError, match=rf"devices {stored}, not 2\. To resume it, {remedy}\. For a new run") as found:
+    with pytest.raises(
+        ValueError, match=rf"devices {stored}, not 2\. To resume it, {remedy}\. For a new run"
+    ) as found:
         other.restore(lambda made: {"weights": jnp.zeros(3)}, lambda *_: None)
     assert "delete" not in str(found.value)
     other = Checkpoints(tmp_path / "ckpt", facts | {"devices": 2, "method": "yours"}, plan)
@@ -198,7 +223,9 @@ def test_versions_are_named(folder, monkeypatch):
     with pytest.raises(ValueError, match=f"jax {jax.__version__}, not 9.9"):
         run(folder)
     monkeypatch.undo()
-    with jax.threefry_partitionable(False):  # a run has its own flag, so that its random numbers are the same
+    with jax.threefry_partitionable(
+        False
+    ):  # a run has its own flag, so that its random numbers are the same
         run(folder)
 
 
@@ -212,7 +239,9 @@ def test_a_folder_of_an_older_version_is_refused(tmp_path):
 def test_points_of_a_sweep_are_told_apart(tmp_path):
     def points(mu, rate=0.05):
         build = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(rate), batch_size=4))
-        return sweep(KEY, build, {"mu": mu}, small_clients(), rounds=1, folder=tmp_path, progress=False)
+        return sweep(
+            KEY, build, {"mu": mu}, small_clients(), rounds=1, folder=tmp_path, progress=False
+        )
 
     with pytest.raises(ValueError, match=r"values\['\.\./x'\]"):
         sweep(KEY, fedprox, {"../x": [0.0]}, small_clients(), rounds=1, folder=tmp_path / "a")
@@ -271,7 +300,9 @@ def test_programs_differ_by_what_they_compute_alone():
 def test_callbacks_and_custom_rules_have_no_address():
     def made():
         def work(x):
-            return jax.pure_callback(lambda y: y + 1, jax.ShapeDtypeStruct((), np.float32), jax.nn.relu(x))
+            return jax.pure_callback(
+                lambda y: y + 1, jax.ShapeDtypeStruct((), np.float32), jax.nn.relu(x)
+            )
 
         return work
 

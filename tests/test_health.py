@@ -40,7 +40,9 @@ def records(dropped, participants, noise=0.0):
     """Rounds in which the first few clients take part."""
     dropped, participants = np.array(dropped), np.array(participants, np.float32)
     one = np.ones((len(dropped), 1), np.float32)
-    ledger = Ledger(np.arange(C) < participants[:, None], 0 * one, one, noise * one[:, 0], one[:, 0])
+    ledger = Ledger(
+        np.arange(C) < participants[:, None], 0 * one, one, noise * one[:, 0], one[:, 0]
+    )
     return MAKE(ledger, {"participants": participants}, dropped, np.ones(len(dropped), bool))
 
 
@@ -79,7 +81,9 @@ def test_clients_with_broken_data_are_found():
 def test_a_run_stops_where_no_update_can_count(dropped, participants, noise, stops, caplog):
     own = records(dropped, participants, noise)
     if stops:
-        with pytest.raises(FloatingPointError, match=r"8 of 8 updates since round 2 .* lower the learning rate"):
+        with pytest.raises(
+            FloatingPointError, match=r"8 of 8 updates since round 2 .* lower the learning rate"
+        ):
             watch().updates(own, 2, 4)
     else:
         watch().updates(own, 2, 4)
@@ -90,10 +94,13 @@ def test_a_cohort_of_broken_data_alone_stops_no_run():
     clients = broken_clients(train=(0, 1))
     watch(clients).updates(records([2, 2], [2, 2]), 0, 2)
     with pytest.raises(
-        FloatingPointError, match=r"6 of 6 .*examples .clients 0, 1.: clean them; others diverged: lower the"
+        FloatingPointError,
+        match=r"6 of 6 .*examples .clients 0, 1.: clean them; others diverged: lower the",
     ):
         watch(clients).updates(records([3, 3], [3, 3]), 0, 2)
-    with pytest.raises(FloatingPointError, match=r"examples \(clients 0, 1, 3, 4, 5, \.\.\.\): clean them; none"):
+    with pytest.raises(
+        FloatingPointError, match=r"examples \(clients 0, 1, 3, 4, 5, \.\.\.\): clean them; none"
+    ):
         watch(broken_clients(train=[i for i in NAMES if SIZES[i]])).updates(records([1], [1]), 0, 1)
 
 
@@ -132,7 +139,9 @@ def test_no_test_example_is_told_once(caplog):
     found = watch(clients._replace(test_size=np.zeros_like(clients.test_size)))
     for _ in range(2):
         found.scores([scores(*NAMES)], 1)
-    assert [r.getMessage() for r in caplog.records] == ["run: no client has a test example: scores are not known"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "run: no client has a test example: scores are not known"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +205,9 @@ def test_weights_in_place_of_a_difference_are_named(name, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fedavg", "feddpa", "ditto", "dp_pfeddsu", "scaffold", "padpfl_paper", "ppsgd"])
+@pytest.mark.parametrize(
+    "name", ["fedavg", "feddpa", "ditto", "dp_pfeddsu", "scaffold", "padpfl_paper", "ppsgd"]
+)
 @pytest.mark.parametrize("sgd", [0.1, 3.0])
 def test_what_methods_send_is_not_taken_for_weights(name, sgd, caplog):
     simulate(0, ALGORITHMS[name](z=0.0, sgd=sgd), small_clients(), rounds=1, progress=False)

@@ -33,17 +33,31 @@ KEY = jax.random.key(3)
 def results(**options):
     """Leaves of all that a run leaves behind, of all processes' clients."""
     run = simulate(
-        KEY, ALGORITHMS["adp_pfl_public"](), small_clients(), rounds=3, eval_every=1, progress=False, **options
+        KEY,
+        ALGORITHMS["adp_pfl_public"](),
+        small_clients(),
+        rounds=3,
+        eval_every=1,
+        progress=False,
+        **options,
     )
     gathered = multihost_utils.process_allgather(run.states, tiled=True)
     states = [np.asarray(leaf)[: len(run.scores["loss"])] for leaf in jax.tree.leaves(gathered)]
     losses = [row["train_loss"] for row in run.metrics]
-    return [*jax.tree.leaves(run.server), *states, *run.history.values(), run.ledger.participants, losses]
+    return [
+        *jax.tree.leaves(run.server),
+        *states,
+        *run.history.values(),
+        run.ledger.participants,
+        losses,
+    ]
 
 
 def sweep_results(**options):
     method = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
-    runs = sweep(KEY, method, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, progress=False, **options)
+    runs = sweep(
+        KEY, method, {"mu": [0.0, 1.0]}, small_clients(), rounds=1, progress=False, **options
+    )
     return [leaf for run in runs for leaf in (*jax.tree.leaves(run.server), run.scores["loss"])]
 
 
@@ -53,8 +67,17 @@ def each_mechanism(run):
     runs = {name: run(build, **options) for name, build in TOGETHER.items()}
     runs["audit"] = run(TOGETHER["adaptive clip"], audit=Canaries(20), **options)
     for name, left in runs.items():
-        epsilons = [left.statement["honest"][observer]["epsilon"] for observer in ("aggregate", "upload")]
-        parts = left.server, left.memory, left.ledger, left.scores, left.audit, np.array(epsilons, float)
+        epsilons = [
+            left.statement["honest"][observer]["epsilon"] for observer in ("aggregate", "upload")
+        ]
+        parts = (
+            left.server,
+            left.memory,
+            left.ledger,
+            left.scores,
+            left.audit,
+            np.array(epsilons, float),
+        )
         for i, leaf in enumerate(jax.tree.leaves(parts)):
             yield f"{name}, {i}", leaf
 
@@ -138,7 +161,9 @@ def test_eight_devices_change_nothing(start, tmp_path):
 def test_a_lost_process_stops_the_others_and_other_processes_go_on(start, tmp_path, capfd):
     assert start(4, 1, tmp_path, "die") == 128 + signal.SIGKILL
     said = capfd.readouterr().err
-    assert re.search(r"process 0 of 4 stopped after round [23]; the last checkpoint is .*/ckpt/2: start", said)
+    assert re.search(
+        r"process 0 of 4 stopped after round [23]; the last checkpoint is .*/ckpt/2: start", said
+    )
     assert re.search(r"process 3 of 4 was ended by SIGKILL.*same command", said)
     assert start(2, 2, tmp_path, "sweep") == 0
     assert "Traceback" not in capfd.readouterr().err

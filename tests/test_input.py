@@ -78,8 +78,15 @@ def tells(text, value):
     if hasattr(value, "shape") and str(value.shape) in text:
         return True
     array = np.asarray(value)
-    infinite = array.dtype.kind == "f" and not np.all(np.abs(array) < 1e38) and "NaN or infinite" in text
-    return infinite or str(array.shape) in text or str(array.dtype) in text or any(str(x) in text for x in array.flat)
+    infinite = (
+        array.dtype.kind == "f" and not np.all(np.abs(array) < 1e38) and "NaN or infinite" in text
+    )
+    return (
+        infinite
+        or str(array.shape) in text
+        or str(array.dtype) in text
+        or any(str(x) in text for x in array.flat)
+    )
 
 
 def test_the_table_has_every_public_argument():
@@ -95,9 +102,13 @@ def test_the_table_has_every_public_argument():
 
 def test_lists_in_place_of_a_populations_arrays_are_refused_by_field(never_runs):
     for field, array in small_clients()._asdict().items():
-        values: Any = [own.tolist() for own in array] if isinstance(array, Lists) else array.tolist()
+        values: Any = (
+            [own.tolist() for own in array] if isinstance(array, Lists) else array.tolist()
+        )
         clients = small_clients()._replace(**{field: values})
-        with pytest.raises(TypeError, match=f"clients.{field} must be an array, got .*numpy.asarray"):
+        with pytest.raises(
+            TypeError, match=f"clients.{field} must be an array, got .*numpy.asarray"
+        ):
             simulate(KEY, fedavg(MODEL), clients, rounds=1, progress=False)
 
 
@@ -111,7 +122,11 @@ def test_malformed_arguments_are_refused(name, never_runs):
     found = {}
     for argument, (_, kind) in malformed.ROWS[name][1].items():
         for value in malformed.bad_values(kind):
-            wrong = refused(lambda a=argument, v=value: malformed.call(name, **{a: v}), named=argument, value=value)
+            wrong = refused(
+                lambda a=argument, v=value: malformed.call(name, **{a: v}),
+                named=argument,
+                value=value,
+            )
             if wrong:
                 found[argument, show(value)] = wrong
     assert not found
@@ -171,14 +186,26 @@ def test_a_dataset_with_something_replaced_is_checked(change, named):
         ({"train": Lists(CLIENTS.train.flat - 1, CLIENTS.train.start)}, "clients.train=-1"),
         ({"train": MATRIX * 1.0}, "clients.train is float64"),
         ({"train": MATRIX - 1}, "clients.train=-1"),
-        ({"train": Lists(CLIENTS.train.flat * 1.0, CLIENTS.train.start)}, "clients.train.flat is float64"),
+        (
+            {"train": Lists(CLIENTS.train.flat * 1.0, CLIENTS.train.start)},
+            "clients.train.flat is float64",
+        ),
         ({"train": Lists(CLIENTS.train.flat, -CLIENTS.train.start)}, "clients.train.start=-"),
-        ({"train": Lists(CLIENTS.train.flat, CLIENTS.train.start + 5000)}, "clients.train.start=5000"),
+        (
+            {"train": Lists(CLIENTS.train.flat, CLIENTS.train.start + 5000)},
+            "clients.train.start=5000",
+        ),
         ({"train": MATRIX[0]}, "clients.train is int32 of shape (9,)"),
-        ({"train": MATRIX[:, :0], "train_size": CLIENTS.train_size * 0}, "clients.train has shape (11, 0)"),
+        (
+            {"train": MATRIX[:, :0], "train_size": CLIENTS.train_size * 0},
+            "clients.train has shape (11, 0)",
+        ),
         ({"train_size": CLIENTS.train_size + 9}, "clients.train_size=9 to 18"),
         ({"train_size": CLIENTS.train_size[:-1]}, "clients.train_size is int32 of shape (10,)"),
-        ({"test": CLIENTS.test.flat.reshape(11, 5)[:-1]}, "clients.test holds lists of 10 clients: give lists of 11"),
+        (
+            {"test": CLIENTS.test.flat.reshape(11, 5)[:-1]},
+            "clients.test holds lists of 10 clients: give lists of 11",
+        ),
         ({"test_size": -CLIENTS.test_size}, "clients.test_size=-5"),
     ],
 )
@@ -221,9 +248,14 @@ def updates(change):
 @pytest.mark.parametrize(
     ("algorithm", "named"),
     [
-        (BASE._replace(init=lambda key, clients: BASE.init(key, clients)[0]._asdict()), "init gives {'optimizer'"),
         (
-            BASE._replace(init=lambda key, clients: (BASE.init(key, clients)[0], {"w": jnp.zeros(3)})),
+            BASE._replace(init=lambda key, clients: BASE.init(key, clients)[0]._asdict()),
+            "init gives {'optimizer'",
+        ),
+        (
+            BASE._replace(
+                init=lambda key, clients: (BASE.init(key, clients)[0], {"w": jnp.zeros(3)})
+            ),
             "init gives client states['w'] of shape (3,): give a row for each client, [11, ...]",
         ),
         (
@@ -252,14 +284,21 @@ def updates(change):
             "client_update gives message.update of int32: give floating numbers",
         ),
         (
-            BASE._replace(server_update=lambda server, aggregate, *_: server._replace(params=server.params["head"])),
+            BASE._replace(
+                server_update=lambda server, aggregate, *_: server._replace(
+                    params=server.params["head"]
+                )
+            ),
             "server_update gives the server's state like Server(params={'bias'",
         ),
         (
             BASE._replace(personalize=lambda key, server, client, data: server),
             "personalize gives parameters like Server(params={'dense_0'",
         ),
-        (BASE._replace(client_update=lambda key, server: server), "client_update fails, given key<fry>(), Server("),
+        (
+            BASE._replace(client_update=lambda key, server: server),
+            "client_update fails, given key<fry>(), Server(",
+        ),
         (BASE._replace(mechanism=None), "algorithm.mechanism=None: give a jaxfl.privacy.Mechanism"),
         (BASE._replace(init=3), "algorithm.init=3: give a function"),
     ],
@@ -316,8 +355,12 @@ def test_tokens_are_learned():
     rng = np.random.default_rng(0)
     labels = rng.integers(0, 3, 60)
     tokens = (labels[:, None] * 60 + rng.integers(0, 60, (60, 4))).astype(np.int64)
-    clients = make_clients((tokens, labels, tokens, labels), np.split(np.arange(60), 4), np.split(np.arange(60), 4))
-    method = fedavg(from_flax(Tokens(), (4,)), local=LocalSGD(optax.adam(0.05), batch_size=15, epochs=10))
+    clients = make_clients(
+        (tokens, labels, tokens, labels), np.split(np.arange(60), 4), np.split(np.arange(60), 4)
+    )
+    method = fedavg(
+        from_flax(Tokens(), (4,)), local=LocalSGD(optax.adam(0.05), batch_size=15, epochs=10)
+    )
     result = simulate(KEY, method, clients, rounds=2, progress=False)
     assert result.metrics[-1]["accuracy"] > 0.9  # a third by guessing
 
@@ -359,15 +402,25 @@ FLAGS: dict[str, dict[str, Any]] = {
 def test_a_run_is_the_same_under_flags_of_jax(name, states, caplog):
     def run():
         model = mlp((8, 8, 1), 10, hidden=(4,))
-        method = fedrep(model, local=LocalSGD(optax.sgd(0.1), 4), mechanism=Mechanism(clip=1.0, client_noise=0.1))
+        method = fedrep(
+            model,
+            local=LocalSGD(optax.sgd(0.1), 4),
+            mechanism=Mechanism(clip=1.0, client_noise=0.1),
+        )
         return simulate(0, method, clients, rounds=2, states=states, progress=False)
 
     clients = small_clients()  # one has no training example, another no test
-    clients = clients._replace(test_size=np.where(np.arange(len(clients.test_size)) == 3, 0, clients.test_size))
+    clients = clients._replace(
+        test_size=np.where(np.arange(len(clients.test_size)) == 3, 0, clients.test_size)
+    )
     expected = run()
     with flags(**FLAGS[name]):
         found = run()
-    jax.tree.map(np.testing.assert_array_equal, (found.server, found.scores), (expected.server, expected.scores))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (found.server, found.scores),
+        (expected.server, expected.scores),
+    )
     assert np.flatnonzero(np.isnan(found.scores["loss"])).tolist() == [3]
     assert ("jax_disable_jit does not apply" in caplog.text) == (name == "no compilation")
 
@@ -431,7 +484,9 @@ INDEXED: dict[str, Any] = {
     "gru": lambda: gru(17, 6),
     "transformer": lambda: transformer(17, 6, width=8, blocks=1, heads=2),
     "an embedding of linen": lambda: from_flax(Positions(), (6,), **NEXT),
-    "an embedding of bytes": lambda: from_flax(Positions(), (6,), prepare=lambda x: x.astype(jnp.int32), **NEXT),
+    "an embedding of bytes": lambda: from_flax(
+        Positions(), (6,), prepare=lambda x: x.astype(jnp.int32), **NEXT
+    ),
     "an embedding of nnx": lambda: from_nnx(Looked, (6,), **NEXT),
     "a table of parameters": lambda: from_flax(Rows("parameters"), (6,), **NEXT),
     "an embedding's own array": lambda: from_flax(Rows("array"), (6,), **NEXT),
@@ -477,7 +532,9 @@ def test_tokens_that_are_stored_as_floats_are_checked_too(wrong, never_runs):
     with pytest.raises(Reached):
         run(tokens)
     tokens[3, 2] = wrong
-    with pytest.raises(ValueError, match=rf"must be whole numbers in \[0, 17\), .*got {wrong} in row 3"):
+    with pytest.raises(
+        ValueError, match=rf"must be whole numbers in \[0, 17\), .*got {wrong} in row 3"
+    ):
         run(tokens)
 
 

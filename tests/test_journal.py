@@ -27,7 +27,13 @@ def records():
     loss = np.array([2.5, 0, 0, 0, 1.5, 0], np.float32)
     one, flat = np.ones((6, 1), np.float32), np.zeros(6, np.float32)
     ledger = Ledger(np.arange(C) < PARTICIPANTS[:, None], 0 * one, one, flat, flat, 0 * one)
-    info = {"loss": loss, "own": 2 * loss, "update_norm": 4 * loss, "clipped": flat, "participants": PARTICIPANTS}
+    info = {
+        "loss": loss,
+        "own": 2 * loss,
+        "update_norm": 4 * loss,
+        "clipped": flat,
+        "participants": PARTICIPANTS,
+    }
     return MAKE(ledger, info, DROPPED, np.ones(6, bool))
 
 
@@ -76,7 +82,10 @@ def test_public_reports_leave_out_exact_numbers(tmp_path):
     with np.load(tmp_path / report.PER_CLIENT) as found:
         assert set(found) == {"accuracy", "loss", "round", "test_size"}
     _, result = finished(tmp_path)
-    assert result.metrics[0].keys() == scores | set(records().info) - {"loss"} | {"train_loss", "nonfinite"}
+    assert result.metrics[0].keys() == scores | set(records().info) - {"loss"} | {
+        "train_loss",
+        "nonfinite",
+    }
     with np.load(tmp_path / report.PER_CLIENT) as found:
         np.testing.assert_array_equal(found["participations"], records().ledger.participants.sum(0))
 
@@ -106,7 +115,9 @@ def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
     """A longer run writes no more for each row; what a kill left of a line is gone with the next row."""
     calls, path = [], tmp_path / report.METRICS
     write = files.write_metrics
-    monkeypatch.setattr(files, "write_metrics", lambda *given: calls.append(len(given[1])) or write(*given))
+    monkeypatch.setattr(
+        files, "write_metrics", lambda *given: calls.append(len(given[1])) or write(*given)
+    )
     journal, _ = finished(tmp_path)
     assert calls == [1, 3]  # the first row, and all at the end
     complete = path.read_bytes()

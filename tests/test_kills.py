@@ -37,7 +37,10 @@ SETTING: dict[str, Any] = {"rounds": ROUNDS, "eval_every": 10, "progress": False
 def method(clip=CLIP):
     """Heads stay with their clients; noise by round, in some too much of it at the clients for amplification."""
     client_noise = np.where(np.arange(ROUNDS) % 3 == 0, 3.0, 0.5)[:, None]
-    noise: dict[str, Any] = {"noise_multiplier": tuple(np.geomspace(2, 6, ROUNDS)), "client_noise": client_noise}
+    noise: dict[str, Any] = {
+        "noise_multiplier": tuple(np.geomspace(2, 6, ROUNDS)),
+        "client_noise": client_noise,
+    }
     return fedrep(
         MODEL,
         local=LocalSGD(optax.sgd(0.05), batch_size=4),
@@ -65,7 +68,9 @@ def program(kind, folder):
     else:
         store: Any = "host" if kind == "host" else "device"
         results = [simulate(key, method(), clients, folder=folder, states=store, **SETTING)]
-    leaves = jax.tree.leaves(multihost_utils.process_allgather([result[:2] for result in results], tiled=True))
+    leaves = jax.tree.leaves(
+        multihost_utils.process_allgather([result[:2] for result in results], tiled=True)
+    )
     if jax.process_index() == 0:
         write_arrays(folder / "left.npz", {str(i): leaf for i, leaf in enumerate(leaves)})
 
@@ -76,7 +81,9 @@ def start(kind, folder):
     root = pathlib.Path(__file__).parents[1]
     cache = str(jax.config.values["jax_compilation_cache_dir"])
     environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": cache}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def killed(kind, folder, rng):
@@ -85,13 +92,17 @@ def killed(kind, folder, rng):
         path.unlink()
     process = start(kind, folder)
     assert process.stdout is not None
-    for _ in range(rng.randint(0, ROUNDS)):  # then some way into what follows: a round, an evaluation, a checkpoint
+    for _ in range(
+        rng.randint(0, ROUNDS)
+    ):  # then some way into what follows: a round, an evaluation, a checkpoint
         if not process.stdout.readline():
             break
     try:
         process.wait(rng.uniform(0, 0.3))
     except subprocess.TimeoutExpired:
-        pids = [int(path.read_text()) for path in folder.glob("*.pid")] if kind == "processes" else []
+        pids = (
+            [int(path.read_text()) for path in folder.glob("*.pid")] if kind == "processes" else []
+        )
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
             os.kill(rng.choice(pids) if pids else process.pid, signal.SIGKILL)
         process.communicate(timeout=120)
@@ -113,12 +124,17 @@ def files(folder):
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if name.parts[0] in (report.CHECKPOINTS, report.STATES) or path.is_dir() or path.suffix == ".pid":
+        if (
+            name.parts[0] in (report.CHECKPOINTS, report.STATES)
+            or path.is_dir()
+            or path.suffix == ".pid"
+        ):
             continue
         if path.suffix == ".npz":
             with np.load(path) as arrays:
                 found |= {
-                    f"{name}/{key}": (arrays[key].dtype, arrays[key].shape, arrays[key].tobytes()) for key in arrays
+                    f"{name}/{key}": (arrays[key].dtype, arrays[key].shape, arrays[key].tobytes())
+                    for key in arrays
                 }
         else:
             found[str(name)] = path.suffix == ".png" or path.read_bytes()
@@ -138,7 +154,9 @@ def test_a_killed_run_leaves_the_files_of_one_that_was_not(kind, tmp_path):
             kills += 1
         finish(kind, folder)
         found = files(folder)
-        assert [name for name in whole if found.get(name) != whole[name]] == [], f"after {kills} kills of {kind!r}"
+        assert [name for name in whole if found.get(name) != whole[name]] == [], (
+            f"after {kills} kills of {kind!r}"
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def program(what, *arguments):
     process = distributed.global_state.process_id
     if what == "fail":  # where facts differ; process 1 first
         processes.agree({"same": "for all"})
-        with pytest.raises(ValueError, match=r"^data differs by process: '0' in 0; '1' in 1: start the same run"):
+        with pytest.raises(
+            ValueError, match=r"^data differs by process: '0' in 0; '1' in 1: start the same run"
+        ):
             processes.agree({"same": "for all", "data": str(process)})
         if process == 1:
             sys.exit(7)
@@ -108,13 +110,30 @@ def test_wrong_options_are_one_line(options, words, capsys):
     assert said.count("\n") == 1
 
 
-NOT_IN_A_CLUSTER = ("SLURM_", "OMPI_", "CUDA_VISIBLE", "ROCR_VISIBLE", "HIP_VISIBLE", "JAX_PLATFORMS", "JAX_LOCAL")
+NOT_IN_A_CLUSTER = (
+    "SLURM_",
+    "OMPI_",
+    "CUDA_VISIBLE",
+    "ROCR_VISIBLE",
+    "HIP_VISIBLE",
+    "JAX_PLATFORMS",
+    "JAX_LOCAL",
+)
 
 
 def slurm(tasks, task, nodes=1, **more):
     """Slurm's variables in a task of a node with so many tasks."""
-    named = {"JOB_ID": "7", "STEP_NODELIST": "n[1-9]", "NTASKS": tasks * nodes, "PROCID": task, "LOCALID": task}
-    return {f"SLURM_{name}": str(value) for name, value in (named | {"STEP_NUM_NODES": nodes} | more).items()}
+    named = {
+        "JOB_ID": "7",
+        "STEP_NODELIST": "n[1-9]",
+        "NTASKS": tasks * nodes,
+        "PROCID": task,
+        "LOCALID": task,
+    }
+    return {
+        f"SLURM_{name}": str(value)
+        for name, value in (named | {"STEP_NUM_NODES": nodes} | more).items()
+    }
 
 
 def open_mpi(tasks, task):
@@ -153,7 +172,12 @@ FOUR = "0,1,2,3"
         (slurm(1, 0, GPUS_ON_NODE=4), FOUR, [0, 1, 2, 3], "tasks: 1, each with 4 of 4 GPUs"),
         (slurm(4, 2), FOUR, [2], ""),
         (slurm(2, 1, nodes=2, STEP_TASKS_PER_NODE="2(x2)"), FOUR, [2, 3], ""),
-        (slurm(2, 0, STEP_TASKS_PER_NODE="4(x2),2", NODEID=2), "GPU-a1,GPU-b2", [0], "tasks: 2, each with 1 of 2 GPUs"),
+        (
+            slurm(2, 0, STEP_TASKS_PER_NODE="4(x2),2", NODEID=2),
+            "GPU-a1,GPU-b2",
+            [0],
+            "tasks: 2, each with 1 of 2 GPUs",
+        ),
         (slurm(4, 3, GPUS_ON_NODE=4), "0", [0], ""),
         (open_mpi(1, 0), FOUR, [0, 1, 2, 3], "tasks: 1, each with 4 of 4 GPUs"),
         (open_mpi(2, 1), FOUR, [2, 3], ""),
@@ -172,7 +196,11 @@ def test_the_tasks_of_a_node_use_all_of_its_gpus(cluster, capsys, variables, gpu
 
 
 def test_gpus_that_no_task_would_use_are_an_error(cluster, capsys):
-    for variables, gpus in ((slurm(3, 0), FOUR), (slurm(1, 0, GPUS_ON_NODE=4), "0"), (open_mpi(8, 0), FOUR)):
+    for variables, gpus in (
+        (slurm(3, 0), FOUR),
+        (slurm(1, 0, GPUS_ON_NODE=4), "0"),
+        (open_mpi(8, 0), FOUR),
+    ):
         cluster(variables, gpus)
         with pytest.raises(SystemExit) as end:
             launch.main([__file__])
@@ -183,7 +211,9 @@ def test_gpus_that_no_task_would_use_are_an_error(cluster, capsys):
         assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [{"NODEID": 7}, {"LOCALID": "z"}, {"STEP_TASKS_PER_NODE": "many", "NTASKS": "x"}])
+@pytest.mark.parametrize(
+    "wrong", [{"NODEID": 7}, {"LOCALID": "z"}, {"STEP_TASKS_PER_NODE": "many", "NTASKS": "x"}]
+)
 def test_variables_that_do_not_fit_are_named(wrong, cluster, capsys):
     cluster(slurm(2, 0) | {f"SLURM_{name}": str(value) for name, value in wrong.items()}, FOUR)
     with pytest.raises(SystemExit) as end:
@@ -221,11 +251,15 @@ def test_without_a_cluster_one_line_says_so(cluster, capsys):
 def test_a_process_joins_with_its_gpus(cluster, monkeypatch):
     cluster(slurm(2, 1), FOUR)
     started, joined = [], []
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **options: started.append(a[0]) or Child(**options))
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **options: started.append(a[0]) or Child(**options)
+    )
     assert launch.main([__file__]) == 0
     monkeypatch.setattr(launch, "_end_after", lambda launcher: None)
     monkeypatch.setattr(launch, "_run", lambda *given: 0)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: joined.append(options))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *given, **options: joined.append(options)
+    )
     exec(started[0][2], {})
     assert joined[0]["local_device_ids"] == [2, 3]
 
@@ -249,19 +283,25 @@ def test_a_port_that_another_run_listens_at_is_refused(capsys):
 @pytest.mark.parametrize("own", [None, "0.0.0.0:5"])
 def test_the_coordinator_binds_to_the_address_given(monkeypatch, own):
     started = []
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **options: started.append(Child(**options)) or started[-1])
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **options: started.append(Child(**options)) or started[-1]
+    )
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
     if own:
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", own)
     address = f"127.0.0.1:{free_port()}"
     assert launch.main(["--coordinator", address, *HERE]) == 0
-    assert [child.options["env"]["JAX_COORDINATOR_BIND_ADDRESS"] for child in started] == [own or address]
+    assert [child.options["env"]["JAX_COORDINATOR_BIND_ADDRESS"] for child in started] == [
+        own or address
+    ]
 
 
 def test_the_first_that_failed_is_named():
     first = python("sys.exit(7)")
     # The other fails as soon as the first one was waited for.
-    code = f"\nwhile True:\n  try: os.kill({first.pid}, 0)\n  except ProcessLookupError: sys.exit(1)"
+    code = (
+        f"\nwhile True:\n  try: os.kill({first.pid}, 0)\n  except ProcessLookupError: sys.exit(1)"
+    )
     assert launch._wait({0: python(code), 1: first}, []) == (1, 7)
 
 
@@ -270,7 +310,10 @@ def test_a_stopped_process_is_blamed_for_the_one_that_waited_for_it(monkeypatch)
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.0)
     stopped = python("os.kill(os.getpid(), signal.SIGSTOP)")
     os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-    assert launch._wait({0: python("os.kill(os.getpid(), signal.SIGABRT)"), 1: stopped}, []) == (1, -signal.SIGSTOP)
+    assert launch._wait({0: python("os.kill(os.getpid(), signal.SIGABRT)"), 1: stopped}, []) == (
+        1,
+        -signal.SIGSTOP,
+    )
     assert "no sign of life" in launch._how(-signal.SIGSTOP)
 
 
@@ -354,7 +397,10 @@ def test_any_number_of_signals_ends_all(start):
 @pytest.mark.xdist_group("hosts")
 def test_a_process_of_another_run_changes_nothing(start):
     meet = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process"]
-    both = [start(*meet, "0", __file__, "work", "seed 0"), start(*meet, "1", __file__, "work", "seed 1")]
+    both = [
+        start(*meet, "0", __file__, "work", "seed 0"),
+        start(*meet, "1", __file__, "work", "seed 1"),
+    ]
     for launcher in both:
         said = launcher.stderr.read()
         assert launcher.wait() == 1

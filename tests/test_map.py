@@ -54,23 +54,34 @@ def test_a_mixture_is_the_recipe_of_the_library():
         smoothing=methods.SMOOTHING,
     )
     clients = places.clients_of(place, 0)
-    scores = [simulate(3, method, clients, rounds=2, progress=False).scores for method in (found, recipe)]
-    np.testing.assert_allclose(scores[0]["mixed_fine_tuned_corrected"], scores[1]["accuracy"], atol=1e-6)
+    scores = [
+        simulate(3, method, clients, rounds=2, progress=False).scores for method in (found, recipe)
+    ]
+    np.testing.assert_allclose(
+        scores[0]["mixed_fine_tuned_corrected"], scores[1]["accuracy"], atol=1e-6
+    )
 
 
 def test_clients_that_never_take_part_leave_no_trace_in_the_model():
     clients = small_clients()
     method = methods.only_participants(dp_fedavg(MODEL, local=LOCAL, **PRIVATE), 3)
     labels = np.asarray(clients.labels).copy()
-    rows = np.concatenate([np.asarray(clients.train[i])[: clients.train_size[i]] for i in range(3, clients.number)])
+    rows = np.concatenate(
+        [np.asarray(clients.train[i])[: clients.train_size[i]] for i in range(3, clients.number)]
+    )
     labels[rows] = (labels[rows] + 1) % 10
-    results = [simulate(0, method, own, rounds=3, progress=False) for own in (clients, clients._replace(labels=labels))]
+    results = [
+        simulate(0, method, own, rounds=3, progress=False)
+        for own in (clients, clients._replace(labels=labels))
+    ]
     for own, theirs in zip(*(jax.tree.leaves(result.server) for result in results), strict=True):
         np.testing.assert_array_equal(own, theirs)
     moved = simulate(0, dp_fedavg(MODEL, local=LOCAL, **PRIVATE), clients, rounds=3, progress=False)
     assert any(
         np.any(own != other)
-        for own, other in zip(jax.tree.leaves(results[0].server), jax.tree.leaves(moved.server), strict=True)
+        for own, other in zip(
+            jax.tree.leaves(results[0].server), jax.tree.leaves(moved.server), strict=True
+        )
     )
 
 
@@ -90,7 +101,9 @@ def test_groups_of_clients_have_pictures_turned_alike_and_names_of_their_own():
     np.testing.assert_array_equal(turned[0], pictures[0])
     np.testing.assert_array_equal(turned[6], pictures[6, ::-1, ::-1])
     np.testing.assert_array_equal(turned[5, :, :, 0], np.rot90(pictures[5, :, :, 0]))
-    renamed = places.permuted(data._replace(train_labels=np.repeat(np.arange(2, dtype=np.int32), 4))).train_labels
+    renamed = places.permuted(
+        data._replace(train_labels=np.repeat(np.arange(2, dtype=np.int32), 4))
+    ).train_labels
     orders = [np.random.default_rng(group).permutation(10) for group in range(4)]
     np.testing.assert_array_equal(renamed, [order[label] for label in (0, 1) for order in orders])
 
@@ -113,7 +126,10 @@ def test_a_number_at_an_end_of_its_grid_is_tried_beyond_it():
     low = tuning._as_point({"rate": 0.2, "density": 0.3}, 1.0)
     scores = {point: {"plain": np.array([0.9])}, low: {"plain": np.array([0.1])}}
     place = PLACE._replace(clients=1, unseen=0.0)
-    wider = {(dict(own)["rate"], dict(own)["density"]) for own in tuning._wider(place, family, scores, "plain", 1.0)}
+    wider = {
+        (dict(own)["rate"], dict(own)["density"])
+        for own in tuning._wider(place, family, scores, "plain", 1.0)
+    }
     # A density of 1.6 would be no share, so that rates alone go on, by factors of 2.
     assert wider == {(0.8, 0.8), (1.6, 0.8)}
 
@@ -125,7 +141,8 @@ def test_both_tuning_seeds_choose_a_point():
         for point, score in zip(points, (0.9, 0.8, 0.99), strict=True)
     }
     second = {
-        point: {"plain": np.array([score, math.nan, 0.0])} for point, score in zip(points[:2], (0.2, 0.9), strict=True)
+        point: {"plain": np.array([score, math.nan, 0.0])}
+        for point, score in zip(points[:2], (0.2, 0.9), strict=True)
     }
     place = PLACE._replace(clients=3, unseen=1 / 3)
     best, _, score = tuning._chosen(place, [first, second], "plain", 1.0)
@@ -147,11 +164,26 @@ def result_of(changed=None):
     found = {}
     for (method, way, epsilon), score in scores.items():
         own = found.setdefault(method, {"tuning": [], "rows": [], "seconds": 36.0})
-        own["rows"] += [{"way": way, "epsilon": epsilon, "seed": s, "score": score, "unseen": score} for s in (0, 1)]
-        tuned = {"way": way, "epsilon": epsilon, "chosen": {"rate": 0.1, "epsilon": epsilon}, "validation": score}
+        own["rows"] += [
+            {"way": way, "epsilon": epsilon, "seed": s, "score": score, "unseen": score}
+            for s in (0, 1)
+        ]
+        tuned = {
+            "way": way,
+            "epsilon": epsilon,
+            "chosen": {"rate": 0.1, "epsilon": epsilon},
+            "validation": score,
+        }
         own["tuning"].append(tuned | {"evaluation": 0, "points": 20})
     name = "mixed_fine_tuned_corrected"
-    tuned = {"way": name, "epsilon": 1.0, "chosen": {"epsilon": 1.0}, "validation": 0.68, "evaluation": 0, "points": 1}
+    tuned = {
+        "way": name,
+        "epsilon": 1.0,
+        "chosen": {"epsilon": 1.0},
+        "validation": 0.68,
+        "evaluation": 0,
+        "points": 1,
+    }
     mixture = [{"way": name, "epsilon": 1.0, "seed": s, "score": 0.68} for s in (0, 1)]
     found["linear DP-FedAvg, mixed"] = {"tuning": [tuned], "rows": mixture, "seconds": 36.0}
     place = PLACES[1]._asdict() | {"title": PLACES[1].title, "participants": PLACES[1].participants}
@@ -178,7 +210,9 @@ def test_a_run_without_updates_has_no_score(monkeypatch):
     dropped = {point: {"plain": np.full(40, tuning.ALL_DROPPED, np.float32)}}
     monkeypatch.setattr(tuning, "_run", lambda *_, **__: dropped)
     family = methods.Family(dp_fedavg, {"rate": [0.1]}, 1)
-    (row,) = tuning._scores(family, PLACE, {("plain", 1.0): (point, 0)}, places.clients_of(PLACE, 0), 0)
+    (row,) = tuning._scores(
+        family, PLACE, {("plain", 1.0): (point, 0)}, places.clients_of(PLACE, 0), 0
+    )
     assert math.isnan(row["score"])
 
 
@@ -194,7 +228,10 @@ def test_a_place_shows_the_best_first_and_says_what_is_not_below():
     lines = [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| ")]
     assert lines[2] == ["| linear DP-FedAvg, corrected", "70.0 ± 0.0"]
     assert ["| linear local-only", "55.0 ± 0.0"] in lines
-    assert "Best on validation examples: linear DP-FedAvg, corrected, 70.0 ± 0.0, +15.0 (+15.0 to +15.0) over" in text
+    assert (
+        "Best on validation examples: linear DP-FedAvg, corrected, 70.0 ± 0.0, +15.0 (+15.0 to +15.0) over"
+        in text
+    )
     assert "Not below it: Ditto, corrected." in text
     assert "The recipe is +13.0 (+13.0 to +13.0) from training alone." in text
     assert "0.05 core-hours" in text
@@ -207,7 +244,10 @@ def test_the_correction_without_smoothing_is_shown_where_validation_prefers_it()
 
 
 def test_the_front_page_has_three_sentences_of_the_results():
-    other = {("linear DP-FedAvg", "corrected", 1.0): 0.62, ("linear DP-FedAvg", "own_classes", 1.0): 0.5}
+    other = {
+        ("linear DP-FedAvg", "corrected", 1.0): 0.62,
+        ("linear DP-FedAvg", "own_classes", 1.0): 0.5,
+    }
     lines = report.answer({"a": result_of(), "b": result_of(other)}).splitlines()
     assert "changes accuracy by +22.0 to +30.0 points at ε 1" in lines[2]
     assert "is +13.0 points from training alone at ε 1" in lines[3]

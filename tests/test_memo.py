@@ -32,7 +32,13 @@ def counted(method):
 
 
 def private(rate=0.1):
-    return dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(rate), 4))
+    return dp_fedavg(
+        MODEL,
+        clip=1.0,
+        noise_multiplier=1.0,
+        sampling=Poisson(0.5),
+        local=LocalSGD(optax.sgd(rate), 4),
+    )
 
 
 @pytest.mark.parametrize("states", ["device", "host"])
@@ -69,7 +75,10 @@ def test_another_method_or_number_is_another_program():
     first = simulate(0, one, small_clients(), **QUIET).server.params["head"]["kernel"]
     second = simulate(0, two, small_clients(), **QUIET).server.params["head"]["kernel"]
     assert not np.array_equal(first, second)
-    results = [sweep(0, private, {"rate": rates}, small_clients(), **QUIET) for rates in ([0.1, 0.2], [0.1, 0.3])]
+    results = [
+        sweep(0, private, {"rate": rates}, small_clients(), **QUIET)
+        for rates in ([0.1, 0.2], [0.1, 0.3])
+    ]
     ends = [found[1].server.params["head"]["kernel"] for found in results]
     assert not np.array_equal(*ends)
 

@@ -33,10 +33,16 @@ def committed():
 
 def numbers(result):
     """What a run leaves behind, in few numbers; of all processes' clients."""
-    states = multihost_utils.process_allgather(result.states, tiled=True), jax.device_get(result.memory)
+    states = (
+        multihost_utils.process_allgather(result.states, tiled=True),
+        jax.device_get(result.memory),
+    )
     clients = len(result.scores["loss"])
     server = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.server)])
-    square = sum(np.sum(np.reshape(leaf[:clients], (clients, -1)) ** 2.0, axis=1) for leaf in jax.tree.leaves(states))
+    square = sum(
+        np.sum(np.reshape(leaf[:clients], (clients, -1)) ** 2.0, axis=1)
+        for leaf in jax.tree.leaves(states)
+    )
     honest = result.statement["honest"]
     return {
         "loss": result.history["loss"],
@@ -46,18 +52,25 @@ def numbers(result):
         "participants": result.ledger.participants.sum(axis=1),
         "client_noise": result.ledger.client_noise.sum(axis=1),
         "server_noise": result.ledger.server_noise,
-        "reported": [[row[name] for name in ("train_loss", "update_norm", "clipped")] for row in result.metrics],
+        "reported": [
+            [row[name] for name in ("train_loss", "update_norm", "clipped")]
+            for row in result.metrics
+        ],
         "epsilon": [float(honest[observer]["epsilon"]) for observer in ("aggregate", "upload")],
     }
 
 
 def check(name, found):
     for entry, wanted in committed()[name].items():
-        np.testing.assert_allclose(np.asarray(found[entry], float), wanted, rtol=2e-5, atol=2e-6, err_msg=entry)
+        np.testing.assert_allclose(
+            np.asarray(found[entry], float), wanted, rtol=2e-5, atol=2e-6, err_msg=entry
+        )
 
 
 @pytest.mark.parametrize("store", ["device", pytest.param("host", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["dp_pfeddsu_paper", *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]])
+@pytest.mark.parametrize(
+    "name", ["dp_pfeddsu_paper", *[pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]]
+)
 def test_simulate(name, store):
     check(name, numbers(simulate(KEY, ALGORITHMS[name](), small_clients(), states=store, **RUN)))
 
@@ -84,7 +97,9 @@ def test_two_processes(tmp_path, monkeypatch):
 
 def main(path):
     """Of one process, or of several: write the numbers of all five."""
-    found = {name: numbers(simulate(KEY, ALGORITHMS[name](), small_clients(), **RUN)) for name in NAMES}
+    found = {
+        name: numbers(simulate(KEY, ALGORITHMS[name](), small_clients(), **RUN)) for name in NAMES
+    }
     if jax.process_index() == 0:
         lines = [f"{json.dumps(name)}: {{\n{_lines(own)}\n}}" for name, own in found.items()]
         pathlib.Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -92,8 +107,13 @@ def main(path):
 
 def _lines(own):
     """An entry per line, in single precision."""
-    rounded = {entry: np.vectorize(lambda x: float(f"{x:.8g}"))(np.asarray(value)) for entry, value in own.items()}
-    return ",\n".join(f" {json.dumps(entry)}: {json.dumps(value.tolist())}" for entry, value in rounded.items())
+    rounded = {
+        entry: np.vectorize(lambda x: float(f"{x:.8g}"))(np.asarray(value))
+        for entry, value in own.items()
+    }
+    return ",\n".join(
+        f" {json.dumps(entry)}: {json.dumps(value.tolist())}" for entry, value in rounded.items()
+    )
 
 
 if __name__ == "__main__":
@@ -101,5 +121,9 @@ if __name__ == "__main__":
         import conftest  # noqa: F401
 
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2"}
-        sys.exit(subprocess.run([sys.executable, __file__, str(PATH)], env=environment, check=False).returncode)
+        sys.exit(
+            subprocess.run(
+                [sys.executable, __file__, str(PATH)], env=environment, check=False
+            ).returncode
+        )
     main(sys.argv[1])

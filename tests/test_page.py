@@ -34,7 +34,9 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         self.ids += [given["id"]] if "id" in given else []
-        self.addresses += [value for name, value in given.items() if name in ("src", "href", "xlink:href")]
+        self.addresses += [
+            value for name, value in given.items() if name in ("src", "href", "xlink:href")
+        ]
         self.open += [tag] if tag not in self.VOID else []
         if tag == "table":
             self.tables.append([])
@@ -68,21 +70,29 @@ def lines(folder):
 
 
 NAME = "a <b>\"&' $x_1$"
-METHOD = dp_fedavg(MODEL, clip=1.0, noise_multiplier=3.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1)))
+METHOD = dp_fedavg(
+    MODEL, clip=1.0, noise_multiplier=3.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1))
+)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     folder = report.run_folder(root, "m", {"rate": 0.1, "note": "<script>alert(1)</script>"}, 0)
-    method = METHOD._replace(name=NAME, terms=METHOD.terms._replace(claim=(0.5, "a rule of <i>ours</i>")))
-    result = simulate(0, method, small_clients(), rounds=4, eval_every=2, folder=folder, progress=False)
+    method = METHOD._replace(
+        name=NAME, terms=METHOD.terms._replace(claim=(0.5, "a rule of <i>ours</i>"))
+    )
+    result = simulate(
+        0, method, small_clients(), rounds=4, eval_every=2, folder=folder, progress=False
+    )
     return folder, result, Page(write_report(folder))
 
 
 def test_the_page_has_every_round_as_the_file_has_it(run):
     folder, _, page = run
-    ((first, *rest),) = [[[*rows[0]], *rows[1:]] for rows in page.tables if rows[0][:1] == ["round"]]
+    ((first, *rest),) = [
+        [[*rows[0]], *rows[1:]] for rows in page.tables if rows[0][:1] == ["round"]
+    ]
     for found, expected in zip(rest, lines(folder), strict=True):
         assert dict(zip(first, found, strict=True)) == expected
 
@@ -93,8 +103,14 @@ def test_the_page_has_every_client_the_worst_first(run):
     assert sorted(line[0] for line in found) == list(range(len(SIZES)))
     with np.load(folder / report.PER_CLIENT) as arrays:
         for client, accuracy, loss, size, rounds, *_ in found:
-            assert (accuracy, loss) == (arrays["accuracy"][-1][int(client)], arrays["loss"][-1][int(client)])
-            assert (size, rounds) == (arrays["test_size"][int(client)], arrays["participations"][int(client)])
+            assert (accuracy, loss) == (
+                arrays["accuracy"][-1][int(client)],
+                arrays["loss"][-1][int(client)],
+            )
+            assert (size, rounds) == (
+                arrays["test_size"][int(client)],
+                arrays["participations"][int(client)],
+            )
     tested = [line[1] for line in found if line[3]]
     assert tested == sorted(tested)
 
@@ -105,9 +121,18 @@ def test_the_page_says_who_is_protected_and_what_is_claimed(run):
     honest = result.statement["honest"]
     stated = {(line[0], line[1]): line[2:] for line in found}
     aggregate = honest["aggregate"]
-    assert stated["a client, all of its data", aggregate["sees"]] == [aggregate["epsilon"], aggregate["by"]]
-    assert stated["one example", aggregate["sees"]] == [aggregate["example"]["epsilon"], aggregate["example"]["by"]]
-    assert stated["a client, all of its data", honest["upload"]["sees"]] == ["∞", honest["upload"]["reason"]]
+    assert stated["a client, all of its data", aggregate["sees"]] == [
+        aggregate["epsilon"],
+        aggregate["by"],
+    ]
+    assert stated["one example", aggregate["sees"]] == [
+        aggregate["example"]["epsilon"],
+        aggregate["example"]["by"],
+    ]
+    assert stated["a client, all of its data", honest["upload"]["sees"]] == [
+        "∞",
+        honest["upload"]["reason"],
+    ]
     assert stated["claimed, not verified", "the paper's own rule"] == [0.5, "a rule of <i>ours</i>"]
     items = set(page.texts["li"])
     assert {*result.statement["not_covered"]} <= items
@@ -136,7 +161,12 @@ def test_the_page_says_how_it_was_run(run):
 def test_pictures_are_on_the_page_and_beside_it(run):
     folder, _, page = run
     drawn = set(page.texts["text"])
-    assert {"test accuracy", "loss", "ε so far (one client, sums)", "test accuracy of a client"} <= drawn
+    assert {
+        "test accuracy",
+        "loss",
+        "ε so far (one client, sums)",
+        "test accuracy of a client",
+    } <= drawn
     assert (folder / report.PRINTED).read_bytes().startswith(b"%PDF")
 
 
@@ -149,7 +179,9 @@ def test_a_run_that_is_not_finished_has_a_page_too(run, tmp_path):
     assert any("2 of 4 rounds, not finished" in text for text in page.texts["p"])
     statement = json.loads((run[0] / report.PRIVACY).read_text()) | {"rounds": 2}
     (folder / report.PRIVACY).write_text(json.dumps(statement))  # as after Ctrl-C
-    assert any("2 of 4 rounds, not finished" in text for text in Page(write_report(folder)).texts["p"])
+    assert any(
+        "2 of 4 rounds, not finished" in text for text in Page(write_report(folder)).texts["p"]
+    )
     (folder / report.PRIVACY).unlink()
     shutil.rmtree(folder / report.CHECKPOINTS)
     assert Page(write_report(folder)).texts["h1"] == ["copy"]
@@ -183,7 +215,13 @@ def test_many_clients_are_listed_up_to_a_limit(run, tmp_path):
     scores[7] = np.nan
     sizes = np.ones(3000, np.int32)
     sizes[8] = 0
-    np.savez(folder / report.PER_CLIENT, accuracy=scores[None], loss=scores[None], round=[4], test_size=sizes)
+    np.savez(
+        folder / report.PER_CLIENT,
+        accuracy=scores[None],
+        loss=scores[None],
+        round=[4],
+        test_size=sizes,
+    )
     page = Page(write_report(folder))
     worst, everyone = page.table("client", "accuracy", "loss", "test examples")
     assert [line[0] for line in everyone] == list(range(2999, 1999, -1))
@@ -205,7 +243,14 @@ def test_a_sweep_gets_a_page_for_each_point(tmp_path):
         assert (folder / link).exists()
         assert line[2] == lines(folder / line[0])[-1]["accuracy"]
     simulate_again = sweep(
-        0, build, {"rate": [0.1] * 11}, small_clients(), rounds=1, folder=folder, progress=False, resume="never"
+        0,
+        build,
+        {"rate": [0.1] * 11},
+        small_clients(),
+        rounds=1,
+        folder=folder,
+        progress=False,
+        resume="never",
     )
     assert len(simulate_again) == 11
     assert not [*folder.glob("*/report.html")]
@@ -266,13 +311,17 @@ def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
         for point, epsilon in enumerate((1.0, 8.0)):
             folder = tmp_path / "m" / f"seed={seed}" / f"{point}_rate=0.1"
             folder.mkdir(parents=True)
-            honest = statement["honest"] | {"aggregate": statement["honest"]["aggregate"] | {"epsilon": seed * epsilon}}
+            honest = statement["honest"] | {
+                "aggregate": statement["honest"]["aggregate"] | {"epsilon": seed * epsilon}
+            }
             (folder / report.PRIVACY).write_text(json.dumps(statement | {"honest": honest}))
     page = Page(write_report(tmp_path))
     assert [rows[0][2] for rows in page.table("protects")] == [1.0, 8.0]
     outside = tmp_path / "m" / "seed=10"
     outside.mkdir(exist_ok=True)
-    MADE._replace(rows=[rows[0] | {"run": "../seed=1/1_rate=0.1"}]).save(outside / report.COMPARISON)
+    MADE._replace(rows=[rows[0] | {"run": "../seed=1/1_rate=0.1"}]).save(
+        outside / report.COMPARISON
+    )
     assert not Page(write_report(outside)).table("protects")
 
 
@@ -295,8 +344,12 @@ def test_compare_writes_its_page_with_each_methods_statement(tmp_path):
 
 def test_without_matplotlib_a_run_and_its_page_have_no_pictures(tmp_path, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
-    algorithm = dp_fedavg(MODEL, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
+    algorithm = dp_fedavg(
+        MODEL, clip=1.0, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4)
+    )
     simulate(0, algorithm, small_clients(), rounds=1, folder=tmp_path)
     page = write_report(tmp_path).read_text()
     assert not {*tmp_path.glob("*.png"), *tmp_path.glob("*.pdf")}
@@ -313,7 +366,13 @@ def test_a_page_waits_for_no_file_and_needs_only_the_rows(kind, tmp_path):
     (tmp_path / "ckpt" / "3").mkdir(parents=True)
     (tmp_path / "ckpt" / "3x").mkdir()
     (tmp_path / "ckpt" / "3x" / "manifest.json").write_text("{}")
-    for name in ("privacy.json", "per_client.npz", "config.json", "comparison.json", "ckpt/3/manifest.json"):
+    for name in (
+        "privacy.json",
+        "per_client.npz",
+        "config.json",
+        "comparison.json",
+        "ckpt/3/manifest.json",
+    ):
         make(tmp_path / name)
     assert Page(write_report(tmp_path)).table("round", "accuracy") == [[[1, 0.5]]]
     (tmp_path / "metrics.jsonl").unlink()
@@ -329,10 +388,14 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("name", "content"), [(name, text) for name, texts in DAMAGE.items() for text in texts])
+@pytest.mark.parametrize(
+    ("name", "content"), [(name, text) for name, texts in DAMAGE.items() for text in texts]
+)
 def test_a_page_of_damaged_files_names_the_file(name, content, tmp_path):
     for file in DAMAGE:
-        (tmp_path / file).write_text("{}" if file == "privacy.json" else '{"round": 1, "loss": 0.5}\n')
+        (tmp_path / file).write_text(
+            "{}" if file == "privacy.json" else '{"round": 1, "loss": 0.5}\n'
+        )
     (tmp_path / "per_client.npz").unlink()
     write_report(tmp_path)
     (tmp_path / name).write_text(content)

@@ -24,17 +24,26 @@ from jaxfl.models import mlp, resnet20
 
 
 def test_the_papers_tables_agree_where_they_meet():
-    table_2, centaur, sparse = dp_pfeddsu.PAPER, METHODS.index("CENTAUR"), METHODS.index("DP-pFedDSU")
+    table_2, centaur, sparse = (
+        dp_pfeddsu.PAPER,
+        METHODS.index("CENTAUR"),
+        METHODS.index("DP-pFedDSU"),
+    )
     for classes, parts in dp_pfeddsu.PAPER_PARTS.items():
         assert (parts[0], parts[-1]) == (table_2[classes][centaur], table_2[classes][sparse])
-    of = {table: dict(zip(values, paper, strict=True)) for table, (_, values, paper) in dp_pfeddsu.SWEPT.items()}
+    of = {
+        table: dict(zip(values, paper, strict=True))
+        for table, (_, values, paper) in dp_pfeddsu.SWEPT.items()
+    }
     assert of["table_5"][0.05] == of["table_6"][1]
     assert of["table_7"][0.2] == table_2[10][sparse]
 
 
 def test_the_share_that_is_sent_counts_kernels_and_what_is_kept_whole():
     # ResNet-20's extractor has 269,072 weights; its last four convolutions, of 36,864, keep 1,844 each.
-    assert sent_share(resnet20(), 0.05, 4) == pytest.approx((269_072 - 4 * (36_864 - 1844)) / 269_072)
+    assert sent_share(resnet20(), 0.05, 4) == pytest.approx(
+        (269_072 - 4 * (36_864 - 1844)) / 269_072
+    )
     assert sent_share(resnet20(), 1.0, 4) == 1
 
 
@@ -43,7 +52,9 @@ def test_clients_have_equal_sizes_and_validation_examples_are_not_trained_on():
     tested, held_out = bench.clients(5, 3), bench.held_out(5, 3)
     assert {*tested.train_size.tolist()} == {bench.setting.examples}
     labels = np.asarray(tested.labels)
-    for own, kept, tests, validation in zip(tested.train, held_out.train, tested.test, held_out.test, strict=True):
+    for own, kept, tests, validation in zip(
+        tested.train, held_out.train, tested.test, held_out.test, strict=True
+    ):
         assert {*labels[tests]} <= {*labels[own]}
         assert {*validation[:4]} == {*own} - {*kept}
 
@@ -53,9 +64,14 @@ def test_heads_on_an_untrained_extractor_send_nothing_but_zeros():
     method = bench.build("head alone", noise_multiplier=0.0, clip=1.0)
     server, states = method.init(jax.random.key(0), 1)
     data = data_of(jax.tree.map(jnp.asarray, bench.clients(5, 0)), 0, 0, bench.setting.examples)
-    message, head, _ = method.client_update(jax.random.key(1), server, jax.tree.map(lambda leaf: leaf[0], states), data)
+    message, head, _ = method.client_update(
+        jax.random.key(1), server, jax.tree.map(lambda leaf: leaf[0], states), data
+    )
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(message.update))
-    assert any(np.any(a != b[0]) for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(states), strict=True))
+    assert any(
+        np.any(a != b[0])
+        for a, b in zip(jax.tree.leaves(head), jax.tree.leaves(states), strict=True)
+    )
 
 
 def test_a_head_on_features_is_the_untrained_networks():
@@ -67,7 +83,9 @@ def test_a_head_on_features_is_the_untrained_networks():
     local = bench.local(3, head=True)  # whole batches, which have no order
     head = mlp(features.shape[1:], bench.data.classes, hidden=())
     start = {"head": weights[bench.model.head[0]]}
-    seen = data_of(jax.tree.map(jnp.asarray, clients._replace(inputs=features)), 0, 0, bench.setting.examples)
+    seen = data_of(
+        jax.tree.map(jnp.asarray, clients._replace(inputs=features)), 0, 0, bench.setting.examples
+    )
     fitted, _ = local.train(jax.random.key(1), head, start, seen)
     expected, _ = fit_head(jax.random.key(1), bench.model, weights, data, local=local)
     for name, leaf in expected[bench.model.head[0]].items():
@@ -84,7 +102,9 @@ def test_epsilons_of_feddpas_noise_are_those_of_one_gaussian(sigma):
         "upload": (of_sums / math.sqrt(10) / 2, 1e-5),
     }  # fmt: skip
     for name, (multiplier, delta) in exact.items():
-        assert found[name] == pytest.approx(dp_accounting.get_epsilon_gaussian(multiplier, delta), rel=1e-2), name
+        assert found[name] == pytest.approx(
+            dp_accounting.get_epsilon_gaussian(multiplier, delta), rel=1e-2
+        ), name
 
 
 def test_the_published_rule_claims_what_it_was_asked_for():
@@ -94,12 +114,16 @@ def test_the_published_rule_claims_what_it_was_asked_for():
     assert found["claim"] == pytest.approx(1.0, abs=0.02)
     assert found["same_delta"] > 30 * found["claim"]
     assert found["honest"] > found["same_delta"]
-    assert feddpa.bounds(feddpa.needed(setting, 1e-5), setting)["honest"] == pytest.approx(1.0, abs=0.02)
+    assert feddpa.bounds(feddpa.needed(setting, 1e-5), setting)["honest"] == pytest.approx(
+        1.0, abs=0.02
+    )
 
 
 def test_states_that_runs_left_are_tested_as_they_are():
     inputs, labels = np.eye(4, dtype=np.float32).reshape(4, 2, 2, 1), np.arange(4) % 2
-    clients = make_clients(from_arrays(inputs, labels, inputs, labels), [[0, 1], [2, 3]], [[0, 1, 2], [3]])
+    clients = make_clients(
+        from_arrays(inputs, labels, inputs, labels), [[0, 1], [2, 3]], [[0, 1, 2], [3]]
+    )
     model = mlp((2, 2, 1), 2, hidden=())
 
     def build(shift: Any) -> Any:
@@ -128,8 +152,14 @@ def measured(accuracies, head):
     [
         ((0.51, 0.59, 0.72), "reproduced within 2.0 points (within 2.0 points; 3 of 3 orderings)"),
         ((0.31, 0.32, 0.33), "ordering reproduced (within 37.0 points; 3 of 3 orderings)"),
-        ((0.32, 0.33, 0.31), "not, because at this clip bound all rows are within 3.0 points of heads on an untrained"),
-        ((0.32, 0.39, 0.31), "not, because the network, the examples and the rounds are not the paper's"),
+        (
+            (0.32, 0.33, 0.31),
+            "not, because at this clip bound all rows are within 3.0 points of heads on an untrained",
+        ),
+        (
+            (0.32, 0.39, 0.31),
+            "not, because the network, the examples and the rounds are not the paper's",
+        ),
     ],
 )
 def test_a_verdict_names_its_reason(accuracies, text):
@@ -140,20 +170,33 @@ def test_a_verdict_names_its_reason(accuracies, text):
 @pytest.mark.parametrize(
     ("accuracy", "text"),
     [
-        (0.46, "accuracies: no; the best heads are below these by 40.3 (s = 2), 9.8 (s = 5), -2.1 (s = 10) points"),
-        ({2: 0.85, 5: 0.54, 10: 0.46}, "accuracies: yes; the best heads are below these by 1.3 (s = 2), "),
+        (
+            0.46,
+            "accuracies: no; the best heads are below these by 40.3 (s = 2), 9.8 (s = 5), -2.1 (s = 10) points",
+        ),
+        (
+            {2: 0.85, 5: 0.54, 10: 0.46},
+            "accuracies: yes; the best heads are below these by 1.3 (s = 2), ",
+        ),
     ],
 )
 def test_heads_on_random_features_explain_what_they_come_near(accuracy, text):
     own = accuracy if isinstance(accuracy, dict) else dict.fromkeys((2, 5, 10), accuracy)
-    rows = [{"classes": classes, "accuracy": [value - less]} for classes, value in own.items() for less in (0.1, 0.0)]
+    rows = [
+        {"classes": classes, "accuracy": [value - less]}
+        for classes, value in own.items()
+        for less in (0.1, 0.0)
+    ]
     assert text in dp_pfeddsu.explained({"rows": rows})
 
 
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        ({"CENTAUR": [2.0, 1.5], "DP-pFedDSU": [2.0, 1.0]}, "Verdict: reproduced (falls for all: yes; "),
+        (
+            {"CENTAUR": [2.0, 1.5], "DP-pFedDSU": [2.0, 1.0]},
+            "Verdict: reproduced (falls for all: yes; ",
+        ),
         (
             {"CENTAUR": [2.0, 2.5], "DP-pFedDSU": [2.0, 1.0]},
             "Verdict: not, because at this clip bound noise outweighs what is sent: it does not fall in every seed",
@@ -162,7 +205,9 @@ def test_heads_on_random_features_explain_what_they_come_near(accuracy, text):
 )
 def test_figure_2_has_a_verdict(losses, told):
     rows = {name: {"train_loss": [curve]} for name, curve in losses.items()}
-    assert told in dp_pfeddsu.figure_markdown({"rows": rows, "seeds": [0], "date": "", "versions": {}})
+    assert told in dp_pfeddsu.figure_markdown(
+        {"rows": rows, "seeds": [0], "date": "", "versions": {}}
+    )
 
 
 def test_fedavgs_readme_has_the_first_round_at_the_target():

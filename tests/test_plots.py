@@ -14,8 +14,18 @@ def rows(count, *, noisy=True, every=10):
     made = []
     for i in range(1, count + 1):
         mean = 0.6 + 0.3 * i / count
-        row = {"round": every * i, "accuracy": mean, "accuracy_std": 0.08, "accuracy_worst10": mean - 0.2}
-        row |= {"loss": 2.0 / i, "train_loss": 1.5 / i, "nonfinite": 0, "epsilon": math.sqrt(i) if noisy else None}
+        row = {
+            "round": every * i,
+            "accuracy": mean,
+            "accuracy_std": 0.08,
+            "accuracy_worst10": mean - 0.2,
+        }
+        row |= {
+            "loss": 2.0 / i,
+            "train_loss": 1.5 / i,
+            "nonfinite": 0,
+            "epsilon": math.sqrt(i) if noisy else None,
+        }
         made.append(row)
     return made
 
@@ -29,7 +39,9 @@ def covered(figure):
     """Legends and texts of the figure that cover a part of a panel's inside."""
     renderer = figure.canvas.get_renderer()
     legends = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
-    boxes = [box.get_window_extent(renderer) for box in (*legends, *filter(None, [figure._suptitle]))]
+    boxes = [
+        box.get_window_extent(renderer) for box in (*legends, *filter(None, [figure._suptitle]))
+    ]
     inner = [axes.get_window_extent(renderer).padded(-1) for axes in figure.axes]
     return [box for box in boxes for own in inner if box.overlaps(own)]
 
@@ -37,8 +49,14 @@ def covered(figure):
 def outside(figure):
     """Legends that leave the picture."""
     renderer = figure.canvas.get_renderer()
-    boxes = [axes.get_legend().get_window_extent(renderer) for axes in figure.axes if axes.get_legend()]
-    return [b for b in boxes if b.x0 < -1 or b.y0 < -1 or b.x1 > figure.bbox.x1 + 1 or b.y1 > figure.bbox.y1 + 1]
+    boxes = [
+        axes.get_legend().get_window_extent(renderer) for axes in figure.axes if axes.get_legend()
+    ]
+    return [
+        b
+        for b in boxes
+        if b.x0 < -1 or b.y0 < -1 or b.x1 > figure.bbox.x1 + 1 or b.y1 > figure.bbox.y1 + 1
+    ]
 
 
 @pytest.mark.parametrize(("count", "every"), [(1, 1), (3, 1), (7, 3), (50, 10), (500, 1)])
@@ -48,7 +66,9 @@ def test_rounds_are_whole_and_nothing_covers_the_data(count, every):
     assert not outside(figure)
     assert figure.get_figwidth() == plots.DOUBLE
     for axes in figure.axes:
-        ticks = [tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]]
+        ticks = [
+            tick for tick in axes.get_xticks() if axes.get_xlim()[0] <= tick <= axes.get_xlim()[1]
+        ]
         assert ticks
         assert all(tick == round(tick) for tick in ticks)
         assert len(ticks) <= 8
@@ -72,13 +92,17 @@ def test_there_is_no_panel_without_numbers():
     assert list(plots.panels(rows(3, noisy=False), "accuracy")) == ["accuracy", "loss"]
     dropped = [row | {"nonfinite": 2} for row in rows(3)]
     assert list(plots.panels(dropped, "accuracy")) == ["accuracy", "loss", "epsilon", "dropped"]
-    untested = [row | dict.fromkeys(("accuracy", "accuracy_std", "accuracy_worst10")) for row in rows(3)]
+    untested = [
+        row | dict.fromkeys(("accuracy", "accuracy_std", "accuracy_worst10")) for row in rows(3)
+    ]
     drawn(plots.curves("m", untested))
 
 
 def test_labels_have_the_order_of_the_curves():
     figure = drawn(plots.curves("m", rows(10)))
-    order = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes[:2]]
+    order = [
+        [text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes[:2]
+    ]
     assert order[0][:2] == ["mean over clients", "worst 10% of clients"]
     assert order[1] == ["test, all clients", "train, participants"]
 
@@ -99,7 +123,10 @@ def test_at_most_eight_curves_share_a_panel(count):
     seen = []
     for axes in shown:
         names = [text.get_text() for text in axes.get_legend().get_texts()]
-        ends = [next(iter(reversed([value for value, _ in found(count)[name].values()]))) for name in names]
+        ends = [
+            next(iter(reversed([value for value, _ in found(count)[name].values()])))
+            for name in names
+        ]
         assert ends == sorted(ends, reverse=True)
         assert {"FedAvg", "local"} <= {*names}
         seen += [name for name in names if name.startswith("method")]
@@ -112,7 +139,11 @@ def test_at_most_eight_curves_share_a_panel(count):
 def test_series_differ_in_more_than_colour():
     looks = [plots.series(i) for i in range(32)]
     assert len({(look["color"], look["marker"]) for look in looks}) == 32  # points have no line
-    assert len({look["marker"] for look in looks[:8]}) == len({look["color"] for look in looks[:8]}) == 8
+    assert (
+        len({look["marker"] for look in looks[:8]})
+        == len({look["color"] for look in looks[:8]})
+        == 8
+    )
 
 
 def test_matplotlib_keeps_the_users_settings(tmp_path):

@@ -39,7 +39,9 @@ print(seen["cache_misses"], seen["cache_hits"], bits.hex())
 
 def run(code: str, before: str = "", **environment: str | None) -> list[list[str]]:
     """Words of the lines that a fresh process prints, where no cache is configured."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "JAXFL_"))}
+    inherited = {
+        key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "JAXFL_"))
+    }
     own = inherited | {key: value for key, value in environment.items() if value is not None}
     command = [sys.executable, "-W", "error", "-c", before + PROGRAM + code]
     tests = {"PYTHONPATH": os.pathsep.join([*sys.path, str(pathlib.Path(__file__).parent)])}
@@ -62,7 +64,9 @@ def test_a_second_process_compiles_nothing_whatever_the_seed(tmp_path):
     folder = tmp_path / "programs"
     (processor,) = (path for path in folder.iterdir() if path.is_dir())
     assert len(list(processor.iterdir())) == int(cold[0])
-    compilation_cache.trim(folder, 0)  # knows the names that JAX gives, in a folder that was marked before
+    compilation_cache.trim(
+        folder, 0
+    )  # knows the names that JAX gives, in a folder that was marked before
     assert list(processor.iterdir()) == []
 
 
@@ -93,7 +97,9 @@ def compiled():
 def drawn_anew(clients: Clients) -> Clients:
     """Clients of the same shapes with data that no test, of today or before, has had."""
     rng = np.random.default_rng()
-    return clients._replace(inputs=rng.permuted(clients.inputs), labels=rng.permutation(clients.labels))
+    return clients._replace(
+        inputs=rng.permuted(clients.inputs), labels=rng.permutation(clients.labels)
+    )
 
 
 def run_method(method: str, key: Key[Array, ""], clients: Clients, **options) -> None:
@@ -124,7 +130,9 @@ def test_keys_and_data_are_arguments_of_all_programs(name, compiled):
     assert compiled() == before
 
 
-def program(folder: pathlib.Path, name: str, *, age: int = 0, processor: str = "0123456789abcdef") -> pathlib.Path:
+def program(
+    folder: pathlib.Path, name: str, *, age: int = 0, processor: str = "0123456789abcdef"
+) -> pathlib.Path:
     """Write a file of 10 bytes with a name of JAX's, last used at 1e9 seconds less its age."""
     path = folder / processor / f"jit_{name}-{hashlib.sha256(name.encode()).hexdigest()}-cache"
     path.parent.mkdir(exist_ok=True)

@@ -39,9 +39,12 @@ def lines(bar, width=80):
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-@pytest.mark.parametrize("name", ["m", "dp_pfeddsu_paper, 16 points", "a method with a very long name " * 3])
 @pytest.mark.parametrize(
-    "figures", ["", "accuracy 0.5", "a metric with a long name 0.123 to 0.456, epsilon 12.3 (RDP), " * 2]
+    "name", ["m", "dp_pfeddsu_paper, 16 points", "a method with a very long name " * 3]
+)
+@pytest.mark.parametrize(
+    "figures",
+    ["", "accuracy 0.5", "a metric with a long name 0.123 to 0.456, epsilon 12.3 (RDP), " * 2],
 )
 def test_a_bar_is_two_lines_and_cuts_no_number(name, figures, width, bars):
     with report.progress_bar(name, 10_000, show=False) as told:
@@ -82,7 +85,9 @@ def test_many_runs_share_a_bar_and_what_was_read_took_no_time(bars, clock):
             first, second = lines(bars[0])
             assert "75%" in first
             assert "B: seed=0" in first
-            assert first.endswith("0:00:23")  # 100 clients took 23 seconds with what was between, and 100 are left
+            assert first.endswith(
+                "0:00:23"
+            )  # 100 clients took 23 seconds with what was between, and 100 are left
             assert second.strip() == "running: accuracy 0.5"
         whole.skip(50.0)
         with whole.part("C", 50.0), report.progress_bar("c", 2, True) as told:
@@ -112,7 +117,10 @@ def test_a_run_moves_the_bar_of_the_whole_and_counts_clients(bars, monkeypatch, 
 def test_what_is_told_is_wrapped_between_words(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     path = "/a/folder/" + "x" * 90
-    report.tell(f"feddpa: round 3 of 3 read from {path}; nothing is computed, and this text goes on", shown=True)
+    report.tell(
+        f"feddpa: round 3 of 3 read from {path}; nothing is computed, and this text goes on",
+        shown=True,
+    )
     told = capsys.readouterr().out.splitlines()
     assert f"{path};" in told
     assert all(len(line) <= 80 for line in told if path not in line)

@@ -29,7 +29,14 @@ from jaxfl.privacy.accounting import example_epsilon
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.noise import normal, random_bits
-from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson
+from jaxfl.privacy.sampling import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Full,
+    MinSeparation,
+    Poisson,
+)
 from jaxfl.run.randomness import SecretBits, Streams, check_apart
 from jaxfl.run.simulate import _Run
 from jaxfl.types import ClientData
@@ -60,7 +67,9 @@ def moved(result):
 
 def test_points_of_one_key_share_their_noise_only_when_asked_to():
     values = {"noise_multiplier": [1.0, 2.0]}
-    one, two = (moved(own) for own in sweep(KEY, still, values, small_clients(), paired_noise=True, **QUIET))
+    one, two = (
+        moved(own) for own in sweep(KEY, still, values, small_clients(), paired_noise=True, **QUIET)
+    )
     np.testing.assert_allclose(2 * one - two, 0, atol=1e-5)  # which is the clean update
     alone = moved(simulate(KEY, still(), small_clients(), **QUIET))
     np.testing.assert_allclose(one, alone, atol=1e-6)
@@ -76,12 +85,16 @@ def test_points_of_one_key_draw_cohorts_and_noise_of_their_own():
         streams = Streams(secret=False, paired=paired)
         keys = streams.keys(twice, streams.bits(twice, None))
         np.testing.assert_array_equal(jax.random.key_data(keys.clients), jax.random.key_data(twice))
-        return [np.asarray(mechanism.draw(key, (), jnp.int32(4), 4000).sampled) for key in keys.cohort]
+        return [
+            np.asarray(mechanism.draw(key, (), jnp.int32(4), 4000).sampled) for key in keys.cohort
+        ]
 
     alone = np.asarray(mechanism.draw(KEY, (), jnp.int32(4), 4000).sampled)
     one, two = cohorts(paired=False)
     np.testing.assert_array_equal(one, alone)
-    assert np.mean(one & two) == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / 4000) ** 0.5)  # as independent coins
+    assert np.mean(one & two) == pytest.approx(
+        0.25, abs=4 * (0.25 * 0.75 / 4000) ** 0.5
+    )  # as independent coins
     for own in cohorts(paired=True):
         np.testing.assert_array_equal(own, alone)
 
@@ -95,8 +108,12 @@ def test_parts_of_a_sweep_have_the_cohorts_and_the_noise_of_the_whole():
     assert len(np.unique(data, axis=0)) == 3
     np.testing.assert_array_equal(jax.random.key_data(part.noise), data[[2, 1]])
     np.testing.assert_array_equal(jax.random.key_data(part.cohort), data[[2, 1]])
-    with pytest.raises(ValueError, match="numbers must have one entry for each of the 1 points, got 2"):
-        sweep(KEY, lambda mu: fedavg(MODEL), {"mu": [0.1]}, small_clients(), rounds=1, numbers=[0, 1])
+    with pytest.raises(
+        ValueError, match="numbers must have one entry for each of the 1 points, got 2"
+    ):
+        sweep(
+            KEY, lambda mu: fedavg(MODEL), {"mu": [0.1]}, small_clients(), rounds=1, numbers=[0, 1]
+        )
 
 
 @pytest.mark.parametrize(
@@ -108,7 +125,14 @@ def test_parts_of_a_sweep_have_the_cohorts_and_the_noise_of_the_whole():
 )
 def test_points_that_would_share_their_noise_are_refused(numbers, words):
     with pytest.raises(ValueError, match=f"numbers {words}"):
-        sweep(KEY, lambda mu: fedavg(MODEL), {"mu": [0.1, 0.2]}, small_clients(), rounds=1, numbers=numbers)
+        sweep(
+            KEY,
+            lambda mu: fedavg(MODEL),
+            {"mu": [0.1, 0.2]},
+            small_clients(),
+            rounds=1,
+            numbers=numbers,
+        )
 
 
 def test_points_of_other_keys_may_have_one_number():
@@ -127,7 +151,9 @@ def test_points_have_their_own_cohorts_and_points_of_own_keys_are_their_runs():
         )
 
     one, two = sweep(KEY, build, {"noise_multiplier": [1.0, 2.0]}, small_clients(), **QUIET)
-    assert not np.array_equal(one.ledger.participants, two.ledger.participants)  # equal with probability 2**-22
+    assert not np.array_equal(
+        one.ledger.participants, two.ledger.participants
+    )  # equal with probability 2**-22
     values = {"noise_multiplier": [1.0, 2.0]}
     one, two = sweep(KEY, build, values, small_clients(), paired_noise=True, **QUIET)
     np.testing.assert_array_equal(one.ledger.participants, two.ledger.participants)
@@ -143,7 +169,10 @@ def test_points_have_their_own_cohorts_and_points_of_own_keys_are_their_runs():
 def test_secret_noise_is_new_in_every_run_and_kept_for_its_owner(tmp_path):
     algorithm = still()
     one, two = (
-        simulate(KEY, algorithm, small_clients(), folder=tmp_path / name, secret_noise=True, **QUIET) for name in "ab"
+        simulate(
+            KEY, algorithm, small_clients(), folder=tmp_path / name, secret_noise=True, **QUIET
+        )
+        for name in "ab"
     )
     assert abs(np.corrcoef(moved(one), moved(two))[0, 1]) < 4 / len(moved(one)) ** 0.5
     assert moved(one).std() == pytest.approx(2**0.5 * CLIP / len(SIZES), rel=0.1)
@@ -179,14 +208,18 @@ def test_a_secret_cohort_needs_both_keys(name):
         return tuple(np.flatnonzero(mechanism.draw(pair, (), jnp.int32(0), 100).sampled))
 
     able = np.flatnonzero(SAMPLERS[name].possible(100, 1)[0])
-    first = able[:10] if name in ("fixed size", "separated") else able  # zeros are below any rate, and all alike
+    first = (
+        able[:10] if name in ("fixed size", "separated") else able
+    )  # zeros are below any rate, and all alike
     assert {cohort(data[i], data[i]) for i in range(4)} == {tuple(first)}
     assert len({cohort(data[0], data[1]), cohort(data[0], data[2]), cohort(data[3], data[1])}) == 3
     assert cohort(data[0], data[1]) == cohort(data[1], data[0])
 
 
 def test_secret_cohorts_of_a_size_are_uniform():
-    pairs = jax.random.wrap_key_data(jax.random.bits(KEY, (4000, 2, 2), jnp.uint32), impl="threefry2x32")
+    pairs = jax.random.wrap_key_data(
+        jax.random.bits(KEY, (4000, 2, 2), jnp.uint32), impl="threefry2x32"
+    )
     for sampling, rate in ((FixedSize(3), 3 / 12), (MinSeparation(3, 2), 3 / 6)):
         drawn = np.asarray(jax.vmap(lambda pair, own=sampling: own.sample(pair, 12, 0))(pairs))
         assert np.all(drawn.sum(axis=1) == 3)
@@ -198,9 +231,16 @@ def test_secret_cohorts_of_a_size_are_uniform():
 
 def test_secret_cohorts_do_not_follow_the_key():
     algorithm = dp_fedavg(
-        MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Poisson(0.5), local=LocalSGD(optax.sgd(0.05), batch_size=9)
+        MODEL,
+        clip=CLIP,
+        noise_multiplier=1.0,
+        sampling=Poisson(0.5),
+        local=LocalSGD(optax.sgd(0.05), batch_size=9),
     )
-    found = [simulate(KEY, algorithm, small_clients(), secret_noise=True, rounds=12, progress=False) for _ in range(2)]
+    found = [
+        simulate(KEY, algorithm, small_clients(), secret_noise=True, rounds=12, progress=False)
+        for _ in range(2)
+    ]
     one, two = (result.ledger.participants for result in found)
     assert not np.array_equal(one, two)  # equal with probability 2**-132
 
@@ -208,9 +248,15 @@ def test_secret_cohorts_do_not_follow_the_key():
 @pytest.mark.slow
 @pytest.mark.parametrize("store", ["device", "host"])
 def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypatch):
-    algorithm, clients, options = still(), small_clients(), {"rounds": 4, "eval_every": 1, "progress": False}
+    algorithm, clients, options = (
+        still(),
+        small_clients(),
+        {"rounds": 4, "eval_every": 1, "progress": False},
+    )
     monkeypatch.setattr("jaxfl.run.randomness.secrets.token_bytes", lambda size: b"7" * size)
-    whole = simulate(KEY, algorithm, clients, folder=tmp_path / "a", states=store, secret_noise=True, **options)
+    whole = simulate(
+        KEY, algorithm, clients, folder=tmp_path / "a", states=store, secret_noise=True, **options
+    )
     monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     original = _Run._evaluate
     with monkeypatch.context() as patch:
@@ -222,9 +268,19 @@ def test_a_run_of_secret_noise_goes_on_bit_identically(tmp_path, store, monkeypa
 
         patch.setattr(_Run, "_evaluate", evaluate)
         with pytest.raises(RuntimeError, match="killed"):
-            simulate(KEY, algorithm, clients, folder=tmp_path / "b", states=store, secret_noise=True, **options)
+            simulate(
+                KEY,
+                algorithm,
+                clients,
+                folder=tmp_path / "b",
+                states=store,
+                secret_noise=True,
+                **options,
+            )
     monkeypatch.setattr("jaxfl.run.randomness.secrets.token_bytes", lambda size: b"8" * size)
-    resumed = simulate(KEY, algorithm, clients, folder=tmp_path / "b", states=store, secret_noise=True, **options)
+    resumed = simulate(
+        KEY, algorithm, clients, folder=tmp_path / "b", states=store, secret_noise=True, **options
+    )
     np.testing.assert_array_equal(flat(whole.server), flat(resumed.server))
 
 
@@ -288,7 +344,9 @@ def test_secret_bits_of_another_user_are_refused(tmp_path, monkeypatch):
         SecretBits(1, tmp_path / "noise.key")
     new = tmp_path / "new"
     new.mkdir()
-    with pytest.raises(ValueError, match="must belong"):  # a file system that changes owners is no place for bits
+    with pytest.raises(
+        ValueError, match="must belong"
+    ):  # a file system that changes owners is no place for bits
         secret_bits(new)
     assert list(new.iterdir()) == []
 
@@ -300,12 +358,17 @@ def test_secret_bits_belong_to_one_run_in_one_folder(tmp_path):
     words = secret_bits(one)
     np.testing.assert_array_equal(secret_bits(one), words)  # a death before the first checkpoint
     assert not np.array_equal(secret_bits(two), words)
-    with pytest.raises(ValueError, match=r"another run or in another folder.*must not be used twice.*resume='never'"):
+    with pytest.raises(
+        ValueError,
+        match=r"another run or in another folder.*must not be used twice.*resume='never'",
+    ):
         secret_bits(one, run={"method": "yours"})
     shutil.copy2(one / "noise.key", two / "noise.key")
     with pytest.raises(ValueError, match="another run or in another folder"):
         secret_bits(two)
-    (two / "noise.key").write_bytes(b"7" * 16)  # of an earlier version: only a checkpoint says of what run
+    (two / "noise.key").write_bytes(
+        b"7" * 16
+    )  # of an earlier version: only a checkpoint says of what run
     SecretBits(1, two / "noise.key")
     with pytest.raises(ValueError, match="another run or in another folder"):
         secret_bits(two)
@@ -329,7 +392,9 @@ def test_a_disk_that_is_full_at_any_byte_leaves_a_folder_that_works_again(tmp_pa
 
 
 def test_a_kill_at_any_moment_leaves_a_folder_that_works_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(pathlib.Path, "unlink", lambda *_, **__: None)  # as a kill, which cleans nothing up
+    monkeypatch.setattr(
+        pathlib.Path, "unlink", lambda *_, **__: None
+    )  # as a kill, which cleans nothing up
     path = tmp_path / "noise.key"
     for step in ("os.fsync", "os.link", "jaxfl.files._sync"):
         with monkeypatch.context() as patch:
@@ -340,7 +405,9 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_works_again(tmp_path, monkeyp
             patch.setattr(step, killed)
             with pytest.raises(KeyboardInterrupt):
                 SecretBits(1, path).begin(RUN)
-        assert path.exists() == (step == "jaxfl.files._sync")  # the name appears when all is written
+        assert path.exists() == (
+            step == "jaxfl.files._sync"
+        )  # the name appears when all is written
     left = path.read_bytes()
     monkeypatch.undo()
     assert len(list(tmp_path.iterdir())) == 4
@@ -412,7 +479,9 @@ def test_the_server_gets_the_aggregate_and_nothing_else():
 def compile_and_run(algorithm, rounds=1, **options):
     population = place(small_clients(), jax.devices()[:1])
     step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
-    center, states, records = step(all_keys(KEY), 0, rounds, *initialize(KEY, KEY, algorithm, population))
+    center, states, records = step(
+        all_keys(KEY), 0, rounds, *initialize(KEY, KEY, algorithm, population)
+    )
     return center.server, states.tree(), records
 
 
@@ -420,7 +489,9 @@ def compile_and_run(algorithm, rounds=1, **options):
 def test_a_round_without_participants_leaves_the_server_where_the_denominator_shows_it(sent):
     from jaxfl.algorithms.fedavg import sends_weights
 
-    mechanism = Mechanism(sampling=Poisson(1e-9), denominator="participants", clip=CLIP, noise_multiplier=1.0)
+    mechanism = Mechanism(
+        sampling=Poisson(1e-9), denominator="participants", clip=CLIP, noise_multiplier=1.0
+    )
     method = fedavg(MODEL, mechanism=mechanism, server_optimizer=optax.sgd(1.0, momentum=0.9))
     method = method if sent == "updates" else sends_weights(method)
     before, _ = method.init(KEY, len(SIZES))
@@ -437,10 +508,17 @@ def test_a_client_sees_its_own_examples_and_zeros_beyond_them():
     np.testing.assert_array_equal(labels, [[3, 5], [0, 0]])
     part = data.part(1, 2)
     np.testing.assert_array_equal(part.take(jnp.arange(2))[1], [3, 0])
-    assert {name for name in vars(data) if not name.startswith("_")} == {"size", "id", "noise", "round"}
+    assert {name for name in vars(data) if not name.startswith("_")} == {
+        "size",
+        "id",
+        "noise",
+        "round",
+    }
 
 
-PRIVATE = DPSGD(clip=0.5, noise_multiplier=np.array([4.0]), rate=0.5, steps=1, optimizer=optax.sgd(1.0))
+PRIVATE = DPSGD(
+    clip=0.5, noise_multiplier=np.array([4.0]), rate=0.5, steps=1, optimizer=optax.sgd(1.0)
+)
 
 
 def test_one_multiplier_in_an_array_is_for_every_client():
@@ -455,7 +533,8 @@ def test_one_multiplier_in_an_array_is_for_every_client():
 
     size = sum(leaf.size for leaf in jax.tree.leaves(MODEL.init(KEY)))
     own = base._replace(
-        init=lambda key, number: (base.init(key, number)[0], jnp.zeros((number, size))), client_update=client_update
+        init=lambda key, number: (base.init(key, number)[0], jnp.zeros((number, size))),
+        client_update=client_update,
     )
     _, updates, records = compile_and_run(own)
     stds = np.asarray(updates).std(axis=1) * np.asarray(SIZES) * PRIVATE.rate
@@ -494,8 +573,12 @@ def rbg():
 
 DRAWS: dict[str, Any] = {
     "dropout": lambda: fedavg(from_flax(Dropped(), (8, 8, 1)), local=LocalSGD(optax.sgd(0.1), 4)),
-    "dropout of nnx": lambda: fedavg(from_nnx(dropped, (8, 8, 1)), local=LocalSGD(optax.sgd(0.1), 4)),
-    "private steps": lambda: fedavg(MODEL, local=DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)),
+    "dropout of nnx": lambda: fedavg(
+        from_nnx(dropped, (8, 8, 1)), local=LocalSGD(optax.sgd(0.1), 4)
+    ),
+    "private steps": lambda: fedavg(
+        MODEL, local=DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
+    ),
 }
 
 
@@ -518,7 +601,9 @@ def test_a_seed_has_the_same_randomness_whatever_generator_jax_prefers(name, req
     expected = simulate(3, DRAWS[name](), small_clients(), **options).server.params
     request.getfixturevalue("rbg")
     for chunk in (1, 4):
-        found = simulate(3, DRAWS[name](), small_clients(), **options | {"chunk": chunk}).server.params
+        found = simulate(
+            3, DRAWS[name](), small_clients(), **options | {"chunk": chunk}
+        ).server.params
         np.testing.assert_allclose(flat(found), flat(expected), atol=1e-6)
 
 
@@ -534,13 +619,17 @@ def test_a_key_file_of_another_size_is_not_read(tmp_path):
     path = tmp_path / "noise.key"
     path.touch(0o600)
     os.truncate(path, 2**40)  # a sparse file, which would fill the memory
-    with pytest.raises(ValueError, match="must hold the secret bits of 1 runs, got 1099511627776 bytes"):
+    with pytest.raises(
+        ValueError, match="must hold the secret bits of 1 runs, got 1099511627776 bytes"
+    ):
         SecretBits(1, path)
 
 
 def test_keys_of_other_generators_are_refused_by_name(rbg):
     for run in (simulate, functools.partial(sweep, values={"learning_rate": [0.1]})):
-        with pytest.raises(ValueError, match="key must be a key of the generator threefry2x32, got one of rbg"):
+        with pytest.raises(
+            ValueError, match="key must be a key of the generator threefry2x32, got one of rbg"
+        ):
             run(jax.random.key(0), fedavg(MODEL), clients=small_clients(), rounds=1)
     with pytest.raises(ValueError, match="unsafe_rbg"):
         check_key("key", jax.random.key(0, impl="unsafe_rbg"))

@@ -35,7 +35,9 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_example_prints_what_the_readme_says(tmp_path, devices):
-    stated = re.search(r"prints an accuracy of (\d\.\d+), at an epsilon of (\d+)\.", README.read_text())
+    stated = re.search(
+        r"prints an accuracy of (\d\.\d+), at an epsilon of (\d+)\.", README.read_text()
+    )
     assert stated is not None
     # As a user runs it: this process compiles in other ways (see `conftest.py`).
     ours = {"XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"}
@@ -44,17 +46,25 @@ def test_the_example_prints_what_the_readme_says(tmp_path, devices):
     program = tmp_path / "example.py"
     program.write_text(BLOCKS[0])
     command = [sys.executable, str(program)]
-    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout
     accuracy = re.search(r"^0\.\d+$", printed, re.MULTILINE)  # a progress bar comes first
     assert accuracy is not None
     assert f"{float(accuracy[0]):.{len(stated[1]) - 2}f}" == stated[1]
-    epsilon = json.loads((tmp_path / "runs/example/privacy.json").read_text())["honest"]["aggregate"]["epsilon"]
+    epsilon = json.loads((tmp_path / "runs/example/privacy.json").read_text())["honest"][
+        "aggregate"
+    ]["epsilon"]
     assert float(stated[2]) - 0.01 < epsilon <= float(stated[2])
 
 
 @pytest.mark.slow
 def test_the_plan_keeps_its_budget(capsys):
-    smaller = {"clients=10_000": "clients=400", "cohort=500": "cohort=20", "rounds=100": "rounds=20"}
+    smaller = {
+        "clients=10_000": "clients=400",
+        "cohort=500": "cohort=20",
+        "rounds=100": "rounds=20",
+    }
     block = BLOCKS[1]
     for number, small in smaller.items():
         block = block.replace(number, small)
@@ -69,6 +79,8 @@ def test_links_lead_somewhere(link):
     assert (README.parent / link).exists()
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(r"`(jaxfl/[\w/]+\.py)`", README.read_text()))))
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`(jaxfl/[\w/]+\.py)`", README.read_text())))
+)
 def test_files_exist(path):
     assert (README.parent / path).exists()

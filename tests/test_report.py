@@ -46,9 +46,13 @@ def test_configurations_that_differ_in_one_number_of_an_array_get_their_own_fold
     noise = np.ones(size)
     other = noise.copy()
     other[size // 2] = np.nextafter(1, 2)
-    folders = [run_folder(tmp_path, "m", Config(values), 0) for values in (noise, noise.copy(), other)]
+    folders = [
+        run_folder(tmp_path, "m", Config(values), 0) for values in (noise, noise.copy(), other)
+    ]
     assert folders[0] == folders[1] != folders[2]
-    assert run_folder(tmp_path, "m", {"values": [noise]}, 0) != run_folder(tmp_path, "m", {"values": [other]}, 0)
+    assert run_folder(tmp_path, "m", {"values": [noise]}, 0) != run_folder(
+        tmp_path, "m", {"values": [other]}, 0
+    )
 
 
 def test_values_of_any_depth_are_kept_in_full(tmp_path):

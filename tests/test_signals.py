@@ -92,6 +92,10 @@ def test_other_threads_are_left_alone():
 
 
 def test_exit_codes_are_those_of_shells():
-    assert [signals.exit_code(signals.stopped(number, "")) for number in (*BOTH, 0)] == [130, 143, 130]
+    assert [signals.exit_code(signals.stopped(number, "")) for number in (*BOTH, 0)] == [
+        130,
+        143,
+        130,
+    ]
     assert signals.exit_code(KeyboardInterrupt()) == 130
     assert str(signals.stopped(signal.SIGTERM, "stopped after round 3")) == "stopped after round 3"

@@ -43,7 +43,11 @@ def test_run_folder_has_everything(tmp_path):
     assert {p.name for p in folder.iterdir()} == {
         "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "ckpt", ".lock",
     }  # fmt: skip
-    assert json.loads((folder / "config.json").read_text()) == {"method": "dp_fedavg", "clip": 0.3, "seed": 4}
+    assert json.loads((folder / "config.json").read_text()) == {
+        "method": "dp_fedavg",
+        "clip": 0.3,
+        "seed": 4,
+    }
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["round"] for row in rows] == [1, 2]
     assert rows[-1]["accuracy"] == pytest.approx(result.metrics[-1]["accuracy"])
@@ -60,7 +64,14 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="method fedavg, not fedprox"):
         quiet(ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path)
     with pytest.raises(ValueError, match="key"):
-        simulate(jax.random.key(2), ALGORITHMS["fedavg"](), small_clients(), rounds=2, folder=tmp_path, progress=False)
+        simulate(
+            jax.random.key(2),
+            ALGORITHMS["fedavg"](),
+            small_clients(),
+            rounds=2,
+            folder=tmp_path,
+            progress=False,
+        )
 
 
 def test_a_finished_run_is_not_run_again(tmp_path, monkeypatch):
@@ -85,21 +96,27 @@ def test_nonfinite_server_stops_with_the_round_and_keeps_the_checkpoint(tmp_path
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-DIVERGING = fedavg(MODEL, local=LocalSGD(optax.sgd(lambda step: jnp.inf)), mechanism=Mechanism(sampling=Full()))
+DIVERGING = fedavg(
+    MODEL, local=LocalSGD(optax.sgd(lambda step: jnp.inf)), mechanism=Mechanism(sampling=Full())
+)
 
 
 def test_updates_that_were_dropped_are_told_at_the_end(caplog):
     quiet(ALGORITHMS["fedavg"](), small_clients())
     assert not caplog.records
     quiet(DIVERGING, small_clients())
-    assert "fedavg: 20 of 22 updates were not finite and were dropped" in caplog.text  # one client has no examples
+    assert (
+        "fedavg: 20 of 22 updates were not finite and were dropped" in caplog.text
+    )  # one client has no examples
 
 
 def test_what_private_steps_send_does_not_follow_from_a_state():
     """It is not theirs to protect: a personal model that overflows must not take the noised update with it."""
     local = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
     private = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Full()}
-    method = ditto(MODEL, local=local, personal=LocalSGD(optax.sgd(jnp.inf)), penalty_weight=0.1, **private)
+    method = ditto(
+        MODEL, local=local, personal=LocalSGD(optax.sgd(jnp.inf)), penalty_weight=0.1, **private
+    )
     result = quiet(method, small_clients((4, 3, 5)), rounds=1, eval_every=1)
     assert result.metrics[0]["nonfinite"] == 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.states))
@@ -109,21 +126,29 @@ def test_broken_data_are_refused_at_the_start():
     clients = small_clients()
     inputs = np.array(clients.inputs, np.float32)
     inputs[clients.train[3][0]] = np.nan
-    with pytest.raises(ValueError, match=rf"clients\.inputs has NaN .* first row {clients.train[3][0]}"):
+    with pytest.raises(
+        ValueError, match=rf"clients\.inputs has NaN .* first row {clients.train[3][0]}"
+    ):
         quiet(ALGORITHMS["fedprox"](), clients._replace(inputs=inputs))
 
 
 def test_a_run_whose_updates_are_all_dropped_stops(tmp_path):
     everyone = small_clients((4, 3, 5))
-    with pytest.raises(FloatingPointError, match=r"3 of 3 updates were .* dropped: lower the learning rate, or"):
+    with pytest.raises(
+        FloatingPointError, match=r"3 of 3 updates were .* dropped: lower the learning rate, or"
+    ):
         quiet(DIVERGING, everyone, folder=tmp_path)
 
 
 def test_clients_without_tests_are_fine(tmp_path, caplog):
     clients = small_clients()
-    untested = clients._replace(test=Lists.of([[]] * clients.number), test_size=np.zeros_like(clients.test_size))
+    untested = clients._replace(
+        test=Lists.of([[]] * clients.number), test_size=np.zeros_like(clients.test_size)
+    )
     result = quiet(ALGORITHMS["fedprox"](), untested, folder=tmp_path, progress=True)
-    assert [r.getMessage() for r in caplog.records] == ["fedprox: no client has a test example: scores are not known"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "fedprox: no client has a test example: scores are not known"
+    ]
     assert np.isnan(result.metrics[-1]["accuracy"])
     assert result.metrics[-1]["train_loss"] > 0
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
@@ -134,9 +159,16 @@ def test_clients_without_tests_are_fine(tmp_path, caplog):
 def test_a_public_report_holds_scores_and_epsilon_alone(tmp_path):
     names = {"round", "accuracy", "accuracy_std", "accuracy_worst10", "accuracy_examples", "loss"}
     names |= {"epsilon", "epsilon_rdp"}
-    alone = quiet(ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path / "alone", report="public")
+    alone = quiet(
+        ALGORITHMS["fedprox"](), small_clients(), folder=tmp_path / "alone", report="public"
+    )
     build = functools.partial(fedprox, MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4))
-    options: dict[str, Any] = {"rounds": 1, "progress": False, "report": "public", "folder": tmp_path / "sweep"}
+    options: dict[str, Any] = {
+        "rounds": 1,
+        "progress": False,
+        "report": "public",
+        "folder": tmp_path / "sweep",
+    }
     (point,) = sweep(KEY, build, {"mu": [0.5]}, small_clients(), **options)
     for result, folder in ((alone, tmp_path / "alone"), (point, tmp_path / "sweep" / "0_mu=0.5")):
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -153,7 +185,9 @@ def test_an_info_cannot_take_the_place_of_a_metric(name):
         message, client, info = base.client_update(*given)
         return message, client, info | {name: info["loss"]}
 
-    with pytest.raises(ValueError, match=rf"info=\['{name}'\] from client_update of 'fedprox'.*choose others"):
+    with pytest.raises(
+        ValueError, match=rf"info=\['{name}'\] from client_update of 'fedprox'.*choose others"
+    ):
         quiet(base._replace(client_update=client_update), small_clients())
 
 
@@ -221,7 +255,9 @@ def test_interrupted_process_resumes_bit_identically(numbers, tmp_path):
     here = pathlib.Path(__file__).parent
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a"), str(here)]
     environment = os.environ | {"PYTHONPATH": str(here.parent)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while not _steps(tmp_path / "a") and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -230,13 +266,17 @@ def test_interrupted_process_resumes_bit_identically(numbers, tmp_path):
     _, error = process.communicate(timeout=120)
     stopped = _steps(tmp_path / "a")
     assert stopped, error.decode()
-    assert max(stopped) < OPTIONS["rounds"], "the process finished before it was stopped: nothing was tested"
+    assert max(stopped) < OPTIONS["rounds"], (
+        "the process finished before it was stopped: nothing was tested"
+    )
     if numbers == [signal.SIGKILL]:
         assert process.returncode == -signal.SIGKILL
     else:
         assert process.returncode == 128 + numbers[0]
         (line,) = error.decode().split("\n")[1:-1]
-        assert re.fullmatch(r"stopped after round \d+ of 60; the same command goes on from (there|round \d+)", line)
+        assert re.fullmatch(
+            r"stopped after round \d+ of 60; the same command goes on from (there|round \d+)", line
+        )
         assert len(numbers) > 1 or line.endswith(
             f"after round {max(stopped)} of 60; the same command goes on from there"
         )
@@ -252,9 +292,16 @@ def _steps(folder):
 
 
 @pytest.mark.slow
-def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tmp_path, monkeypatch):
-    client_noise = np.where(np.arange(6) % 3 == 0, 3.0, 0.5)[:, None]  # in some rounds too much for amplification
-    noise: dict[str, Any] = {"noise_multiplier": tuple(2 * 3.0 ** (np.arange(6) / 15)), "client_noise": client_noise}
+def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(
+    tmp_path, monkeypatch
+):
+    client_noise = np.where(np.arange(6) % 3 == 0, 3.0, 0.5)[
+        :, None
+    ]  # in some rounds too much for amplification
+    noise: dict[str, Any] = {
+        "noise_multiplier": tuple(2 * 3.0 ** (np.arange(6) / 15)),
+        "client_noise": client_noise,
+    }
     mechanism = Mechanism(clip=0.3, sampling=Poisson(0.1), **noise)
     arguments: tuple[Any, ...] = (
         fedavg(MODEL, mechanism=mechanism, local=LocalSGD(optax.sgd(0.05), batch_size=4)),
@@ -271,12 +318,18 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(tm
     with monkeypatch.context() as patch:
         patch.setattr(_Run, "_record", stop)
         for done in range(1, 6):
-            with pytest.raises(KeyboardInterrupt, match=f"after round {done} of 6; the same command goes on from the"):
+            with pytest.raises(
+                KeyboardInterrupt,
+                match=f"after round {done} of 6; the same command goes on from the",
+            ):
                 quiet(*arguments, folder=tmp_path / "parts", **options)
     quiet(*arguments, folder=tmp_path / "parts", **options)
     for name in (report.METRICS, report.PRIVACY):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
-    with np.load(tmp_path / "whole" / report.PER_CLIENT) as one, np.load(tmp_path / "parts" / report.PER_CLIENT) as two:
+    with (
+        np.load(tmp_path / "whole" / report.PER_CLIENT) as one,
+        np.load(tmp_path / "parts" / report.PER_CLIENT) as two,
+    ):
         assert set(one) == set(two)
         for name in one:
             np.testing.assert_array_equal(one[name], two[name])
@@ -292,14 +345,24 @@ def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_
 
     with monkeypatch.context() as patch:
         patch.setattr(runner, "compile", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="stopped after round 0 of 2; the same command goes on from there"):
+        with pytest.raises(
+            KeyboardInterrupt,
+            match="stopped after round 0 of 2; the same command goes on from there",
+        ):
             quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, states=store)
-    assert len(quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, states=store).metrics) == 2
+    assert (
+        len(quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, states=store).metrics)
+        == 2
+    )
 
 
 def test_without_a_folder_an_interrupt_says_that_nothing_is_kept(monkeypatch):
-    monkeypatch.setattr(_Run, "_record", lambda *_: signal.raise_signal(signal.SIGINT) or signal.raise_signal(2))
-    with pytest.raises(KeyboardInterrupt, match="stopped after round 0 of 2; nothing is kept without a folder"):
+    monkeypatch.setattr(
+        _Run, "_record", lambda *_: signal.raise_signal(signal.SIGINT) or signal.raise_signal(2)
+    )
+    with pytest.raises(
+        KeyboardInterrupt, match="stopped after round 0 of 2; nothing is kept without a folder"
+    ):
         quiet(ALGORITHMS["fedavg"](), small_clients())
 
 
@@ -313,6 +376,7 @@ def test_poisson_cohorts_are_in_the_ledger():
 def test_a_seed_stands_for_its_key():
     clients, algorithm = small_clients(), fedavg(MODEL)
     by_key, by_seed = (
-        simulate(key, algorithm, clients, rounds=1, progress=False) for key in (jax.random.key(3), np.int64(3))
+        simulate(key, algorithm, clients, rounds=1, progress=False)
+        for key in (jax.random.key(3), np.int64(3))
     )
     assert all(map(np.array_equal, *map(jax.tree.leaves, (by_key.server, by_seed.server))))

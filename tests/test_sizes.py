@@ -59,9 +59,15 @@ def computed(algorithm, clients, chunk, what):
     population = place(clients, jax.devices()[:1])
     center, states = initialize(KEY, KEY, algorithm, population)
     if what == "rounds":
-        made, arguments = compile_rounds(algorithm, population, chunk=chunk, segment=2), (KEY, 0, 2, center, states)
+        made, arguments = (
+            compile_rounds(algorithm, population, chunk=chunk, segment=2),
+            (KEY, 0, 2, center, states),
+        )
     else:
-        made, arguments = compile_evaluation(algorithm, population, chunk=chunk), (KEY, center.server, states)
+        made, arguments = (
+            compile_evaluation(algorithm, population, chunk=chunk),
+            (KEY, center.server, states),
+        )
     program: Any = made
     trace = program.func.trace(*program.args, *arguments, **program.keywords).jaxpr
     found: Any = program(*arguments)
@@ -69,7 +75,9 @@ def computed(algorithm, clients, chunk, what):
 
 
 def jaxprs_in(equation):
-    for value in jax.tree.leaves(tuple(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+    for value in jax.tree.leaves(
+        tuple(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+    ):
         inner = getattr(value, "jaxpr", value)
         if hasattr(inner, "eqns"):
             yield inner
@@ -105,7 +113,9 @@ def test_beside_a_large_client_small_ones_compute_the_same_and_no_more(build, lo
         beside = jax.tree.map(lambda scores: scores[:-1], beside)
     jax.tree.map(np.testing.assert_array_equal, alone, beside)
     # Vectorised clients have an index in common: if each had its own, all branches would be computed.
-    branches = [eqn.params["branches"] for eqn in equations_of(trace) if eqn.primitive.name == "cond"]
+    branches = [
+        eqn.params["branches"] for eqn in equations_of(trace) if eqn.primitive.name == "cond"
+    ]
     small, large = max(branches, key=lambda pair: longest_axis(pair[-1].jaxpr))
     assert longest_axis(small.jaxpr) < LARGE / 2  # there are 1,210 weights
     assert longest_axis(large.jaxpr) >= LARGE
@@ -116,15 +126,23 @@ def test_clients_of_all_sizes_train_like_their_plain_twins(chunk):
     sizes = (2, 3, 1, 2, 3, 600) + (2,) * 20
     clients = clients_of(sizes)
     algorithm = dp_fedavg(
-        MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 16, epochs=2)
+        MODEL,
+        clip=1.0,
+        noise_multiplier=0.0,
+        sampling=Full(),
+        local=LocalSGD(optax.sgd(0.1), 16, epochs=2),
     )
     population = place(clients, jax.devices()[:1])
     assert population.capacities == (3, 600)
     init_key, run_key, _ = jax.random.split(KEY, 3)
     center, states = initialize(init_key, run_key, algorithm, population)
-    center, _, records = compile_rounds(algorithm, population, chunk=chunk, segment=1)(run_key, 0, 1, center, states)
+    center, _, records = compile_rounds(algorithm, population, chunk=chunk, segment=1)(
+        run_key, 0, 1, center, states
+    )
     expected, *_ = run_plainly(KEY, algorithm, clients, 1)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), center.server, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), center.server, expected
+    )
     assert records.info["steps"][0] * len(sizes) == 2 * (len(sizes) - 1 + -(-600 // 16))
 
 
@@ -152,13 +170,17 @@ def test_index_memory_is_at_most_twice_the_rows(where):
     count = sizes.sum()
     inputs = np.zeros((count, 1, 1, 1), np.float32)
     data = inputs, np.zeros(count, int), inputs[:2], np.zeros(2, int)
-    clients = make_clients(data, np.split(np.arange(count), np.cumsum(sizes)[:-1]), [[0, 1]] * len(sizes))
+    clients = make_clients(
+        data, np.split(np.arange(count), np.cumsum(sizes)[:-1]), [[0, 1]] * len(sizes)
+    )
     if where == "device":
         clients = place(clients, jax.devices()[:1]).clients
     if where == "tuning":
         clients = hold_out(clients, 0.5, seed=1)
     if where == "block":
-        algorithm = dp_fedavg(mlp((1, 1, 1), 2, hidden=()), clip=1.0, noise_multiplier=1.0, sampling=Full())
+        algorithm = dp_fedavg(
+            mlp((1, 1, 1), 2, hidden=()), clip=1.0, noise_multiplier=1.0, sampling=Full()
+        )
         stream = Stream(KEY, all_keys(KEY), algorithm, clients, jax.devices()[:1], 1, None)
         clients = stream._load(np.arange(len(sizes)), tests=True)[1]
     fields = clients.train, clients.train_size, clients.test, clients.test_size

@@ -54,14 +54,17 @@ def test_rows_are_read_as_leaves_would_be(slot):
 def test_each_lane_reads_its_own_row():
     slots = jnp.array([3, 0, 2])
     assert_same(
-        jax.vmap(States.of(some_states()).__getitem__)(slots), jax.tree.map(lambda leaf: leaf[slots], some_states())
+        jax.vmap(States.of(some_states()).__getitem__)(slots),
+        jax.tree.map(lambda leaf: leaf[slots], some_states()),
     )
 
 
 @pytest.mark.parametrize("slot", [2, C, [3, 0], [C, 1]])
 def test_rows_are_written_as_leaves_would_be_and_those_of_no_client_nowhere(slot):
     slot = jnp.asarray(slot)
-    new = jax.tree.map(lambda leaf: (jnp.asarray(leaf)[slot % 4] + 1).astype(leaf.dtype), some_states())
+    new = jax.tree.map(
+        lambda leaf: (jnp.asarray(leaf)[slot % 4] + 1).astype(leaf.dtype), some_states()
+    )
     found = jax.jit(States.put)(States.of(some_states()), slot, new)
     written = lambda leaf, value: jnp.asarray(leaf).at[slot].set(value, mode="drop")  # noqa: E731
     assert_same(found.tree(), jax.tree.map(written, some_states(), new))
@@ -80,4 +83,6 @@ def test_a_method_without_states_has_no_rows():
 def test_keys_are_a_row_too():
     keys = jax.random.split(jax.random.key(0), C)
     found = States.of({"key": keys}).put(jnp.int32(1), {"key": keys[0]}).tree()["key"]
-    assert jax.random.key_data(found).tolist() == jax.random.key_data(keys.at[1].set(keys[0])).tolist()
+    assert (
+        jax.random.key_data(found).tolist() == jax.random.key_data(keys.at[1].set(keys[0])).tolist()
+    )

@@ -16,7 +16,9 @@ LIKE = {"a": jax.ShapeDtypeStruct((6,), np.uint8), "b": jax.ShapeDtypeStruct((6,
 def filled(folder):
     store = Store(folder, LIKE, 6)
     store.start()
-    store.write(np.arange(6), {"a": np.arange(6, dtype=np.uint8), "b": np.arange(18.0).reshape(6, 3)})
+    store.write(
+        np.arange(6), {"a": np.arange(6, dtype=np.uint8), "b": np.arange(18.0).reshape(6, 3)}
+    )
     store.commit()
     return store
 

@@ -44,12 +44,18 @@ def test_results_are_those_of_the_device_store(monkeypatch):
     np.testing.assert_array_equal(present, host.ledger.participants)
     found = host.server, host.states, host.ledger, host.history
     expected = device.server, device.states, *device[5:3:-1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected
+    )
 
 
 def test_compiles_once_whatever_the_cohort(monkeypatch):
     monkeypatch.setattr("jaxfl.engine.streamed._BLOCK_BYTES", 1)
-    algorithm = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4), mechanism=Mechanism(sampling=Poisson(0.5)))
+    algorithm = fedavg(
+        MODEL,
+        local=LocalSGD(optax.sgd(0.05), batch_size=4),
+        mechanism=Mechanism(sampling=Poisson(0.5)),
+    )
     stream = Stream(KEY, all_keys(KEY), algorithm, small_clients(), None, 1, None)
     stream.compile(())  # of one block, ahead of time: it would refuse any other shape
     for start, count in ((0, 3), (3, 1), (4, 2)):
@@ -79,10 +85,17 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
 
     stores = []
     init = Store.__init__
-    monkeypatch.setattr(Store, "__init__", lambda self, *args: (stores.append(self), init(self, *args))[1])
+    monkeypatch.setattr(
+        Store, "__init__", lambda self, *args: (stores.append(self), init(self, *args))[1]
+    )
     with monkeypatch.context() as patch:
         patch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
-        for owner, name in ((Store, "write"), (Store, "flush"), (Store, "commit"), (Checkpoints, "save")):
+        for owner, name in (
+            (Store, "write"),
+            (Store, "flush"),
+            (Store, "commit"),
+            (Checkpoints, "save"),
+        ):
             watched(owner, name)
         whole = quiet("local_only", rounds=4, eval_every=1, states="host", folder=folder)
         monkeypatch.undo()
@@ -97,7 +110,9 @@ def test_a_kill_between_any_two_steps_leaves_the_last_checkpoint(tmp_path, monke
             equal(store.read(np.arange(11)), rows)
             checked.add((max(steps), kill.name.split("-")[1]))
     assert {(2, "save"), (2, "commit"), (2, "write"), (2, "flush"), (3, "save")} <= checked
-    torn = next(kill for kill in kills if kill.name.endswith("flush") and (kill / "ckpt" / "2").exists())
+    torn = next(
+        kill for kill in kills if kill.name.endswith("flush") and (kill / "ckpt" / "2").exists()
+    )
     equal(quiet("local_only", rounds=4, eval_every=1, states="host", folder=torn)[:2], whole[:2])
 
 

@@ -27,7 +27,9 @@ ROOMS = (
 )
 """From the bottom up: a room imports from itself and from those above it in this list."""
 MODULES = {
-    ".".join(("jaxfl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    ".".join(("jaxfl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    ): path
     for path in ROOT.rglob("*.py")
 }
 
@@ -38,7 +40,8 @@ def imports(module):
     deferred = {
         node
         for part in ast.walk(tree)
-        if isinstance(part, ast.FunctionDef) or (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test))
+        if isinstance(part, ast.FunctionDef)
+        or (isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test))
         for node in ast.walk(part)
     }
     for node in ast.walk(tree):
@@ -84,7 +87,13 @@ def test_no_function_takes_more_than_twelve_arguments(module):
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             arguments = node.args
-            named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+            named = [
+                *arguments.posonlyargs,
+                *arguments.args,
+                *arguments.kwonlyargs,
+                arguments.vararg,
+                arguments.kwarg,
+            ]
             count = sum(argument is not None for argument in named)
             assert count <= 12, f"{getattr(node, 'name', 'lambda')} takes {count}"
 

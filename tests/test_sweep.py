@@ -32,8 +32,13 @@ SMALL = LocalSGD(optax.sgd(0.05), batch_size=4)
 
 
 def sparse(rate, **values):
-    local, head = LocalSGD(optax.sgd(rate, momentum=0.9), 4), LocalSGD(optax.sgd(0.01, momentum=0.9), 4)
-    return dp_pfeddsu(MODEL, sampling=Poisson(0.7), local=local, head=head, sparse_layers=1, **values)
+    local, head = (
+        LocalSGD(optax.sgd(rate, momentum=0.9), 4),
+        LocalSGD(optax.sgd(0.01, momentum=0.9), 4),
+    )
+    return dp_pfeddsu(
+        MODEL, sampling=Poisson(0.7), local=local, head=head, sparse_layers=1, **values
+    )
 
 
 def scheduled(scale, percentile, **values):
@@ -70,17 +75,24 @@ SWEEPS: dict[str, Any] = {
 
 def _accounted(statement):
     """All but what is said of the randomness, which points may share."""
-    return {name: said for name, said in statement.items() if name not in ("paired", "warnings", "assumed")}
+    return {
+        name: said
+        for name, said in statement.items()
+        if name not in ("paired", "warnings", "assumed")
+    }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "dp_fedsam" else pytest.mark.slow) for name in SWEEPS]
+    "name",
+    [pytest.param(name, marks=[] if name == "dp_fedsam" else pytest.mark.slow) for name in SWEEPS],
 )
 def test_every_point_is_the_run_of_its_values(name):
     build, values = SWEEPS[name]
     sweeps = [sweep(KEY, build, values, small_clients(), paired_noise=True, **SETTING)]
     if name == "dp_pfeddsu":
-        sweeps.append(sweep(KEY, build, values, small_clients(), paired_noise=True, batch=2, **SETTING))
+        sweeps.append(
+            sweep(KEY, build, values, small_clients(), paired_noise=True, batch=2, **SETTING)
+        )
     for point in range(2):
         row = {name: column[point] for name, column in values.items()}
         alone = simulate(KEY, build(**row), small_clients(), **SETTING)
@@ -107,7 +119,11 @@ def test_a_key_per_point_is_a_run_of_that_seed():
     for key, result in zip(keys, sweep(keys, build, {}, small_clients(), **SETTING), strict=True):
         alone = simulate(key, build(), small_clients(), **SETTING)
         np.testing.assert_array_equal(result.ledger.participants, alone.ledger.participants)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result.server, alone.server)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+            result.server,
+            alone.server,
+        )
 
 
 @pytest.mark.slow
@@ -128,25 +144,57 @@ def test_more_points_trace_no_more():
 
 @pytest.mark.slow
 def test_a_stopped_sweep_goes_on_bit_identically(tmp_path, monkeypatch):
-    build, values = functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()), {"noise_multiplier": [1.0, 2.0]}
+    build, values = (
+        functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()),
+        {"noise_multiplier": [1.0, 2.0]},
+    )
     whole = sweep(KEY, build, values, small_clients(), folder=tmp_path / "whole", **SETTING)
     monkeypatch.setattr("jaxfl.run.simulate._CHECKPOINT_SECONDS", -1.0)
     with monkeypatch.context() as patch:
         patch.setattr("jaxfl.run.recorder.Journal.evaluated", _interrupt)
         with pytest.raises(KeyboardInterrupt):
-            sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
-    parts = sweep(KEY, build, values, small_clients(), folder=tmp_path / "parts", **SETTING | {"eval_every": 3})
+            sweep(
+                KEY,
+                build,
+                values,
+                small_clients(),
+                folder=tmp_path / "parts",
+                **SETTING | {"eval_every": 3},
+            )
+    parts = sweep(
+        KEY,
+        build,
+        values,
+        small_clients(),
+        folder=tmp_path / "parts",
+        **SETTING | {"eval_every": 3},
+    )
     for a, b in zip(whole, parts, strict=True):
         jax.tree.map(np.testing.assert_array_equal, a.server, b.server)
     folder = tmp_path / "whole" / "1_noise_multiplier=2"
-    assert {p.name for p in folder.iterdir()} == {"metrics.jsonl", "per_client.npz", "privacy.json", "curves.png"}
+    assert {p.name for p in folder.iterdir()} == {
+        "metrics.jsonl",
+        "per_client.npz",
+        "privacy.json",
+        "curves.png",
+    }
     assert json.loads((folder / "privacy.json").read_text()) == whole[1].statement
     with pytest.raises(ValueError, match="values"):
-        sweep(KEY, build, {"noise_multiplier": [1.0, 3.0]}, small_clients(), folder=tmp_path / "whole", **SETTING)
+        sweep(
+            KEY,
+            build,
+            {"noise_multiplier": [1.0, 3.0]},
+            small_clients(),
+            folder=tmp_path / "whole",
+            **SETTING,
+        )
 
 
 def test_many_points_have_no_pictures(tmp_path, monkeypatch):
-    build, values = functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()), {"noise_multiplier": [1.0, 2.0]}
+    build, values = (
+        functools.partial(dp_fedavg, MODEL, clip=0.3, sampling=Full()),
+        {"noise_multiplier": [1.0, 2.0]},
+    )
     for most in (1, 2):
         monkeypatch.setattr("jaxfl.run.simulate._PICTURES", most)
         sweep(KEY, build, values, small_clients(), folder=tmp_path / str(most), **SETTING)
@@ -156,12 +204,17 @@ def test_many_points_have_no_pictures(tmp_path, monkeypatch):
 
 def test_clients_states_need_not_stay(tmp_path):
     build, values = functools.partial(local_only, MODEL), {"learning_rate": [0.1, 0.2]}
-    runs = functools.partial(sweep, KEY, lambda learning_rate: build(local=LocalSGD(optax.sgd(learning_rate))), values)
+    runs = functools.partial(
+        sweep, KEY, lambda learning_rate: build(local=LocalSGD(optax.sgd(learning_rate))), values
+    )
     whole = runs(small_clients(), folder=tmp_path / "whole", **SETTING)
     lean = functools.partial(runs, small_clients(), folder=tmp_path / "lean", keep_states=False)
     bare = lean(**SETTING)
     size = sum(leaf.nbytes for result in whole for leaf in jax.tree.leaves(result.states))
-    written = [sum(path.stat().st_size for path in folder.rglob("ckpt/*/state/**/*")) for folder in tmp_path.iterdir()]
+    written = [
+        sum(path.stat().st_size for path in folder.rglob("ckpt/*/state/**/*"))
+        for folder in tmp_path.iterdir()
+    ]
     assert abs(written[0] - written[1]) > 0.8 * size > 0
     read = lean(**SETTING)
     for a, b, c in zip(whole, bare, read, strict=True):
@@ -182,7 +235,13 @@ def test_a_point_without_a_clip_bound_cannot_share_a_program_with_noise():
         return dp_fedavg(MODEL, clip=clip, noise_multiplier=noise_multiplier, sampling=Full())
 
     with pytest.raises(ValueError, match="values of point 1: clip=inf in a sweep with noise"):
-        sweep(KEY, build, {"clip": [1.0, np.inf], "noise_multiplier": [0.0, 0.0]}, small_clients(), **SETTING)
+        sweep(
+            KEY,
+            build,
+            {"clip": [1.0, np.inf], "noise_multiplier": [0.0, 0.0]},
+            small_clients(),
+            **SETTING,
+        )
 
 
 def test_numbers_that_a_mechanism_refuses_are_refused_at_every_point():
@@ -196,11 +255,14 @@ def test_numbers_that_a_mechanism_refuses_are_refused_at_every_point():
 
 def test_an_adaptive_bound_without_noise_is_that_of_its_own_run():
     def build(z):
-        return fedavg(MODEL, mechanism=AdaptiveClip(clip=1.0, noise_multiplier=z, bit_noise=2.0), local=SMALL)
+        return fedavg(
+            MODEL, mechanism=AdaptiveClip(clip=1.0, noise_multiplier=z, bit_noise=2.0), local=SMALL
+        )
 
     point = sweep(KEY, build, {"z": [1.0, 0.0]}, small_clients(), **SETTING)[1]
     bound, alone = (
-        np.asarray(run.ledger.notes["clip"]) for run in (point, simulate(KEY, build(0.0), small_clients(), **SETTING))
+        np.asarray(run.ledger.notes["clip"])
+        for run in (point, simulate(KEY, build(0.0), small_clients(), **SETTING))
     )
     np.testing.assert_allclose(bound, alone, rtol=1e-5)
     assert len(set(alone)) > 1
@@ -209,7 +271,9 @@ def test_an_adaptive_bound_without_noise_is_that_of_its_own_run():
 def test_numbers_that_python_must_know_are_named():
     def build(noise):
         risks = np.linspace(1.0, 2.0, len(SIZES))
-        return adp_pfl_paper(MODEL, noise=noise, risks=risks, clip=1.0, sampling=Full(), sensitivity="C", local=SMALL)
+        return adp_pfl_paper(
+            MODEL, noise=noise, risks=risks, clip=1.0, sampling=Full(), sensitivity="C", local=SMALL
+        )
 
     with pytest.raises(ValueError, match=r"\['noise'\].*run `simulate`"):
         sweep(KEY, build, {"noise": [1.0, 2.0]}, small_clients(), **SETTING)
@@ -236,7 +300,9 @@ def test_points_whose_server_breaks_stop_no_others():
 )
 def test_wrong_values_name_themselves(values, message):
     def build(ratio=0.0, **values):
-        return fedprox(MODEL, **values, local=LocalSGD(optax.sgd(0.05), steps=1 if ratio > 1 else 2))
+        return fedprox(
+            MODEL, **values, local=LocalSGD(optax.sgd(0.05), steps=1 if ratio > 1 else 2)
+        )
 
     with pytest.raises(ValueError, match=message):
         sweep(KEY, build, values, small_clients(), **SETTING)

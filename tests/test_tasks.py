@@ -32,7 +32,9 @@ def score(metric, outputs, labels, batches=3):
     total = None
     for o, y in zip(np.array_split(outputs, batches), np.array_split(labels, batches), strict=True):
         o, y = np.concatenate([o, np.full_like(o[:1], np.nan)]), np.concatenate([y, y[:1]])
-        sums = metric.sums(jnp.asarray(o), jnp.asarray(y), (jnp.arange(len(y)) < len(y) - 1).astype(jnp.float32))
+        sums = metric.sums(
+            jnp.asarray(o), jnp.asarray(y), (jnp.arange(len(y)) < len(y) - 1).astype(jnp.float32)
+        )
         total = metric.merge(jax.tree.map(jnp.zeros_like, sums) if total is None else total, sums)
     return float(metric.value(total))
 
@@ -41,10 +43,14 @@ def test_classification_as_scikit_learn():
     outputs, labels = RNG.normal(size=(60, 4)).astype(np.float32), RNG.integers(0, 3, 60)
     task = tasks.classification("accuracy", "f1", "auc")
     predicted, p = outputs.argmax(1), np.asarray(jax.nn.softmax(outputs))
-    assert score(task.metrics["accuracy"], outputs, labels) == pytest.approx(sk.accuracy_score(labels, predicted))
+    assert score(task.metrics["accuracy"], outputs, labels) == pytest.approx(
+        sk.accuracy_score(labels, predicted)
+    )
     expected = sk.f1_score(labels, predicted, average="macro")
     assert score(task.metrics["f1"], outputs, labels) == pytest.approx(expected)
-    areas = [sk.roc_auc_score(labels == k, p[:, k]) for k in range(3)]  # the fourth class does not occur
+    areas = [
+        sk.roc_auc_score(labels == k, p[:, k]) for k in range(3)
+    ]  # the fourth class does not occur
     assert score(task.metrics["auc"], outputs, labels) == pytest.approx(np.mean(areas), abs=0.005)
     assert task.loss(jnp.asarray(outputs), jnp.asarray(labels)) == pytest.approx(
         -np.log(p[np.arange(60), labels]), rel=1e-5
@@ -57,7 +63,9 @@ def test_multi_label_as_scikit_learn():
     assert score(task.metrics["f1"], outputs, labels) == pytest.approx(
         sk.f1_score(labels, outputs > 0, average="macro")
     )
-    assert score(task.metrics["accuracy"], outputs, labels) == pytest.approx(np.mean((outputs > 0) == labels))
+    assert score(task.metrics["accuracy"], outputs, labels) == pytest.approx(
+        np.mean((outputs > 0) == labels)
+    )
     expected = sk.roc_auc_score(labels, outputs, average="macro")
     assert score(task.metrics["auc"], outputs, labels) == pytest.approx(expected, abs=0.005)
     assert float(task.loss(jnp.asarray(outputs), jnp.asarray(labels))[0]) == pytest.approx(
@@ -70,8 +78,12 @@ def test_regression_as_scikit_learn(shape):
     labels = RNG.normal(3, 2, size=shape).astype(np.float32)
     outputs = (labels + RNG.normal(size=shape).astype(np.float32)).reshape(60, -1)
     task, flat = tasks.regression(), labels.reshape(60, -1)
-    assert score(task.metrics["mse"], outputs, labels) == pytest.approx(sk.mean_squared_error(flat, outputs), rel=1e-5)
-    assert score(task.metrics["mae"], outputs, labels) == pytest.approx(sk.mean_absolute_error(flat, outputs), rel=1e-5)
+    assert score(task.metrics["mse"], outputs, labels) == pytest.approx(
+        sk.mean_squared_error(flat, outputs), rel=1e-5
+    )
+    assert score(task.metrics["mae"], outputs, labels) == pytest.approx(
+        sk.mean_absolute_error(flat, outputs), rel=1e-5
+    )
     expected = sk.r2_score(flat, outputs, multioutput="variance_weighted")
     assert score(task.metrics["r2"], outputs, labels) == pytest.approx(expected, rel=1e-4)
 
@@ -82,7 +94,9 @@ def test_next_token_by_hand():
     task = tasks.next_token()
     right, losses = 3 / 6, -np.log([0.5, 0.8, 0.25, 0.25, 0.1, 0.6])
     assert score(task.metrics["accuracy"], np.log(p), labels) == pytest.approx(right)
-    assert score(task.metrics["perplexity"], np.log(p), labels) == pytest.approx(np.exp(losses.mean()), rel=1e-5)
+    assert score(task.metrics["perplexity"], np.log(p), labels) == pytest.approx(
+        np.exp(losses.mean()), rel=1e-5
+    )
     expected = [losses[:2].mean(), losses[2], losses[3:].mean()]
     np.testing.assert_allclose(task.loss(jnp.log(p), jnp.asarray(labels)), expected, rtol=1e-5)
     assert task.loss(jnp.log(p[:1]), jnp.full((1, 3), -1))[0] == 0
@@ -113,12 +127,18 @@ def data_of(name):
     if name == "regression":
         labels, task, module = x @ RNG.normal(size=6), tasks.regression(), nn.Dense(1)
     elif name == "multi_label":
-        labels, task, module = (x @ RNG.normal(size=(6, 3)) > 0).astype(int), tasks.multi_label(), nn.Dense(3)
+        labels, task, module = (
+            (x @ RNG.normal(size=(6, 3)) > 0).astype(int),
+            tasks.multi_label(),
+            nn.Dense(3),
+        )
     else:
         x = RNG.integers(0, 5, (n, 7))
         labels, task, module = (x + 1) % 5, tasks.next_token(), Tokens()
     data = from_arrays(x[:48], labels[:48], x[48:], labels[48:])
-    clients = make_clients(data, iid(data.train_labels, 6, seed=0), iid(data.test_labels, 6, seed=0))
+    clients = make_clients(
+        data, iid(data.train_labels, 6, seed=0), iid(data.test_labels, 6, seed=0)
+    )
     return from_flax(module, x.shape[1:], task=task), clients
 
 
@@ -126,12 +146,17 @@ def data_of(name):
 def test_a_run_learns_and_reports_its_own_metrics(name, tmp_path):
     model, clients = data_of(name)
     algorithm = fedavg(model, local=jaxfl.LocalSGD(optax.sgd(0.3), batch_size=4, epochs=2))
-    result = jaxfl.simulate(KEY, algorithm, clients, rounds=6, eval_every=1, folder=tmp_path, progress=False)
+    result = jaxfl.simulate(
+        KEY, algorithm, clients, rounds=6, eval_every=1, folder=tmp_path, progress=False
+    )
     first, last, headline = result.metrics[0], result.metrics[-1], model.task.headline
     assert last["loss"] < 0.8 * first["loss"]
     assert tasks.columns(model.task) < last.keys()
     lower = model.task.metrics[headline].lower_is_better
-    assert last[headline] == last[f"{headline}_worst10"] or (last[f"{headline}_worst10"] > last[headline]) == lower
+    assert (
+        last[headline] == last[f"{headline}_worst10"]
+        or (last[f"{headline}_worst10"] > last[headline]) == lower
+    )
     saved = np.load(tmp_path / "per_client.npz")
     assert {"loss", *model.task.metrics} < set(saved.files)
     assert (tmp_path / "curves.png").stat().st_size > 1000
@@ -141,14 +166,21 @@ def test_a_run_learns_and_reports_its_own_metrics(name, tmp_path):
 def test_private_steps_and_fisher_take_any_task(name):
     model, clients = data_of(name)
     private = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.5, steps=2)
-    result = jaxfl.simulate(KEY, dp_fedavg_fb(model, local=private), clients, rounds=1, progress=False)
+    result = jaxfl.simulate(
+        KEY, dp_fedavg_fb(model, local=private), clients, rounds=1, progress=False
+    )
     assert np.isfinite(result.metrics[-1]["loss"])
 
 
 @pytest.mark.parametrize(
     ("labels", "task", "module", "words"),
     [
-        (np.arange(64) % 4, tasks.classification(), nn.Dense(3), "3 outputs, and clients.labels go up to 3"),
+        (
+            np.arange(64) % 4,
+            tasks.classification(),
+            nn.Dense(3),
+            "3 outputs, and clients.labels go up to 3",
+        ),
         (np.ones(64), tasks.classification(), nn.Dense(3), "whole number"),
         (np.ones((64, 2)), tasks.regression(), nn.Dense(3), "outputs of the labels' shape"),
         (np.full((64, 3), 2), tasks.multi_label(), nn.Dense(3), "give 0 and 1"),
@@ -159,9 +191,13 @@ def test_private_steps_and_fisher_take_any_task(name):
 def test_outputs_that_do_not_cover_the_labels_are_refused(labels, task, module, words):
     x = np.ones((64, 6), np.float32)
     data = from_arrays(x, labels, x[:8], labels[:8])
-    clients = make_clients(data, iid(data.train_labels, 2, seed=0), iid(data.test_labels, 2, seed=0))
+    clients = make_clients(
+        data, iid(data.train_labels, 2, seed=0), iid(data.test_labels, 2, seed=0)
+    )
     with pytest.raises(ValueError, match=words):
-        jaxfl.simulate(KEY, fedavg(from_flax(module, (6,), task=task)), clients, rounds=1, progress=False)
+        jaxfl.simulate(
+            KEY, fedavg(from_flax(module, (6,), task=task)), clients, rounds=1, progress=False
+        )
 
 
 def own(**changes: Any):
@@ -214,11 +250,17 @@ def test_any_identifier_is_a_name_of_a_metric_in_every_report(tmp_path):
     _, clients = data_of("regression")
     method = fedavg(from_flax(nn.Dense(1), (6,), task=task))
     log = callbacks.csv(tmp_path / "rows.csv")
-    result = jaxfl.simulate(KEY, method, clients, rounds=1, progress=False, folder=tmp_path / "run", callbacks=[log])
+    result = jaxfl.simulate(
+        KEY, method, clients, rounds=1, progress=False, folder=tmp_path / "run", callbacks=[log]
+    )
     with np.load(tmp_path / "run" / "per_client.npz") as written:
         for name in names:
             np.testing.assert_array_equal(written[name], result.history[name])
-    assert (tmp_path / "rows.csv").read_text().startswith("round,file,file_std,file_worst10,file_examples,allow_pickle")
+    assert (
+        (tmp_path / "rows.csv")
+        .read_text()
+        .startswith("round,file,file_std,file_worst10,file_examples,allow_pickle")
+    )
 
 
 def test_infos_of_a_method_are_named_by_identifiers():
@@ -230,11 +272,14 @@ def test_infos_of_a_method_are_named_by_identifiers():
         return message, state, info | {"a/b": info["loss"]}
 
     with pytest.raises(ValueError, match="info by identifiers, got 'a/b'"):
-        jaxfl.simulate(KEY, method._replace(client_update=update), clients, rounds=1, progress=False)
+        jaxfl.simulate(
+            KEY, method._replace(client_update=update), clients, rounds=1, progress=False
+        )
 
 
 @pytest.mark.parametrize(
-    ("mean", "std"), [(0.0, 1.0), (288.0, 5.0), (1000.0, 1.0), (30_000.0, 50.0), (48.85, 0.01), (1.7e9, 1e6)]
+    ("mean", "std"),
+    [(0.0, 1.0), (288.0, 5.0), (1000.0, 1.0), (30_000.0, 50.0), (48.85, 0.01), (1.7e9, 1e6)],
 )
 @pytest.mark.parametrize("batches", [1, 40])
 def test_r2_keeps_its_digits_where_targets_lie_far_from_0(mean, std, batches):
@@ -242,7 +287,9 @@ def test_r2_keeps_its_digits_where_targets_lie_far_from_0(mean, std, batches):
     labels = (mean + std * rng.normal(size=1000)).astype(np.float32)
     outputs = (labels + 0.3 * std * rng.normal(size=1000)).astype(np.float32)
     found = score(tasks.regression("r2").metrics["r2"], outputs[:, None], labels, batches)
-    assert found == pytest.approx(sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4)
+    assert found == pytest.approx(
+        sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4
+    )
 
 
 @pytest.mark.parametrize(("mean", "std"), [(1e6, 0.5), (1e8, 8.0)])
@@ -252,7 +299,9 @@ def test_r2_does_not_drift_over_batches(mean, std):
     labels = (mean + std * rng.normal(size=1000)).astype(np.float32)
     outputs = (labels + 0.3 * std * rng.normal(size=1000)).astype(np.float32)
     found = score(tasks.regression("r2").metrics["r2"], outputs[:, None], labels, 50)
-    assert found == pytest.approx(sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4)
+    assert found == pytest.approx(
+        sk.r2_score(labels.astype(float), outputs.astype(float)), abs=2e-4
+    )
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 3.0, 1000.1, 2012.0])
@@ -266,7 +315,9 @@ def test_r2_of_several_columns_is_that_of_all_errors_over_all_spreads():
     labels = np.array([[5.0, -2000.0]]) + rng.normal(size=(60, 2)) * np.array([[1.0, 3.0]])
     outputs = labels + rng.normal(size=(60, 2))
     expected = 1 - np.sum((outputs - labels) ** 2) / np.sum((labels - labels.mean(0)) ** 2)
-    found = score(tasks.regression("r2").metrics["r2"], outputs.astype(np.float32), labels.astype(np.float32))
+    found = score(
+        tasks.regression("r2").metrics["r2"], outputs.astype(np.float32), labels.astype(np.float32)
+    )
     assert found == pytest.approx(expected, abs=1e-3)
 
 
@@ -277,7 +328,9 @@ def test_r2_of_a_run_is_scikit_learns():
     rows = [np.arange(100), np.arange(100, 300)]  # two and four batches of an evaluation
     clients = make_clients((x, labels, x, labels), rows, rows)
     model = from_flax(Far(), (2,), task=tasks.regression("r2"))
-    result = jaxfl.simulate(KEY, fedavg(model, local=LocalSGD(optax.sgd(0.0))), clients, rounds=1, progress=False)
+    result = jaxfl.simulate(
+        KEY, fedavg(model, local=LocalSGD(optax.sgd(0.0))), clients, rounds=1, progress=False
+    )
     outputs = 2000 + 0.5 * x[:, 0]
     expected = [sk.r2_score(labels[own], outputs[own]) for own in rows]
     np.testing.assert_allclose(result.scores["r2"], expected, atol=1e-3)
@@ -293,7 +346,9 @@ class Far(nn.Module):
 
 def test_a_merge_that_changes_the_sums_is_refused():
     _, clients = data_of("regression")
-    metric = jaxfl.Metric(lambda o, y, w: jnp.sum(w), lambda total: total, merge=lambda a, b: (a, b))
+    metric = jaxfl.Metric(
+        lambda o, y, w: jnp.sum(w), lambda total: total, merge=lambda a, b: (a, b)
+    )
     task = own(metrics={"error": metric})()
     with pytest.raises(ValueError, match=r"metrics\['error'\].merge gives sums"):
         jaxfl.simulate(KEY, fedavg(from_flax(nn.Dense(1), (6,), task=task)), clients, rounds=1)
@@ -309,7 +364,9 @@ def test_a_negative_label_of_tokens_gets_the_advice_that_fits():
     check_algorithm(fedavg(model), clients, rounds=1)
 
 
-@pytest.mark.parametrize("make", [tasks.classification, tasks.multi_label, tasks.regression, tasks.next_token])
+@pytest.mark.parametrize(
+    "make", [tasks.classification, tasks.multi_label, tasks.regression, tasks.next_token]
+)
 @pytest.mark.parametrize("name", ["loss", ""])
 def test_unknown_metrics_are_refused(make, name):
     with pytest.raises(ValueError, match="metrics="):
@@ -319,27 +376,41 @@ def test_unknown_metrics_are_refused(make, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "method"),
-    [("regression", "feddpa"), ("multi_label", "feddpa"), ("next_token", "feddpa"), ("next_token", "dp_sgd")],
+    [
+        ("regression", "feddpa"),
+        ("multi_label", "feddpa"),
+        ("next_token", "feddpa"),
+        ("next_token", "dp_sgd"),
+    ],
 )
 def test_the_contract_holds_for_other_tasks(name, method):
     """Equal to the plain twin, whatever the chunk, the devices and the store of the states; ledger and epsilon."""
     model, clients = data_of(name)
     if method == "feddpa":  # Fisher information of each client's own examples, and client states
         local = jaxfl.LocalSGD(optax.sgd(0.1), batch_size=4)
-        algorithm = feddpa(model, sampling=Poisson(0.6), noise_multiplier=1.0, clip=0.2, local=local)
+        algorithm = feddpa(
+            model, sampling=Poisson(0.6), noise_multiplier=1.0, clip=0.2, local=local
+        )
     else:
         private = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.5, steps=2)
-        algorithm = dp_fedavg(model, local=private, clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6))
+        algorithm = dp_fedavg(
+            model, local=private, clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6)
+        )
     server, states, records = run(algorithm, clients)
     twin_server, twin_states, _ = reference.run(KEY_OF_RUNS, algorithm, clients, ROUNDS)
     assert_close(server, jax.device_get(twin_server))
     assert_close(states, jax.tree.map(lambda *leaves: np.stack(leaves), *twin_states))
     assert_close((server, states), run(algorithm, clients, chunk=4, devices=2)[:2])
     options = {"rounds": ROUNDS, "progress": False, "devices": jax.devices()[:1]}
-    stores = [jaxfl.simulate(KEY, algorithm, clients, states=states, **options) for states in ("device", "host")]
+    stores = [
+        jaxfl.simulate(KEY, algorithm, clients, states=states, **options)
+        for states in ("device", "host")
+    ]
     assert_close(stores[0].server, stores[1].server)
     assert stores[0].statement == stores[1].statement
-    planned = epsilon(planned_ledger(algorithm.mechanism, clients.number, ROUNDS), algorithm.mechanism).value
+    planned = epsilon(
+        planned_ledger(algorithm.mechanism, clients.number, ROUNDS), algorithm.mechanism
+    ).value
     assert stores[0].statement["honest"]["aggregate"]["epsilon"] == pytest.approx(planned)
     assert records.ledger.participants.any()
 

@@ -23,7 +23,9 @@ SETTING: dict[str, Any] = {"rounds": 2, "seeds": (0, 1), "progress": False}
 
 
 def private(noise_multiplier):
-    return dp_fedavg(MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Full(), local=LOCAL)
+    return dp_fedavg(
+        MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Full(), local=LOCAL
+    )
 
 
 def alone(rate):
@@ -58,7 +60,9 @@ def test_each_client_is_in_one_part_with_its_own_rows():
     assert [part.number for part in parts] == [8, 3]  # a share of 0.3 of 11
     for split in ("train", "test"):
         found = [rows_of(part, split, i).tolist() for part in parts for i in range(part.number)]
-        assert sorted(found) == sorted(rows_of(clients, split, i).tolist() for i in range(clients.number))
+        assert sorted(found) == sorted(
+            rows_of(clients, split, i).tolist() for i in range(clients.number)
+        )
     assert [part.number for part in leave_out(clients, 0.01, seed=4)] == [10, 1]
     assert [part.number for part in leave_out(clients, 0.99, seed=4)] == [1, 10]
 
@@ -82,7 +86,11 @@ def test_a_single_client_cannot_be_divided():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "centaur" else pytest.mark.slow) for name in ALGORITHMS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "centaur" else pytest.mark.slow)
+        for name in ALGORITHMS
+    ],
 )
 def test_with_a_runs_key_states_and_rounds_scores_are_those_of_its_last_evaluation(name):
     clients, algorithm = small_clients(), ALGORITHMS[name]()
@@ -98,7 +106,9 @@ def test_newcomers_train_before_evaluation_on_their_own_examples():
     clients, rate = small_clients(), 0.5
     participants, newcomers = leave_out(clients, SHARE, seed=2)
     base = fedavg(MODEL, local=LOCAL)
-    method = fine_tuned(base, local=LocalSGD(optax.sgd(2 * rate), batch_size=64, decay=lambda t: 0.5**t))
+    method = fine_tuned(
+        base, local=LocalSGD(optax.sgd(2 * rate), batch_size=64, decay=lambda t: 0.5**t)
+    )
     result = simulate(0, method, participants, rounds=2, progress=False)
     _, scores = evaluate(method, result.server, newcomers, key=5, rounds=2)
 
@@ -108,8 +118,12 @@ def test_newcomers_train_before_evaluation_on_their_own_examples():
 
     for client in range(newcomers.number):
         rows = rows_of(newcomers, "train", client)
-        gradient = jax.grad(loss)(result.server.params, newcomers.inputs[rows], newcomers.labels[rows])
-        trained = jax.tree.map(lambda value, slope: value - rate * slope, result.server.params, gradient)
+        gradient = jax.grad(loss)(
+            result.server.params, newcomers.inputs[rows], newcomers.labels[rows]
+        )
+        trained = jax.tree.map(
+            lambda value, slope: value - rate * slope, result.server.params, gradient
+        )
         assert scores["accuracy"][client] == pytest.approx(accuracy(trained, newcomers, client))
         tested = rows_of(newcomers, "test", client)
         expected = loss(trained, newcomers.inputs[tested], newcomers.labels[tested])
@@ -129,12 +143,21 @@ def test_newcomers_of_a_method_that_keeps_models_have_the_first_one():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"server": ()}, r"server must be like Server\(.*, which init makes, got \(\). Give the state that"),
+        (
+            {"server": ()},
+            r"server must be like Server\(.*, which init makes, got \(\). Give the state that",
+        ),
         ({"server": mlp}, "server must be arrays, got <function"),
         ({"states": ()}, r"states must be like .*, which init makes, got \(\)"),
-        ({"states": "of ten"}, r"states\['.*'\] must be float32\(11, .*, which init makes, got float32\(10, "),
+        (
+            {"states": "of ten"},
+            r"states\['.*'\] must be float32\(11, .*, which init makes, got float32\(10, ",
+        ),
         ({"rounds": 0}, "rounds=0"),
-        ({"clients": small_clients()._replace(labels=small_clients().labels + 1)}, "clients.labels go up to 10"),
+        (
+            {"clients": small_clients()._replace(labels=small_clients().labels + 1)},
+            "clients.labels go up to 10",
+        ),
     ],
 )
 def test_what_does_not_fit_raises_before_anything_compiles(changes, words, monkeypatch):
@@ -153,7 +176,10 @@ def test_what_does_not_fit_raises_before_anything_compiles(changes, words, monke
 
 def test_the_models_must_have_the_shapes_of_the_method():
     server, _ = fedavg(mlp((8, 8, 1), 10, hidden=(5,))).init(jax.random.key(0), 11)
-    with pytest.raises(ValueError, match=r"server.params.* must be float32\(16,\), which init makes, got float32\(5,"):
+    with pytest.raises(
+        ValueError,
+        match=r"server.params.* must be float32\(16,\), which init makes, got float32\(5,",
+    ):
         evaluate(fedavg(MODEL), server, small_clients(), key=0)
 
 
@@ -192,12 +218,16 @@ def test_unseen_scores_are_those_of_an_evaluation_by_hand(clients, tmp_path):
         # What sends nothing is the same with whomever it trains.
         lonely = simulate(seed, alone(0.3), newcomers, rounds=rounds, progress=False)
         row = by_row["alone", math.inf, seed]
-        models = [jax.tree.map(lambda leaf, i=i: leaf[i], lonely.states) for i in range(newcomers.number)]
+        models = [
+            jax.tree.map(lambda leaf, i=i: leaf[i], lonely.states) for i in range(newcomers.number)
+        ]
         assert row["chosen"] == {"rate": 0.3}
         assert row["unseen"] == pytest.approx(mean_accuracy(models, newcomers))
     assert compare(methods, clients, **options) == found
     shown = [by_row["private", 5.0, seed]["unseen"] for seed in (0, 1)]
-    assert found.mean("private", 5.0, "unseen") == pytest.approx((np.mean(shown), np.std(shown, ddof=1)))
+    assert found.mean("private", 5.0, "unseen") == pytest.approx(
+        (np.mean(shown), np.std(shown, ddof=1))
+    )
     assert f"| private | {np.mean(shown):.3f} ± " in found.to_markdown("unseen")
     assert found.to_latex("unseen").splitlines()[2].startswith("unseen & 5")
     assert "30% of the clients, drawn by the seed, take no part" in found.protocol
@@ -294,11 +324,21 @@ def test_a_method_that_cannot_serve_newcomers_is_found_before_the_first_round(cl
         raise AssertionError("it ran")
 
     monkeypatch.setattr(jaxfl.run.compare, "sweep", fails)
-    with pytest.raises(ValueError, match=r"methods\['late'\] at \(rate=0.1\): init fails.*3 clients are too few"):
+    with pytest.raises(
+        ValueError, match=r"methods\['late'\] at \(rate=0.1\): init fails.*3 clients are too few"
+    ):
         compare({"late": Candidate(build, {"rate": [0.1, 0.2]})}, clients, unseen=SHARE, **SETTING)
 
 
 def test_a_run_whose_updates_were_all_dropped_has_no_unseen_score():
-    row = {"method": "a", "epsilon": 1.0, "stated": 1.0, "seed": 0, "chosen": {}, "accuracy": 0.5, "unseen": 0.4}
+    row = {
+        "method": "a",
+        "epsilon": 1.0,
+        "stated": 1.0,
+        "seed": 0,
+        "chosen": {},
+        "accuracy": 0.5,
+        "unseen": 0.4,
+    }
     found = Comparison([row | {"dropped": 1.0}], [], "accuracy", False, "by hand")
     assert math.isnan(found.mean("a", 1.0, "unseen")[0])

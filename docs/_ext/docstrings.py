@@ -27,7 +27,9 @@ def sections(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: l
     found: list[str] = []
     for line in lines:
         match = _SECTION.match(line)
-        found += ["", f"{match[1]}:", f"    {match[2]}"] if match else [_LETTER.sub(r"\1\\\2.", line)]
+        found += (
+            ["", f"{match[1]}:", f"    {match[2]}"] if match else [_LETTER.sub(r"\1\\\2.", line)]
+        )
     lines[:] = found
 
 
@@ -78,7 +80,13 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
 
 
 def name_role(
-    role: str, rawtext: str, text: str, line: int, inliner: Any, options: Any = None, content: Any = ()
+    role: str,
+    rawtext: str,
+    text: str,
+    line: int,
+    inliner: Any,
+    options: Any = None,
+    content: Any = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
     """`text` in a docstring: a link where it is the name of something documented, code everywhere."""
     if re.fullmatch(r"[A-Za-z_][\w.]*", text):
@@ -88,17 +96,25 @@ def name_role(
     return [nodes.literal(rawtext, text)], []
 
 
-def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> nodes.Node | None:
+def resolve(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element
+) -> nodes.Node | None:
     """Link a short name to the one public thing that bears it; warn of a dotted name that does not exist."""
     if node.get("refdomain") != "py":
         return None
     target = node["reftarget"]
     last, kinds = target.rsplit(".", 1)[-1], ("class", "function", "data", "exception")
     objects = env.domains.python_domain.objects
-    found = [name for name, entry in objects.items() if name.rsplit(".", 1)[-1] == last and entry.objtype in kinds]
+    found = [
+        name
+        for name, entry in objects.items()
+        if name.rsplit(".", 1)[-1] == last and entry.objtype in kinds
+    ]
     if len(found) == 1 and (target == last or target.startswith("jaxfl.")):
         entry = objects[found[0]]
-        return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, found[0])
+        return make_refnode(
+            app.builder, node["refdoc"], entry.docname, entry.node_id, content, found[0]
+        )
     if target.startswith("jaxfl.") and not _exists(target):
         _LOG.warning("%s: there is no such thing", target, location=node)
     return None

@@ -49,7 +49,11 @@ def against(label: str, algorithm: Algorithm) -> str:
     clients = len(SIZES)
     plan = planned_ledger(algorithm.mechanism, clients, _ROUNDS, algorithm.dp_sgd)
     _, states = jax.eval_shape(lambda key: algorithm.init(key, clients), jax.random.key(0))
-    options = {"terms": algorithm.terms, "dp_sgd": algorithm.dp_sgd, "stateful": bool(jax.tree.leaves(states))}
+    options = {
+        "terms": algorithm.terms,
+        "dp_sgd": algorithm.dp_sgd,
+        "stateful": bool(jax.tree.leaves(states)),
+    }
     statement = privacy_statement(plan, algorithm.mechanism, clients, **options)
     cells = [_cell(statement["honest"]["aggregate"]), _cell(statement["honest"]["upload"])]
     cells.append(_cell(statement["examples"] or statement["honest"]["aggregate"]["example"]))
@@ -81,7 +85,9 @@ def page(entry: Page) -> str:
         ]
     if entry.note:
         lines += [entry.note, ""]
-    links = ", ".join(f"[{title(readmes()[name])}](../results/{name}.md)" for name in entry.measured)
+    links = ", ".join(
+        f"[{title(readmes()[name])}](../results/{name}.md)" for name in entry.measured
+    )
     lines += [f"**Measured.** {links}." if links else "**Measured.** Not yet.", ""]
     for name in entry.names:
         lines += ["```{eval-rst}", f".. autofunction:: jaxfl.algorithms.{name}", "```", ""]

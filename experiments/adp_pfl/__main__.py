@@ -46,7 +46,11 @@ PRINTED = {
 """Table 2 of the paper: accuracy of local models in percent at `EPSILONS`."""
 WHOLE = {"examples": 600, "batch_size": 100}
 """In table 2: nearly all of a client's examples; in the paper it is all."""
-FLOORS = {"untrained": "five passes, untrained", "alone": "local-only", "without noise": "FedAvg without noise"}
+FLOORS = {
+    "untrained": "five passes, untrained",
+    "alone": "local-only",
+    "without noise": "FedAvg without noise",
+}
 DEAF = "the fixed noise alone"
 LEVELS = (0.3, 0.4, 0.47678, 0.5025, 0.6, 0.8, 0.9)
 """Accuracies of figure 4; the third and the fourth are those that the paper names."""
@@ -84,7 +88,9 @@ def honest(data: str, options: Options) -> Result:
     rows = [
         row
         for schedule in SCHEDULES
-        for row in bench.tuned(schedule, bench.honest(schedule, bench.fisher), EPSILONS, CLIPS, schedule)
+        for row in bench.tuned(
+            schedule, bench.honest(schedule, bench.fisher), EPSILONS, CLIPS, schedule
+        )
     ]
     return result_of(bench, rows)
 
@@ -101,9 +107,16 @@ def figure_3(options: Options) -> Result:
 def figure_5(options: Options) -> Result:
     """Masks, with theorem 2's noise; and what of it is the mask's, what the noise's."""
     bench, less = Bench("mnist", options), thinner(80.0)
-    values, middle = {"epsilon": FIGURE_EPSILONS, "thinner": [less] * 3}, {"epsilon": [5.0], "thinner": [less]}
+    values, middle = (
+        {"epsilon": FIGURE_EPSILONS, "thinner": [less] * 3},
+        {"epsilon": [5.0], "thinner": [less]},
+    )
     rows = []
-    for name, mask in {"Fisher": fisher_percentile, "top-k": largest, "random": random_share}.items():
+    for name, mask in {
+        "Fisher": fisher_percentile,
+        "top-k": largest,
+        "random": random_share,
+    }.items():
         rows += bench.rows(name, bench.published("round-level", mask), values)
     rows += bench.rows("no mask, as little noise", bench.published("round-level", nothing), middle)
     for name, mask in {"no mask": nothing, "Fisher": fisher_percentile}.items():
@@ -116,7 +129,10 @@ def figure_6(options: Options) -> Result:
     """Percentiles of the mask at epsilon 5, with theorem 2's noise and with all of it."""
     bench = Bench("mnist", options)
     percentiles = PERCENTILES[::3] if options.smoke else PERCENTILES
-    build, values = bench.published("round-level"), {"epsilon": [5.0] * len(percentiles), "percentile": percentiles}
+    build, values = (
+        bench.published("round-level"),
+        {"epsilon": [5.0] * len(percentiles), "percentile": percentiles},
+    )
     less = values | {"thinner": [thinner(percentile) for percentile in percentiles]}
     rows = bench.rows("noise of theorem 2", build, less) + bench.rows("all noise", build, values)
     return result_of(bench, rows)
@@ -132,7 +148,10 @@ def honest_figures(options: Options) -> Result:
         for row in bench.tuned(name, bench.honest("fixed", mask), FIGURE_EPSILONS, clips)
     ]
     rows += bench.tuned("DP-LG", bench.honest_dp_lg, FIGURE_EPSILONS, clips)
-    masks = {"top-k": largest(bench.setting.percentile), "random": random_share(bench.setting.percentile)}
+    masks = {
+        "top-k": largest(bench.setting.percentile),
+        "random": random_share(bench.setting.percentile),
+    }
     masks |= {f"Fisher, percentile {p:g}": fisher_percentile(p) for p in (40.0, 90.0)}
     for name, mask in masks.items():
         rows += bench.tuned(name, bench.honest("fixed", mask), (5.0,), clips)
@@ -147,25 +166,39 @@ def figure_4(options: Options) -> Result:
     for name, schedule in {**dict(zip(SCHEDULES, SCHEDULES)), "adaptive": "round-level"}.items():
         build = bench.published(schedule, risks="private" if name == "adaptive" else None)
         tested = bench.tested_locally(build(1.0))
-        run: dict[str, Any] = {"rounds": own.rounds, "seeds": bench.seeds, "out": options.out, "config": bench.config}
-        ((_, results),) = run_each({name: lambda _, tested=tested: tested}, bench.clients, eval_every=2, **run).items()
+        run: dict[str, Any] = {
+            "rounds": own.rounds,
+            "seeds": bench.seeds,
+            "out": options.out,
+            "config": bench.config,
+        }
+        ((_, results),) = run_each(
+            {name: lambda _, tested=tested: tested}, bench.clients, eval_every=2, **run
+        ).items()
         curves = []
         for result in results:
             ledger = result.ledger
             noise = np.where(ledger.participants, ledger.client_noise, math.inf)
             claimed = np.cumsum(one / noise, axis=0).mean(axis=1)
-            total = np.cumsum((2 / noise) ** 2, axis=0).max(axis=1)  # one Gaussian in all, replace-one
+            total = np.cumsum((2 / noise) ** 2, axis=0).max(
+                axis=1
+            )  # one Gaussian in all, replace-one
             told = float(result.statement["honest"]["upload"]["epsilon"]) == math.inf
             at = [int(row["round"]) for row in result.metrics]
             seen = [
-                math.inf if told else dp_accounting.get_epsilon_gaussian(total[r - 1] ** -0.5, own.delta) for r in at
+                math.inf
+                if told
+                else dp_accounting.get_epsilon_gaussian(total[r - 1] ** -0.5, own.delta)
+                for r in at
             ]
             curve = {
                 "local": [row["accuracy"] for row in result.metrics],
                 "claimed": claimed[np.array(at) - 1].tolist(),
             }
             curves.append({"round": at, "honest": seen} | curve)
-        rows.append({"method": name, "local": [curve["local"][-1] for curve in curves], "curves": curves})
+        rows.append(
+            {"method": name, "local": [curve["local"][-1] for curve in curves], "curves": curves}
+        )
     return result_of(bench, rows)
 
 
@@ -173,7 +206,9 @@ def lines_of(result: Result, column: str) -> list[list[str]]:
     """A line for each method and a cell for each value of `column`; floors have the same cell everywhere."""
     floors, rows = result["floors"], result["rows"]
     values = sorted({row[column] for row in rows})
-    shown = {"chance of two labels": "50"} | {name: _cell(floors[floor]) for floor, name in FLOORS.items()}
+    shown = {"chance of two labels": "50"} | {
+        name: _cell(floors[floor]) for floor, name in FLOORS.items()
+    }
     lines = [[method] + [text] * len(values) for method, text in shown.items()]
     for method in _names(rows):
         cells = {row[column]: _cell(row) for row in rows if row["method"] == method}
@@ -190,27 +225,31 @@ def _cell(row: Row) -> str:
 
 
 def _flat(alone: Row) -> str:
-    return stopped(f"learning rate {alone['learning_rate']:g}", alone["passes"], alone["validation"])
+    return stopped(
+        f"learning rate {alone['learning_rate']:g}", alone["passes"], alone["validation"]
+    )
 
 
 def by_column(result: Result, column: str, *more: str) -> str:
     """Lines by epsilon or percentile, and what is below them."""
     values = sorted({row[column] for row in result["rows"]})
     table = markdown_table(
-        ["ε" if column == "epsilon" else column, *(f"{value:g}" for value in values)], lines_of(result, column)
+        ["ε" if column == "epsilon" else column, *(f"{value:g}" for value in values)],
+        lines_of(result, column),
     )
     lost = max(row["dropped"] for row in result["rows"])
     own = result["setting"]
-    facts = (
-        f"{own['data']}: {own['clients']} clients of at most {own['examples']} examples, {own['cohort']} in each of "
-    )
+    facts = f"{own['data']}: {own['clients']} clients of at most {own['examples']} examples, {own['cohort']} in each of "
     facts += f"{own['rounds']} rounds. Updates dropped as not finite: at most {100 * lost:.1f}% of a cell's."
     return "\n\n".join([table, *more, facts, _flat(result["floors"]["alone"]), source(result)])
 
 
 def table_2_markdown(result: Result) -> str:
     """The table, the paper's beside it, and verdicts."""
-    printed, found = PRINTED.get(result["setting"]["data"], PRINTED["mnist"]), _means(result["rows"])
+    printed, found = (
+        PRINTED.get(result["setting"]["data"], PRINTED["mnist"]),
+        _means(result["rows"]),
+    )
     theirs, ours = ([x for name in SCHEDULES for x in of[name]] for of in (printed, found))
     apart, matched = np.abs(np.subtract(theirs, ours)), agreement(theirs, ours)
     far = apart.max()
@@ -221,29 +260,39 @@ def table_2_markdown(result: Result) -> str:
     else:
         cells = [(name, epsilon) for name in SCHEDULES for epsilon in EPSILONS]
         name, epsilon = cells[apart.argmax()]
-        (row,) = (row for row in result["rows"] if (row["method"], row["epsilon"]) == (name, epsilon))
+        (row,) = (
+            row for row in result["rows"] if (row["method"], row["epsilon"]) == (name, epsilon)
+        )
         why = f"its global model ends at {percent(row['global'])}"
         if row["dropped"] > 0.05:
             why = f"it diverges, {100 * row['dropped']:.0f}% of its updates are not finite"
         near = max(gap for gap, (schedule, _) in zip(apart, cells, strict=True) if schedule != name)
         verdict = f"not, because of {name} at ε {epsilon:g}: {why}; the other budgets are within {near:.1f} points"
     gains, claimed = (np.subtract(of["round-level"], of["fixed"]) for of in (found, printed))
-    text = (
-        f"Verdict: {verdict} ({matched}). Round-level above fixed: {_signed(gains)}; in the paper: {_signed(claimed)}. "
-    )
+    text = f"Verdict: {verdict} ({matched}). Round-level above fixed: {_signed(gains)}; in the paper: {_signed(claimed)}. "
     text += f"Fixed above its noise alone: {_signed(np.subtract(found['fixed'], found[DEAF]))}."
-    return by_column(result, "epsilon", _beside(printed, {"paper": printed, "reproduced": found}), text)
+    return by_column(
+        result, "epsilon", _beside(printed, {"paper": printed, "reproduced": found}), text
+    )
 
 
 def honest_markdown(result: Result) -> str:
     """The table, beside the paper's numbers and the reproduced ones, and the clip bounds that were chosen."""
     rows, printed = result["rows"], PRINTED.get(result["setting"]["data"], PRINTED["mnist"])
-    columns = {"paper": printed, "reproduced": _reproduced(result["setting"]["data"]), "honest": _means(rows)}
+    columns = {
+        "paper": printed,
+        "reproduced": _reproduced(result["setting"]["data"]),
+        "honest": _means(rows),
+    }
     columns = {name: own for name, own in columns.items() if own}
     alone, own = 100 * np.mean(result["floors"]["alone"]["local"]), columns["honest"]
     gains = "; ".join(f"{name} {_signed(np.subtract(own[name], alone))}" for name in SCHEDULES)
     return by_column(
-        result, "epsilon", _beside(printed, columns), _chosen(rows), f"Honest above training alone: {gains}."
+        result,
+        "epsilon",
+        _beside(printed, columns),
+        _chosen(rows),
+        f"Honest above training alone: {gains}.",
     )
 
 
@@ -256,25 +305,42 @@ def _reproduced(data: str) -> dict[str, list[float]]:
 def _chosen(rows: Sequence[Row]) -> str:
     """Clip bounds of tuned rows."""
     tried = {"clip": [float(clip) for clip in rows[0]["validation"]]}
-    chosen = [f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, tried)}" for row in rows]
+    chosen = [
+        f"{row['method']} at {row['epsilon']:g} {starred({'clip': row['clip']}, tried)}"
+        for row in rows
+    ]
     return f"Chosen on held-out examples (* an end of {', '.join(rows[0]['validation'])}): {'; '.join(chosen)}."
 
 
 def honest_figures_markdown(result: Result) -> str:
     """The table, the clip bounds that were chosen, and what is left of the paper's orderings."""
-    rows, at_5 = result["rows"], {row["method"]: row["local"] for row in result["rows"] if row["epsilon"] == 5.0}
+    rows, at_5 = (
+        result["rows"],
+        {row["method"]: row["local"] for row in result["rows"] if row["epsilon"] == 5.0},
+    )
     gains = [
         f"{name} {signed(np.subtract(scores, at_5['DP-FedAvg']))}"
         for name, scores in at_5.items()
         if name != "DP-FedAvg"
     ]
-    return by_column(result, "epsilon", _chosen(rows), f"Above DP-FedAvg at ε 5, points by seed: {'; '.join(gains)}.")
+    return by_column(
+        result,
+        "epsilon",
+        _chosen(rows),
+        f"Above DP-FedAvg at ε 5, points by seed: {'; '.join(gains)}.",
+    )
 
 
 def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """Numbers from several sources in one cell."""
     body = [
-        [name, *(" / ".join(f"{x:.1f}" for x in cell) for cell in zip(*(own[name] for own in columns.values())))]
+        [
+            name,
+            *(
+                " / ".join(f"{x:.1f}" for x in cell)
+                for cell in zip(*(own[name] for own in columns.values()))
+            ),
+        ]
         for name in names
     ]
     return markdown_table([" / ".join(columns), *(f"ε {epsilon:g}" for epsilon in EPSILONS)], body)
@@ -282,7 +348,10 @@ def _beside(names: Iterable[str], columns: Mapping[str, Mapping[str, Sequence[fl
 
 def _means(rows: Sequence[Row]) -> dict[str, list[float]]:
     """Accuracy % of local models, by method."""
-    return {name: [100 * float(np.mean(r["local"])) for r in rows if r["method"] == name] for name in _names(rows)}
+    return {
+        name: [100 * float(np.mean(r["local"])) for r in rows if r["method"] == name]
+        for name in _names(rows)
+    }
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
@@ -299,7 +368,9 @@ def verdict(claims: Mapping[str, bool], why: str, where: str = "") -> str:
     return f"Verdict{where}: {found} ({yes_or_no(claims)})."
 
 
-def _above(result: Result, name: str, others: Sequence[str], epsilons: Sequence[float]) -> dict[str, bool]:
+def _above(
+    result: Result, name: str, others: Sequence[str], epsilons: Sequence[float]
+) -> dict[str, bool]:
     """Whether a method is above others, by claim."""
     found = {(row["method"], row["epsilon"]): np.mean(row["local"]) for row in result["rows"]}
     return {
@@ -319,15 +390,25 @@ def figure_3_markdown(result: Result) -> str:
     why += "as not finite"
     gap = f"ADP-PFL at ε 10 is {free - own[-1]:.1f} points below FedAvg without noise. Models that have diverged count "
     gap += "as 0, below chance."
-    return by_column(result, "epsilon", "![accuracy by epsilon](figure_3.png)", f"{verdict(claims, why)} {gap}")
+    return by_column(
+        result, "epsilon", "![accuracy by epsilon](figure_3.png)", f"{verdict(claims, why)} {gap}"
+    )
 
 
 def figure_5_markdown(result: Result) -> str:
     """Masks by epsilon."""
     rows, claims = result["rows"], _above(result, "Fisher", ("top-k", "random"), FIGURE_EPSILONS)
-    one = [f"{row['method']} {percent(row['local'])}" for row in rows if _names(rows).index(row["method"]) > 2]
-    (plain,) = (np.mean(row["local"]) for row in rows if row["method"] == "no mask, as little noise")
-    (own,) = (np.mean(row["local"]) for row in rows if (row["method"], row["epsilon"]) == ("Fisher", 5.0))
+    one = [
+        f"{row['method']} {percent(row['local'])}"
+        for row in rows
+        if _names(rows).index(row["method"]) > 2
+    ]
+    (plain,) = (
+        np.mean(row["local"]) for row in rows if row["method"] == "no mask, as little noise"
+    )
+    (own,) = (
+        np.mean(row["local"]) for row in rows if (row["method"], row["epsilon"]) == ("Fisher", 5.0)
+    )
     why = "what a mask brings is the noise that theorem 2 takes away: at ε 5 as little of it without a mask gives "
     why += f"{100 * plain:.1f}, {100 * (plain - own):+.1f} points from Fisher's"
     text = f"{verdict(claims, why)} At ε 5 besides: {', '.join(one)}."
@@ -350,7 +431,9 @@ def figure_6_markdown(result: Result) -> str:
     for name, of in found.items():
         far = 100 * max(abs(of[p] - of[0.0]) for p in of)
         best = max(of, key=of.__getitem__)
-        why[name] = f"masks are within {far:.1f} points of none, and the {best:g}th percentile is the best"
+        why[name] = (
+            f"masks are within {far:.1f} points of none, and the {best:g}th percentile is the best"
+        )
     text = " ".join(verdict(claim, why[name], f", {name}") for name, claim in claims.items())
     return by_column(result, "percentile", "![accuracy by percentile](figure_6.png)", text)
 
@@ -365,21 +448,30 @@ def figure_4_markdown(result: Result) -> str:
             reached = []
             for curve in row["curves"]:
                 first = next((i for i, score in enumerate(curve["local"]) if score >= level), None)
-                reached += [] if first is None else [(curve["claimed"][first], curve["honest"][first])]
+                reached += (
+                    [] if first is None else [(curve["claimed"][first], curve["honest"][first])]
+                )
             claimed, honest = np.mean(reached, axis=0) if reached else (math.nan, math.nan)
             needed[row["method"], level], all_of = float(claimed), len(row["curves"])
             few = f", {len(reached)} of {all_of}" if len(reached) < all_of else ""
             cells.append(f"{number(claimed)} [{number(honest)}]{few}" if reached else "–")
         lines.append([row["method"], *cells, percent(row["local"])])
     claims = {
-        f"adaptive above round-level at {100 * level:g}%": needed["adaptive", level] > needed["round-level", level]
+        f"adaptive above round-level at {100 * level:g}%": needed["adaptive", level]
+        > needed["round-level", level]
         for level in LEVELS
         if math.isfinite(needed["adaptive", level] + needed["round-level", level])
     }
     floors = result["floors"]
-    lines += [[name, *([""] * len(LEVELS)), percent(floors[floor]["local"])] for floor, name in FLOORS.items()]
+    lines += [
+        [name, *([""] * len(LEVELS)), percent(floors[floor]["local"])]
+        for floor, name in FLOORS.items()
+    ]
     course = {
-        row["method"]: (100 * np.mean([curve["local"][0] for curve in row["curves"]]), 100 * np.mean(row["local"]))
+        row["method"]: (
+            100 * np.mean([curve["local"][0] for curve in row["curves"]]),
+            100 * np.mean(row["local"]),
+        )
         for row in result["rows"]
     }
     text = verdict(claims, "adaptive budgets reach these accuracies with no more")
@@ -399,10 +491,23 @@ def draw(column: str, result: Result, path: pathlib.Path) -> None:
             rows = [row for row in result["rows"] if row["method"] == method]
             scores = 100 * np.array([row["local"] for row in rows])
             bars = np.abs(np.stack([scores.min(1), scores.max(1)]) - scores.mean(1))
-            axes.errorbar([row[column] for row in rows], scores.mean(1), bars, label=method, **plots.series(index))
+            axes.errorbar(
+                [row[column] for row in rows],
+                scores.mean(1),
+                bars,
+                label=method,
+                **plots.series(index),
+            )
         for (floor, name), style in zip(FLOORS.items(), (":", "--", "-.")):
-            axes.axhline(100 * np.mean(result["floors"][floor]["local"]), color="gray", linestyle=style, label=name)
-        axes.set(xlabel="ε" if column == "epsilon" else column, ylabel="accuracy of local models, %")
+            axes.axhline(
+                100 * np.mean(result["floors"][floor]["local"]),
+                color="gray",
+                linestyle=style,
+                label=name,
+            )
+        axes.set(
+            xlabel="ε" if column == "epsilon" else column, ylabel="accuracy of local models, %"
+        )
         plots.legend_beside(axes)
     plots.save(figure, path.with_suffix(".png"))
 

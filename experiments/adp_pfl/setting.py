@@ -17,7 +17,15 @@ from jaxfl import LocalSGD, grid
 from jaxfl.algorithms import adp_pfl, adp_pfl_paper, dp_lg, fedavg
 from jaxfl.algorithms.adp_pfl import MaskFn, fisher_percentile
 from jaxfl.data import hold_out, label_share, load, make_clients
-from jaxfl.privacy import FixedSize, Mechanism, Poisson, calibrate, fixed_budgets, paper_noise, round_budgets
+from jaxfl.privacy import (
+    FixedSize,
+    Mechanism,
+    Poisson,
+    calibrate,
+    fixed_budgets,
+    paper_noise,
+    round_budgets,
+)
 from jaxfl.types import Algorithm, ClientData, Clients, Params, Tree
 
 Build = Callable[..., Algorithm]
@@ -49,14 +57,23 @@ class Setting:
     delta: float = 1e-5
 
 
-SMOKE: dict[str, Any] = {"data": "digits", "clients": 10, "cohort": 3, "rounds": 4, "examples": 40, "epochs": 1}
+SMOKE: dict[str, Any] = {
+    "data": "digits",
+    "clients": 10,
+    "cohort": 3,
+    "rounds": 4,
+    "examples": 40,
+    "epochs": 1,
+}
 
 
 class Bench:
     """Clients of a data set, and how methods are run on them and tested."""
 
     def __init__(self, data: str, options: Options, **changes: Any) -> None:
-        self.setting = dataclasses.replace(Setting(data, **changes), **SMOKE if options.smoke else {})
+        self.setting = dataclasses.replace(
+            Setting(data, **changes), **SMOKE if options.smoke else {}
+        )
         self.options, self.seeds = options, options.seeds
         self.data = load(self.setting.data)
         self.model = model_for("lenet", self.data)
@@ -65,10 +82,15 @@ class Bench:
     @functools.cache  # noqa: B019 (as long as the program)
     def clients(self, seed: int) -> Clients:
         """With a share of the labels each, tested on examples of the same labels."""
-        own, labels = self.setting, {"labels": self.data.train_labels, "test_labels": self.data.test_labels}
+        own, labels = (
+            self.setting,
+            {"labels": self.data.train_labels, "test_labels": self.data.test_labels},
+        )
         train, test = label_share(clients=own.clients, share=own.share, seed=seed, **labels)
         rng = np.random.default_rng(seed)
-        return make_clients(self.data, [np.sort(rng.permutation(rows)[: own.examples]) for rows in train], test)
+        return make_clients(
+            self.data, [np.sort(rng.permutation(rows)[: own.examples]) for rows in train], test
+        )
 
     @functools.cache  # noqa: B019
     def held_out(self, seed: int) -> Clients:
@@ -80,7 +102,9 @@ class Bench:
         own = self.setting
         rate = own.learning_rate if learning_rate is None else learning_rate
         return LocalSGD(
-            optax.sgd(rate, momentum=own.momentum), own.batch_size, own.epochs if epochs is None else epochs
+            optax.sgd(rate, momentum=own.momentum),
+            own.batch_size,
+            own.epochs if epochs is None else epochs,
         )
 
     def budgets(self, schedule: str) -> Float[np.ndarray, "T"]:
@@ -91,13 +115,20 @@ class Bench:
         return round_budgets(float(rounds), rounds, beta=self.setting.beta)
 
     def published(
-        self, schedule: str, mask: Callable[[Any], MaskFn | None] = fisher_percentile, **options: Any
+        self,
+        schedule: str,
+        mask: Callable[[Any], MaskFn | None] = fisher_percentile,
+        **options: Any,
     ) -> Build:
         """The paper's noise, C/m, for budgets of `epsilon` in the mean; `thinner` multiplies it (theorem 2)."""
         own, noise = self.setting, paper_noise(self.budgets(schedule), delta=self.setting.delta)
 
         def build(epsilon: Any, percentile: Any = own.percentile, thinner: Any = 1.0) -> Algorithm:
-            fixed: dict[str, Any] = {"sampling": FixedSize(own.cohort), "clip": own.clip, "delta": own.delta}
+            fixed: dict[str, Any] = {
+                "sampling": FixedSize(own.cohort),
+                "clip": own.clip,
+                "delta": own.delta,
+            }
             fixed |= {"local": self.passes(), "mask": mask(percentile)} | options
             return adp_pfl_paper(self.model, noise=noise * (thinner / epsilon), **fixed)
 
@@ -106,10 +137,16 @@ class Bench:
     def published_dp_lg(self, epsilon: Any) -> Algorithm:
         """DP-LG with the paper's noise for a fixed budget."""
         own = self.setting
-        options: dict[str, Any] = {"sampling": FixedSize(own.cohort), "clip": own.clip, "delta": own.delta}
+        options: dict[str, Any] = {
+            "sampling": FixedSize(own.cohort),
+            "clip": own.clip,
+            "delta": own.delta,
+        }
         method = dp_lg(self.model, noise_multiplier=0.0, local=self.passes(), **options)
         noise = paper_noise(np.ones(1), delta=own.delta) / own.cohort
-        return method._replace(mechanism=dataclasses.replace(method.mechanism, client_noise=noise / epsilon))
+        return method._replace(
+            mechanism=dataclasses.replace(method.mechanism, client_noise=noise / epsilon)
+        )
 
     @property
     def fisher(self) -> MaskFn:
@@ -134,16 +171,31 @@ class Bench:
     def sampled(self) -> dict[str, Any]:
         """How clients take part and train where the noise is honest."""
         own = self.setting
-        return {"sampling": Poisson(own.cohort / own.clients), "delta": own.delta, "local": self.passes()}
+        return {
+            "sampling": Poisson(own.cohort / own.clients),
+            "delta": own.delta,
+            "local": self.passes(),
+        }
 
     def least_noise(self, schedule: str, epsilon: float) -> float:
         """Noise that spends an epsilon against who sees sums; see `honest`."""
         own, budgets = self.setting, self.budgets(schedule)
         run: dict[str, Any] = {"clients": own.clients, "rounds": own.rounds, "delta": own.delta}
-        return calibrate(epsilon, sampling=Poisson(own.cohort / own.clients), shape=budgets.max() / budgets, **run)
+        return calibrate(
+            epsilon,
+            sampling=Poisson(own.cohort / own.clients),
+            shape=budgets.max() / budgets,
+            **run,
+        )
 
     def rows(
-        self, name: str, build: Build, values: Mapping[str, Sequence[float]], *, tuning: bool = False, **shown: Any
+        self,
+        name: str,
+        build: Build,
+        values: Mapping[str, Sequence[float]],
+        *,
+        tuning: bool = False,
+        **shown: Any,
     ) -> list[Row]:
         """A row of each point: over seeds, accuracies of local models and of the global one, and the epsilons.
 
@@ -155,14 +207,28 @@ class Bench:
             shown: of the row.
         """
         seeds, make = ((TUNING,), self.held_out) if tuning else (self.seeds, self.clients)
-        run: dict[str, Any] = {"rounds": self.setting.rounds, "eval_every": self.setting.rounds, "seeds": seeds}
+        run: dict[str, Any] = {
+            "rounds": self.setting.rounds,
+            "eval_every": self.setting.rounds,
+            "seeds": seeds,
+        }
         run |= {"out": self.options.out, "config": self.config | {"tuning": tuning}}
         results = sweep_each(name, build, values, make, **run)
-        left = [[(result.server, result.states) for result in of_seed] for of_seed in zip(*results, strict=True)]
-        local = [self.local(build, values, make(seed), seed, own) for seed, own in zip(seeds, left, strict=True)]
+        left = [
+            [(result.server, result.states) for result in of_seed]
+            for of_seed in zip(*results, strict=True)
+        ]
+        local = [
+            self.local(build, values, make(seed), seed, own)
+            for seed, own in zip(seeds, left, strict=True)
+        ]
         rows = []
-        for point, (of_point, scores) in enumerate(zip(results, zip(*local, strict=True), strict=True)):
-            row: Row = {"method": name, **shown} | {column: float(of[point]) for column, of in values.items()}
+        for point, (of_point, scores) in enumerate(
+            zip(results, zip(*local, strict=True), strict=True)
+        ):
+            row: Row = {"method": name, **shown} | {
+                column: float(of[point]) for column, of in values.items()
+            }
             honest = of_point[0].statement["honest"]
             row |= {who: float(honest[who]["epsilon"]) for who in ("aggregate", "upload")}
             row |= {"local": list(scores), "global": row_of(name, of_point).mean}
@@ -172,22 +238,36 @@ class Bench:
         return rows
 
     def local(
-        self, build: Build, values: Mapping[str, Sequence[float]], clients: Clients, seed: int, left: list[Tree]
+        self,
+        build: Build,
+        values: Mapping[str, Sequence[float]],
+        clients: Clients,
+        seed: int,
+        left: list[Tree],
     ) -> list[float]:
         """Accuracy after each client's own passes from what the points left behind, states of server and clients."""
-        return evaluated(lambda **point: self.tested_locally(build(**point)), values, clients, seed, left)
+        return evaluated(
+            lambda **point: self.tested_locally(build(**point)), values, clients, seed, left
+        )
 
     def tested_locally(self, method: Algorithm) -> Algorithm:
         """The method, tested after a round's passes of each client over its own examples, which nobody sees."""
 
-        def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
+        def personalize(
+            key: Key[Array, ""], server: Tree, client: Tree, data: ClientData
+        ) -> Params:
             params = method.personalize(key, server, client, data)
             return self.passes().train(key, method.model, params, data)[0]
 
         return method._replace(personalize=personalize)
 
     def tuned(
-        self, name: str, build: Build, epsilons: Sequence[float], clips: Sequence[float], schedule: str = "fixed"
+        self,
+        name: str,
+        build: Build,
+        epsilons: Sequence[float],
+        clips: Sequence[float],
+        schedule: str = "fixed",
     ) -> list[Row]:
         """A row of each epsilon, at the clip bound that is best for local models on held-out examples.
 
@@ -199,11 +279,15 @@ class Bench:
             schedule: of the budgets.
         """
         least = [self.least_noise(schedule, epsilon) for epsilon in epsilons]
-        tried = self.rows(f"honest, {name}", build, grid(least=least, clip=list(clips)), tuning=True)
+        tried = self.rows(
+            f"honest, {name}", build, grid(least=least, clip=list(clips)), tuning=True
+        )
         by_epsilon = [tried[i : i + len(clips)] for i in range(0, len(tried), len(clips))]
         chosen = [max(rows, key=lambda row: row["local"][0])["clip"] for rows in by_epsilon]
         rows = self.rows(f"honest, {name}", build, {"least": least, "clip": chosen}, method=name)
-        scores = [{f"{row['clip']:g}": row["local"][0] for row in of_epsilon} for of_epsilon in by_epsilon]
+        scores = [
+            {f"{row['clip']:g}": row["local"][0] for row in of_epsilon} for of_epsilon in by_epsilon
+        ]
         return [
             row | {"epsilon": epsilon, "validation": validation}
             for row, epsilon, validation in zip(rows, epsilons, scores, strict=True)
@@ -213,12 +297,16 @@ class Bench:
         """What no noise is needed for: untrained, alone, and federated without noise."""
 
         def without_noise(learning_rate: Any) -> Algorithm:
-            mechanism = Mechanism(sampling=FixedSize(self.setting.cohort), denominator="participants")
+            mechanism = Mechanism(
+                sampling=FixedSize(self.setting.cohort), denominator="participants"
+            )
             return fedavg(self.model, mechanism=mechanism, local=self.passes(learning_rate))
 
         values, untrained = {"learning_rate": [self.setting.learning_rate]}, []
         for seed in self.seeds:
-            first = without_noise(self.setting.learning_rate).init(jax.random.key(seed), self.setting.clients)
+            first = without_noise(self.setting.learning_rate).init(
+                jax.random.key(seed), self.setting.clients
+            )
             untrained += self.local(without_noise, values, self.clients(seed), seed, [first])
         (ceiling,) = self.rows("FedAvg without noise", without_noise, values)
         return {"untrained": {"local": untrained}, "alone": self.alone(), "without noise": ceiling}
@@ -236,5 +324,9 @@ class Bench:
             out=self.options.out,
             config=self.config,
         )
-        shown = {"learning_rate": facts["chosen"]["rate"], "passes": facts["passes"], "validation": facts["validation"]}
+        shown = {
+            "learning_rate": facts["chosen"]["rate"],
+            "passes": facts["passes"],
+            "validation": facts["validation"],
+        }
         return shown | {"local": [row["accuracy"] for row in rows]}

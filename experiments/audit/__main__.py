@@ -78,7 +78,10 @@ def honest() -> dict[str, tuple[Algorithm, int]]:
         "DP-FedAvg, every client in all rounds": (by(1.0, Mechanism(**plain)), 100),
         "DP-FedAvg, Poisson sampling": (by(4.0, poisson), 100),
         "DP-FedAvg, noise on a grid": (by(4.0, dataclasses.replace(poisson, noise="grid")), 20),
-        "DP-FedAvg, adaptive clipping": (by(4.0, AdaptiveClip(bit_noise=8.0, sampling=Poisson(0.25), **plain)), 20),
+        "DP-FedAvg, adaptive clipping": (
+            by(4.0, AdaptiveClip(bit_noise=8.0, sampling=Poisson(0.25), **plain)),
+            20,
+        ),
         "DP-FedAvg, four bands, cyclic Poisson": (by(4.0, cyclic), 20),
         "DP-FedAvg, balls in bins": (by(4.0, Mechanism(sampling=BallsInBins(4), **plain)), 20),
         "FedDPA": (by(4.0, poisson, feddpa(MODEL, **private)), 20),
@@ -90,7 +93,13 @@ def published(clients: Clients) -> dict[str, tuple[Algorithm, int]]:
     """Methods as printed, with a claim of 1 where the paper's rule has a total, by name."""
     smallest, number = int(np.min(clients.train_size)), int(np.sum(clients.train_size))
     shared: dict[str, Any] = {"local": LOCAL, "sampling": Full(), "clip": CLIP, "delta": DELTA}
-    rule: dict[str, Any] = {"examples": number, "batch_size": 8, "epochs": 2, "rounds": ROUNDS, "rate": 1.0}
+    rule: dict[str, Any] = {
+        "examples": number,
+        "batch_size": 8,
+        "epochs": 2,
+        "rounds": ROUNDS,
+        "rate": 1.0,
+    }
     sigma = paper_noise_multiplier(1.0, delta=FEDDPA_DELTA, **rule)
     z = calibrate(1.0, clients=CLIENTS, rounds=ROUNDS, delta=DELTA)
     budgets = round_budgets(1.0, ROUNDS)
@@ -129,7 +138,13 @@ def run(part: str, options: Options) -> Result:
         rows[name] = audit(method, everybody, count, canaries)
         print(f"{name}: {rows[name]}", flush=True)
     return {
-        "setting": {"clients": CLIENTS, "rounds": ROUNDS, "clip": CLIP, "canaries": canaries, "data": "digits"},
+        "setting": {
+            "clients": CLIENTS,
+            "rounds": ROUNDS,
+            "clip": CLIP,
+            "canaries": canaries,
+            "data": "digits",
+        },
         "seeds": list(range(max(count for _, count in methods.values()))),
         "methods": rows,
         "versions": versions("jax", "jaxfl", "jax-privacy", "dp-accounting"),
@@ -142,7 +157,9 @@ def audit(method: Algorithm, everybody: Clients, count: int, canaries: int) -> d
     build: Callable[..., Algorithm] = lambda: method  # noqa: E731
     options: dict[str, Any] = {"eval_every": ROUNDS, "progress": False, "audit": Canaries(canaries)}
     results = sweep(keys, build, {}, everybody, rounds=ROUNDS, **options)
-    alone = sweep(keys[: min(count, 3)], build, {}, everybody, rounds=ROUNDS, **options | {"audit": None})
+    alone = sweep(
+        keys[: min(count, 3)], build, {}, everybody, rounds=ROUNDS, **options | {"audit": None}
+    )
     statement = results[0].statement
     claim = statement["claim"]
     return {
@@ -172,12 +189,32 @@ def table(result: Result) -> str:
     lines = []
     for name, row in result["methods"].items():
         bounds, limits = np.array(row["at_least"]), (row["claimed"], row["stated"])
-        beyond = [f"{np.sum(bounds > limit)} of {len(bounds)}" if isinstance(limit, float) else "–" for limit in limits]
-        accuracy, without = (f"{100 * float(np.mean(row[key])):.1f}" for key in ("accuracy", "accuracy_without"))
-        claimed, stated = ("–" if limit is None else "none" if limit == "inf" else f"{limit:.3g}" for limit in limits)
-        below, estimate = f"{np.median(bounds):.2f}, {bounds.max():.2f}", f"{np.median(row['estimate']):.2f}"
+        beyond = [
+            f"{np.sum(bounds > limit)} of {len(bounds)}" if isinstance(limit, float) else "–"
+            for limit in limits
+        ]
+        accuracy, without = (
+            f"{100 * float(np.mean(row[key])):.1f}" for key in ("accuracy", "accuracy_without")
+        )
+        claimed, stated = (
+            "–" if limit is None else "none" if limit == "inf" else f"{limit:.3g}"
+            for limit in limits
+        )
+        below, estimate = (
+            f"{np.median(bounds):.2f}, {bounds.max():.2f}",
+            f"{np.median(row['estimate']):.2f}",
+        )
         lines.append(
-            [name, f"{row['delta']:g}", claimed, stated, below, ", ".join(beyond), estimate, f"{accuracy} ({without})"]
+            [
+                name,
+                f"{row['delta']:g}",
+                claimed,
+                stated,
+                below,
+                ", ".join(beyond),
+                estimate,
+                f"{accuracy} ({without})",
+            ]
         )
     return markdown_table(HEADER, lines)
 

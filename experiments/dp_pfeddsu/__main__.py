@@ -23,7 +23,17 @@ from experiments.dp_pfeddsu.setting import (
     Row,
     sent_share,
 )
-from experiments.study import Options, Result, Study, agreement, command, draw_curves, markdown_table, source, yes_or_no
+from experiments.study import (
+    Options,
+    Result,
+    Study,
+    agreement,
+    command,
+    draw_curves,
+    markdown_table,
+    source,
+    yes_or_no,
+)
 from jaxfl.models import resnet20
 
 PAPER = {
@@ -54,16 +64,27 @@ PASSES = (15, 100, 600)
 """Passes of a head on random features; the paper has 15 in a round."""
 
 
-def result_of(bench: Bench, rows: Sequence[Row], classes: Sequence[int], **more: Any) -> dict[str, Any]:
+def result_of(
+    bench: Bench, rows: Sequence[Row], classes: Sequence[int], **more: Any
+) -> dict[str, Any]:
     """Settings, floors and rows."""
     floors = {str(number): bench.floors(number) for number in classes}
-    return {"setting": dataclasses.asdict(bench.setting), "floors": floors, "rows": list(rows)} | more
+    return {
+        "setting": dataclasses.asdict(bench.setting),
+        "floors": floors,
+        "rows": list(rows),
+    } | more
 
 
 def by_classes(options: Options) -> Result:
     """All methods at epsilon 1, by classes of a client."""
     bench = Bench(options)
-    rows = [row for classes in BY_EPSILON for row in bench.at_paper_clip(classes) if row["target"] == 1.0]
+    rows = [
+        row
+        for classes in BY_EPSILON
+        for row in bench.at_paper_clip(classes)
+        if row["target"] == 1.0
+    ]
     return result_of(bench, rows, tuple(BY_EPSILON))
 
 
@@ -79,7 +100,11 @@ def by_part(options: Options) -> Result:
     for classes in PAPER_PARTS:
         rows += [
             row | {"part": part}
-            for method, part in {"CENTAUR": "none", "DP-pFedDSU": "RT + DAN", PRINTED: "RT + DAN"}.items()
+            for method, part in {
+                "CENTAUR": "none",
+                "DP-pFedDSU": "RT + DAN",
+                PRINTED: "RT + DAN",
+            }.items()
             for row in bench.at_paper_clip(classes, (method,))
             if row["target"] == 1.0
         ]
@@ -103,7 +128,9 @@ def by_number(table: str, options: Options) -> Result:
     rows = []
     for method in BOTH:
         if name == "density":
-            rows += bench.rows(method, 10, {"epsilon": epsilons, "density": values} | rest, sparse_layers=1)
+            rows += bench.rows(
+                method, 10, {"epsilon": epsilons, "density": values} | rest, sparse_layers=1
+            )
         elif name == "penalty_weight":
             rows += bench.rows(method, 10, {"epsilon": epsilons, "penalty_weight": values})
         else:
@@ -116,7 +143,10 @@ def by_number(table: str, options: Options) -> Result:
 def figure_2(options: Options) -> Result:
     """Training loss by round, of the rows of table II with five classes."""
     rows = [row for row in Bench(options).at_paper_clip(5) if row["target"] == 1.0]
-    return {"setting": dataclasses.asdict(Bench(options).setting), "rows": {row["method"]: row for row in rows}}
+    return {
+        "setting": dataclasses.asdict(Bench(options).setting),
+        "rows": {row["method"]: row for row in rows},
+    }
 
 
 def clip(options: Options) -> Result:
@@ -126,7 +156,11 @@ def clip(options: Options) -> Result:
         sparse = method == "DP-pFedDSU"
         # Without a bound there is nothing that its penalty could draw the norm to.
         free = {"penalty_weight": [bench.setting.penalty_weight, 0.0]} if sparse else {}
-        noisy = {"penalty_weight": [bench.setting.penalty_weight] * len(MEDIAN_EPSILONS)} if sparse else {}
+        noisy = (
+            {"penalty_weight": [bench.setting.penalty_weight] * len(MEDIAN_EPSILONS)}
+            if sparse
+            else {}
+        )
         if method == WHOLE:
             at_paper = bench.rows(method, 5, {"epsilon": [1.0]})
         else:
@@ -148,7 +182,11 @@ def head(options: Options) -> Result:
     """Head passes and clip bound chosen on held-out examples for each method, with noise and without."""
     bench = Bench(options)
     heads, clips = (HEADS[:1], CLIPS[:2]) if options.smoke else (HEADS, CLIPS)
-    rows = [row for method in (*METHODS, WHOLE) for row in bench.tuned(method, 5, (8.0, math.inf), heads, clips)]
+    rows = [
+        row
+        for method in (*METHODS, WHOLE)
+        for row in bench.tuned(method, 5, (8.0, math.inf), heads, clips)
+    ]
     return result_of(bench, rows, (5,))
 
 
@@ -167,15 +205,25 @@ def mean(row: Mapping[str, Any]) -> float:
 
 def found(result: Result, **facts: Any) -> Row:
     """The row of which this is true."""
-    (row,) = (row for row in result["rows"] if all(row[name] == value for name, value in facts.items()))
+    (row,) = (
+        row for row in result["rows"] if all(row[name] == value for name, value in facts.items())
+    )
     return row
 
 
 def floors(result: Result, columns: Sequence[int]) -> list[list[str]]:
     """Lines of chance, of local-only, and of heads alone, a cell for each number of classes."""
     lines = [["chance", *(f"{100 / classes:.0f}" for classes in columns)]]
-    for name, text in {"local-only": "local-only", "head alone": "heads on an untrained extractor"}.items():
-        lines.append([text, *(percent(result["floors"][str(classes)][name]["accuracy"]) for classes in columns)])
+    for name, text in {
+        "local-only": "local-only",
+        "head alone": "heads on an untrained extractor",
+    }.items():
+        lines.append(
+            [
+                text,
+                *(percent(result["floors"][str(classes)][name]["accuracy"]) for classes in columns),
+            ]
+        )
     return lines
 
 
@@ -187,7 +235,9 @@ def verdict(result: Result, paper: Sequence[float], rows: Sequence[Row]) -> str:
         return f"reproduced within {far:.1f} points ({matched})"
     if held == total:
         return f"ordering reproduced ({matched})"
-    from_head = max(abs(mean(row) - mean(result["floors"][str(row["classes"])]["head alone"])) for row in rows)
+    from_head = max(
+        abs(mean(row) - mean(result["floors"][str(row["classes"])]["head alone"])) for row in rows
+    )
     why = "the network, the examples and the rounds are not the paper's"
     if from_head <= 3:
         why = f"at this clip bound all rows are within {from_head:.1f} points of heads on an untrained extractor"
@@ -201,7 +251,12 @@ def text(result: Result) -> list[str]:
     facts += "unless another is named. Accuracy in percent; noise for epsilon by PLD, clients, delta {delta:g}."
     alone = {classes: of["local-only"] for classes, of in result["floors"].items()}
     curves = [
-        stopped(f"s = {classes}, {starred(of['chosen'], of['points'])}", of["passes"], of["validation"], most=8)
+        stopped(
+            f"s = {classes}, {starred(of['chosen'], of['points'])}",
+            of["passes"],
+            of["validation"],
+            most=8,
+        )
         for classes, of in alone.items()
     ]
     return [facts.format(**own), " ".join(curves), source(result)]
@@ -230,8 +285,12 @@ def methods_markdown(result: Result, axis: str) -> str:
     for last, how in ((BOTH[0], "honest noise"), (PRINTED, "as printed")):
         for value in columns:
             rows = [found(result, method=name, **{axis: value}) for name in (*METHODS[:-1], last)]
-            told.append(f"{how}, {names[axis].format(value)}: {verdict(result, printed[value], rows)}")
-    return "\n\n".join([markdown_table(head, lines), *(f"Verdict, {line}." for line in told), *text(result)])
+            told.append(
+                f"{how}, {names[axis].format(value)}: {verdict(result, printed[value], rows)}"
+            )
+    return "\n\n".join(
+        [markdown_table(head, lines), *(f"Verdict, {line}." for line in told), *text(result)]
+    )
 
 
 def parts_markdown(result: Result) -> str:
@@ -243,18 +302,27 @@ def parts_markdown(result: Result) -> str:
             base = found(result, method="CENTAUR", classes=classes)
             parts = [found(result, method=method, classes=classes, part=part) for part in names[1:]]
             rows[method] = [base, *parts]
-            told.append(f"Verdict, {method}, s = {classes}: {verdict(result, paper, rows[method])}.")
+            told.append(
+                f"Verdict, {method}, s = {classes}: {verdict(result, paper, rows[method])}."
+            )
         pairs = zip(paper, *rows.values(), strict=True)
         lines.append([f"s = {classes}", *(beside(first, *own) for first, *own in pairs)])
     head = ["paper / honest / as printed", "none (CENTAUR)", *names[1:]]
-    below = [" ".join(line) for line in ([name, *cells] for name, *cells in floor_lines(result, tuple(PAPER_PARTS)))]
+    below = [
+        " ".join(line)
+        for line in ([name, *cells] for name, *cells in floor_lines(result, tuple(PAPER_PARTS)))
+    ]
     return "\n\n".join([markdown_table(head, lines), *below, *told, *text(result)])
 
 
 def floor_lines(result: Result, classes: Sequence[int]) -> list[list[str]]:
     """Floors as sentences: a name, and for each number of classes its accuracy."""
     return [
-        [f"{name}:", ", ".join(f"{cell} (s = {number})" for cell, number in zip(cells, classes, strict=True)) + "."]
+        [
+            f"{name}:",
+            ", ".join(f"{cell} (s = {number})" for cell, number in zip(cells, classes, strict=True))
+            + ".",
+        ]
         for name, *cells in floors(result, classes)
     ]
 
@@ -266,13 +334,20 @@ def number_markdown(table: str, result: Result) -> str:
     values = values[: len(rows[PRINTED])]
     lines = [["paper", *(f"{value:g}" for value in paper[: len(values)])]]
     lines += [
-        ["honest" if method == BOTH[0] else "as printed", *(percent(row["accuracy"]) for row in own)]
+        [
+            "honest" if method == BOTH[0] else "as printed",
+            *(percent(row["accuracy"]) for row in own),
+        ]
         for method, own in rows.items()
     ]
     told = []
     for method, own in rows.items():
         accuracies = np.array([row["accuracy"] for row in own])
-        within = 100 * float(accuracies.std(axis=1, ddof=1).max()) if accuracies.shape[1] > 1 else math.nan
+        within = (
+            100 * float(accuracies.std(axis=1, ddof=1).max())
+            if accuracies.shape[1] > 1
+            else math.nan
+        )
         apart = 100 * float(np.ptp(accuracies.mean(axis=1)))
         told.append(
             f"Verdict, {method}: {verdict(result, paper[: len(values)], own)}; cells are at most {apart:.1f} points "
@@ -287,20 +362,34 @@ def figure_markdown(result: Result) -> str:
     """The picture, and the losses of the last rounds."""
     rows = result["rows"]
     losses = {name: [curve[-1] for curve in row["train_loss"]] for name, row in rows.items()}
-    lines = [[name, f"{np.mean(own):.3f}", f"{min(own):.3f} to {max(own):.3f}"] for name, own in losses.items()]
-    lowest = [min(rows, key=lambda name: losses[name][seed]) for seed in range(len(result["seeds"]))]
-    falls = [name for name, row in rows.items() if all(curve[-1] < curve[0] for curve in row["train_loss"])]
+    lines = [
+        [name, f"{np.mean(own):.3f}", f"{min(own):.3f} to {max(own):.3f}"]
+        for name, own in losses.items()
+    ]
+    lowest = [
+        min(rows, key=lambda name: losses[name][seed]) for seed in range(len(result["seeds"]))
+    ]
+    falls = [
+        name
+        for name, row in rows.items()
+        if all(curve[-1] < curve[0] for curve in row["train_loss"])
+    ]
     seen = sum(name in BOTH for name in lowest)
-    claims = {"falls for all": len(falls) == len(rows), "DP-pFedDSU's is the lowest": seen == len(lowest)}
+    claims = {
+        "falls for all": len(falls) == len(rows),
+        "DP-pFedDSU's is the lowest": seen == len(lowest),
+    }
     told = "reproduced"
     if not all(claims.values()):
         still = ", ".join(name for name in rows if name not in falls)
-        told = (
-            f"not, because at this clip bound noise outweighs what is sent: it does not fall in every seed for {still}"
-        )
-    verdicts = [f"Verdict: {told} ({yes_or_no(claims)}; the lowest in {seen} of {len(lowest)} seeds)."]
+        told = f"not, because at this clip bound noise outweighs what is sent: it does not fall in every seed for {still}"
+    verdicts = [
+        f"Verdict: {told} ({yes_or_no(claims)}; the lowest in {seen} of {len(lowest)} seeds)."
+    ]
     table = markdown_table(["training loss in the last rounds", "mean", "least to largest"], lines)
-    return "\n\n".join(["![Training loss by round](figure_2.png)", table, *verdicts, source(result)])
+    return "\n\n".join(
+        ["![Training loss by round](figure_2.png)", table, *verdicts, source(result)]
+    )
 
 
 def clip_markdown(result: Result) -> str:
@@ -311,12 +400,12 @@ def clip_markdown(result: Result) -> str:
     lines = [[name, *[cell] * 6, ""] for name, cell in floors(result, (5,))]
     for method in (*METHODS, WHOLE):
         rows = [row for row in result["rows"] if row["method"] == method]
-        lines.append([method, *(percent(row["accuracy"]) for row in rows), f"{rows[-1]['clip']:.2g}"])
+        lines.append(
+            [method, *(percent(row["accuracy"]) for row in rows), f"{rows[-1]['clip']:.2g}"]
+        )
     shares = "; ".join(f"{name} {100 * share:.1f}%" for name, share in result["sent"].items())
     density = result["setting"]["density"]
-    note = (
-        "The last three columns have the median over rounds and seeds of the mean norm of the updates of the third as "
-    )
+    note = "The last three columns have the median over rounds and seeds of the mean norm of the updates of the third as "
     note += "their bound, which no epsilon covers."
     sent = f"Share of the extractor that S = {density:g} sends: {shares}."
     return "\n\n".join([markdown_table(head, lines), note, sent, *text(result)])
@@ -327,13 +416,15 @@ def head_markdown(result: Result) -> str:
     lines = [[name, *[cell, ""] * 2] for name, cell in floors(result, (5,))]
     for method in (*METHODS, WHOLE):
         rows = [found(result, method=method, target=epsilon) for epsilon in (8.0, math.inf)]
-        lines.append([method, *(cell for row in rows for cell in (percent(row["accuracy"]), row["chosen"]))])
+        lines.append(
+            [method, *(cell for row in rows for cell in (percent(row["accuracy"]), row["chosen"]))]
+        )
     points = max(len(row["validation"]) for row in result["rows"])
-    note = (
-        f"{points} points for each method and epsilon, tried once on a fifth of the training examples; a star marks an "
-    )
+    note = f"{points} points for each method and epsilon, tried once on a fifth of the training examples; a star marks an "
     note += "end of what was tried. No epsilon covers the choice."
-    return "\n\n".join([markdown_table(["", "ε = 8", "chosen", "no noise", "chosen"], lines), note, *text(result)])
+    return "\n\n".join(
+        [markdown_table(["", "ε = 8", "chosen", "no noise", "chosen"], lines), note, *text(result)]
+    )
 
 
 def untrained_markdown(result: Result) -> str:
@@ -342,11 +433,15 @@ def untrained_markdown(result: Result) -> str:
     for passes in dict.fromkeys(row["passes"] for row in result["rows"]):
         rows = [found(result, passes=passes, classes=classes) for classes in BY_EPSILON]
         lines.append([f"heads, {passes} passes", *(percent(row["accuracy"]) for row in rows)])
-    lines.append(["DP-pFedDSU as published, ε = 1", *(f"{PAPER[classes][-1]:.1f}" for classes in BY_EPSILON)])
+    lines.append(
+        ["DP-pFedDSU as published, ε = 1", *(f"{PAPER[classes][-1]:.1f}" for classes in BY_EPSILON)]
+    )
     table = markdown_table(["", *(f"s = {classes}" for classes in BY_EPSILON)], lines)
     facts = "{data}: {clients} clients of {examples} examples, each of which fits a head to an untrained {model} by "
     facts += "SGD with rate {learning_rate:g}, momentum {momentum:g} and batches of {head_batch}. Accuracy in percent."
-    return "\n\n".join([table, explained(result), facts.format(**result["setting"]), source(result)])
+    return "\n\n".join(
+        [table, explained(result), facts.format(**result["setting"]), source(result)]
+    )
 
 
 def explained(result: Result) -> str:
@@ -368,7 +463,11 @@ STUDIES = {
     "table_3": Study(by_epsilon, functools.partial(methods_markdown, axis="target"), minutes=10),
     "table_4": Study(by_part, parts_markdown, minutes=4),
     **{
-        table: Study(functools.partial(by_number, table), functools.partial(number_markdown, table), minutes=6)
+        table: Study(
+            functools.partial(by_number, table),
+            functools.partial(number_markdown, table),
+            minutes=6,
+        )
         for table in SWEPT
     },
     "figure_2": Study(figure_2, figure_markdown, draw_losses, minutes=10),

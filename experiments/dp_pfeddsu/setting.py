@@ -11,7 +11,15 @@ import jax
 import numpy as np
 import optax
 
-from experiments.common import fine_tuned, model_for, row_of, run_each, starred, sweep_each, trained_alone
+from experiments.common import (
+    fine_tuned,
+    model_for,
+    row_of,
+    run_each,
+    starred,
+    sweep_each,
+    trained_alone,
+)
 from experiments.study import Options, facts_of
 from jaxfl import LocalSGD
 from jaxfl.algorithms import (
@@ -81,7 +89,14 @@ class Setting:
 
 PUBLISHED: dict[str, Any] = {"model": "resnet20", "examples": 2500, "test": 500}
 """The paper's network and examples."""
-SMOKE: dict[str, Any] = {"data": "digits", "examples": 20, "test": 10, "rounds": 2, "alone": 2, "head_epochs": 1}
+SMOKE: dict[str, Any] = {
+    "data": "digits",
+    "examples": 20,
+    "test": 10,
+    "rounds": 2,
+    "alone": 2,
+    "head_epochs": 1,
+}
 
 
 class Bench:
@@ -99,10 +114,15 @@ class Bench:
         own, labels = self.setting, (self.data.train_labels, self.data.test_labels)
         train, test = classes_per_client(*labels, own.clients, classes, seed=seed)
         rng = np.random.default_rng(seed)
-        kept = ([np.sort(rng.permutation(rows)[:most]) for rows in lists] for lists, most in self._sizes(train, test))
+        kept = (
+            [np.sort(rng.permutation(rows)[:most]) for rows in lists]
+            for lists, most in self._sizes(train, test)
+        )
         return make_clients(self.data, *kept)
 
-    def _sizes(self, train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> list[tuple[Sequence, int]]:
+    def _sizes(
+        self, train: Sequence[np.ndarray], test: Sequence[np.ndarray]
+    ) -> list[tuple[Sequence, int]]:
         return [(train, self.setting.examples), (test, self.setting.test)]
 
     def held_out(self, classes: int, seed: int) -> Clients:
@@ -112,7 +132,11 @@ class Bench:
     @functools.cache  # noqa: B019
     def noise(self, epsilon: float) -> float:
         """The least noise multiplier for an epsilon over all rounds."""
-        run: dict[str, Any] = {"clients": self.setting.clients, "rounds": self.setting.rounds, "sampling": Full()}
+        run: dict[str, Any] = {
+            "clients": self.setting.clients,
+            "rounds": self.setting.rounds,
+            "sampling": Full(),
+        }
         return 0.0 if math.isinf(epsilon) else calibrate(epsilon, delta=self.setting.delta, **run)
 
     def local(self, epochs: int, rate: Any = None, *, head: bool = False) -> LocalSGD:
@@ -121,10 +145,17 @@ class Bench:
         sgd = optax.sgd(own.learning_rate if rate is None else rate, momentum=own.momentum)
         if head:
             return LocalSGD(sgd, own.head_batch, epochs)
-        return LocalSGD(optax.chain(optax.add_decayed_weights(own.weight_decay), sgd), own.batch_size, epochs)
+        return LocalSGD(
+            optax.chain(optax.add_decayed_weights(own.weight_decay), sgd), own.batch_size, epochs
+        )
 
     def build(
-        self, method: str, *, head_epochs: int | None = None, sparse_layers: int | None = None, **numbers: Any
+        self,
+        method: str,
+        *,
+        head_epochs: int | None = None,
+        sparse_layers: int | None = None,
+        **numbers: Any,
     ) -> Algorithm:
         """A method of the paper, or one of its variants.
 
@@ -139,7 +170,10 @@ class Bench:
         local, head = self.local(own.epochs), self.local(passes, head=True)
         options: dict[str, Any] = {"sampling": Full(), "delta": own.delta, "local": local} | numbers
         tuned: dict[str, Any] = {"head": head} | options
-        sparse: dict[str, Any] = {"density": own.density, "penalty_weight": own.penalty_weight} | tuned
+        sparse: dict[str, Any] = {
+            "density": own.density,
+            "penalty_weight": own.penalty_weight,
+        } | tuned
         sparse["sparse_layers"] = own.sparse_layers if sparse_layers is None else sparse_layers
         # CENTAUR's experiments fit PPSGD's added head for a pass in a round, at a rate of its own.
         added = LocalSGD(optax.sgd(0.1, momentum=own.momentum), own.head_batch, head_epochs or 1)
@@ -151,12 +185,20 @@ class Bench:
             "DP-pFedDSU": lambda: dp_pfeddsu(model, **sparse),
             PRINTED: lambda: dp_pfeddsu_paper(model, clients=own.clients, **sparse),
             WHOLE: lambda: fine_tuned(dp_fedavg(model, **options), self.local(passes)),
-            "head alone": lambda: centaur(model, **options | {"head": head, "local": self.local(0)}),
+            "head alone": lambda: centaur(
+                model, **options | {"head": head, "local": self.local(0)}
+            ),
         }
         return builders[method]()
 
     def rows(
-        self, method: str, classes: int, points: Mapping[str, Sequence[float]], *, tuning: bool = False, **fixed: Any
+        self,
+        method: str,
+        classes: int,
+        points: Mapping[str, Sequence[float]],
+        *,
+        tuning: bool = False,
+        **fixed: Any,
     ) -> list[Row]:
         """A row of each point, all of a seed's points in one program.
 
@@ -188,18 +230,28 @@ class Bench:
         )
         rows = []
         for index, of_point in enumerate(results):
-            facts = facts_of(row_of(method, of_point)) | {"method": method, "classes": classes} | fixed
+            facts = (
+                facts_of(row_of(method, of_point)) | {"method": method, "classes": classes} | fixed
+            )
             facts |= {name: float(column[index]) for name, column in columns.items()}
             facts["target"] = float(points["epsilon"][index])
-            facts["train_loss"] = [[row["train_loss"] for row in result.metrics] for result in of_point]
-            facts["update_norm"] = [[row["update_norm"] for row in result.metrics] for result in of_point]
+            facts["train_loss"] = [
+                [row["train_loss"] for row in result.metrics] for result in of_point
+            ]
+            facts["update_norm"] = [
+                [row["update_norm"] for row in result.metrics] for result in of_point
+            ]
             rows.append(facts)
         return rows
 
-    def at_paper_clip(self, classes: int, methods: Sequence[str] = (*METHODS, PRINTED)) -> list[Row]:
+    def at_paper_clip(
+        self, classes: int, methods: Sequence[str] = (*METHODS, PRINTED)
+    ) -> list[Row]:
         """Every method at the paper's clip bound, with noise for each of the tables' epsilons; shared by them."""
         epsilons = BY_EPSILON[classes]
-        return [row for method in methods for row in self.rows(method, classes, {"epsilon": epsilons})]
+        return [
+            row for method in methods for row in self.rows(method, classes, {"epsilon": epsilons})
+        ]
 
     def floors(self, classes: int) -> dict[str, Row]:
         """Local-only at its own optimum, and heads on an extractor that is never trained."""
@@ -259,21 +311,33 @@ class Bench:
         return facts | {"worst10": [row["accuracy_worst10"] for row in rows]} | chosen
 
     def tuned(
-        self, method: str, classes: int, epsilons: Sequence[float], heads: Sequence[int], clips: Sequence[float]
+        self,
+        method: str,
+        classes: int,
+        epsilons: Sequence[float],
+        heads: Sequence[int],
+        clips: Sequence[float],
     ) -> list[Row]:
         """A row of each epsilon, at the head passes and the clip bound that are best on held-out examples."""
         targets, bounds = zip(*itertools.product(epsilons, clips), strict=True)
         columns = {"epsilon": targets, "clip": bounds}
         tried = [
-            row for passes in heads for row in self.rows(method, classes, columns, tuning=True, head_epochs=passes)
+            row
+            for passes in heads
+            for row in self.rows(method, classes, columns, tuning=True, head_epochs=passes)
         ]
         pairs = list(itertools.product(heads, clips))
-        points = {"head passes": [passes for passes, _ in pairs], "clip": [clip for _, clip in pairs]}
+        points = {
+            "head passes": [passes for passes, _ in pairs],
+            "clip": [clip for _, clip in pairs],
+        }
         rows = []
         for epsilon in epsilons:
             scores = [row["accuracy"][0] for row in tried if row["target"] == epsilon]
             passes, clip = pairs[int(np.argmax(scores))]
-            (row,) = self.rows(method, classes, {"epsilon": [epsilon], "clip": [clip]}, head_epochs=passes)
+            (row,) = self.rows(
+                method, classes, {"epsilon": [epsilon], "clip": [clip]}, head_epochs=passes
+            )
             chosen = starred({"head passes": passes, "clip": clip}, points)
             rows.append(row | {"validation": scores, "points": points, "chosen": chosen})
         return rows
@@ -282,7 +346,12 @@ class Bench:
 def sent_share(model: Model, density: float, sparse_layers: int) -> float:
     """Share of an extractor's coordinates that DP-pFedDSU sends."""
     local = LocalSGD(optax.sgd(0.1))
-    private: dict[str, Any] = {"sampling": Full(), "noise_multiplier": 1.0, "local": local, "head": local}
+    private: dict[str, Any] = {
+        "sampling": Full(),
+        "noise_multiplier": 1.0,
+        "local": local,
+        "head": local,
+    }
     method = dp_pfeddsu(model, density=density, sparse_layers=sparse_layers, **private)
     leaves = jax.tree.leaves(method.init(jax.random.key(0), 1)[0].support)
     return float(sum(np.sum(leaf) for leaf in leaves) / sum(leaf.size for leaf in leaves))

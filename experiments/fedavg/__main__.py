@@ -10,7 +10,16 @@ import numpy as np
 import optax
 
 from experiments.common import model_for, percent, run_each
-from experiments.study import Options, Result, Study, command, draw_curves, listed, markdown_table, source
+from experiments.study import (
+    Options,
+    Result,
+    Study,
+    command,
+    draw_curves,
+    listed,
+    markdown_table,
+    source,
+)
 from jaxfl import LocalSGD
 from jaxfl.algorithms import fedavg
 from jaxfl.data import classes_per_client, load, make_clients
@@ -49,15 +58,29 @@ def mnist(options: Options) -> Result:
     def clients(seed: int) -> Clients:
         return make_clients(
             data,
-            *classes_per_client(data.train_labels, data.test_labels, setting.clients, setting.classes, seed=seed),
+            *classes_per_client(
+                data.train_labels, data.test_labels, setting.clients, setting.classes, seed=seed
+            ),
         )
 
-    run: dict[str, Any] = {"devices": jax.devices()[:1], "chunk": 1, "progress": False, "config": setting._asdict()}
-    run |= {"rounds": setting.rounds, "eval_every": setting.every, "seeds": options.seeds, "out": options.out}
+    run: dict[str, Any] = {
+        "devices": jax.devices()[:1],
+        "chunk": 1,
+        "progress": False,
+        "config": setting._asdict(),
+    }
+    run |= {
+        "rounds": setting.rounds,
+        "eval_every": setting.every,
+        "seeds": options.seeds,
+        "out": options.out,
+    }
     ((name, results),) = run_each({"FedAvg": lambda _: algorithm}, clients, **run).items()
     row = {
         "rounds": [int(entry["round"]) for entry in results[0].metrics],
-        "accuracy_by_round": [[entry["accuracy_examples"] for entry in result.metrics] for result in results],
+        "accuracy_by_round": [
+            [entry["accuracy_examples"] for entry in result.metrics] for result in results
+        ],
     }
     return {"setting": setting._asdict(), "rows": {name: row}}
 
@@ -66,16 +89,26 @@ def markdown(result: Result) -> str:
     """The picture, some of its points, and when the target was reached."""
     own, (row,) = result["setting"], result["rows"].values()
     curves = np.array(row["accuracy_by_round"])
-    shown = sorted({0, 1, *range(3, len(row["rounds"]), 4), len(row["rounds"]) - 1} & {*range(len(row["rounds"]))})
+    shown = sorted(
+        {0, 1, *range(3, len(row["rounds"]), 4), len(row["rounds"]) - 1}
+        & {*range(len(row["rounds"]))}
+    )
     table = markdown_table(
         ["round", *(str(row["rounds"][index]) for index in shown)],
         [["accuracy %", *(percent(curves[:, index].tolist()) for index in shown)]],
     )
-    reached = [next((at for at, value in zip(row["rounds"], curve) if value >= own["target"]), "–") for curve in curves]
+    reached = [
+        next((at for at, value in zip(row["rounds"], curve) if value >= own["target"]), "–")
+        for curve in curves
+    ]
     text = "{data}: {clients} clients of {classes} classes, {cohort} in a round, {epochs} passes in batches of "
     text += "{batch_size}, rate {learning_rate:g}; on the whole test set."
-    first = f"First evaluated round of at least {100 * own['target']:g}%, by seed: {listed(reached)}."
-    return "\n\n".join(["![Accuracy by round](mnist.png)", table, text.format(**own), first, source(result)])
+    first = (
+        f"First evaluated round of at least {100 * own['target']:g}%, by seed: {listed(reached)}."
+    )
+    return "\n\n".join(
+        ["![Accuracy by round](mnist.png)", table, text.format(**own), first, source(result)]
+    )
 
 
 STUDIES = {"mnist": Study(mnist, markdown, draw_curves, minutes=8)}

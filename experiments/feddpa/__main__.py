@@ -85,7 +85,9 @@ class Bench:
     def clients(self, seed: int) -> Clients:
         """Dirichlet clients over a random part of the training examples."""
         own = self.setting
-        return dirichlet_clients(self.data, own.clients, own.alpha, seed=seed, minimum=5, examples=own.examples)
+        return dirichlet_clients(
+            self.data, own.clients, own.alpha, seed=seed, minimum=5, examples=own.examples
+        )
 
     @functools.cache  # noqa: B019
     def held_out(self, seed: int) -> Clients:
@@ -101,9 +103,15 @@ class Bench:
         own, private = self.setting, {"sampling": Full(), "delta": self.setting.delta}
         stage, whole = self.passes(own.epochs, rate), self.passes(2 * own.epochs, rate)
         if method == "DP-FedAvg":
-            base = dp_fedavg(self.model, clip=clip, noise_multiplier=noise_multiplier, local=whole, **private)
+            base = dp_fedavg(
+                self.model, clip=clip, noise_multiplier=noise_multiplier, local=whole, **private
+            )
             return fine_tuned(base, whole)
-        noise: dict[str, Any] = {"clip": clip, "noise_multiplier": noise_multiplier, "clients": own.clients}
+        noise: dict[str, Any] = {
+            "clip": clip,
+            "noise_multiplier": noise_multiplier,
+            "clients": own.clients,
+        }
         base = feddpa_paper(self.model, reg="code", local=stage, **noise, **private)
 
         def personalize(key: jax.Array, server: Any, client: Params, data: ClientData) -> Params:
@@ -111,25 +119,39 @@ class Bench:
 
         return base._replace(personalize=personalize)
 
-    def rows(self, method: str, names: Sequence[str], points: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    def rows(
+        self, method: str, names: Sequence[str], points: Mapping[str, Sequence[float]]
+    ) -> list[dict[str, Any]]:
         """A row of each point: accuracy of the global model, and of clients' models after a local update."""
         own, build = self.setting, functools.partial(self.build, method)
         run: dict[str, Any] = self.run | {"seeds": self.options.seeds}
         results = sweep_each(method, build, points, self.clients, **run)
-        globally = lambda **point: build(**point)._replace(personalize=lambda key, server, *_: server.params)  # noqa: E731
-        left = [[(result.server, result.states) for result in of_seed] for of_seed in zip(*results, strict=True)]
+
+        def globally(**point: Any) -> Any:
+            shared = build(**point)
+            return shared._replace(personalize=lambda key, server, *_: server.params)
+
+        left = [
+            [(result.server, result.states) for result in of_seed]
+            for of_seed in zip(*results, strict=True)
+        ]
         before = [
             evaluated(globally, points, self.clients(seed), seed, states)
             for seed, states in zip(self.options.seeds, left, strict=True)
         ]
         rows = []
         for index, (name, of_point) in enumerate(zip(names, results, strict=True)):
-            row: dict[str, Any] = {"method": name} | {column: float(of[index]) for column, of in points.items()}
+            row: dict[str, Any] = {"method": name} | {
+                column: float(of[index]) for column, of in points.items()
+            }
             row["before"] = [of_seed[index] for of_seed in before]
             row["after"] = [result.metrics[-1]["accuracy"] for result in of_point]
             row |= bounds(row["noise_multiplier"], own)
             stated = of_point[0].statement["honest"]
-            row |= {"honest": float(stated["aggregate"]["epsilon"]), "upload": float(stated["upload"]["epsilon"])}
+            row |= {
+                "honest": float(stated["aggregate"]["epsilon"]),
+                "upload": float(stated["upload"]["epsilon"]),
+            }
             rows.append(row)
         return rows
 
@@ -137,20 +159,33 @@ class Bench:
     def run(self) -> dict[str, Any]:
         """How methods are run."""
         own = self.setting
-        facts: dict[str, Any] = {"rounds": own.rounds, "eval_every": own.rounds, "out": self.options.out}
+        facts: dict[str, Any] = {
+            "rounds": own.rounds,
+            "eval_every": own.rounds,
+            "out": self.options.out,
+        }
         facts |= {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
         return facts | {"config": own._asdict()}
 
     def tuned(self, method: str, noise_multiplier: float) -> dict[str, Any]:
         """A row of the clip bound and the rate that are best for clients' models on held-out examples."""
         points = spread(**POINTS)
-        points = {name: column[: 2 if self.options.smoke else None] for name, column in points.items()}
+        points = {
+            name: column[: 2 if self.options.smoke else None] for name, column in points.items()
+        }
         columns = points | {"noise_multiplier": [noise_multiplier] * len(points["rate"])}
-        run: dict[str, Any] = self.run | {"seeds": (TUNING,), "config": self.setting._asdict() | {"tuning": True}}
-        results = sweep_each(method, functools.partial(self.build, method), columns, self.held_out, **run)
+        run: dict[str, Any] = self.run | {
+            "seeds": (TUNING,),
+            "config": self.setting._asdict() | {"tuning": True},
+        }
+        results = sweep_each(
+            method, functools.partial(self.build, method), columns, self.held_out, **run
+        )
         scores = [result.metrics[-1]["accuracy"] for (result,) in results]
         chosen = {name: column[int(np.argmax(scores))] for name, column in points.items()}
-        point = {"noise_multiplier": [noise_multiplier]} | {name: [value] for name, value in chosen.items()}
+        point = {"noise_multiplier": [noise_multiplier]} | {
+            name: [value] for name, value in chosen.items()
+        }
         (row,) = self.rows(method, [f"{method}, honest noise, tuned"], point)
         return row | {"points": points, "validation": scores, "chosen": starred(chosen, points)}
 
@@ -184,14 +219,20 @@ def bounds(noise_multiplier: float, setting: Setting) -> dict[str, Any]:
     if noise_multiplier == 0:
         return {"honest": math.inf, "same_delta": math.inf, "upload": math.inf, "claim": math.inf}
     mechanism = Mechanism(
-        clip=setting.clip, client_noise=noise_multiplier / math.sqrt(setting.clients), sampling=Full()
+        clip=setting.clip,
+        client_noise=noise_multiplier / math.sqrt(setting.clients),
+        sampling=Full(),
     )
     ledger = planned_ledger(mechanism, setting.clients, setting.rounds)
     at = {"honest": setting.delta, "same_delta": setting.claimed_delta}
-    found: dict[str, Any] = {name: epsilon(ledger, mechanism, delta=delta).value for name, delta in at.items()}
+    found: dict[str, Any] = {
+        name: epsilon(ledger, mechanism, delta=delta).value for name, delta in at.items()
+    }
     found["replace_one"] = epsilon(ledger, mechanism, delta=setting.delta, unit="example").value
     found["upload"] = epsilon(ledger, mechanism, delta=setting.delta, observer="upload").value
-    return found | {"claim": paper_epsilon(noise_multiplier, delta=setting.claimed_delta, **setting.rule)}
+    return found | {
+        "claim": paper_epsilon(noise_multiplier, delta=setting.claimed_delta, **setting.rule)
+    }
 
 
 def needed(setting: Setting, delta: float) -> float:
@@ -207,9 +248,18 @@ def noise(options: Options) -> Result:
         for delta in (0.1, 1e-5):
             setting = Setting(rule_examples=examples, claimed_delta=delta)
             sigma = paper_noise_multiplier(setting.epsilon, delta=delta, **setting.rule)
-            facts = {"data": name, "claimed_delta": delta, "sigma": sigma, "needed": needed(setting, delta)}
+            facts = {
+                "data": name,
+                "claimed_delta": delta,
+                "sigma": sigma,
+                "needed": needed(setting, delta),
+            }
             rows.append(facts | bounds(sigma, setting))
-    return {"setting": Setting()._asdict(), "rows": rows, "needed": needed(Setting(), Setting().delta)}
+    return {
+        "setting": Setting()._asdict(),
+        "rows": rows,
+        "needed": needed(Setting(), Setting().delta),
+    }
 
 
 def noise_markdown(result: Result) -> str:
@@ -239,10 +289,16 @@ def reference(options: Options) -> Result:
     sigma = paper_noise_multiplier(setting.epsilon, delta=setting.claimed_delta, **setting.rule)
     z = needed(setting, setting.delta)
     names = ("published noise", "honest noise", "no noise")
-    columns = {"noise_multiplier": [sigma, z, 0.0], "clip": [setting.clip] * 3, "rate": [setting.learning_rate] * 3}
+    columns = {
+        "noise_multiplier": [sigma, z, 0.0],
+        "clip": [setting.clip] * 3,
+        "rate": [setting.learning_rate] * 3,
+    }
     rows = bench.rows("FedDPA", [f"FedDPA, {name}" for name in names], columns)
     columns["clip"] = [setting.clip, setting.clip, NO_CLIP]
-    rows += bench.rows("DP-FedAvg", [*(f"DP-FedAvg, {name}" for name in names[:2]), "FedAvg"], columns)
+    rows += bench.rows(
+        "DP-FedAvg", [*(f"DP-FedAvg, {name}" for name in names[:2]), "FedAvg"], columns
+    )
     rows += [bench.tuned(method, z) for method in ("FedDPA", "DP-FedAvg")]
     return {"setting": setting._asdict(), "floors": bench.floors(), "rows": rows}
 
@@ -250,7 +306,15 @@ def reference(options: Options) -> Result:
 def reference_markdown(result: Result) -> str:
     """Accuracies before and after the last local update, beside epsilons."""
     own, floors = result["setting"], result["floors"]
-    head = ["method", "global model %", "after a local update %", "C", "rate", "claimed ε", "ε, same δ"]
+    head = [
+        "method",
+        "global model %",
+        "after a local update %",
+        "C",
+        "rate",
+        "claimed ε",
+        "ε, same δ",
+    ]
     empty = [""] * 6
     alone = floors["local-only"]
     lines = [
@@ -264,14 +328,18 @@ def reference_markdown(result: Result) -> str:
             numbers[0] = "–"
         clip = "–" if row["clip"] == NO_CLIP else f"{row['clip']:.2g}"
         point = [clip, f"{row['rate']:.2g}"]
-        lines.append([row["method"], percent(row["before"]), percent(row["after"]), *point, *numbers])
+        lines.append(
+            [row["method"], percent(row["before"]), percent(row["after"]), *point, *numbers]
+        )
     text = "{data}, {model}: {clients} clients of about {share} examples, Dirichlet({alpha:g}), all in each of "
-    text += (
-        "{rounds} rounds, batches of {batch_size}; {passes} local passes in a round, and as many before the test, for "
-    )
+    text += "{rounds} rounds, batches of {batch_size}; {passes} local passes in a round, and as many before the test, for "
     text += "every method. Claimed, and same: delta {claimed_delta:g}; else {delta:g}. Epsilons of clients by PLD."
-    text = text.format(**own, share=f"{own['examples'] / own['clients']:,.0f}", passes=2 * own["epochs"])
-    chosen = "; ".join(f"{row['method']}: {row['chosen']}" for row in result["rows"] if "chosen" in row)
+    text = text.format(
+        **own, share=f"{own['examples'] / own['clients']:,.0f}", passes=2 * own["epochs"]
+    )
+    chosen = "; ".join(
+        f"{row['method']}: {row['chosen']}" for row in result["rows"] if "chosen" in row
+    )
     tuned = f"Tuned on held-out examples, {POINTS['number']} points each (* an end of what was tried): {chosen}. "
     tuned += "No epsilon covers the choice."
     flat = stopped(alone["chosen"], alone["passes"], alone["validation"])

@@ -75,7 +75,10 @@ def passages(length: int) -> Texts:
 def chosen(texts: Texts, size: int) -> Texts:
     """Some passages in random order, equally many of each genre."""
     generator = np.random.default_rng(0)
-    rows = [generator.permutation(np.flatnonzero(texts.labels == genre))[: -(-size // 3)] for genre in range(3)]
+    rows = [
+        generator.permutation(np.flatnonzero(texts.labels == genre))[: -(-size // 3)]
+        for genre in range(3)
+    ]
     order = generator.permutation(np.concatenate(rows))[:size]
     return Texts(texts.tokens[order], texts.labels[order])
 
@@ -112,34 +115,50 @@ class Method(NamedTuple):
 def methods(setting: Setting, last: Any) -> dict[str, Method]:
     """LoRA on the last layer and a head, the head alone, and the head by each client alone."""
     head = {"head": {"kernel": np.zeros((last["norm"]["scale"].size, 3)), "bias": np.zeros(3)}}
-    network = from_flax(Classifier(3, first=LAYERS - 1), (setting.length, last["norm"]["scale"].size))
+    network = from_flax(
+        Classifier(3, first=LAYERS - 1), (setting.length, last["norm"]["scale"].size)
+    )
     adapted = lora(network, {f"layer_{LAYERS - 1}": last} | head, rank=setting.rank)
     alone = from_flax(nn.Dense(3, kernel_init=nn.initializers.zeros), (last["norm"]["scale"].size,))
     local = LocalSGD(optax.sgd(1.0), setting.examples)
 
     def shared(model: Model, *, clip: float, rate: float, noise_multiplier: float) -> Algorithm:
-        options = {"sampling": Poisson(setting.cohort), "local": local, "server_optimizer": optax.adam(rate)}
+        options = {
+            "sampling": Poisson(setting.cohort),
+            "local": local,
+            "server_optimizer": optax.adam(rate),
+        }
         return dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, **options)
 
     def own(rate: float) -> Algorithm:
         return local_only(alone, local=LocalSGD(optax.sgd(rate), setting.examples, 10))
 
     def size(model: Model) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+        return sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0)))
+        )
 
     points = grid(clip=(0.1, 1.0), rate=(0.01, 0.03, 0.1))
     rates = grid(rate=(0.003, 0.01, 0.03, 0.1, 0.3, 1.0))
     return {
         "head alone, local-only": Method(Candidate(own, rates), "features", size(alone)),
-        "head alone": Method(Candidate(functools.partial(shared, alone), points), "features", size(alone)),
-        "LoRA": Method(Candidate(functools.partial(shared, adapted), points), "hidden", size(adapted)),
+        "head alone": Method(
+            Candidate(functools.partial(shared, alone), points), "features", size(alone)
+        ),
+        "LoRA": Method(
+            Candidate(functools.partial(shared, adapted), points), "hidden", size(adapted)
+        ),
     }
 
 
-def clients_of(inputs: np.ndarray, labels: np.ndarray, setting: Setting, *, held_out: bool) -> Clients:
+def clients_of(
+    inputs: np.ndarray, labels: np.ndarray, setting: Setting, *, held_out: bool
+) -> Clients:
     """Clients with some passages each, dealt at random, tested on the validation or the test passages."""
     train = setting.clients * setting.examples
-    start, size = (train, setting.validation) if held_out else (train + setting.validation, setting.test)
+    start, size = (
+        (train, setting.validation) if held_out else (train + setting.validation, setting.test)
+    )
     test = slice(start, start + size)
     data = from_arrays(inputs[:train], labels[:train], inputs[test], labels[test], classes=3)
     rows = [
@@ -159,10 +178,16 @@ def run(options: Options) -> Mapping[str, Any]:
     texts = chosen(texts, setting.clients * setting.examples + setting.validation + setting.test)
     inputs = dict(zip(("hidden", "features"), hidden(texts.tokens), strict=True))
     print(f"encoded {len(texts.labels)} passages", flush=True)
-    plain: dict[str, Any] = {"rounds": setting.rounds, "eval_every": setting.rounds, "devices": jax.devices()[:1]}
+    plain: dict[str, Any] = {
+        "rounds": setting.rounds,
+        "eval_every": setting.rounds,
+        "devices": jax.devices()[:1],
+    }
     plain |= {"chunk": 1, "progress": False}
     noise = {
-        e: calibrate(e, clients=setting.clients, rounds=setting.rounds, sampling=Poisson(setting.cohort))
+        e: calibrate(
+            e, clients=setting.clients, rounds=setting.rounds, sampling=Poisson(setting.cohort)
+        )
         if e < math.inf
         else 0.0
         for e in EPSILONS
@@ -172,20 +197,36 @@ def run(options: Options) -> Mapping[str, Any]:
         return {"noise_multiplier": [noise[e] for e in epsilons]} if method.private else {}
 
     rows: dict[str, Any] = {}
-    for name, (method, kind, parameters) in methods(setting, minilm_weights()[f"layer_{LAYERS - 1}"]).items():
-        held_out, tested = (clients_of(inputs[kind], texts.labels, setting, held_out=h) for h in (True, False))
-        points = {column: values[: 2 if options.smoke else None] for column, values in method.points.items()}
+    for name, (method, kind, parameters) in methods(
+        setting, minilm_weights()[f"layer_{LAYERS - 1}"]
+    ).items():
+        held_out, tested = (
+            clients_of(inputs[kind], texts.labels, setting, held_out=h) for h in (True, False)
+        )
+        points = {
+            column: values[: 2 if options.smoke else None]
+            for column, values in method.points.items()
+        }
         config = {"setting": setting._asdict(), "points": points}
-        folder, key = run_folder(options.out, name, config, TUNING_SEED), jax.random.key(TUNING_SEED)
+        folder, key = (
+            run_folder(options.out, name, config, TUNING_SEED),
+            jax.random.key(TUNING_SEED),
+        )
         columns = points | noise_of(method, [TUNING_EPSILON] * len(points["rate"]))
         results = sweep(key, method.build, columns, held_out, folder=folder, **plain)
         best = choose(points, results, lambda metrics: [metrics[-1]["accuracy_examples"]])
         print(f"{name}: {best.chosen} of {best.validation}", flush=True)
-        cells = [(epsilon, seed) for epsilon in (EPSILONS if method.private else (0.0,)) for seed in options.seeds]
+        cells = [
+            (epsilon, seed)
+            for epsilon in (EPSILONS if method.private else (0.0,))
+            for seed in options.seeds
+        ]
         columns = {column: [value] * len(cells) for column, value in best.chosen.items()}
         columns |= noise_of(method, [epsilon for epsilon, _ in cells])
         keys = jnp.stack([jax.random.key(seed) for _, seed in cells])
-        folder = run_folder(options.out, name, {**config, "chosen": best.chosen, "cells": cells}, TUNING_SEED)
+        folder = run_folder(
+            options.out, name, {**config, "chosen": best.chosen, "cells": cells}, TUNING_SEED
+        )
         results = sweep(keys, method.build, columns, tested, folder=folder, **plain)
         rows[name] = best.facts | {
             "parameters": parameters,
@@ -228,13 +269,24 @@ def table(result: Mapping[str, Any]) -> str:
     for name, row in result["methods"].items():
         # Of local training, whose epsilon is 0, each column has the same.
         by_epsilon = {
-            run["epsilon"]: [other["accuracy"] for other in row["runs"] if other["epsilon"] == run["epsilon"]]
+            run["epsilon"]: [
+                other["accuracy"] for other in row["runs"] if other["epsilon"] == run["epsilon"]
+            ]
             for run in row["runs"]
         }
-        accuracies = [percent(by_epsilon.get(epsilon, by_epsilon.get("0", [math.nan]))) for epsilon in columns]
-        lines.append([name, f"{row['parameters']:,}", *accuracies, starred(row["chosen"], row["points"])])
+        accuracies = [
+            percent(by_epsilon.get(epsilon, by_epsilon.get("0", [math.nan]))) for epsilon in columns
+        ]
+        lines.append(
+            [name, f"{row['parameters']:,}", *accuracies, starred(row["chosen"], row["points"])]
+        )
     lines.append(["chance", "–", *["33.3"] * len(columns), "–"])
-    head = ["method", "trained numbers", *(f"epsilon {epsilon}, %" for epsilon in columns), "chosen"]
+    head = [
+        "method",
+        "trained numbers",
+        *(f"epsilon {epsilon}, %" for epsilon in columns),
+        "chosen",
+    ]
     return markdown_table(head, lines)
 
 

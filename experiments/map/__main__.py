@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.map import tuning
-from experiments.map.methods import POINTS, Alone, Family, corrected_average, families, networks, trained_alone
+from experiments.map.methods import (
+    POINTS,
+    Alone,
+    Family,
+    corrected_average,
+    families,
+    networks,
+    trained_alone,
+)
 from experiments.map.places import Place, dataset, passes_between
 from experiments.map.report import WITHDRAWN, draw, markdown, withdrawn
 from experiments.study import Options, Result, Study, command, part
@@ -29,7 +37,9 @@ def run(place: Place, options: Options) -> Result:
     """Tune every method of a place, and run the chosen points; finished methods are kept as parts."""
     seeds = SEEDS
     if options.smoke:
-        place = place._replace(data="digits", seen="pixels", skew="5 classes", clients=40, rounds=3, passes=3)
+        place = place._replace(
+            data="digits", seen="pixels", skew="5 classes", clients=40, rounds=3, passes=3
+        )
         seeds = options.seeds
     data = dataset(place)
     model, linear = networks(place, data.train_inputs.shape[1:], data.classes)
@@ -57,7 +67,9 @@ def run(place: Place, options: Options) -> Result:
         tuned = parts[name]["tuning"]
         make = functools.partial(tuning.mixtures, known[name], place, tuned, seeds, epsilons)
         of_mixture = facts | {"tuning": tuned, "alone": alone}
-        parts[f"{name}, mixed"] = _kept(place.name, f"{name}, mixed", facts=of_mixture, make=make, options=options)
+        parts[f"{name}, mixed"] = _kept(
+            place.name, f"{name}, mixed", facts=of_mixture, make=make, options=options
+        )
     described = place._asdict() | {"title": place.title, "participants": place.participants}
     return {"place": described, "seeds": list(seeds), "methods": parts}
 
@@ -71,11 +83,15 @@ def run_withdrawn(options: Options) -> Result:
     for name, known in earlier.items():
         place = _earlier_place(name)
         if options.smoke:
-            place = place._replace(data="digits", seen="pixels", skew="5 classes", clients=40, rounds=3)
+            place = place._replace(
+                data="digits", seen="pixels", skew="5 classes", clients=40, rounds=3
+            )
         data = dataset(place)
         model, _ = networks(place, data.train_inputs.shape[1:], data.classes)
         facts = place._asdict() | {"epsilons": epsilons, "seeds": seeds, "points": POINTS}
-        make = functools.partial(tuning.study, corrected_average(place, model), place, epsilons, seeds)
+        make = functools.partial(
+            tuning.study, corrected_average(place, model), place, epsilons, seeds
+        )
         own = _kept("withdrawn", name, facts=facts, make=make, options=options)
         rows[name] = {"title": place.title, "earlier": known} | own
         dataset.cache_clear()
@@ -87,7 +103,9 @@ def run_withdrawn(options: Options) -> Result:
 def _earlier_place(name: str) -> Place:
     """Return a place of the withdrawn map, whose networks saw random features."""
     _, clients, classes = name.split("_")
-    share, batch_size, test = {"100": (0.2, 10, 100), "1000": (0.1, 10, 10), "10000": (0.1, 3, 2)}[clients]
+    share, batch_size, test = {"100": (0.2, 10, 100), "1000": (0.1, 10, 10), "10000": (0.1, 3, 2)}[
+        clients
+    ]
     return Place(
         "cifar10",
         "random features",
@@ -106,9 +124,18 @@ def facts_of(family: Family) -> dict[str, Any]:
     return {"grid": family.points, "ways": tuning.family_ways(family), "rounds": family.rounds}
 
 
-def _kept(place: str, name: str, *, facts: Mapping[str, Any], make: Any, options: Options) -> dict[str, Any]:
+def _kept(
+    place: str, name: str, *, facts: Mapping[str, Any], make: Any, options: Options
+) -> dict[str, Any]:
     """Return a method's part, made now or before."""
-    done = part("map", place, name.replace(", ", " ").replace(" ", "_"), dict(facts) | {"method": name}, make, options)
+    done = part(
+        "map",
+        place,
+        name.replace(", ", " ").replace(" ", "_"),
+        dict(facts) | {"method": name},
+        make,
+        options,
+    )
     print(name, done["seconds"], "s", flush=True)
     return {field: done[field] for field in ("tuning", "rows", "seconds")}
 
@@ -149,7 +176,10 @@ PLACES = (
 )
 """Pretrained features first, since they raise every score; random ones where an earlier map was measured."""
 
-STUDIES = {place.name: Study(functools.partial(run, place), markdown, draw, minutes=25.0) for place in PLACES}
+STUDIES = {
+    place.name: Study(functools.partial(run, place), markdown, draw, minutes=25.0)
+    for place in PLACES
+}
 STUDIES["withdrawn"] = Study(run_withdrawn, withdrawn, minutes=15.0)
 if __name__ == "__main__":
     command("map", __doc__, STUDIES)

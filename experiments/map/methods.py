@@ -99,7 +99,10 @@ def scored(base: Algorithm, after: Mapping[str, Way], around: Mapping[str, Way] 
         params = base.personalize(key, server, client, data)
         finished = base._replace(personalize=lambda *_: params)
         starts = {name: finished if name in after else base for name in ways}
-        own = {name: way(starts[name]).personalize(key, server, client, data) for name, way in ways.items()}
+        own = {
+            name: way(starts[name]).personalize(key, server, client, data)
+            for name, way in ways.items()
+        }
         return {**params, "ways": tuple(own.values())}
 
     def outputs(own: Sequence[Params], plain: jax.Array, x: jax.Array) -> jax.Array:
@@ -149,10 +152,16 @@ def plain(algorithm: Algorithm) -> Algorithm:
 
 own_classes = functools.partial(prior_corrected, smoothing=0.0)
 corrected = functools.partial(prior_corrected, smoothing=SMOOTHING)
-CORRECTIONS: Mapping[str, Way] = {"plain": plain, "own_classes": own_classes, "corrected": corrected}
+CORRECTIONS: Mapping[str, Way] = {
+    "plain": plain,
+    "own_classes": own_classes,
+    "corrected": corrected,
+}
 
 
-def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alone]) -> dict[str, Family]:
+def families(
+    place: Place, model: Model, linear: Model, alone: Mapping[str, Alone]
+) -> dict[str, Family]:
     """Return every method with as many points, over its rate, its clip bound and numbers of its own.
 
     Args:
@@ -169,7 +178,9 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
         return LocalSGD(optax.sgd(rate), place.batch_size, passes)
 
     def mixture(algorithm: Algorithm) -> Algorithm:
-        of_model = alone["linear" if algorithm.model.head == algorithm.model.layers else "perceptron"]
+        of_model = alone[
+            "linear" if algorithm.model.head == algorithm.model.layers else "perceptron"
+        ]
         return mixed(algorithm, local=local(of_model.rate, of_model.passes))
 
     def family(
@@ -254,7 +265,9 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
 
     def average(network: Model) -> Family:
         method = averaged(place, network)
-        return family(method, of_average, tuned_ways(network), ("fine_tuned_corrected",), ceiling=True)
+        return family(
+            method, of_average, tuned_ways(network), ("fine_tuned_corrected",), ceiling=True
+        )
 
     return {
         "DP-FedAvg": average(model),
@@ -265,7 +278,9 @@ def families(place: Place, model: Model, linear: Model, alone: Mapping[str, Alon
         "linear MR-MTL": near(pmtl, of_mr_mtl, linear),
         "linear IFCA": family(
             private(
-                lambda model, rate, tuning, **options: ifca(model, clusters=GROUPS, local=local(rate), **options),
+                lambda model, rate, tuning, **options: ifca(
+                    model, clusters=GROUPS, local=local(rate), **options
+                ),
                 dict,
                 linear,
             ),

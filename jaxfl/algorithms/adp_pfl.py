@@ -58,7 +58,9 @@ def _check_threshold(name: str, value: Any) -> Any:
         return value
     number = float(check_numbers(name, value, axes=(0,), negative=True))
     if number >= 1:
-        raise ValueError(f"{name} must be below 1, got {number:g}. Give a number from 0; one below it selects all.")
+        raise ValueError(
+            f"{name} must be below 1, got {number:g}. Give a number from 0; one below it selects all."
+        )
     return number
 
 
@@ -66,15 +68,21 @@ def _check_threshold(name: str, value: Any) -> Any:
 def fisher_percentile(percentile: Number, square: Square = "examples") -> MaskFn:
     """Coordinates whose Fisher information in the trained model is above a percentile of all, per client."""
     fisher = _FISHER[square]
-    return lambda key, model, params, sent, data: top_percentile_mask(fisher(model, params, data), percentile)
+    return lambda key, model, params, sent, data: top_percentile_mask(
+        fisher(model, params, data), percentile
+    )
 
 
 @checked(threshold=_check_threshold)
 def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
     """Select coordinates whose Fisher information, min-max scaled over all to [0, 1] (14), is above tau, below 1."""
 
-    def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        return jax.tree.map(lambda f: f > threshold, normalize_over_all(_FISHER[square](model, params, data)))
+    def select(
+        key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
+    ) -> Tree:
+        return jax.tree.map(
+            lambda f: f > threshold, normalize_over_all(_FISHER[square](model, params, data))
+        )
 
     return select
 
@@ -89,8 +97,12 @@ def largest(percentile: Number) -> MaskFn:
 def random_share(percentile: Number) -> MaskFn:
     """Random coordinates, as many as are above a percentile of all."""
 
-    def select(key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData) -> Tree:
-        return top_percentile_mask(optax.tree.random_like(key, sent, jax.random.uniform), percentile)
+    def select(
+        key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
+    ) -> Tree:
+        return top_percentile_mask(
+            optax.tree.random_like(key, sent, jax.random.uniform), percentile
+        )
 
     return select
 
@@ -100,7 +112,11 @@ def _check_noise(name: str, value: Any) -> Any:
 
 
 def _check_risks(name: str, value: Any) -> Any:
-    return check_choice(name, value, ("private",)) if isinstance(value, str) else check_numbers(name, value)
+    return (
+        check_choice(name, value, ("private",))
+        if isinstance(value, str)
+        else check_numbers(name, value)
+    )
 
 
 def _check_bounds(name: str, value: Any) -> tuple[float, ...]:
@@ -110,7 +126,13 @@ def _check_bounds(name: str, value: Any) -> tuple[float, ...]:
     return bounds
 
 
-@checked(noise=_check_noise, risks=_check_risks, risk_bounds=_check_bounds, clip=up_to_infinity, delta=probability)
+@checked(
+    noise=_check_noise,
+    risks=_check_risks,
+    risk_bounds=_check_bounds,
+    clip=up_to_infinity,
+    delta=probability,
+)
 def adp_pfl(
     model: Model,
     *,
@@ -180,26 +202,45 @@ def adp_pfl(
     10.0
     """
     if isinstance(noise, ClientNoise) != (risks is not None):
-        raise ValueError(f"noise={noise!r} with risks={risks!r}: give a `client_noise` with risks, and only then")
+        raise ValueError(
+            f"noise={noise!r} with risks={risks!r}: give a `client_noise` with risks, and only then"
+        )
     if isinstance(risks, str) != (risk_bounds is not None):
-        raise ValueError(f"risk_bounds={risk_bounds!r} with risks={risks!r}: give (least, greatest) of private ones")
+        raise ValueError(
+            f"risk_bounds={risk_bounds!r} with risks={risks!r}: give (least, greatest) of private ones"
+        )
     bounded: dict[str, Any] = {"clip": clip, "sampling": sampling}
     if not isinstance(noise, ClientNoise):
         by_round = not traced(noise) and np.ndim(noise) > 0
         z: Any = tuple(np.asarray(noise, float).tolist()) if by_round else noise
         mechanism = Mechanism(noise_multiplier=z, **bounded)
     elif risk_bounds is None:
-        mechanism = PrivacyFilter(client_noise=_public(noise.noise, risks), least_total=noise.least_total, **bounded)
+        mechanism = PrivacyFilter(
+            client_noise=_public(noise.noise, risks), least_total=noise.least_total, **bounded
+        )
     else:
         bounded["release"] = Release(client_shares, *risk_bounds, noise=noise.release_noise)
-        mechanism = PrivacyFilter(client_noise=np.asarray(noise.noise), least_total=noise.least_total, **bounded)
+        mechanism = PrivacyFilter(
+            client_noise=np.asarray(noise.noise), least_total=noise.least_total, **bounded
+        )
     base = fedavg(
-        model, local=local, server_optimizer=server_optimizer, mechanism=mechanism, terms=Terms(delta), name="adp_pfl"
+        model,
+        local=local,
+        server_optimizer=server_optimizer,
+        mechanism=mechanism,
+        terms=Terms(delta),
+        name="adp_pfl",
     )
     return _masked(base, local, mask, risk_fn if isinstance(risks, str) else None)
 
 
-@checked(noise=check_noise, risks=_check_risks, clip=up_to_infinity, delta=probability, claim=up_to_infinity)
+@checked(
+    noise=check_noise,
+    risks=_check_risks,
+    clip=up_to_infinity,
+    delta=probability,
+    claim=up_to_infinity,
+)
 def adp_pfl_paper(
     model: Model,
     *,
@@ -249,23 +290,37 @@ def adp_pfl_paper(
     """
     m = 1 if sensitivity == "C" else sampling.size if isinstance(sampling, FixedSize) else None
     if m is None:
-        raise ValueError(f"sampling={sampling!r} with sensitivity='C/m': give FixedSize(m), or sensitivity='C'")
-    denominator, private = "expected" if upload == "updates" else "participants", isinstance(risks, str)
+        raise ValueError(
+            f"sampling={sampling!r} with sensitivity='C/m': give FixedSize(m), or sensitivity='C'"
+        )
+    denominator, private = (
+        "expected" if upload == "updates" else "participants",
+        isinstance(risks, str),
+    )
     bounded: dict[str, Any] = {"clip": clip, "sampling": sampling, "denominator": denominator}
     stds: Any = noise if traced(noise) else np.asarray(noise, np.float64)
     added = stds / m
     if private:
         mechanism = PrivacyFilter(client_noise=added, release=Release(client_shares), **bounded)
     else:
-        mechanism = Mechanism(client_noise=added if risks is None else _public(added, risks), **bounded)
-    rule = f"sensitivity {sensitivity}; budgets taken for epsilons that add up, or for their maximum"
+        mechanism = Mechanism(
+            client_noise=added if risks is None else _public(added, risks), **bounded
+        )
+    rule = (
+        f"sensitivity {sensitivity}; budgets taken for epsilons that add up, or for their maximum"
+    )
     terms = Terms(delta, None if claim is None else (claim, rule), _BROKEN if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")
     return _masked(base, local, mask, risk_fn if private else None, weights=upload == "weights")
 
 
 def _masked(
-    base: Algorithm, local: LocalSGD, mask: MaskFn | None, risk_fn: RiskFn | None, *, weights: bool = False
+    base: Algorithm,
+    local: LocalSGD,
+    mask: MaskFn | None,
+    risk_fn: RiskFn | None,
+    *,
+    weights: bool = False,
 ) -> Algorithm:
     """FedAvg whose clients measure a risk (None: none), and send masked updates or weights."""
     model, sends = base.model, sends_weights(base) if weights else base
@@ -274,8 +329,12 @@ def _masked(
         (sent, _), client, info = sends.client_update(key, server, client, data)
         params, risk = sent if weights else optax.tree.add(server.params, sent), None
         lost = ~jnp.isfinite(optax.tree.sum(params))
-        data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))  # no risk or mask of a dropped update
-        unused = local.epochs if local.steps is None else local.steps  # training used the numbers below
+        data = dataclasses.replace(
+            data, size=jnp.where(lost, 0, data.size)
+        )  # no risk or mask of a dropped update
+        unused = (
+            local.epochs if local.steps is None else local.steps
+        )  # training used the numbers below
         masking, probing = jax.random.split(jax.random.fold_in(key, unused))
         if risk_fn is not None:
             risk = risk_fn(probing, model, params, data)
@@ -283,7 +342,9 @@ def _masked(
         if mask is not None:
             kept = mask(masking, model, params, sent, data)
             sent = sparsify(kept, sent)
-            info |= {"kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))}
+            info |= {
+                "kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))
+            }
         return Message(sent, risk), client, info
 
     return sends._replace(client_update=client_update)

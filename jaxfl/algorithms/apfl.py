@@ -79,7 +79,12 @@ def apfl(
     >>> apfl(mlp((8, 8, 1), 10), alpha=0.25, alpha_learning_rate=0.1).name
     'apfl'
     """
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
+    private = {
+        "clip": clip,
+        "noise_multiplier": noise_multiplier,
+        "sampling": sampling,
+        "delta": delta,
+    }
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Own]:
@@ -88,19 +93,34 @@ def apfl(
 
     def apply(weights: tuple[Params, Own], x: Array, *key: Array) -> Any:
         shared, client = weights
-        return model.apply(shared, x, *key), model.apply(_mix(client, lax.stop_gradient(shared)), x, *key)
+        return model.apply(shared, x, *key), model.apply(
+            _mix(client, lax.stop_gradient(shared)), x, *key
+        )
 
-    def both(outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
+    def both(
+        outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]
+    ) -> Float[Array, ""]:
         """The loss of w, with the gradients of both losses."""
         mixed = model.task.mean_loss(outputs[1], labels, weights)
         return model.task.mean_loss(outputs[0], labels, weights) + mixed - lax.stop_gradient(mixed)
 
     def client_update(key: Key[Array, ""], server: Server, client: Own, data: ClientData) -> tuple:
-        weights, mixture = decayed(local.optimizer, local.decay, data), _projected_sgd(alpha_learning_rate)
-        optimizer = optax.partition({"weights": weights, "alpha": mixture}, ("weights", Own("weights", "alpha")))
+        weights, mixture = (
+            decayed(local.optimizer, local.decay, data),
+            _projected_sgd(alpha_learning_rate),
+        )
+        optimizer = optax.partition(
+            {"weights": weights, "alpha": mixture}, ("weights", Own("weights", "alpha"))
+        )
         training = dataclasses.replace(local, optimizer=optimizer, decay=None)
-        (shared, client), info = training.train(key, model, (server.params, client), data, apply=apply, loss=both)
-        return Message(optax.tree.sub(shared, server.params)), client, info | {"alpha": client.alpha}
+        (shared, client), info = training.train(
+            key, model, (server.params, client), data, apply=apply, loss=both
+        )
+        return (
+            Message(optax.tree.sub(shared, server.params)),
+            client,
+            info | {"alpha": client.alpha},
+        )
 
     return base._replace(
         name="apfl",

@@ -6,7 +6,14 @@ from typing import Any
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import at_least_0, check_fraction, check_noise, checked, nonzero, up_to_infinity
+from jaxfl._validate import (
+    at_least_0,
+    check_fraction,
+    check_noise,
+    checked,
+    nonzero,
+    up_to_infinity,
+)
 from jaxfl.algorithms.fedavg import dp_fedavg
 from jaxfl.local.masks import sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
@@ -15,7 +22,12 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
 
 
-@checked(clip=up_to_infinity, noise_multiplier=check_noise, penalty_weight=at_least_0, density=check_fraction)
+@checked(
+    clip=up_to_infinity,
+    noise_multiplier=check_noise,
+    penalty_weight=at_least_0,
+    density=check_fraction,
+)
 def blur_lus(
     model: Model,
     *,
@@ -55,12 +67,20 @@ def blur_lus(
     'blur_lus'
     """
     check_bound(clip, "penalty_weight", penalty_weight)
-    penalty = functools.partial(excess, bound=clip, penalty_weight=penalty_weight) if nonzero(penalty_weight) else None
+    penalty = (
+        functools.partial(excess, bound=clip, penalty_weight=penalty_weight)
+        if nonzero(penalty_weight)
+        else None
+    )
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     base = dp_fedavg(model, penalty=penalty, **private, **options)
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
-        return Message(sparsify(top_k_masks(message.update, model.layers, density), message.update)), client, info
+        return (
+            Message(sparsify(top_k_masks(message.update, model.layers, density), message.update)),
+            client,
+            info,
+        )
 
     return base._replace(name="blur_lus", client_update=client_update)

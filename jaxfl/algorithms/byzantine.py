@@ -47,7 +47,9 @@ def byzantine(
 
     def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
         if numbers.size and numbers[-1] >= number:
-            raise ValueError(f"liars={show(liars)}: give numbers of the {number} clients, from 0 to {number - 1}")
+            raise ValueError(
+                f"liars={show(liars)}: give numbers of the {number} clients, from 0 to {number - 1}"
+            )
         return algorithm.init(key, number)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
@@ -57,7 +59,10 @@ def byzantine(
         lie = [-scale * leaf for leaf in leaves]
         if attack == "noise":
             keys = jax.random.split(jax.random.fold_in(key, _LIE), max(len(leaves), 1))
-            lie = [scale * jax.random.normal(leaf_key, leaf.shape, leaf.dtype) for leaf_key, leaf in zip(keys, leaves)]
+            lie = [
+                scale * jax.random.normal(leaf_key, leaf.shape, leaf.dtype)
+                for leaf_key, leaf in zip(keys, leaves)
+            ]
         sent = [jnp.where(lying, false, leaf) for false, leaf in zip(lie, leaves)]
         return message._replace(update=jax.tree.unflatten(structure, sent)), client, info
 

@@ -53,11 +53,19 @@ def ditto(
     >>> ditto(mlp((8, 8, 1), 10), penalty_weight=0.5).name
     'ditto'
     """
-    base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
+    base = dp_fedavg(
+        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options
+    )
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         message, _, info = base.client_update(key, server, (), data)
-        pull = functools.partial(proximal, center=server.params, mu=penalty_weight) if nonzero(penalty_weight) else None
+        pull = (
+            functools.partial(proximal, center=server.params, mu=penalty_weight)
+            if nonzero(penalty_weight)
+            else None
+        )
         return message, personal.train(key, model, client, data, penalty=pull)[0], info
 
     return keeps_models(base, "ditto", client_update)

@@ -11,7 +11,13 @@ from jaxfl.types import Algorithm, Model, Number
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise, radius=at_least_0)
 def dp_fedsam(
-    model: Model, *, clip: Number, noise_multiplier: Number, sampling: Sampling, radius: Number = 0.5, **options: Any
+    model: Model,
+    *,
+    clip: Number,
+    noise_multiplier: Number,
+    sampling: Sampling,
+    radius: Number = 0.5,
+    **options: Any,
 ) -> Algorithm:
     r"""DP-FedSAM: flat minima are harmed less by clipping and noise.
 

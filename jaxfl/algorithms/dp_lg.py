@@ -61,14 +61,27 @@ def dp_lg(
         extractor, head = split_head(model, model.init(key))
         return init_server(head, server_optimizer), init_clients(extractor, number)
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         params, info = local.train(key, model, {**client, **server.params}, data)
         extractor, head = split_head(model, params)
         return Message(optax.tree.sub(head, server.params)), extractor, info
 
-    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+    def personalize(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> Params:
         return {**client, **server.params}
 
     server_update = functools.partial(server_step, server_optimizer)
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    return Algorithm("dp_lg", model, init, client_update, server_update, personalize, mechanism, terms=Terms(delta))
+    return Algorithm(
+        "dp_lg",
+        model,
+        init,
+        client_update,
+        server_update,
+        personalize,
+        mechanism,
+        terms=Terms(delta),
+    )

@@ -9,7 +9,16 @@ import optax
 from jax import Array, lax
 from jaxtyping import Key, UInt32
 
-from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked, count_from_0, nonzero, traced, up_to_infinity
+from jaxfl._validate import (
+    GAUSSIAN,
+    at_least_0,
+    check_fraction,
+    checked,
+    count_from_0,
+    nonzero,
+    traced,
+    up_to_infinity,
+)
 from jaxfl.algorithms.fedrep import check_extractor, split_head
 from jaxfl.local.masks import keep, random_masks, sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, distance_to_bound
@@ -20,11 +29,18 @@ from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Masks, SparseServer, init_clients, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
-_EXTRACTOR = LocalSGD(optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100, 5)
+_EXTRACTOR = LocalSGD(
+    optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100, 5
+)
 _HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 
 
-_ARGUMENTS = {"density": check_fraction, "sparse_layers": count_from_0, "penalty_weight": at_least_0, **GAUSSIAN}
+_ARGUMENTS = {
+    "density": check_fraction,
+    "sparse_layers": count_from_0,
+    "penalty_weight": at_least_0,
+    **GAUSSIAN,
+}
 """Checks of the arguments that both builders share."""
 
 
@@ -151,14 +167,18 @@ def dp_pfeddsu_paper(
     sparse_layers = _check_layers(model, sparse_layers)
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
-        mask = top_k_masks(lax.stop_gradient(params), _sparse(model, params, sparse_layers), density)
+        mask = top_k_masks(
+            lax.stop_gradient(params), _sparse(model, params, sparse_layers), density
+        )
         return mask, mask
 
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
     method = _sparsified(model, mechanism, masks, penalty_weight, private=True, **options)
     rule = "as if the noise were on all weights, whoever's mask they are on"
-    return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, None if claim is None else (claim, rule)))
+    return method._replace(
+        name="dp_pfeddsu_paper", terms=Terms(delta, None if claim is None else (claim, rule))
+    )
 
 
 def _check_layers(model: Model, number: int | None) -> int:
@@ -178,7 +198,11 @@ def _check_layers(model: Model, number: int | None) -> int:
 
 def _sparse(model: Model, params: Params, number: int) -> list[str]:
     """The last `number` layers of an extractor that have a kernel."""
-    kernels = [name for name in model.layers if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))]
+    kernels = [
+        name
+        for name in model.layers
+        if any(leaf.ndim >= 2 for leaf in jax.tree.leaves(params.get(name)))
+    ]
     return kernels[max(0, len(kernels) - number) :]
 
 
@@ -203,11 +227,19 @@ def _sparsified(
     check_extractor(model)
 
     def fit(
-        key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData, head: LocalSGD = before_evaluation
+        key: Key[Array, ""],
+        server: SparseServer,
+        client: Params,
+        data: ClientData,
+        head: LocalSGD = before_evaluation,
     ) -> Params:
-        return fit_head(key, model, {**keep(server.mask, server.params), **client}, data, local=head)[0]
+        return fit_head(
+            key, model, {**keep(server.mask, server.params), **client}, data, local=head
+        )[0]
 
-    def client_update(key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData
+    ) -> tuple:
         first, second = jax.random.split(key)
         _, fitted = split_head(model, fit(first, server, client, data, head))
 
@@ -227,10 +259,16 @@ def _sparsified(
             return now(params)[1]
 
         penalty = adaptive_norm if nonzero(penalty_weight) else None
-        extractor, info = local.train(second, model, server.params, data, apply=apply, mask=support_of, penalty=penalty)
+        extractor, info = local.train(
+            second, model, server.params, data, apply=apply, mask=support_of, penalty=penalty
+        )
         support = support_of(extractor)
         update = sparsify(support, optax.tree.sub(extractor, server.params))
-        return Message(update, support if isinstance(mechanism, PrivateMask) else None), fitted, info
+        return (
+            Message(update, support if isinstance(mechanism, PrivateMask) else None),
+            fitted,
+            info,
+        )
 
     def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Params]:
         extractor, head = split_head(model, model.init(key))

@@ -54,7 +54,9 @@ def fed_smp(
     >>> fed_smp(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'fed_smp'
     """
-    base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
+    base = dp_fedavg(
+        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options
+    )
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         return (), random_masks(public_key(public), params, model.layers, density)
@@ -62,11 +64,17 @@ def fed_smp(
     def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Tree]:
         return init_sparse(key, model.init(key), server_optimizer, masks), ()
 
-    def client_update(key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData) -> tuple:
-        message, client, info = base.client_update(key, Server(server.params, server.optimizer), client, data)
+    def client_update(
+        key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData
+    ) -> tuple:
+        message, client, info = base.client_update(
+            key, Server(server.params, server.optimizer), client, data
+        )
         return Message(sparsify(server.support, message.update)), client, info
 
     def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
         return sparse_step(server_optimizer, server, keep(server.support, aggregate), masks)
 
-    return base._replace(name="fed_smp", init=init, client_update=client_update, server_update=server_update)
+    return base._replace(
+        name="fed_smp", init=init, client_update=client_update, server_update=server_update
+    )

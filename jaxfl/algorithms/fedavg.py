@@ -25,7 +25,9 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 
 @checked()
-def local_only(model: Model, *, local: LocalSGD = LocalSGD(optax.sgd(0.05)), sampling: Sampling = Full()) -> Algorithm:
+def local_only(
+    model: Model, *, local: LocalSGD = LocalSGD(optax.sgd(0.05)), sampling: Sampling = Full()
+) -> Algorithm:
     """Every client trains alone from the same public initialisation; nothing is sent, so epsilon is 0.
 
     Args:
@@ -126,7 +128,12 @@ def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    return fedavg(model, penalty=functools.partial(proximal, mu=mu) if nonzero(mu) else None, name="fedprox", **options)
+    return fedavg(
+        model,
+        penalty=functools.partial(proximal, mu=mu) if nonzero(mu) else None,
+        name="fedprox",
+        **options,
+    )
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
@@ -193,7 +200,9 @@ def dp_fedavg_fb(
     'dp_fedavg_fb'
     """
     check_head(model)
-    base = dp_fedavg(model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options)
+    base = dp_fedavg(
+        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options
+    )
     return fine_tuned(base, local=head, parts=model.head)._replace(name="dp_fedavg_fb")
 
 
@@ -205,7 +214,10 @@ def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]
         return server, init_clients(server.params, number)
 
     return base._replace(
-        name=name, init=init, client_update=client_update, personalize=lambda key, server, client, data: client
+        name=name,
+        init=init,
+        client_update=client_update,
+        personalize=lambda key, server, client, data: client,
     )
 
 
@@ -219,4 +231,6 @@ def sends_weights(method: Algorithm) -> Algorithm:
     def server_update(server: Server, aggregate: Params) -> Server:
         return server._replace(params=aggregate)
 
-    return method._replace(client_update=client_update, server_update=server_update, sends="weights")
+    return method._replace(
+        client_update=client_update, server_update=server_update, sends="weights"
+    )

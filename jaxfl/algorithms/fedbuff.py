@@ -54,13 +54,17 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
     'fedbuff(fedavg)'
     """
     if algorithm.sends == "weights":
-        raise ValueError(f"algorithm={algorithm.name!r} sends weights, which stale starts bias: give one for updates")
+        raise ValueError(
+            f"algorithm={algorithm.name!r} sends weights, which stale starts bias: give one for updates"
+        )
 
     def init(key: Key[Array, ""], number: int) -> tuple[Versions, Tree]:
         server, clients = algorithm.init(key, number)
         return Versions(server, init_clients(server, staleness + 1)), clients
 
-    def client_update(key: Key[Array, ""], server: Versions, client: Tree, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Versions, client: Tree, data: ClientData
+    ) -> tuple:
         age = jax.random.randint(jax.random.fold_in(key, _STALENESS), (), 0, staleness + 1)
         old = jax.tree.map(lambda leaf: leaf[age], server.known)
         message, client, info = algorithm.client_update(key, old, client, data)
@@ -69,10 +73,14 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
 
     def server_update(server: Versions, aggregate: Tree) -> Versions:
         current = algorithm.server_update(server.current, aggregate)
-        known = jax.tree.map(lambda new, old: jnp.concatenate([new[None], old[:-1]]), current, server.known)
+        known = jax.tree.map(
+            lambda new, old: jnp.concatenate([new[None], old[:-1]]), current, server.known
+        )
         return Versions(current, known)
 
-    def personalize(key: Key[Array, ""], server: Versions, client: Tree, data: ClientData) -> Params:
+    def personalize(
+        key: Key[Array, ""], server: Versions, client: Tree, data: ClientData
+    ) -> Params:
         return algorithm.personalize(key, server.current, client, data)
 
     return algorithm._replace(

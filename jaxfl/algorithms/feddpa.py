@@ -9,7 +9,15 @@ import optax
 from jax import Array
 from jaxtyping import Float, Key
 
-from jaxfl._validate import GAUSSIAN, at_least_0, check_fraction, checked, nonzero, probability, up_to_infinity
+from jaxfl._validate import (
+    GAUSSIAN,
+    at_least_0,
+    check_fraction,
+    checked,
+    nonzero,
+    probability,
+    up_to_infinity,
+)
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
@@ -21,7 +29,9 @@ from jaxfl.privacy.sampling import Poisson, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
-_RULE = "accounted per example and local step, with noise that is added once per round to whole clients"
+_RULE = (
+    "accounted per example and local step, with noise that is added once per round to whole clients"
+)
 
 
 _ARGUMENTS = {"threshold": at_least_0, "lambda1": at_least_0, "lambda2": at_least_0, **GAUSSIAN}
@@ -82,7 +92,9 @@ def feddpa(
     1.0
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    method = _personalized(model, mechanism, threshold, (lambda1, lambda2), "active", local, evaluate)
+    method = _personalized(
+        model, mechanism, threshold, (lambda1, lambda2), "active", local, evaluate
+    )
     return method._replace(terms=Terms(delta))
 
 
@@ -133,12 +145,21 @@ def feddpa_paper(
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = Mechanism(clip=clip, client_noise=share, sampling=sampling)
     method = _personalized(model, mechanism, threshold, (lambda1, lambda2), reg, local, "stored")
-    return method._replace(name="feddpa_paper", terms=Terms(delta, None if claim is None else (claim, _RULE)))
+    return method._replace(
+        name="feddpa_paper", terms=Terms(delta, None if claim is None else (claim, _RULE))
+    )
 
 
 @checked(delta=probability, rate=check_fraction)
 def paper_noise_multiplier(
-    epsilon: float, *, delta: float, examples: int, batch_size: int, epochs: int, rounds: int, rate: float
+    epsilon: float,
+    *,
+    delta: float,
+    examples: int,
+    batch_size: int,
+    epochs: int,
+    rounds: int,
+    rate: float,
 ) -> float:
     r"""Sigma by the published code's rule, which accounts noise per example and step.
 
@@ -159,12 +180,21 @@ def paper_noise_multiplier(
     0.51
     """
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
-    return calibrate(epsilon, clients=1, rounds=steps, sampling=sampling, delta=delta, accountant="rdp")
+    return calibrate(
+        epsilon, clients=1, rounds=steps, sampling=sampling, delta=delta, accountant="rdp"
+    )
 
 
 @checked(delta=probability, rate=check_fraction)
 def paper_epsilon(
-    noise_multiplier: float, *, delta: float, examples: int, batch_size: int, epochs: int, rounds: int, rate: float
+    noise_multiplier: float,
+    *,
+    delta: float,
+    examples: int,
+    batch_size: int,
+    epochs: int,
+    rounds: int,
+    rate: float,
 ) -> float:
     """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
@@ -172,7 +202,9 @@ def paper_epsilon(
     return running_epsilon(mechanism, 1, terms=Terms(delta))(steps).rdp
 
 
-def _paper_rule(examples: int, batch_size: int, epochs: int, rounds: int, rate: float) -> tuple[int, Poisson]:
+def _paper_rule(
+    examples: int, batch_size: int, epochs: int, rounds: int, rate: float
+) -> tuple[int, Poisson]:
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 
@@ -194,7 +226,9 @@ def _personalized(
         personal = fisher_mask(normalize_per_layer(client_fisher(model, old, data)), threshold)
         shared = jax.tree.map(jnp.logical_not, personal)
         first, second = jax.random.split(key)
-        penalty_a, penalty_b = _penalties(reg, server.params, personal, shared, lambdas, mechanism.clip)
+        penalty_a, penalty_b = _penalties(
+            reg, server.params, personal, shared, lambdas, mechanism.clip
+        )
         params = merge(personal, old, server.params)
         params, _ = local.train(first, model, params, data, mask=personal, penalty=penalty_a)
         params, info = local.train(second, model, params, data, mask=shared, penalty=penalty_b)
@@ -205,11 +239,15 @@ def _personalized(
         params = model.init(key)
         return init_server(params, server_optimizer), init_clients(params, number)
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         params, info = local_update(key, server, client, data)
         return Message(optax.tree.sub(params, server.params)), params, info
 
-    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+    def personalize(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> Params:
         return client if evaluate == "stored" else local_update(key, server, client, data)[0]
 
     server_update = functools.partial(server_step, server_optimizer)
@@ -217,15 +255,26 @@ def _personalized(
 
 
 def _penalties(
-    reg: str, center: Params, personal: Tree, shared: Tree, lambdas: tuple[Number, Number], bound: Number
+    reg: str,
+    center: Params,
+    personal: Tree,
+    shared: Tree,
+    lambdas: tuple[Number, Number],
+    bound: Number,
 ) -> tuple[Penalty | None, Penalty | None]:
     lambda1, lambda2 = lambdas
 
     def by_tensor(params: Params) -> Float[Array, ""]:
-        return jnp.sum(jnp.stack([safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center))]))
+        return jnp.sum(
+            jnp.stack([safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center))])
+        )
 
     def stage_a(params: Params) -> Float[Array, ""]:
-        return distance(params, center, personal, lambda1) if reg == "active" else 0.5 * lambda1 * by_tensor(params)
+        return (
+            distance(params, center, personal, lambda1)
+            if reg == "active"
+            else 0.5 * lambda1 * by_tensor(params)
+        )
 
     def stage_b(params: Params) -> Float[Array, ""]:
         if reg == "active":

@@ -89,18 +89,30 @@ def fedrep(
         parts = private_head(model)
 
     def fit(
-        key: Key[Array, ""], server: Server, client: Params, data: ClientData, head: LocalSGD = before_evaluation
+        key: Key[Array, ""],
+        server: Server,
+        client: Params,
+        data: ClientData,
+        head: LocalSGD = before_evaluation,
     ) -> Params:
         params = parts.join(server.params, client)
         if not head.trains:
             return params
 
         def decay(params: Params) -> Float[Array, ""]:
-            return 0.5 * parts.decay * jnp.asarray(optax.tree.norm(parts.personal(server.params, params), squared=True))
+            return (
+                0.5
+                * parts.decay
+                * jnp.asarray(optax.tree.norm(parts.personal(server.params, params), squared=True))
+            )
 
-        return fit_head(key, model, params, data, local=head, penalty=decay if nonzero(parts.decay) else None)[0]
+        return fit_head(
+            key, model, params, data, local=head, penalty=decay if nonzero(parts.decay) else None
+        )[0]
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         first, second = jax.random.split(key)
         personal = parts.personal(server.params, fit(first, server, client, data, head))
 
@@ -110,7 +122,10 @@ def fedrep(
         shared, info = local.train(second, model, server.params, data, apply=apply)
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
-    init, server_update = start_parts(model, parts, server_optimizer), functools.partial(server_step, server_optimizer)
+    init, server_update = (
+        start_parts(model, parts, server_optimizer),
+        functools.partial(server_step, server_optimizer),
+    )
     return Algorithm(name, model, init, client_update, server_update, fit, mechanism, terms=terms)
 
 
@@ -151,7 +166,15 @@ def centaur(
     0.01
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    return fedrep(model, local=local, head=head, mechanism=mechanism, terms=Terms(delta), name="centaur", **options)
+    return fedrep(
+        model,
+        local=local,
+        head=head,
+        mechanism=mechanism,
+        terms=Terms(delta),
+        name="centaur",
+        **options,
+    )
 
 
 def split_head(model: Model, params: Params) -> tuple[Params, Params]:
@@ -182,4 +205,6 @@ def start_parts(model: Model, parts: Parts, optimizer: optax.GradientTransformat
 def check_extractor(model: Model) -> None:
     """Require a layer besides the head."""
     if set(model.layers) <= set(model.head):
-        raise ValueError(f"model={model.name!r} has no layer besides its head {model.head!r}: nothing would be shared")
+        raise ValueError(
+            f"model={model.name!r} has no layer besides its head {model.head!r}: nothing would be shared"
+        )

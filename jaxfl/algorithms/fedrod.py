@@ -70,7 +70,9 @@ def fedrod(
     parts = added_head(model)
     classes = classes_of("model", model)
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         offset = log_prior(data, classes)
 
         def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Float[Array, "B K2"]:
@@ -89,7 +91,9 @@ def fedrod(
         (shared, personal), info = local.train(key, model, before, data, apply=apply, loss=loss)
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
-    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+    def personalize(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> Params:
         del key, data
         return parts.join(server.params, client)
 

@@ -104,7 +104,9 @@ def dp_ridge(
         assert personal is not None
         before = jnp.concatenate([head[0], head[1][None] / radius]) / scale
         second = total["second"] + personal * jnp.eye(len(before))
-        return _linear(jax.scipy.linalg.solve(second, total["cross"] + personal * before, assume_a="pos"))
+        return _linear(
+            jax.scipy.linalg.solve(second, total["cross"] + personal * before, assume_a="pos")
+        )
 
     def _linear(weights: Float[Array, "F1 K"]) -> Linear:
         return scale * weights[:-1], scale * radius * weights[-1]
@@ -212,7 +214,10 @@ def _one_shot(
     layer, features, classes = _dense_head(model)
     extract = model.extract
     assert extract is not None
-    rows = jax.ShapeDtypeStruct((1, features), jnp.float32), jax.ShapeDtypeStruct((1, classes), jnp.float32)
+    rows = (
+        jax.ShapeDtypeStruct((1, features), jnp.float32),
+        jax.ShapeDtypeStruct((1, classes), jnp.float32),
+    )
     shapes = jax.eval_shape(statistics, *rows)
 
     def with_head(params: Params, head: Linear) -> Params:
@@ -220,7 +225,10 @@ def _one_shot(
         old = params[layer]
         return {
             **params,
-            layer: {"kernel": kernel.astype(old["kernel"].dtype), "bias": bias.astype(old["bias"].dtype)},
+            layer: {
+                "kernel": kernel.astype(old["kernel"].dtype),
+                "bias": bias.astype(old["bias"].dtype),
+            },
         }
 
     def head_of(params: Params) -> Linear:
@@ -241,7 +249,9 @@ def _one_shot(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         return OneShotServer(model.init(key), zeros, jnp.zeros(())), ()
 
-    def client_update(key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData
+    ) -> tuple:
         del key
         mean = optax.tree.scale(1 / jnp.maximum(data.size, 1), sums(server.params, data))
         return Message(mean), client, {}
@@ -252,25 +262,36 @@ def _one_shot(
         head = solve(optax.tree.scale(1 / rounds, total))
         return OneShotServer(with_head(server.params, head), total, rounds)
 
-    def personalize(key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData) -> Params:
+    def personalize(
+        key: Key[Array, ""], server: OneShotServer, client: Tree, data: ClientData
+    ) -> Params:
         del key, client
         if correct is None:
             return server.params
         return with_head(server.params, correct(head_of(server.params), sums(server.params, data)))
 
-    return Algorithm(name, model, init, client_update, server_update, personalize, mechanism, terms=terms)
+    return Algorithm(
+        name, model, init, client_update, server_update, personalize, mechanism, terms=terms
+    )
 
 
 def _dense_head(model: Model) -> tuple[str, int, int]:
     """Return the name of the model's one dense layer that is the head, and its numbers of features and classes."""
     check_head(model)
     if model.task.name != "classification":
-        raise ValueError(f"model.task must be classification, got {model.task.name!r}. Give a model for classes.")
+        raise ValueError(
+            f"model.task must be classification, got {model.task.name!r}. Give a model for classes."
+        )
     params: dict[str, Any] = jax.eval_shape(model.init, key_of(0))
     layer = model.head[0]
     shapes = {name: leaf.shape for name, leaf in params[layer].items() if hasattr(leaf, "shape")}
     dense = shapes.keys() == {"kernel", "bias"} and len(shapes["kernel"]) == 2
-    if len(model.head) > 1 or not dense or model.extract is None or not _is_linear(model, layer, params[layer]):
+    if (
+        len(model.head) > 1
+        or not dense
+        or model.extract is None
+        or not _is_linear(model, layer, params[layer])
+    ):
         raise ValueError(
             f"model must end with one dense layer on features that it can extract, got {model.name!r} with the head "
             f"{model.head!r}. Give a model of jaxfl.models, or a module with methods `extract` and `classify`."
@@ -304,7 +325,11 @@ def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
 def _operations(program: core.Jaxpr) -> Iterator[str]:
     """Yield the names of a program's operations, those inside its parts too."""
     for operation in program.eqns:
-        parts = [value for value in operation.params.values() if isinstance(value, core.ClosedJaxpr | core.Jaxpr)]
+        parts = [
+            value
+            for value in operation.params.values()
+            if isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+        ]
         if not parts:
             yield operation.primitive.name
         for part in parts:
@@ -317,6 +342,8 @@ def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
     return x * jnp.minimum(1, radius / jnp.maximum(norm, 1e-30))
 
 
-def _extended(x: Float[Array, "B F"], hot: Float[Array, "B K"], radius: Number) -> Float[Array, "B F1"]:
+def _extended(
+    x: Float[Array, "B F"], hot: Float[Array, "B K"], radius: Number
+) -> Float[Array, "B F1"]:
     """Return clipped features with a last entry `radius`, which is 0 at padding, as the labels are."""
     return jnp.concatenate([_clipped(x, radius), radius * hot.sum(axis=1, keepdims=True)], axis=1)

@@ -104,16 +104,25 @@ def padpfl(
     [0.5, 0.3, 0.2]
     """
     weights, delta = _weights(impacts, rounds, delta)
-    z = sound_noise(epsilon, rounds, delta, accountant) * (1.0 if weights is None else _exposure(weights))
+    z = sound_noise(epsilon, rounds, delta, accountant) * (
+        1.0 if weights is None else _exposure(weights)
+    )
     s = sound_upload_noise(upload_epsilon, rounds, delta, accountant)
     mechanism = Mechanism(
-        clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
+        clip=clip,
+        noise_multiplier=z,
+        client_noise=s,
+        weights=weights,
+        sampling=sampling,
+        denominator="participants",
     )
     base = fedprox(model, mu=mu, mechanism=mechanism, terms=Terms(delta), **options)
     return _with_inexactness(base, mu)._replace(name="padpfl")
 
 
-@checked(epsilon=up_to_infinity, clip=up_to_infinity, impacts=_impacts, mu=at_least_0, delta=probability)
+@checked(
+    epsilon=up_to_infinity, clip=up_to_infinity, impacts=_impacts, mu=at_least_0, delta=probability
+)
 def padpfl_paper(
     model: Model,
     *,
@@ -162,11 +171,21 @@ def padpfl_paper(
     50.0
     """
     weights, delta = _weights(impacts, rounds, delta)
-    s, z = (nbafl_noise(epsilon, delta=delta, smallest=smallest, times=times) for times in (exposures, rounds))
-    mechanism = Mechanism(
-        clip=clip, noise_multiplier=z, client_noise=s, weights=weights, sampling=sampling, denominator="participants"
+    s, z = (
+        nbafl_noise(epsilon, delta=delta, smallest=smallest, times=times)
+        for times in (exposures, rounds)
     )
-    rule = f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
+    mechanism = Mechanism(
+        clip=clip,
+        noise_multiplier=z,
+        client_noise=s,
+        weights=weights,
+        sampling=sampling,
+        denominator="participants",
+    )
+    rule = (
+        f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
+    )
     claim = None if traced(epsilon) or math.isinf(epsilon) else (float(epsilon), rule)
     terms = Terms(delta, claim)
     base = fedprox(model, mu=mu, local=local, mechanism=mechanism, terms=terms)
@@ -208,14 +227,18 @@ def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
     >>> impact_table(lambda t: np.array([0.5, 0.5]) if t < 1 else np.array([0.0, 1.0]), 2).tolist()
     [[0.5, 0.5], [0.0, 1.0]]
     """
-    table = _impacts("impacts", [impacts(t) for t in range(rounds)] if callable(impacts) else impacts)
+    table = _impacts(
+        "impacts", [impacts(t) for t in range(rounds)] if callable(impacts) else impacts
+    )
     rows = np.atleast_2d(table)
     if len(rows) not in (1, rounds):
         raise ValueError(f"impacts has {len(rows)} rounds: give 1 or {rounds}")
     totals = rows.sum(axis=1)
     worst = np.argmax(np.abs(totals - 1))
     if np.abs(totals[worst] - 1) > 1e-6:
-        raise ValueError(f"impacts={show(table)} sum to {totals[worst]:g} in round {worst}: divide them by their sum")
+        raise ValueError(
+            f"impacts={show(table)} sum to {totals[worst]:g} in round {worst}: divide them by their sum"
+        )
     return table
 
 
@@ -271,15 +294,30 @@ def convergence_bound(
     """
     for name, value in {"smoothness": smoothness, "mu": mu}.items():
         check_positive(name, value)
-    others = {"gap": gap, "gamma": gamma, "dissimilarity": dissimilarity, "gradient": gradient, "spread": spread}
+    others = {
+        "gap": gap,
+        "gamma": gamma,
+        "dissimilarity": dissimilarity,
+        "gradient": gradient,
+        "spread": spread,
+    }
     for name, value in {**others, "convexity": convexity}.items():
         check_positive(name, value, zero=True)
-    reach = dissimilarity * (1 + gamma) / mu  # a client moves by at most this times the gradient, on average
-    quadratic = -(1 - gamma * dissimilarity) / mu + smoothness * reach / mu + smoothness * reach**2 / 2
+    reach = (
+        dissimilarity * (1 + gamma) / mu
+    )  # a client moves by at most this times the gradient, on average
+    quadratic = (
+        -(1 - gamma * dissimilarity) / mu + smoothness * reach / mu + smoothness * reach**2 / 2
+    )
     linear = 1 + smoothness * reach
     moved = spread * (np.zeros(len(noise)) if changes is None else np.asarray(changes))
     norm = np.sqrt(parameters) * np.asarray(noise, np.float64)
-    added = linear * gradient * norm + smoothness / 2 * norm**2 + moved + max(quadratic, 0) * gradient**2
+    added = (
+        linear * gradient * norm
+        + smoothness / 2 * norm**2
+        + moved
+        + max(quadratic, 0) * gradient**2
+    )
     bound = [gap]
     for term in added:
         bound.append(max(0.0, 1 + 2 * convexity * min(quadratic, 0)) * bound[-1] + term)
@@ -300,7 +338,9 @@ def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
         before = _slope(base.model, server.params, server.params, data, mu)
-        after = _slope(base.model, optax.tree.add(server.params, message.update), server.params, data, mu)
+        after = _slope(
+            base.model, optax.tree.add(server.params, message.update), server.params, data, mu
+        )
         gamma = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 0.0)
         return Message(message.update), client, info | {"gamma": gamma}
 
@@ -316,9 +356,13 @@ def _exposure(weights: Float[np.ndarray, "..."]) -> float:
     return float(np.sqrt(np.mean((rows / rows.max(axis=1, keepdims=True)) ** 2, axis=0).max()))
 
 
-def _slope(model: Model, params: Params, center: Params, data: ClientData, mu: float) -> Float[Array, ""]:
+def _slope(
+    model: Model, params: Params, center: Params, data: ClientData, mu: float
+) -> Float[Array, ""]:
     """Norm of the gradient of a client's whole proximal objective: one plain step with all of its examples."""
     key = key_of(0)  # the order of a single batch
     whole = LocalSGD(optax.sgd(1.0), data.padded, steps=1)
-    after, _ = whole.train(key, model, params, data, penalty=lambda params: proximal(params, center, mu))
+    after, _ = whole.train(
+        key, model, params, data, penalty=lambda params: proximal(params, center, mu)
+    )
     return jnp.asarray(optax.tree.norm(optax.tree.sub(after, params)))

@@ -12,7 +12,14 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from jaxfl._validate import check_fraction, check_numbers, checked, probability, show, up_to_infinity
+from jaxfl._validate import (
+    check_fraction,
+    check_numbers,
+    checked,
+    probability,
+    show,
+    up_to_infinity,
+)
 from jaxfl.algorithms.fedavg import fedavg, sends_weights
 from jaxfl.algorithms.padpfl import nbafl_noise, sound_noise, sound_upload_noise
 from jaxfl.local.train import LocalSGD
@@ -44,7 +51,9 @@ def _steps(name: str, value: Any, length: int) -> tuple[float, ...]:
 
 
 @checked(
-    preferences=partial(check_numbers, negative=True), cuts=partial(_steps, length=2), levels=partial(_steps, length=3)
+    preferences=partial(check_numbers, negative=True),
+    cuts=partial(_steps, length=2),
+    levels=partial(_steps, length=3),
 )
 def personal_budgets(
     preferences: Float[np.ndarray, "C"],
@@ -85,7 +94,10 @@ def personal_budgets(
 def _check_budgets(name: str, value: Any) -> Budgets:
     if not isinstance(value, tuple) or len(value) != 2:
         raise TypeError(f"{name}={show(value)}: give Budgets, from `personal_budgets` or your own")
-    asked, level = check_numbers("budgets.epsilon", value[0], infinite=True), check_numbers("budgets.level", value[1])
+    asked, level = (
+        check_numbers("budgets.epsilon", value[0], infinite=True),
+        check_numbers("budgets.level", value[1]),
+    )
     if asked.shape != level.shape:
         raise ValueError(
             f"{name}={show(value)}: {len(asked)} epsilons, {len(level)} levels, give one of each per client"
@@ -144,7 +156,9 @@ def pdp_fl(
     ([[10.6, 2.5, 1.5]], [2.0, 5.0, 8.0])
     """
     delta = failure_probability(delta, budgets.epsilon.size)
-    noise = _by_kind(budgets.epsilon, lambda budget: sound_upload_noise(budget, rounds, delta, accountant))
+    noise = _by_kind(
+        budgets.epsilon, lambda budget: sound_upload_noise(budget, rounds, delta, accountant)
+    )
     z = sound_noise(epsilon_max, rounds, delta, accountant)
     mechanism = _by_level(budgets, sampling, clip, z, noise)
     return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="pdp_fl", **options)
@@ -211,11 +225,17 @@ def pdp_fl_paper(
         raise ValueError(f"sampling={sampling!r} with {which}: 1/n needs Full() or FixedSize(n)")
     participants = sampling.expected(len(asked)) if sampling.fixed else 1.0
     count = participants if aggregation == "printed" else 1.0
-    z, *noise = (float(nbafl_noise(float(e), delta=delta, smallest=smallest)) for e in (epsilon_max, *asked))
+    z, *noise = (
+        float(nbafl_noise(float(e), delta=delta, smallest=smallest)) for e in (epsilon_max, *asked)
+    )
     z *= count  # the server divides by it
     rule = None
     if top_up != "variances" and math.isfinite(epsilon_max):
-        rule = LevelNoise(z * epsilon_max / participants, participants if top_up == "mean_level" else 1.0, epsilon_max)
+        rule = LevelNoise(
+            z * epsilon_max / participants,
+            participants if top_up == "mean_level" else 1.0,
+            epsilon_max,
+        )
     mechanism = _by_level(budgets, sampling, clip, z, np.array(noise), rule)
     why = "sensitivity 2C/m of weights to an example, rounds not composed; "
     why += f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
@@ -261,8 +281,16 @@ def personal_examples(
     >>> private.noise_multiplier.round(2).tolist()
     [2.1, 0.68]
     """
-    run = {"rate": rate, "steps": steps, "participations": rounds, "examples": examples, "delta": delta}
-    noise = _by_kind(np.asarray(epsilon), lambda budget: calibrate_examples(budget, accountant=accountant, **run))
+    run = {
+        "rate": rate,
+        "steps": steps,
+        "participations": rounds,
+        "examples": examples,
+        "delta": delta,
+    }
+    noise = _by_kind(
+        np.asarray(epsilon), lambda budget: calibrate_examples(budget, accountant=accountant, **run)
+    )
     return DPSGD(clip=clip, noise_multiplier=noise, rate=rate, steps=steps, optimizer=optimizer)
 
 
@@ -301,7 +329,9 @@ class NoiseByLevel(Mechanism):
         """Whether any cohort may get noise."""
         return True
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """Without amplification where clients' noise differs: it is not topped up, so that the sum shows who is in."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         noise = self.client_noise_table
@@ -326,7 +356,9 @@ def _by_level(
     return NoiseByLevel(noise_multiplier=least / levels[-1], rule=rule, **shared)
 
 
-def _by_kind(budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]) -> Float[np.ndarray, "C"]:
+def _by_kind(
+    budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]
+) -> Float[np.ndarray, "C"]:
     """Noise for each client, calibrated once for each kind of budget."""
     kinds, kind_of_client = np.unique(round_down(budgets), return_inverse=True)
     return np.array([noise_fn(float(kind)) for kind in kinds])[kind_of_client]

@@ -57,7 +57,12 @@ def per_fedavg(
     >>> per_fedavg(mlp((8, 8, 1), 10), inner_learning_rate=0.1).name
     'per_fedavg'
     """
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
+    private = {
+        "clip": clip,
+        "noise_multiplier": noise_multiplier,
+        "sampling": sampling,
+        "delta": delta,
+    }
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
     def unapplied(*arguments: Any) -> Any:
@@ -74,7 +79,9 @@ def per_fedavg(
         step = lax.stop_gradient(jax.grad(half_loss)(params, first))
         return half_loss(optax.tree.add_scale(params, -inner_learning_rate, step), second)
 
-    def client_update(key: Key[Array, ""], server: Server, client: tuple, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: tuple, data: ClientData
+    ) -> tuple:
         whole = model._replace(microbatch=None)  # a microbatch would take its own inner step
         params, info = local.train(key, whole, server.params, data, apply=unapplied, loss=loss)
         return Message(optax.tree.sub(params, server.params)), client, info

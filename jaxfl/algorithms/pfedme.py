@@ -65,7 +65,12 @@ def pfedme(
     >>> pfedme(mlp((8, 8, 1), 10), penalty_weight=10.0, server_optimizer=optax.sgd(2.0)).name
     'pfedme'
     """
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
+    private = {
+        "clip": clip,
+        "noise_multiplier": noise_multiplier,
+        "sampling": sampling,
+        "delta": delta,
+    }
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
     def apply(pair: tuple[Params, Params], x: Array, *key: Array) -> Array:
@@ -90,12 +95,18 @@ def pfedme(
 
         return of_step
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         shared = decayed(local.optimizer, local.decay, data)
-        optimizer = optax.partition({"weights": shared, "personal": optax.scale(-1.0)}, ("weights", "personal"))
+        optimizer = optax.partition(
+            {"weights": shared, "personal": optax.scale(-1.0)}, ("weights", "personal")
+        )
         outer = dataclasses.replace(local, optimizer=optimizer, decay=None)
         start = (server.params, server.params)
-        (weights, personal), info = outer.train(key, model, start, data, apply=apply, penalty=pull, gradient=envelope)
+        (weights, personal), info = outer.train(
+            key, model, start, data, apply=apply, penalty=pull, gradient=envelope
+        )
         return Message(optax.tree.sub(weights, server.params)), personal, info
 
     return keeps_models(base, "pfedme", client_update)

@@ -71,7 +71,9 @@ def pmtl(
     'pmtl'
     """
     if send == "copy" and isinstance(local, DPSGD):
-        raise ValueError(f"{send=} trains twice, which {local=} accounts once: give a LocalSGD, or send 'difference'")
+        raise ValueError(
+            f"{send=} trains twice, which {local=} accounts once: give a LocalSGD, or send 'difference'"
+        )
     penalty = _penalty(penalty_weight)
     base = dp_fedavg(
         model,
@@ -83,7 +85,9 @@ def pmtl(
         delta=delta,
     )
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         pull = (lambda params: penalty(params, server.params)) if penalty else None
         first = client if start == "own" else server.params
         params, info = local.train(key, model, first, data, penalty=pull)
@@ -127,7 +131,9 @@ def pmtl_ft(
     'pmtl_ft'
     """
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-    return dp_fedavg_fb(model, penalty=_penalty(penalty_weight), **private, **options)._replace(name="pmtl_ft")
+    return dp_fedavg_fb(model, penalty=_penalty(penalty_weight), **private, **options)._replace(
+        name="pmtl_ft"
+    )
 
 
 @checked(penalty_weight=at_least_0)

@@ -63,7 +63,10 @@ def ppsgd(
     'ppsgd'
     """
     parts = added_head(model)
-    local, server_optimizer = LocalSGD(optax.sgd(1.0), batch_size, steps=1), optax.sgd(server_learning_rate)
+    local, server_optimizer = (
+        LocalSGD(optax.sgd(1.0), batch_size, steps=1),
+        optax.sgd(server_learning_rate),
+    )
 
     def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Array:
         return model.apply(parts.join(*both), x, *key)
@@ -71,18 +74,34 @@ def ppsgd(
     def batch_loss(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
         return mean((loss or model.task.loss)(outputs, labels), weights)
 
-    def client_update(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> tuple:
         before = (server.params, client)
         after, info = local.train(key, model, before, data, apply=apply, loss=batch_loss)
         shared, personal = optax.tree.sub(after, before)  # the negative gradient
         return Message(shared), optax.tree.add_scale(client, personal_learning_rate, personal), info
 
-    def personalize(key: Key[Array, ""], server: Server, client: Params, data: ClientData) -> Params:
+    def personalize(
+        key: Key[Array, ""], server: Server, client: Params, data: ClientData
+    ) -> Params:
         return parts.join(server.params, client)
 
-    init, server_update = start_parts(model, parts, server_optimizer), functools.partial(server_step, server_optimizer)
+    init, server_update = (
+        start_parts(model, parts, server_optimizer),
+        functools.partial(server_step, server_optimizer),
+    )
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    return Algorithm("ppsgd", model, init, client_update, server_update, personalize, mechanism, terms=Terms(delta))
+    return Algorithm(
+        "ppsgd",
+        model,
+        init,
+        client_update,
+        server_update,
+        personalize,
+        mechanism,
+        terms=Terms(delta),
+    )
 
 
 @checked(head_decay=at_least_0, evaluation_epochs=count_from_0)
@@ -130,6 +149,8 @@ def added_head(model: Model, decay: Number = 0.0) -> Parts:
     return Parts(
         cut=lambda params: (params, optax.tree.zeros_like(split_head(model, params)[1])),
         join=join,
-        personal=lambda shared, params: optax.tree.sub(split_head(model, params)[1], split_head(model, shared)[1]),
+        personal=lambda shared, params: optax.tree.sub(
+            split_head(model, params)[1], split_head(model, shared)[1]
+        ),
         decay=decay,
     )

@@ -78,16 +78,25 @@ def scaffold(
     'scaffold'
     """
     local = LocalSGD(optax.sgd(learning_rate), batch_size, epochs, steps)
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling, "delta": delta}
+    private = {
+        "clip": clip,
+        "noise_multiplier": noise_multiplier,
+        "sampling": sampling,
+        "delta": delta,
+    }
     base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
 
     def init(key: Key[Array, ""], number: int) -> tuple[ScaffoldServer, Params]:
         server, _ = base.init(key, number)
         control = optax.tree.zeros_like(server.params)
         share = jnp.asarray(sampling.expected(number) / number, jnp.float32)
-        return ScaffoldServer(server.params, server.optimizer, control, share), init_clients(control, number)
+        return ScaffoldServer(server.params, server.optimizer, control, share), init_clients(
+            control, number
+        )
 
-    def client_update(key: Key[Array, ""], server: ScaffoldServer, client: Params, data: ClientData) -> tuple:
+    def client_update(
+        key: Key[Array, ""], server: ScaffoldServer, client: Params, data: ClientData
+    ) -> tuple:
         correction = optax.tree.sub(server.control, client)
 
         def corrected(gradient_fn: GradientFn) -> GradientFn:
@@ -107,7 +116,11 @@ def scaffold(
     def server_update(server: ScaffoldServer, aggregate: tuple[Params, Params]) -> ScaffoldServer:
         update, change = aggregate
         params, state = base.server_update(Server(server.params, server.optimizer), update)
-        control = jax.tree.map(lambda c, d: (c + server.share * d).astype(c.dtype), server.control, change)
+        control = jax.tree.map(
+            lambda c, d: (c + server.share * d).astype(c.dtype), server.control, change
+        )
         return ScaffoldServer(params, state, control, server.share)
 
-    return base._replace(name="scaffold", init=init, client_update=client_update, server_update=server_update)
+    return base._replace(
+        name="scaffold", init=init, client_update=client_update, server_update=server_update
+    )

@@ -8,7 +8,15 @@ import jax
 import numpy as np
 from jaxtyping import Float64, Int, Int32
 
-from jaxfl._validate import check_arrays, check_counts, check_fraction, check_instance, checked, count_from_0, show
+from jaxfl._validate import (
+    check_arrays,
+    check_counts,
+    check_fraction,
+    check_instance,
+    checked,
+    count_from_0,
+    show,
+)
 from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients, Lists
 
@@ -22,7 +30,9 @@ def _check_data(name: str, value: Any) -> Dataset:
         return from_arrays(*value[:4], classes=value.classes or None, name=value.name)
     if isinstance(value, tuple | list) and len(value) == 4:
         return from_arrays(*value)
-    raise TypeError(f"{name}={show(value)}: give a Dataset, or train inputs and labels, test inputs and labels")
+    raise TypeError(
+        f"{name}={show(value)}: give a Dataset, or train inputs and labels, test inputs and labels"
+    )
 
 
 @checked(data=_check_data, train_lists=check_arrays, test_lists=check_arrays)
@@ -81,11 +91,16 @@ def _check_lists(name: str, value: Any) -> Clients:
 
 def in_lists(clients: Clients) -> Clients:
     """Return the clients with lists in place of matrices of rows, without a copy."""
-    train, test = (rows if isinstance(rows, Lists) else Lists.of(rows) for rows in (clients.train, clients.test))
+    train, test = (
+        rows if isinstance(rows, Lists) else Lists.of(rows)
+        for rows in (clients.train, clients.test)
+    )
     return clients._replace(train=train, test=test)
 
 
-def rows_of(lists: Lists, size: Int[np.ndarray, "c"], clients: Any = slice(None)) -> Int[np.ndarray, "r"]:
+def rows_of(
+    lists: Lists, size: Int[np.ndarray, "c"], clients: Any = slice(None)
+) -> Int[np.ndarray, "r"]:
     """Return the row numbers of some clients (by default all), one client after the other, without padding.
 
     They are a view where they are already like this, which matters for a file that is mapped into memory.
@@ -110,7 +125,9 @@ def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
     return Lists.cut(rows_of(lists, size).astype(np.int32, copy=False), size)
 
 
-@checked(clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0)
+@checked(
+    clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
+)
 def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
     """Clients whose test examples are a share of their training examples, which they then do not train on.
 
@@ -131,7 +148,9 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     rows = rows_of(clients.train, size)
     if seed is not None:
         rows = rows[np.lexsort((_draws(seed, size), np.repeat(np.arange(len(size)), size)))]
-    tested = np.minimum(np.maximum(np.rint(share * size).astype(np.int32), 1), np.maximum(size - 1, 0)).astype(np.int32)
+    tested = np.minimum(
+        np.maximum(np.rint(share * size).astype(np.int32), 1), np.maximum(size - 1, 0)
+    ).astype(np.int32)
     left = (size - tested).astype(np.int32)
     position = np.arange(len(rows)) - np.repeat(np.cumsum(size, dtype=np.int64) - size, size)
     kept = position < np.repeat(left, size)
@@ -139,7 +158,9 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     return clients._replace(train=train, train_size=left, test=test, test_size=tested)
 
 
-@checked(clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0)
+@checked(
+    clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
+)
 def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clients, Clients]:
     """Divide clients into those who take part, and a drawn share of them who join after training.
 
@@ -221,7 +242,10 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         >>> halves.labels.tolist(), halves.train.flat.tolist(), halves.train.start.tolist()
         ([3, 0, 0, 1], [0, 0, 0, 1], [0, 0])
     """
-    splits = [(clients.train, np.asarray(clients.train_size)), (clients.test, np.asarray(clients.test_size))]
+    splits = [
+        (clients.train, np.asarray(clients.train_size)),
+        (clients.test, np.asarray(clients.test_size)),
+    ]
     if shards == 1:
         train, test = (packed(lists, size) for lists, size in splits)
         return clients._replace(train=train, test=test)
@@ -243,7 +267,9 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
         local = [np.searchsorted(kept[b], rows[b]) for b in own]
         return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
 
-    trained, tested = (laid_out(own_rows, size) for own_rows, (_, size) in zip(rows, splits, strict=True))
+    trained, tested = (
+        laid_out(own_rows, size) for own_rows, (_, size) in zip(rows, splits, strict=True)
+    )
     all_inputs = store.reshape(-1, *inputs.shape[1:])
     all_labels = names.reshape(-1, *labels.shape[1:])
     return Clients(all_inputs, all_labels, *trained, *tested)
@@ -286,7 +312,9 @@ def _stacked(train: np.ndarray, test: np.ndarray) -> np.ndarray:
     return np.concatenate([train, test]) if len(test) else train
 
 
-def _joined(name: str, lists: Sequence[Any], length: int) -> tuple[Int32[np.ndarray, "R"], Int32[np.ndarray, "C"]]:
+def _joined(
+    name: str, lists: Sequence[Any], length: int
+) -> tuple[Int32[np.ndarray, "R"], Int32[np.ndarray, "C"]]:
     """Check the lists against data of that length, and return their rows one after the other, and their sizes."""
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)

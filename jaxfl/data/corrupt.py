@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxfl._validate import check_array, check_arrays, check_fraction, checked, count_from_0, not_empty, show
+from jaxfl._validate import (
+    check_array,
+    check_arrays,
+    check_fraction,
+    checked,
+    count_from_0,
+    not_empty,
+    show,
+)
 from jaxfl.data.load import check_inputs, check_labels, check_rows
 
 
@@ -21,10 +29,17 @@ def _check_pixels(name: str, value: Any) -> np.ndarray:
 
 def _check_densities(name: str, value: Any) -> list[float]:
     densities = np.atleast_1d(check_array(name, value))
-    return [check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)]
+    return [
+        check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)
+    ]
 
 
-@checked(inputs=_check_pixels, rows=check_array, density=partial(check_fraction, zero=True), seed=count_from_0)
+@checked(
+    inputs=_check_pixels,
+    rows=check_array,
+    density=partial(check_fraction, zero=True),
+    seed=count_from_0,
+)
 def salt_and_pepper(
     inputs: Shaped[np.ndarray, "D ..."], rows: np.ndarray, density: float, *, seed: int
 ) -> Shaped[np.ndarray, "D ..."]:
@@ -61,9 +76,18 @@ def salt_and_pepper(
     return corrupt_clients(inputs, check_rows("rows", [rows], len(inputs)), [density], seed=seed)
 
 
-@checked(inputs=_check_pixels, lists=not_empty(check_arrays), densities=_check_densities, seed=count_from_0)
+@checked(
+    inputs=_check_pixels,
+    lists=not_empty(check_arrays),
+    densities=_check_densities,
+    seed=count_from_0,
+)
 def corrupt_clients(
-    inputs: Shaped[np.ndarray, "D ..."], lists: Sequence[np.ndarray], densities: Sequence[float], *, seed: int
+    inputs: Shaped[np.ndarray, "D ..."],
+    lists: Sequence[np.ndarray],
+    densities: Sequence[float],
+    *,
+    seed: int,
 ) -> Shaped[np.ndarray, "D ..."]:
     """Corrupt the rows of each client with its own density, as `salt_and_pepper` does.
 
@@ -84,7 +108,9 @@ def corrupt_clients(
         (False, True)
     """
     if len(densities) != len(lists):
-        raise ValueError(f"densities={show(densities)}: give one for each of the {len(lists)} clients")
+        raise ValueError(
+            f"densities={show(densities)}: give one for each of the {len(lists)} clients"
+        )
     lists = check_rows("lists", lists, len(inputs))
     rows = np.concatenate([np.zeros(0, np.int64), *lists])
     if len(np.unique(rows)) < len(rows):
@@ -92,7 +118,9 @@ def corrupt_clients(
     low, high = (0, 255) if inputs.dtype == np.uint8 else (inputs.min(), inputs.max())
     pixels = inputs.shape[1:3] if inputs.ndim == 4 else inputs.shape[1:]
     noisy = inputs.copy()
-    for row, density in zip(rows, np.repeat(np.asarray(densities, float), [len(rows) for rows in lists])):
+    for row, density in zip(
+        rows, np.repeat(np.asarray(densities, float), [len(rows) for rows in lists])
+    ):
         if density:
             # A stream of its own: the row is the high word of the generator's counter.
             bits = np.random.Philox(key=seed, counter=int(row) << 192)

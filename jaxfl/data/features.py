@@ -43,7 +43,9 @@ def _check_tokens(name: str, data: Dataset, encoder: Encoder) -> None:
     """Require tokens that the encoder knows."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
-        whole = inputs.ndim == 2 and inputs.dtype.kind in "iu" and inputs.shape[1] <= encoder.longest
+        whole = (
+            inputs.ndim == 2 and inputs.dtype.kind in "iu" and inputs.shape[1] <= encoder.longest
+        )
         if not whole:
             raise ValueError(
                 f"{name} must be a Dataset of tokens [n, L] for the encoder {encoder.name!r}, whole numbers with L of "
@@ -133,7 +135,9 @@ def features(
     _check_inputs("data", data, encoder)
     inputs = {field: np.asarray(getattr(data, field)) for field in _FIELDS}
     of_batch = _of_tokens if encoder.tokens else functools.partial(_of_pictures, size=size)
-    files = {field: _file(inputs[field], encoder, 0 if encoder.tokens else size) for field in _FIELDS}
+    files = {
+        field: _file(inputs[field], encoder, 0 if encoder.tokens else size) for field in _FIELDS
+    }
     shapes = {field: (len(inputs[field]), encoder.width) for field in _FIELDS}
     known: dict[str, Any] = {field: _recall(files[field], shapes[field]) for field in _FIELDS}
     missing = [field for field in _FIELDS if known[field] is None]

@@ -22,8 +22,20 @@ from jaxtyping import Float32, Int32, Integer
 from jaxfl._validate import check_array, check_choice, check_path, checked
 from jaxfl.files import cache_folder, opened, replacing
 
-EMNIST = tuple(f"emnist/{config}" for config in ("digits", "balanced", "letters", "byclass", "bymerge", "mnist"))
-NAMES = ("digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn_cropped", "emnist", *EMNIST)
+EMNIST = tuple(
+    f"emnist/{config}"
+    for config in ("digits", "balanced", "letters", "byclass", "bymerge", "mnist")
+)
+NAMES = (
+    "digits",
+    "mnist",
+    "fashion_mnist",
+    "cifar10",
+    "cifar100",
+    "svhn_cropped",
+    "emnist",
+    *EMNIST,
+)
 
 _CACHE_FORMAT = 1
 _BLOCK = 4096
@@ -55,15 +67,23 @@ def check_labels(
     """Require a vector of whole numbers from 0 (below `classes`), `length` of them; return it as int32."""
     labels = check_array(name, labels)
     if labels.ndim != 1 or (length is not None and len(labels) != length):
-        wanted = "one label per example" if length is None else f"one label for each of the {length} inputs"
+        wanted = (
+            "one label per example"
+            if length is None
+            else f"one label for each of the {length} inputs"
+        )
         raise ValueError(f"{name}.shape={labels.shape}: give {wanted}")
     if labels.size and not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"{name}.dtype={labels.dtype}: give whole numbers, e.g. {name}.astype(np.int32)")
+        raise ValueError(
+            f"{name}.dtype={labels.dtype}: give whole numbers, e.g. {name}.astype(np.int32)"
+        )
     most = np.iinfo(np.int32).max if classes is None else classes - 1
     wrong = labels[(labels < 0) | (labels > most)]
     if len(wrong):
         limits = (
-            "from 0, or floating numbers for a regression" if classes is None else f"from 0 to classes - 1 = {most}"
+            "from 0, or floating numbers for a regression"
+            if classes is None
+            else f"from 0 to classes - 1 = {most}"
         )
         raise ValueError(f"{name} holds {wrong[0]}: give labels {limits}")
     return labels.astype(np.int32)
@@ -75,7 +95,9 @@ def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarr
     if labels.ndim == 1 and labels.dtype.kind != "f":
         return check_labels(name, labels, length)
     if labels.ndim < 1 or 0 in labels.shape[1:] or (length is not None and len(labels) != length):
-        raise ValueError(f"{name}.shape={labels.shape}: give one row for each of the {length} inputs")
+        raise ValueError(
+            f"{name}.shape={labels.shape}: give one row for each of the {length} inputs"
+        )
     labels = _in_32_bits(name, labels.astype(np.int32) if labels.dtype.kind == "b" else labels)
     return labels if labels.dtype.kind == "f" else labels.astype(np.int32, copy=False)
 
@@ -84,7 +106,9 @@ def check_inputs(name: str, inputs: Any) -> np.ndarray:
     """Require examples [n, ...] without empty axes, finite; return them in at most 32 bits."""
     inputs = check_array(name, inputs)
     if inputs.ndim < 2 or 0 in inputs.shape[1:]:
-        raise ValueError(f"{name}.shape={inputs.shape}: give one row per example, [n, ...], of numbers")
+        raise ValueError(
+            f"{name}.shape={inputs.shape}: give one row per example, [n, ...], of numbers"
+        )
     return _in_32_bits(name, inputs)
 
 
@@ -99,13 +123,17 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
                 raise ValueError(f"{name} holds {wide[0]}: give whole numbers of 32 bits")
         return values.astype(np.int32, copy=False)
     if not np.issubdtype(values.dtype, np.floating):
-        raise ValueError(f"{name}.dtype={values.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)")
+        raise ValueError(
+            f"{name}.dtype={values.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)"
+        )
     with np.errstate(over="ignore"):
         values = values.astype(np.float32, copy=False)
     axes = tuple(range(1, values.ndim))
     bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in _parts(values)])
     if bad.any():
-        raise ValueError(f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them")
+        raise ValueError(
+            f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them"
+        )
     return values
 
 
@@ -119,7 +147,9 @@ def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int3
     """Require a vector of rows from 0 below `length` for each client; return them as int32."""
     for i, rows in enumerate(lists):
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
-            raise ValueError(f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers")
+            raise ValueError(
+                f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers"
+            )
     flat = np.concatenate([np.zeros(0, np.int64), *(rows for rows in lists if rows.size)])
     wrong = flat[(flat < 0) | (flat >= length)]
     if wrong.size:
@@ -211,34 +241,54 @@ def from_arrays(
         >>> from_arrays(inputs, np.array([0, 1, 2, 1]), inputs[:1], np.array([2])).classes
         3
     """
-    for which, given, count in (("owner", owner, len(train_labels)), ("test_owner", test_owner, len(test_labels))):
+    for which, given, count in (
+        ("owner", owner, len(train_labels)),
+        ("test_owner", test_owner, len(test_labels)),
+    ):
         if given is not None and len(given) != count:
-            raise ValueError(f"{which}.shape={given.shape}: give one owner for each of the {count} labels")
+            raise ValueError(
+                f"{which}.shape={given.shape}: give one owner for each of the {count} labels"
+            )
     if not len(train_inputs):
         raise ValueError(f"train_inputs has shape {train_inputs.shape}: give at least one example")
-    example, other = (str(train_inputs.dtype), train_inputs.shape[1:]), (str(test_inputs.dtype), test_inputs.shape[1:])
+    example, other = (
+        (str(train_inputs.dtype), train_inputs.shape[1:]),
+        (str(test_inputs.dtype), test_inputs.shape[1:]),
+    )
     if example != other:
-        raise ValueError(f"test_inputs has examples {other}: give the dtype and shape of train_inputs, {example}")
+        raise ValueError(
+            f"test_inputs has examples {other}: give the dtype and shape of train_inputs, {example}"
+        )
     if train_labels.ndim > 1 or train_labels.dtype.kind == "f":
         if classes:
-            raise ValueError(f"classes={classes} with labels of {train_labels.dtype}: leave it out, or give classes")
+            raise ValueError(
+                f"classes={classes} with labels of {train_labels.dtype}: leave it out, or give classes"
+            )
         train_labels = check_targets("train_labels", train_labels, len(train_inputs))
         test_labels = check_targets("test_labels", test_labels, len(test_inputs))
-        kind, other = ((str(labels.dtype), labels.shape[1:]) for labels in (train_labels, test_labels))
+        kind, other = (
+            (str(labels.dtype), labels.shape[1:]) for labels in (train_labels, test_labels)
+        )
         if kind != other:
             raise ValueError(
                 f"test_labels has rows {other}, and train_labels {kind}: give both of one dtype and shape; classes are "
                 "whole numbers, e.g. train_labels.astype(np.int32)"
             )
-        return Dataset(train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner)
+        return Dataset(
+            train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner
+        )
     train_labels = check_labels("train_labels", train_labels, len(train_inputs), classes)
     test_labels = check_labels("test_labels", test_labels, len(test_inputs), classes)
     largest = max(int(train_labels.max()), int(test_labels.max(initial=0)))
     if classes is None and largest >= _MOST_CLASSES:
         which = "train_labels" if train_labels.max() == largest else "test_labels"
-        raise ValueError(f"{which} must be below {_MOST_CLASSES}, got {largest}. Number the classes from 0.")
+        raise ValueError(
+            f"{which} must be below {_MOST_CLASSES}, got {largest}. Number the classes from 0."
+        )
     classes = classes or largest + 1
-    return Dataset(train_inputs, train_labels, test_inputs, test_labels, classes, name, owner, test_owner)
+    return Dataset(
+        train_inputs, train_labels, test_inputs, test_labels, classes, name, owner, test_owner
+    )
 
 
 def _digits() -> Dataset:
@@ -250,7 +300,9 @@ def _digits() -> Dataset:
     for k in range(10):
         rows = rng.permutation(np.flatnonzero(labels == k))
         is_test[rows[: round(len(rows) / 5)]] = True
-    return Dataset(images[~is_test], labels[~is_test], images[is_test], labels[is_test], 10, "digits")
+    return Dataset(
+        images[~is_test], labels[~is_test], images[is_test], labels[is_test], 10, "digits"
+    )
 
 
 def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
@@ -259,7 +311,9 @@ def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
     given = named or "~/tensorflow_datasets"
     expanded = os.path.expanduser(given)
     if os.fspath(expanded).startswith("~"):
-        raise ValueError(f"data_dir must be a folder, got {given!r} of a user without a home. Set JAXFL_DATA_DIR.")
+        raise ValueError(
+            f"data_dir must be a folder, got {given!r} of a user without a home. Set JAXFL_DATA_DIR."
+        )
     root = Path(expanded).absolute()
     versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]
     versions = [folder for folder in versions if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)]
@@ -286,7 +340,9 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
         import array_record  # noqa: F401
         import tensorflow_datasets as tfds
     except ImportError as error:
-        raise ValueError(f"{folder}: reading it needs {error.name}: pip install 'jaxfl[data]'") from None
+        raise ValueError(
+            f"{folder}: reading it needs {error.name}: pip install 'jaxfl[data]'"
+        ) from None
     try:
         builder = tfds.builder_from_directory(folder)
         file_format = builder.info.file_format and builder.info.file_format.value
@@ -326,10 +382,14 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
             for row, record in enumerate(records, start):
                 image = np.asarray(Image.open(io.BytesIO(record["image"])))
                 if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
-                    raise ValueError(f"example {row} is {image.dtype} {image.shape}, dataset_info says uint8 {shape}")
+                    raise ValueError(
+                        f"example {row} is {image.dtype} {image.shape}, dataset_info says uint8 {shape}"
+                    )
                 inputs[row], labels[row] = image.reshape(shape), record["label"]
     except Exception as error:
-        raise ValueError(f"cannot read {', '.join(str(file.filename) for file in files)}: {error}") from error
+        raise ValueError(
+            f"cannot read {', '.join(str(file.filename) for file in files)}: {error}"
+        ) from error
     return inputs, labels
 
 
@@ -342,7 +402,9 @@ def _check_file(path: str, expected: int) -> None:
         with contextlib.closing(ArrayRecordReader(path)) as reader:
             count = reader.num_records()
     except Exception as error:
-        raise ValueError(f"file {path} is truncated or not an array_record file ({error})") from error
+        raise ValueError(
+            f"file {path} is truncated or not an array_record file ({error})"
+        ) from error
     if count != expected:
         raise ValueError(f"file {path} holds {count} examples, dataset_info.json says {expected}")
 
@@ -354,15 +416,24 @@ def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
     arrays["classes"] = 26 if first else arrays["classes"]
     for split in ("train", "test"):
         if name.startswith("emnist/"):
-            arrays[f"{split}_inputs"] = np.ascontiguousarray(arrays[f"{split}_inputs"].swapaxes(1, 2))
+            arrays[f"{split}_inputs"] = np.ascontiguousarray(
+                arrays[f"{split}_inputs"].swapaxes(1, 2)
+            )
         labels = arrays[f"{split}_labels"] - first
-        arrays[f"{split}_labels"] = check_labels(f"{split}_labels", labels, classes=arrays["classes"])
+        arrays[f"{split}_labels"] = check_labels(
+            f"{split}_labels", labels, classes=arrays["classes"]
+        )
     return arrays
 
 
 def _cache_file(name: str, folder: Path) -> str:
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
-    facts = (_CACHE_FORMAT, name, folder.name, [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats])
+    facts = (
+        _CACHE_FORMAT,
+        name,
+        folder.name,
+        [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats],
+    )
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     return f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
 

@@ -132,10 +132,14 @@ def _check_texts(name: str, value: Any) -> list[str]:
     """Require a sequence of texts."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         kind = type(value).__name__
-        raise TypeError(f"{name} must be a sequence of texts, got {kind} {show(value)}. Give a list of str.")
+        raise TypeError(
+            f"{name} must be a sequence of texts, got {kind} {show(value)}. Give a list of str."
+        )
     for number, text in enumerate(value):
         if not isinstance(text, str):
-            raise TypeError(f"{name} must be a sequence of texts, got {show(text)} at {number}. Give a list of str.")
+            raise TypeError(
+                f"{name} must be a sequence of texts, got {show(text)} at {number}. Give a list of str."
+            )
     return list(value)
 
 
@@ -194,7 +198,9 @@ def minilm_weights() -> Params:
         "position": {"embedding": positions + first_type},
         "norm": _norm_of(named, "embeddings.LayerNorm"),
     }
-    layers = {f"layer_{number}": _layer_of(named, f"encoder.layer.{number}") for number in range(LAYERS)}
+    layers = {
+        f"layer_{number}": _layer_of(named, f"encoder.layer.{number}") for number in range(LAYERS)
+    }
     return {"embeddings": embeddings, **layers}
 
 

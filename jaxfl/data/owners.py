@@ -10,7 +10,10 @@ from jaxfl.data.partition import Rows, lists_of
 
 @checked(owner=not_empty(check_labels), test_owner=check_labels)
 def by_owner(
-    owner: Shaped[np.ndarray, "n"], test_owner: Shaped[np.ndarray, "m"] | None = None, *, least: int = 1
+    owner: Shaped[np.ndarray, "n"],
+    test_owner: Shaped[np.ndarray, "m"] | None = None,
+    *,
+    least: int = 1,
 ) -> tuple[Rows, Rows]:
     """Make a client of every owner with at least `least` training examples, in the order of their numbers.
 

@@ -31,7 +31,9 @@ Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
 
 
 @checked(labels=not_empty(check_targets), seed=count_from_0)
-def iid(labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: int | None = None) -> Rows:
+def iid(
+    labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: int | None = None
+) -> Rows:
     """Deal examples at random; sizes differ by at most one.
 
     Args:
@@ -48,7 +50,9 @@ def iid(labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: i
         [[1, 2, 3], [0, 4]]
     """
     if clients * (size or 1) > len(labels):
-        raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
+        raise ValueError(
+            f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller"
+        )
     dealt = len(labels) if size is None else clients * size
     owner = np.full(len(labels), -1)
     owner[np.random.default_rng(seed).permutation(len(labels))[:dealt]] = np.arange(dealt) % clients
@@ -56,7 +60,9 @@ def iid(labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: i
 
 
 @checked(labels=check_targets, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
-def by_sizes(labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int) -> Rows:
+def by_sizes(
+    labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int
+) -> Rows:
     """Deal `sizes[i]` examples at random to client i.
 
     Raises:
@@ -68,14 +74,20 @@ def by_sizes(labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.
     """
     sizes = np.asarray(sizes)
     if sizes.sum() > len(labels):
-        raise ValueError(f"sizes={show(sizes)} sum to {sizes.sum()}: give at most the {len(labels)} examples")
+        raise ValueError(
+            f"sizes={show(sizes)} sum to {sizes.sum()}: give at most the {len(labels)} examples"
+        )
     owner = np.full(len(labels), -1)
-    owner[np.random.default_rng(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
+    owner[np.random.default_rng(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(
+        np.arange(len(sizes)), sizes
+    )
     return lists_of(owner, len(sizes))
 
 
 @checked(labels=not_empty(check_labels), seed=count_from_0, minimum=count_from_0)
-def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, seed: int, minimum: int = 0) -> Rows:
+def dirichlet(
+    labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, seed: int, minimum: int = 0
+) -> Rows:
     """Split each class over the clients in proportions drawn from a symmetric Dirichlet(alpha).
 
     All examples are dealt. Small alpha: few classes per client, very different sizes, and clients
@@ -117,7 +129,9 @@ def dirichlet(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, se
 
 
 @checked(labels=not_empty(check_labels), size=check_count, seed=count_from_0)
-def dirichlet_by_client(labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, size: int, seed: int) -> Rows:
+def dirichlet_by_client(
+    labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, size: int, seed: int
+) -> Rows:
     """Give each client as many examples, of classes in proportions of its own from a symmetric Dirichlet(alpha).
 
     Clients come one after another and draw without replacement; of a class that is used up nothing is drawn, so that
@@ -143,7 +157,9 @@ def dirichlet_by_client(labels: Shaped[np.ndarray, "D"], clients: int, alpha: fl
         classification".
     """
     if clients * size > len(labels):
-        raise ValueError(f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller")
+        raise ValueError(
+            f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller"
+        )
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(np.flatnonzero(labels == k)) for k in np.unique(labels)]
     left = np.array([len(own) for own in rows])
@@ -168,7 +184,12 @@ def label_share(
 def label_share(
     labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: np.ndarray
 ) -> tuple[Rows, Rows]: ...
-@checked(labels=not_empty(check_labels), share=check_fraction, seed=count_from_0, test_labels=check_labels)
+@checked(
+    labels=not_empty(check_labels),
+    share=check_fraction,
+    seed=count_from_0,
+    test_labels=check_labels,
+)
 def label_share(
     labels: Shaped[np.ndarray, "D"],
     clients: int,
@@ -213,7 +234,9 @@ def label_share(
         owned[client, [orphan, label]] = True, False
     _check_shards("labels", labels, classes, owned.sum(0))
     train = _deal(rng, labels, classes, owned.astype(int))
-    return train if test_labels is None else (train, matching(train, labels, test_labels, seed=seed))
+    return (
+        train if test_labels is None else (train, matching(train, labels, test_labels, seed=seed))
+    )
 
 
 @checked(labels=not_empty(check_labels), test_labels=not_empty(check_labels), seed=count_from_0)
@@ -277,11 +300,16 @@ def classes_per_client(
     if test == "disjoint":
         return train, _deal(rng, test_labels, classes, slots)
     rows = [np.flatnonzero(test_labels == k).astype(np.int32) for k in classes]
-    return train, [np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots]
+    return train, [
+        np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots
+    ]
 
 
 @checked(
-    train_lists=not_empty(check_arrays), labels=not_empty(check_labels), test_labels=check_labels, seed=count_from_0
+    train_lists=not_empty(check_arrays),
+    labels=not_empty(check_labels),
+    test_labels=check_labels,
+    seed=count_from_0,
 )
 def matching(
     train_lists: Sequence[np.ndarray],
@@ -333,7 +361,9 @@ def matching(
     return lists_of(owner, clients)
 
 
-def _check_shards(name: str, labels: np.ndarray, classes: np.ndarray, shards: np.ndarray, remedy: str = "") -> None:
+def _check_shards(
+    name: str, labels: np.ndarray, classes: np.ndarray, shards: np.ndarray, remedy: str = ""
+) -> None:
     """Require an example of each class for each of its shards."""
     counts = np.array([(labels == k).sum() for k in classes])
     k = (counts - shards).argmin()
@@ -357,7 +387,9 @@ def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
 def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[np.ndarray, "C"]:
     """One Dirichlet draw, by log Gamma(a) = log Gamma(a + 1) - Exponential / a, which cannot underflow."""
     alpha = float(np.clip(alpha, 1e-300, 1e300))
-    logs = np.log(rng.standard_gamma(alpha + 1, clients)) - rng.standard_exponential(clients) / alpha
+    logs = (
+        np.log(rng.standard_gamma(alpha + 1, clients)) - rng.standard_exponential(clients) / alpha
+    )
     weights = np.exp(logs - logs.max())
     return weights / weights.sum()
 
@@ -368,7 +400,9 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     give = np.maximum(minimum - sizes, 0)
     # The highest size at which cutting all larger clients down to it yields enough.
     cuts = range(minimum, int(sizes.max()) + 1)
-    level = cuts[bisect_left(cuts, True, key=lambda cut: np.maximum(sizes - cut, 0).sum() < give.sum()) - 1]
+    level = cuts[
+        bisect_left(cuts, True, key=lambda cut: np.maximum(sizes - cut, 0).sum() < give.sum()) - 1
+    ]
     take = np.maximum(sizes - level, 0)
     take[np.flatnonzero(take)[: take.sum() - give.sum()]] -= 1
     order = rng.permutation(len(owner))
@@ -379,7 +413,9 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     return owner
 
 
-def _make_distinct(rng: np.random.Generator, slots: Int[np.ndarray, "C K"]) -> Int[np.ndarray, "C K"]:
+def _make_distinct(
+    rng: np.random.Generator, slots: Int[np.ndarray, "C K"]
+) -> Int[np.ndarray, "C K"]:
     """Swap slots between clients until none has a class twice.
 
     A client with class a twice swaps one with a client that lacks a (there is one, since a has at most
@@ -398,7 +434,9 @@ def _make_distinct(rng: np.random.Generator, slots: Int[np.ndarray, "C K"]) -> I
     return slots
 
 
-def _deal(rng: np.random.Generator, labels: np.ndarray, classes: np.ndarray, slots: Int[np.ndarray, "C K"]) -> Rows:
+def _deal(
+    rng: np.random.Generator, labels: np.ndarray, classes: np.ndarray, slots: Int[np.ndarray, "C K"]
+) -> Rows:
     """Split each class into one shard per slot."""
     owner = np.full(len(labels), -1)
     for k, label in enumerate(classes):

@@ -58,14 +58,22 @@ class Footprint(NamedTuple):
     @property
     def microseconds(self) -> float:
         """Per client-step: what the compiler expects, else the larger of the two others, a bound from below."""
-        return max(self.bandwidth_us, self.compute_us) if math.isnan(self.expected_us) else self.expected_us
+        return (
+            max(self.bandwidth_us, self.compute_us)
+            if math.isnan(self.expected_us)
+            else self.expected_us
+        )
 
 
 def _check_trips(name: str, value: Any) -> tuple[float, ...]:
     return tuple(check_positive(f"{name}[{i}]", times) for i, times in enumerate(value))
 
 
-@checked(chip=lambda name, value: check_choice(name, value, tuple(CHIPS)), chunk=check_count, trips=_check_trips)
+@checked(
+    chip=lambda name, value: check_choice(name, value, tuple(CHIPS)),
+    chunk=check_count,
+    trips=_check_trips,
+)
 def footprint(
     chip: str, algorithm: Algorithm, clients: Clients, *, chunk: int, trips: Sequence[float] = ()
 ) -> Footprint:
@@ -95,7 +103,18 @@ def footprint(
     expected = 1e6 * cost.cycles / sheet.clock / chunk if cost.cycles else math.nan
     largest = int(max(0.0, sheet.memory - held) / max(1.0, each))
     flops = step_flops(algorithm, population)
-    return Footprint(chip, chunk, cost.kernels, alone.kernels, cost.bytes / chunk, flops, each, held, largest, expected)
+    return Footprint(
+        chip,
+        chunk,
+        cost.kernels,
+        alone.kernels,
+        cost.bytes / chunk,
+        flops,
+        each,
+        held,
+        largest,
+        expected,
+    )
 
 
 def step_flops(algorithm: Algorithm, population: Population) -> float:
@@ -113,12 +132,16 @@ def described(clients: Clients, device: jax.Device) -> Population:
     mesh = Mesh(np.array([device]), ("clients",))
     shapes = _shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
     largest = max(1, int(np.max(clients.train_size)))
-    return Population(shapes, clients.number, mesh, size=common_size(clients), capacities=(largest,))
+    return Population(
+        shapes, clients.number, mesh, size=common_size(clients), capacities=(largest,)
+    )
 
 
 def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
     sharding = NamedSharding(mesh, spec)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
 
 
 def _arguments(algorithm: Algorithm, population: Population) -> tuple:
@@ -145,15 +168,24 @@ def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[floa
         name, params = equation.primitive.name, equation.params
         if name in ("dot_general", "conv_general_dilated"):
             if within:
-                yield _operations(name, params, [v.aval.shape for v in equation.invars], equation.outvars[0].aval.shape)
+                yield _operations(
+                    name,
+                    params,
+                    [v.aval.shape for v in equation.invars],
+                    equation.outvars[0].aval.shape,
+                )
             continue
-        for value in jax.tree.leaves(tuple(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+        for value in jax.tree.leaves(
+            tuple(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from products(inner, scope, within)
 
 
-def _operations(name: str, params: dict[str, Any], inputs: list[tuple[int, ...]], output: tuple[int, ...]) -> float:
+def _operations(
+    name: str, params: dict[str, Any], inputs: list[tuple[int, ...]], output: tuple[int, ...]
+) -> float:
     if name == "dot_general":
         taps = math.prod(inputs[0][axis] for axis in params["dimension_numbers"][0][0])
     else:

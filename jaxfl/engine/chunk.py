@@ -48,14 +48,25 @@ def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
 
     compiled = remembered(("compiled", Same(program), key_of_arrays(given)), compile_)
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    return Program(functools.partial(compiled, *step.args, **step.keywords), chunk, temporary / chunk)
+    return Program(
+        functools.partial(compiled, *step.args, **step.keywords), chunk, temporary / chunk
+    )
 
 
 def choose(
-    build: Build, chunk: int | Literal["auto"], most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]
+    build: Build,
+    chunk: int | Literal["auto"],
+    most: int,
+    arguments: tuple,
+    mesh: Mesh,
+    facts: tuple[str, ...],
 ) -> Program:
     """The program for the given or the fastest chunk; see `fitting` and `fastest`."""
-    return fastest(build, most, arguments, mesh, facts) if chunk == "auto" else fitting(build, chunk, arguments)
+    return (
+        fastest(build, most, arguments, mesh, facts)
+        if chunk == "auto"
+        else fitting(build, chunk, arguments)
+    )
 
 
 def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) -> Program:
@@ -64,10 +75,14 @@ def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) ->
     Whether a program fits shows in one call on copies of the state, which need room beside it: even a call that fails
     has donated its arguments. Without a `call`, for a device that is not there, the compiler alone tells.
     """
-    return halved(lambda chunk: _tried(build, chunk, arguments, calls=int(call and chunk > 1))[0], chunk)[0]
+    return halved(
+        lambda chunk: _tried(build, chunk, arguments, calls=int(call and chunk > 1))[0], chunk
+    )[0]
 
 
-def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]) -> Program:
+def fastest(
+    build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]
+) -> Program:
     """The program of the fastest of a few chunks, by the second of two calls; remembered, and logged.
 
     They are those of the devices' `Backend`, as far as memory is expected to hold the next one, and as long as
@@ -83,31 +98,53 @@ def fastest(build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[
         mesh: the devices.
         facts: what else the choice depends on, except batches and local steps.
     """
-    shapes = str(jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments)))
+    shapes = str(
+        jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments))
+    )
     device = mesh.devices.flat[0].device_kind
-    name = hashlib.sha256(repr((shapes, device, mesh.size, jax.__version__, facts)).encode()).hexdigest()[:16]
+    name = hashlib.sha256(
+        repr((shapes, device, mesh.size, jax.__version__, facts)).encode()
+    ).hexdigest()[:16]
     known = _recall(name)
     most_known, least_known = processes.largest(known or 0, -(known or 0))
     if known and most_known == -least_known:  # in all processes
         program = fitting(build, known, arguments)
-        _LOG.info("chunk %d, remembered; %s", program.chunk, _megabytes(program), extra={"program": program})
+        _LOG.info(
+            "chunk %d, remembered; %s",
+            program.chunk,
+            _megabytes(program),
+            extra={"program": program},
+        )
         return program
     first, *larger = of_mesh(mesh).chunks
     programs, seconds, last = {}, {}, first
     for size in (first, *(size for size in larger if size <= most)):
         if programs and programs[last].memory * size > _memory(mesh):
             break
-        if (tried := attempt(functools.partial(_tried, build, size, arguments, calls=2), size)) is None:
+        if (
+            tried := attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
+        ) is None:
             if not programs:
                 return fitting(build, size // 2, arguments)
-            _LOG.warning("chunk=%d does not fit the device's memory: %d is the largest tried", size, last)
+            _LOG.warning(
+                "chunk=%d does not fit the device's memory: %d is the largest tried", size, last
+            )
             break
         programs[size], (seconds[size],) = tried[0], processes.largest(tried[1])
         if last > 1 and seconds[size] > seconds[last]:  # one client alone is other code
             break
         last = size
     best = programs[min(seconds, key=seconds.__getitem__)]
-    _remember(name, {"chunk": best.chunk, "device": device, "facts": facts, "seconds": seconds, "memory": best.memory})
+    _remember(
+        name,
+        {
+            "chunk": best.chunk,
+            "device": device,
+            "facts": facts,
+            "seconds": seconds,
+            "memory": best.memory,
+        },
+    )
     measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
     _LOG.info("chunk %d of %s; %s", best.chunk, measured, _megabytes(best), extra={"program": best})
     return best
@@ -133,7 +170,9 @@ def halved(work: Callable[[int], T], chunk: int) -> tuple[T, int]:
 
 def half(chunk: int) -> int:
     """Of a chunk that does not fit; told."""
-    _LOG.warning("chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2)
+    _LOG.warning(
+        "chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2
+    )
     return chunk // 2
 
 
@@ -159,7 +198,9 @@ def out_of_memory(error: Exception) -> bool:
         return True
     # A CPU says it in words, under the status of an internal error.
     texts = ("RESOURCE_EXHAUSTED", "Out of memory")
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(text in str(error) for text in texts)
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(
+        text in str(error) for text in texts
+    )
 
 
 def _memory(mesh: Mesh) -> float:

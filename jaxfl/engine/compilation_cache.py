@@ -38,7 +38,10 @@ _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 
 def keep() -> None:
     """Let JAX keep every program that it compiles, where a cache can be had. Nothing is written before the first."""
-    if jax.config.values["jax_compilation_cache_dir"] is not None or os.environ.get("JAXFL_COMPILATION_CACHE") == "0":
+    if (
+        jax.config.values["jax_compilation_cache_dir"] is not None
+        or os.environ.get("JAXFL_COMPILATION_CACHE") == "0"
+    ):
         return
     try:
         folder = files.cache_folder() / "programs"

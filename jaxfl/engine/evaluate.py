@@ -43,10 +43,19 @@ def compile_evaluation(
     """
 
     def evaluate(
-        clients: Clients, first: Any, key: Key[Array, "*P"], server: Tree, states: States, last: Any = 0
+        clients: Clients,
+        first: Any,
+        key: Key[Array, "*P"],
+        server: Tree,
+        states: States,
+        last: Any = 0,
     ) -> PerClient:
-        def scores_of(algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: States) -> PerClient:
-            def local(ids: Int[Array, "C"], server: Tree, states: States, clients: Clients) -> PerClient:
+        def scores_of(
+            algorithm: Algorithm, key: Key[Array, ""], server: Tree, states: States
+        ) -> PerClient:
+            def local(
+                ids: Int[Array, "C"], server: Tree, states: States, clients: Clients
+            ) -> PerClient:
                 here = population._replace(clients=clients)
 
                 def score(slot: Int[Array, ""]) -> PerClient:
@@ -59,7 +68,11 @@ def compile_evaluation(
                 several = max(len(population.capacities), len(population.test_capacities)) > 1
                 order = jnp.lexsort((clients.test_size, clients.train_size)) if several else slots
                 scores = lax.map(score, order, batch_size=min(chunk, len(slots)))
-                return jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores) if several else scores
+                return (
+                    jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores)
+                    if several
+                    else scores
+                )
 
             by_client = P("clients")
             scores = jax.shard_map(
@@ -73,7 +86,9 @@ def compile_evaluation(
 
         return over_points(scores_of, algorithm)(key, server, states)
 
-    everywhere = NamedSharding(population.mesh, P())  # every process reads the scores of all clients
+    everywhere = NamedSharding(
+        population.mesh, P()
+    )  # every process reads the scores of all clients
     program = compile_for(algorithm, population, evaluate, out_shardings=everywhere)
     return functools.partial(program, population.clients, 0)
 
@@ -99,9 +114,14 @@ def _client(
     return by_capacity(population.test_capacities, clients.test_size[slot], tested)
 
 
-def _tested(model: Model, params: Params, clients: Clients, slot: Int[Array, ""], capacity: int) -> PerClient:
+def _tested(
+    model: Model, params: Params, clients: Clients, slot: Int[Array, ""], capacity: int
+) -> PerClient:
     """Return the scores of some parameters on a client's test examples, at most `capacity` of them."""
-    metrics, size = {"loss": average(model.task.loss), **model.task.metrics}, clients.test_size[slot]
+    metrics, size = (
+        {"loss": average(model.task.loss), **model.task.metrics},
+        clients.test_size[slot],
+    )
     batch = -(-capacity // -(-capacity // _BATCH))  # batches of one size, with little padding
     per_block = blocks_of(capacity, batch)[1]
     shape = (per_block, batch)
@@ -109,7 +129,9 @@ def _tested(model: Model, params: Params, clients: Clients, slot: Int[Array, ""]
     def examples_of(number: Int[Array, ""] | int) -> tuple[Array, Array, Bool[Array, "b B"]]:
         positions = (number * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
         real = positions < size
-        rows = jnp.where(real, clients.test.flat[jnp.where(real, clients.test.start[slot] + positions, 0)], 0)
+        rows = jnp.where(
+            real, clients.test.flat[jnp.where(real, clients.test.start[slot] + positions, 0)], 0
+        )
         return clients.inputs[rows], clients.labels[rows], real
 
     def block(number: Int[Array, ""], sums: Tree) -> Tree:
@@ -121,9 +143,13 @@ def _tested(model: Model, params: Params, clients: Clients, slot: Int[Array, ""]
             own = sums_of(params, x[i], labels[i], real[i])
             return {name: metric.merge(sums[name], own[name]) for name, metric in metrics.items()}
 
-        return lax.fori_loop(0, longest(jnp.minimum(per_block, batches - number * per_block)), test, sums)
+        return lax.fori_loop(
+            0, longest(jnp.minimum(per_block, batches - number * per_block)), test, sums
+        )
 
-    def sums_of(params: Params, x: Array, labels: Array, tested: Bool[Array, "B"]) -> dict[str, Tree]:
+    def sums_of(
+        params: Params, x: Array, labels: Array, tested: Bool[Array, "B"]
+    ) -> dict[str, Tree]:
         outputs, weights = model.apply(params, x), tested.astype(jnp.float32)
         return {name: metric.sums(outputs, labels, weights) for name, metric in metrics.items()}
 
@@ -135,11 +161,17 @@ def _tested(model: Model, params: Params, clients: Clients, slot: Int[Array, ""]
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     batches = -(-size // batch)
     sums = lax.fori_loop(0, longest(-(-batches // per_block)), block, none)
-    scores = {name: metric.value(sums[name]).astype(jnp.float32) for name, metric in metrics.items()}
-    return jax.tree.map(lambda score: jnp.where((size > 0) & ~jnp.isnan(scores["loss"]), score, jnp.nan), scores)
+    scores = {
+        name: metric.value(sums[name]).astype(jnp.float32) for name, metric in metrics.items()
+    }
+    return jax.tree.map(
+        lambda score: jnp.where((size > 0) & ~jnp.isnan(scores["loss"]), score, jnp.nan), scores
+    )
 
 
-def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"], metrics: Mapping[str, Metric]) -> dict[str, float]:
+def summarize(
+    scores: PerClient, sizes: Int[np.ndarray, "C"], metrics: Mapping[str, Metric]
+) -> dict[str, float]:
     """Unweighted mean, standard deviation and worst 10% over clients of each metric, and the mean loss.
 
     Over clients with test examples; NaN if there are none. A model whose loss is not finite counts as 0 where a metric
@@ -150,14 +182,19 @@ def summarize(scores: PerClient, sizes: Int[np.ndarray, "C"], metrics: Mapping[s
     row: dict[str, float] = {}
     for name, metric in metrics.items():
         known = (np.asarray(sizes) > 0) & (np.isnan(scores["loss"]) | ~np.isnan(scores[name]))
-        values, examples = np.asarray(scores[name], np.float64)[known], np.asarray(sizes, np.float64)[known]
+        values, examples = (
+            np.asarray(scores[name], np.float64)[known],
+            np.asarray(sizes, np.float64)[known],
+        )
         values = values if metric.lower_is_better else np.nan_to_num(values)
         ordered = np.sort(values)[:: -1 if metric.lower_is_better else 1]
         row[name] = _mean(values)
         row[f"{name}_std"] = float(values.std()) if values.size else math.nan
         row[f"{name}_worst10"] = _mean(ordered[: max(1, round(0.1 * values.size))])
         if name == next(iter(metrics)):
-            row[f"{name}_examples"] = float(np.average(values, weights=examples)) if values.size else math.nan
+            row[f"{name}_examples"] = (
+                float(np.average(values, weights=examples)) if values.size else math.nan
+            )
     return row | {"loss": _mean(np.asarray(scores["loss"], np.float64)[np.asarray(sizes) > 0])}
 
 

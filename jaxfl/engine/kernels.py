@@ -48,19 +48,31 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
     computations = dict(_computations(text))
     loops = (op for operations in computations.values() for op in operations if op.kind == "while")
     bodies = {body for loop in loops for body in _inner(loop)}
-    steps = [name for name in bodies if any(_tagged(op) and op.kind not in _FREE for op in computations[name])]
+    steps = [
+        name
+        for name in bodies
+        if any(_tagged(op) and op.kind not in _FREE for op in computations[name])
+    ]
     nested = {inner for name in steps for inner in _below(computations, name)}
     costs = {name: _cost(computations, name) for name in steps if name not in nested}
     if not costs:
         return Cost()
     inner = max(costs, key=lambda name: costs[name].bytes)
-    total, share, outer = costs[inner], 1.0, {one: name for name in computations for one in _runs(computations[name])}
-    stepping = {body for body in bodies if not {body, *_below(computations, body)}.isdisjoint(steps)}
+    total, share, outer = (
+        costs[inner],
+        1.0,
+        {one: name for name in computations for one in _runs(computations[name])},
+    )
+    stepping = {
+        body for body in bodies if not {body, *_below(computations, body)}.isdisjoint(steps)
+    }
     depth = _depth(computations[inner])
     for times in trips:
         share, depth = share / times, depth - 1
         around = outer.get(inner)
-        if around and _depth(computations[around]) == depth:  # else the loop runs once and is none any more
+        if (
+            around and _depth(computations[around]) == depth
+        ):  # else the loop runs once and is none any more
             inner = around
             total = total.plus(_cost(computations, inner, without=stepping), share)
     return total
@@ -91,7 +103,9 @@ def _runs(operations: list[_Operation]) -> Iterator[str]:
     return (inner for operation in operations for inner in _inner(operation))
 
 
-def _cost(computations: dict[str, list[_Operation]], name: str, without: Set[str] = frozenset()) -> Cost:
+def _cost(
+    computations: dict[str, list[_Operation]], name: str, without: Set[str] = frozenset()
+) -> Cost:
     """Of one run of a computation, loops and branches in it too, except some."""
     operations = computations[name]
     shapes, total = {operation.name: operation.shape for operation in operations}, Cost()
@@ -110,7 +124,10 @@ def _inner(operation: _Operation) -> list[str]:
     """The computations that a loop, a branch or a call runs."""
     if operation.kind not in ("while", "conditional", "call"):
         return []
-    names = (_named(operation, role) for role in ("body", "to_apply", "true_computation", "false_computation"))
+    names = (
+        _named(operation, role)
+        for role in ("body", "to_apply", "true_computation", "false_computation")
+    )
     return [name for name in names if name is not None]
 
 
@@ -127,11 +144,15 @@ def _times(computations: dict[str, list[_Operation]], operation: _Operation) -> 
     if (condition := _named(operation, "condition")) is None:
         return 1
     *_, last = inside = computations[condition]
-    limits = [float(op.operands[0]) for op in inside if op.kind == "constant" and op.name in last.operands]
+    limits = [
+        float(op.operands[0]) for op in inside if op.kind == "constant" and op.name in last.operands
+    ]
     return limits[0] if limits and last.kind == "compare" else 1
 
 
-def _kernel(computations: dict[str, list[_Operation]], operation: _Operation, shapes: dict[str, str]) -> Cost:
+def _kernel(
+    computations: dict[str, list[_Operation]], operation: _Operation, shapes: dict[str, str]
+) -> Cost:
     inside = computations.get(_named(operation, "calls") or "", [])
     read = [_size(shapes.get(operand, "")) for operand in operation.operands]
     written = _size(operation.shape)
@@ -174,7 +195,11 @@ def _computations(text: str) -> Iterator[tuple[str, list[_Operation]]]:
             yield name, operations
         elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
             arguments, _, rest = found[4].partition(")")
-            operations.append(_Operation(found[1], found[2], found[3], re.findall(r"%?([\w.\-]+)", arguments), rest))
+            operations.append(
+                _Operation(
+                    found[1], found[2], found[3], re.findall(r"%?([\w.\-]+)", arguments), rest
+                )
+            )
 
 
 def _size(shape: str) -> float:

@@ -96,7 +96,9 @@ def _described(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, int | float):
         leaf = jnp.asarray(leaf)
     weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None), weak_type=weak)
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None), weak_type=weak
+    )
 
 
 def _flags() -> Hashable:

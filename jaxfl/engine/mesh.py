@@ -78,7 +78,10 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
 
     def put(blocks: np.ndarray) -> Array:
         shape = (len(blocks) // len(local) * mesh.size, *blocks.shape[1:])
-        shards = [jax.device_put(block, devices[b]) for b, block in zip(local, np.split(blocks, len(local)))]
+        shards = [
+            jax.device_put(block, devices[b])
+            for b, block in zip(local, np.split(blocks, len(local)))
+        ]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     placed = jax.tree.map(put, in_rows(shard(clients, mesh.size, local)))
@@ -87,8 +90,12 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
 
 def sized(population: Population, clients: Clients) -> Population:
     """Return the population with what its programs depend on of the clients' sizes, which are on the host."""
-    trained, tested = (capacities_of(np.asarray(size)) for size in (clients.train_size, clients.test_size))
-    return population._replace(size=common_size(clients), capacities=trained, test_capacities=tested)
+    trained, tested = (
+        capacities_of(np.asarray(size)) for size in (clients.train_size, clients.test_size)
+    )
+    return population._replace(
+        size=common_size(clients), capacities=trained, test_capacities=tested
+    )
 
 
 def common_size(clients: Clients) -> int | None:
@@ -117,7 +124,11 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
 
     def work(capacities: tuple[int, ...]) -> float:
         clients = np.diff(np.searchsorted(ordered, capacities, side="right"), prepend=0)
-        return float(clients @ np.array(capacities) + _OVERHEAD * len(ordered) + _WORK * ordered.sum(dtype=np.int64))
+        return float(
+            clients @ np.array(capacities)
+            + _OVERHEAD * len(ordered)
+            + _WORK * ordered.sum(dtype=np.int64)
+        )
 
     while found[-1] > _SMALL and len(found) < _MOST and candidates:
         finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
@@ -145,7 +156,9 @@ def _same(tree: Tree) -> Tree:
     return tree
 
 
-def by_capacity(capacities: tuple[int, ...], size: Int[Array, ""] | int, work: Callable[[int], Tree]) -> Tree:
+def by_capacity(
+    capacities: tuple[int, ...], size: Int[Array, ""] | int, work: Callable[[int], Tree]
+) -> Tree:
     """Return `work(capacity)` for the least capacity that holds a client's examples.
 
     The largest of vectorised clients decides, because all branches would be computed if the index differed by client.
@@ -153,7 +166,9 @@ def by_capacity(capacities: tuple[int, ...], size: Int[Array, ""] | int, work: C
     if len(capacities) == 1:
         return work(capacities[0])
     level = jnp.sum(size > jnp.array(capacities[:-1]))
-    return lax.switch(longest(level), [functools.partial(work, capacity) for capacity in capacities])
+    return lax.switch(
+        longest(level), [functools.partial(work, capacity) for capacity in capacities]
+    )
 
 
 def data_of(

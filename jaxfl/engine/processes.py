@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed  # JAX has no public way to exchange text before it starts its devices
+from jax._src import (
+    distributed,
+)  # JAX has no public way to exchange text before it starts its devices
 from jax.experimental import multihost_utils
 
 _PATIENCE_SECONDS = 1800
@@ -46,7 +48,11 @@ def largest(*values: float | int) -> list[float | int]:
 
 def of_first(array: np.ndarray) -> np.ndarray:
     """The first process's array, for all of them."""
-    return array if jax.process_count() == 1 else np.asarray(multihost_utils.broadcast_one_to_all(array))
+    return (
+        array
+        if jax.process_count() == 1
+        else np.asarray(multihost_utils.broadcast_one_to_all(array))
+    )
 
 
 def agree(facts: Mapping[str, str]) -> None:
@@ -66,9 +72,14 @@ def agree(facts: Mapping[str, str]) -> None:
     meeting = f"jaxfl/{next(_MEETINGS)}"
     client.key_value_set(f"{meeting}/{process}", json.dumps(dict(facts)))
     client.wait_at_barrier(meeting, _PATIENCE_SECONDS * 1000)
-    by_process = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(meeting)}
+    by_process = {
+        int(key.rpartition("/")[2]): json.loads(text)
+        for key, text in client.key_value_dir_get(meeting)
+    }
     if differing := differences([by_process[process] for process in sorted(by_process)]):
-        raise ValueError(f"{differing}: start the same run, with the same command, in all processes")
+        raise ValueError(
+            f"{differing}: start the same run, with the same command, in all processes"
+        )
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:

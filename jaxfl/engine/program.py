@@ -46,20 +46,27 @@ class Points(NamedTuple):
 
 
 def initialize(
-    key: Key[Array, "*P"], memory_key: Key[Array, "..."], algorithm: Algorithm | Points, population: Population
+    key: Key[Array, "*P"],
+    memory_key: Key[Array, "..."],
+    algorithm: Algorithm | Points,
+    population: Population,
 ) -> tuple[Center, States]:
     """Server state and mechanism memory, replicated, and client states, on the devices of their clients."""
     return compile_init(algorithm, population)(key, memory_key)
 
 
-def compile_init(algorithm: Algorithm | Points, population: Population) -> Callable[[Any, Any], tuple[Center, States]]:
+def compile_init(
+    algorithm: Algorithm | Points, population: Population
+) -> Callable[[Any, Any], tuple[Center, States]]:
     """Return the program of `initialize`, which reads no arrays of the population."""
     init = over_points(functools.partial(first_states, population=population), algorithm)
     shardings = _shardings(algorithm, population)
     return jax.jit(init, out_shardings=shardings, compiler_options=_QUICK)
 
 
-def compile_states(algorithm: Algorithm | Points, population: Population) -> Callable[[Any, Any], States]:
+def compile_states(
+    algorithm: Algorithm | Points, population: Population
+) -> Callable[[Any, Any], States]:
     """Return the program `(key, states) -> States` of client states on their devices.
 
     They are the given ones [C, ...], or what `init` makes with the key where `states` is None.
@@ -79,7 +86,9 @@ def _filled(states: Tree, population: Population) -> Tree:
     extra = population.clients.number - population.number
     if not extra:
         return states
-    return jax.tree.map(lambda leaf: jnp.concatenate([leaf, jnp.repeat(leaf[-1:], extra, axis=0)]), states)
+    return jax.tree.map(
+        lambda leaf: jnp.concatenate([leaf, jnp.repeat(leaf[-1:], extra, axis=0)]), states
+    )
 
 
 def first_states(
@@ -93,7 +102,9 @@ def first_states(
     def sent(clients: Clients) -> Tree:
         client = jax.tree.map(lambda leaf: leaf[0], states)
         noise = None if algorithm.dp_sgd is None else StepNoise(jnp.zeros(()), key)
-        return algorithm.client_update(key, server, client, data_of(clients, 0, 0, largest, noise))[0].update
+        return algorithm.client_update(key, server, client, data_of(clients, 0, 0, largest, noise))[
+            0
+        ].update
 
     shapes = functools.partial(jax.eval_shape, sent, population.clients)  # of a client's update
     memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), shapes, population.number)
@@ -105,7 +116,9 @@ def states_in_rows(states: Tree, population: Population) -> States:
     return States.of(states, of_mesh(population.mesh).joined)
 
 
-def _shardings(algorithm: Algorithm | Points, population: Population) -> tuple[NamedSharding, NamedSharding]:
+def _shardings(
+    algorithm: Algorithm | Points, population: Population
+) -> tuple[NamedSharding, NamedSharding]:
     """Shardings of what every process reads, such as the server, and of client states."""
     by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
     return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
@@ -147,23 +160,33 @@ def compile_rounds(
         segment: the largest number of rounds per call.
     """
 
-    def run(clients: Clients, keys: Any, start: Any, rounds: Any, center: Center, states: States) -> tuple:
+    def run(
+        clients: Clients, keys: Any, start: Any, rounds: Any, center: Center, states: States
+    ) -> tuple:
         keys = keys if isinstance(keys, Keys) else all_keys(keys)
 
         def rounds_of(algorithm: Algorithm, keys: Keys, center: Center, states: States) -> tuple:
             @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
-            def step(index: Int[Array, ""], center: Center, states: States) -> tuple[Center, States, Records]:
+            def step(
+                index: Int[Array, ""], center: Center, states: States
+            ) -> tuple[Center, States, Records]:
                 placed = population._replace(clients=clients)
                 return one_round(algorithm, placed, chunk, keys, index, center, states)
 
             first = jnp.asarray(start, jnp.int32)
             shapes = jax.eval_shape(step, first, center, states)[2]
-            records = jax.tree.map(lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes)
+            records = jax.tree.map(
+                lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes
+            )
 
             def body(i: Int[Array, ""], carry: tuple) -> tuple:
                 center, states, records = carry
                 center, states, record = step(first + i, center, states)
-                return center, states, jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record)
+                return (
+                    center,
+                    states,
+                    jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record),
+                )
 
             return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (center, states, records))
 
@@ -171,7 +194,9 @@ def compile_rounds(
 
     shared, by_client = _shardings(algorithm, population)
     shardings = (shared, by_client, shared)
-    program = compile_for(algorithm, population, run, donate_argnames=("center", "states"), out_shardings=shardings)
+    program = compile_for(
+        algorithm, population, run, donate_argnames=("center", "states"), out_shardings=shardings
+    )
     return functools.partial(program, population.clients)
 
 
@@ -183,7 +208,10 @@ def compile_for(
 
     @functools.wraps(work)
     def run(*arguments: Any, frozen: Tree = ()) -> Tree:
-        with traced_for(population.mesh), given(_frozen_of(algorithm) if jax.tree.leaves(frozen) else (), frozen):
+        with (
+            traced_for(population.mesh),
+            given(_frozen_of(algorithm) if jax.tree.leaves(frozen) else (), frozen),
+        ):
             return work(*arguments)
 
     return functools.partial(jax.jit(run, **options), frozen=population.frozen)
@@ -197,5 +225,7 @@ def freeze(algorithm: Algorithm | Points, population: Population) -> Population:
 def _frozen_of(algorithm: Algorithm | Points) -> Tree:
     """The frozen weights of the model; those of all points are the same."""
     if isinstance(algorithm, Points):
-        algorithm = algorithm.build(**{name: float(column[0]) for name, column in algorithm.values.items()})
+        algorithm = algorithm.build(
+            **{name: float(column[0]) for name, column in algorithm.values.items()}
+        )
     return algorithm.model.frozen

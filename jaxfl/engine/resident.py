@@ -77,10 +77,14 @@ class Resident:
 
     def record(self) -> Records:
         """Shapes of the records of one round of one run."""
-        step = self._build(1 if self.chunk == "auto" else self.chunk)  # its trace serves the compilation too
+        step = self._build(
+            1 if self.chunk == "auto" else self.chunk
+        )  # its trace serves the compilation too
         shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1), **step.keywords)[2]  # pyrefly: ignore[missing-attribute]
         axes = 1 if isinstance(self.algorithm, Algorithm) else 2
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes
+        )
 
     def compile(self, facts: tuple[str, ...]) -> Program:
         """Choose the chunk, and compile for it; a remembered choice depends on `facts` besides shapes."""
@@ -100,7 +104,9 @@ class Resident:
             score = compile_evaluation(algorithm, self.population, chunk=1)
         return {
             "round": [step.func.trace(*step.args, *self._arguments(0, 1), **step.keywords).jaxpr],
-            "evaluation": [score.func.trace(*score.args, *self._scored(key, 0), **score.keywords).jaxpr],
+            "evaluation": [
+                score.func.trace(*score.args, *self._scored(key, 0), **score.keywords).jaxpr
+            ],
         }
 
     def rounds(self, start: int, count: int) -> Records:
@@ -167,6 +173,8 @@ def _program(
     @functools.cache  # a run of many evaluations asks for each of them
     def build(chunk: int) -> functools.partial:
         made = remembered((*key, chunk), functools.partial(make, chunk))
-        return functools.partial(made.func, population.clients, *made.args[1:], frozen=population.frozen)
+        return functools.partial(
+            made.func, population.clients, *made.args[1:], frozen=population.frozen
+        )
 
     return build

@@ -103,12 +103,16 @@ def one_round(
     cohort = draw(algorithm, population.number, keys, index, center)
     keys = keys.at(index)
     ids = jnp.arange(population.clients.number)
-    total, states = add_participants(algorithm, population, chunk, keys, index, cohort, ids, None, center, states)
+    total, states = add_participants(
+        algorithm, population, chunk, keys, index, cohort, ids, None, center, states
+    )
     center, records = finish_round(algorithm, population.mesh, keys, cohort, total, center)
     return center, states, records
 
 
-def draw(algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
+def draw(
+    algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center
+) -> Cohort:
     """A round's cohort of all `count` clients; the keys are the run's."""
     return algorithm.mechanism.draw(keys.cohort, center.memory, index, count)
 
@@ -131,7 +135,9 @@ def add_participants(
     or more is no client. `total=None` starts from zero.
     """
 
-    def add(total: Sums | None, slots: _Slots, center: Center, states: States, clients: Clients) -> tuple[Sums, States]:
+    def add(
+        total: Sums | None, slots: _Slots, center: Center, states: States, clients: Clients
+    ) -> tuple[Sums, States]:
         total = jax.tree.map(lambda leaf: leaf[0], total)
         local = population._replace(clients=clients)
         total, states = _cohort(algorithm, chunk, keys, index, slots, total, center, states, local)
@@ -153,14 +159,22 @@ def finish_round(
     """Add up the devices' sums; then the mechanism's noise and division, and the server's step."""
     mechanism, numbers = algorithm.mechanism, cohort.numbers
     total = add_up(total)
-    aggregate, std, memory = mechanism.aggregate(keys.noise, center.memory, cohort, total.given, mesh)
+    aggregate, std, memory = mechanism.aggregate(
+        keys.noise, center.memory, cohort, total.given, mesh
+    )
     # An update in single precision would widen parameters in half precision.
     stepped = algorithm.server_update(center.server, aggregate)
-    server = jax.tree.map(lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), stepped, center.server)
+    server = jax.tree.map(
+        lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), stepped, center.server
+    )
     if mechanism.denominator == "participants":  # which shows an empty cohort anyway
-        server = jax.tree.map(lambda a, b: jnp.where(total.given.weight > 0, a, b), server, center.server)
+        server = jax.tree.map(
+            lambda a, b: jnp.where(total.given.weight > 0, a, b), server, center.server
+        )
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
-    info = {name: value / counted for name, value in total.info.items()} | {"participants": total.participants}
+    info = {name: value / counted for name, value in total.info.items()} | {
+        "participants": total.participants
+    }
     noise = (std, numbers.noise_multiplier, _example_noise(algorithm))
     ledger = Ledger(cohort.sampled, numbers.client_noise, numbers.weights, *noise, cohort.notes)
     return Center(server, memory), Records(ledger, info, total.nonfinite, _all_finite(server))
@@ -168,7 +182,11 @@ def finish_round(
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
     """Noise of private local steps by client; 0 without them."""
-    return jnp.zeros(1) if algorithm.dp_sgd is None else jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
+    return (
+        jnp.zeros(1)
+        if algorithm.dp_sgd is None
+        else jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
+    )
 
 
 def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: Center) -> _Slots:
@@ -179,9 +197,15 @@ def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: C
         return values.at[rows].get(mode="fill", fill_value=0)
 
     sampled = cohort.sampled.at[ids].get(mode="fill", fill_value=False)
-    rank, numbers, weights = at(jnp.cumsum(cohort.sampled) - 1), cohort.numbers, at(cohort.numbers.weights)
+    rank, numbers, weights = (
+        at(jnp.cumsum(cohort.sampled) - 1),
+        cohort.numbers,
+        at(cohort.numbers.weights),
+    )
     scale = weights / algorithm.mechanism.unit(center.memory, numbers)
-    return _Slots(ids, sampled, rank, weights, scale, at(numbers.client_noise), at(_example_noise(algorithm)))
+    return _Slots(
+        ids, sampled, rank, weights, scale, at(numbers.client_noise), at(_example_noise(algorithm))
+    )
 
 
 def _cohort(
@@ -203,7 +227,9 @@ def _cohort(
     chunk = min(chunk, count)
     chunks = -(-jnp.sum(slots.sampled) // chunk)
     order = jnp.nonzero(slots.sampled, size=-(-count // chunk) * chunk, fill_value=count)[0]
-    if chunk > 1 and population.size is None:  # they go on until the largest one ends: those of like size together
+    if (
+        chunk > 1 and population.size is None
+    ):  # they go on until the largest one ends: those of like size together
         size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
         order = order[jnp.argsort(-size)]
 
@@ -230,13 +256,17 @@ def _cohort(
         return add_up(part)
 
     lanes = () if chunk == 1 else (chunk,)
-    program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(jnp.zeros((), order.dtype), states)
+    program, (shapes, row, _) = jax.make_jaxpr(client, return_shape=True)(
+        jnp.zeros((), order.dtype), states
+    )
     _check_private_steps(algorithm, program.jaxpr)
     zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
     if total is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
         # Not `settle(zero)`: the compiler would add up constants, for as long as a minute.
-        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(settle, zero))
+        sums = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(settle, zero)
+        )
     else:
         rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
 
@@ -266,10 +296,17 @@ def _participant(
     """One client's share of the sums, and its new state; a slot beyond the last contributes zero."""
     mechanism, (server, memory) = algorithm.mechanism, center
     real = slot < slots.ids.shape[0]
-    number, weight, scale = slots.ids[slot], *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale))
+    number, weight, scale = (
+        slots.ids[slot],
+        *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale)),
+    )
     old = states[slot]
     private = algorithm.dp_sgd is not None
-    noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number)) if private else None
+    noise = (
+        StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number))
+        if private
+        else None
+    )
 
     def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
         data = data_of(population.clients, slot, number, capacity, noise, index, population.size)
@@ -277,17 +314,25 @@ def _participant(
         _check_names(algorithm, given[2])
         return given
 
-    message, new, info = by_capacity(population.capacities, population.clients.train_size[slot], updated)
+    message, new, info = by_capacity(
+        population.capacities, population.clients.train_size[slot], updated
+    )
 
     update, norm, bound = mechanism.bound(memory, message.update)
     kept = _all_finite(new)
     finite = jnp.isfinite(norm)
-    if not private:  # private steps do not cover a state, so that it decides nothing about what is sent
+    if (
+        not private
+    ):  # private steps do not cover a state, so that it decides nothing about what is sent
         finite &= kept
     bounded = Message(update, message.extra)
-    sent = jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded)
+    sent = jax.tree.map(
+        lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded
+    )
     new = jax.tree.map(lambda a, b: jnp.where(finite & kept, a, b), new, old)
-    contribution, row = mechanism.contribute(keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm)
+    contribution, row = mechanism.contribute(
+        keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm
+    )
     update = mechanism.in_units(memory, contribution, norm, scale)
     given = Total(update, variance=(weight * slots.noise[slot]) ** 2, weight=weight, rows=row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
@@ -304,7 +349,9 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
     wrong = "" if found else "makes no private steps"
     times = found.get(stated.mark, 0.0)
     if times > 1:
-        wrong = f"trains by private steps {'in a loop' if math.isinf(times) else f'{times:.0f} times'}"
+        wrong = (
+            f"trains by private steps {'in a loop' if math.isinf(times) else f'{times:.0f} times'}"
+        )
     if found.keys() - {stated.mark}:
         wrong = "makes other private steps, or takes their noise from elsewhere than the data that it is given"
     if wrong:
@@ -329,4 +376,8 @@ def _is_float(leaf: Array) -> bool:
 
 def _all_finite(tree: Tree) -> Bool[Array, ""]:
     floats = [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats])) if floats else jnp.array(True)
+    return (
+        jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+        if floats
+        else jnp.array(True)
+    )

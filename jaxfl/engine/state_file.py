@@ -45,18 +45,30 @@ class Store:
         self.number, self.folder = number, folder
         leaves, self._structure = jax.tree.flatten(like)
         # A client's row is contiguous, so that it takes few pages.
-        self._row = np.dtype([(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True)
+        self._row = np.dtype(
+            [(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True
+        )
         self.bytes_per_client = self._row.itemsize
         self._check_space()
-        self._lay(np.broadcast_to(np.zeros(self.bytes_per_client, np.uint8), (2, number, self.bytes_per_client)))
+        self._lay(
+            np.broadcast_to(
+                np.zeros(self.bytes_per_client, np.uint8), (2, number, self.bytes_per_client)
+            )
+        )
         self.side, self.sums = np.zeros(number, np.uint8), np.zeros(number, np.uint32)
-        self.kept = np.ones(number, np.uint8)  # no checkpoint yet: rows are written to the first place
+        self.kept = np.ones(
+            number, np.uint8
+        )  # no checkpoint yet: rows are written to the first place
 
     def start(self) -> None:
         """Make the file, in place of any other."""
         # An open map outlives its file's name: a temporary file needs no clean-up.
         temporary = self.folder is None
-        with tempfile.TemporaryDirectory() if temporary else contextlib.nullcontext(self.folder) as name:
+        with (
+            tempfile.TemporaryDirectory()
+            if temporary
+            else contextlib.nullcontext(self.folder) as name
+        ):
             path = pathlib.Path(str(name)) / ROWS
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
@@ -65,7 +77,9 @@ class Store:
     def read(self, ids: Int[np.ndarray, "S"], of: Tree = None) -> Tree:
         """Copies of some clients' rows [S, ...], from all files or from `of`."""
         side = self.side[ids]
-        return jax.tree.map(lambda leaf: np.asarray(leaf[side, ids]), self.files if of is None else of)
+        return jax.tree.map(
+            lambda leaf: np.asarray(leaf[side, ids]), self.files if of is None else of
+        )
 
     def write(self, ids: Int[np.ndarray, "S"], rows: Tree) -> None:
         """Replace some clients' rows; each client is named once."""
@@ -149,7 +163,10 @@ class Store:
 
     def _check_space(self) -> None:
         folder = self.folder or pathlib.Path(tempfile.gettempdir())
-        needed, path = self.bytes_per_client * self.number * (2 if self.folder else 1), folder / ROWS
+        needed, path = (
+            self.bytes_per_client * self.number * (2 if self.folder else 1),
+            folder / ROWS,
+        )
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         free = shutil.disk_usage(there).free + (path.stat().st_blocks * 512 if path.exists() else 0)
         if needed > free:

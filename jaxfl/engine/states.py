@@ -44,7 +44,9 @@ class States:
     def put(self, slot: Int[Array, "..."], new: Tree) -> "States":
         """With the states of some clients replaced; a slot beyond the last is no client."""
         joined = _joined([name for name, _ in self.shapes], jax.tree.leaves(new), slot.ndim)
-        rows = {name: rows.at[slot].set(joined[name], mode="drop") for name, rows in self.rows.items()}
+        rows = {
+            name: rows.at[slot].set(joined[name], mode="drop") for name, rows in self.rows.items()
+        }
         return dataclasses.replace(self, rows=rows)
 
     def _split(self, rows: dict[str, Any]) -> Tree:
@@ -60,5 +62,7 @@ def _joined(names: list[str], leaves: list[Any], leading: int) -> dict[str, Arra
     """Leaves with some leading axes as one array of these and a last one, for each name."""
     parts: dict[str, list[Any]] = {}
     for name, leaf in zip(names, leaves, strict=True):
-        parts.setdefault(name, []).append(leaf.reshape(*leaf.shape[:leading], math.prod(leaf.shape[leading:])))
+        parts.setdefault(name, []).append(
+            leaf.reshape(*leaf.shape[:leading], math.prod(leaf.shape[leading:]))
+        )
     return {name: jnp.concatenate(flat, axis=-1) for name, flat in parts.items()}

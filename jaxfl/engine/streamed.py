@@ -57,7 +57,9 @@ def place_examples(clients: Clients, devices: list[jax.Device] | None = None) ->
         ValueError: several processes.
     """
     if jax.process_count() > 1:
-        raise ValueError(f"states='host' is for one process, not {jax.process_count()}: give states='device'")
+        raise ValueError(
+            f"states='host' is for one process, not {jax.process_count()}: give states='device'"
+        )
     mesh = mesh_of(clients, devices)
     store = jax.device_put((Rows.of(clients.inputs), clients.labels), NamedSharding(mesh, P()))
     by_client = P("clients")
@@ -123,14 +125,20 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
         states: States,
     ) -> tuple[Sums, States]:
         block = population._replace(clients=clients)
-        return add_participants(algorithm, block, chunk, keys.at(index), index, cohort, ids, total, center, states)
+        return add_participants(
+            algorithm, block, chunk, keys.at(index), index, cohort, ids, total, center, states
+        )
 
     @functools.cache
     def compiled_add(chunk: int) -> functools.partial:
         step = functools.partial(add, chunk)
-        return compile_for(algorithm, population, step, donate_argnames="states", out_shardings=by_client)
+        return compile_for(
+            algorithm, population, step, donate_argnames="states", out_shardings=by_client
+        )
 
-    def finish(keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center) -> tuple:
+    def finish(
+        keys: Keys, index: Int[Array, ""], cohort: Cohort, total: Sums, center: Center
+    ) -> tuple:
         return finish_round(algorithm, population.mesh, keys.at(index), cohort, total, center)
 
     def renew(states: States, before: States, source: Int[Array, "S"]) -> States:
@@ -156,7 +164,10 @@ def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
     program = programs.rows(size)
     for first in range(0, store.number, size):
         first = min(first, store.number - size)
-        store.write(np.arange(first, first + size), jax.device_get(program(key, jax.device_put(np.int32(first)))))
+        store.write(
+            np.arange(first, first + size),
+            jax.device_get(program(key, jax.device_put(np.int32(first)))),
+        )
     store.commit()
 
 
@@ -196,15 +207,23 @@ class Stream:
         self._key = "streamed", key_of_method(algorithm), bare, key_of_arrays((init_key, self.keys))
         # What this function holds must not be `self`, nor arrays: programs are kept beyond the run.
         self._programs = remembered(self._key, lambda: compile_programs(algorithm, bare))
-        self.draw, self.finish, self.renew = self._programs.draw, self._programs.finish, self._programs.renew
+        self.draw, self.finish, self.renew = (
+            self._programs.draw,
+            self._programs.finish,
+            self._programs.renew,
+        )
         self.begin(chunk)
-        rows = int(np.sum(clients.train_size, dtype=np.int64) + np.sum(clients.test_size, dtype=np.int64))
+        rows = int(
+            np.sum(clients.train_size, dtype=np.int64) + np.sum(clients.test_size, dtype=np.int64)
+        )
         per_client = self.store.bytes_per_client + 4 * max(1, rows // clients.number)
         usual = algorithm.mechanism.sampling.usual(self.population.number)
         block = max(_BLOCK_BYTES // per_client, (1 if chunk == "auto" else chunk) * mesh.size)
         sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
         # Rows of the clients in a device's slots, whoever they are: blocks have one shape.
-        self._most = functools.cache(lambda split, slots: int(np.sort(sizes[split])[-slots:].sum(dtype=np.int64)))
+        self._most = functools.cache(
+            lambda split, slots: int(np.sort(sizes[split])[-slots:].sum(dtype=np.int64))
+        )
         self.slots = self._whole(min(block, math.ceil(usual)))
         self.tested = self._whole(block)
         self._record, zeros = self._shapes()
@@ -233,7 +252,16 @@ class Stream:
             fill(self.init_key, self._programs, self.store)
         block, mesh = next(self._blocks(0, 1)), self.population.mesh
         ids, clients, states = self._load(block.ids)
-        arguments = clients, self.keys, block.index, block.cohort, ids, self.center, self.zero, states
+        arguments = (
+            clients,
+            self.keys,
+            block.index,
+            block.cohort,
+            ids,
+            self.center,
+            self.zero,
+            states,
+        )
         most = self.slots // mesh.size
         self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
         self._tested = self.program.chunk
@@ -241,7 +269,9 @@ class Stream:
 
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
         """Traced programs of a round, with one slot per device, and of an evaluation with this key."""
-        ids, clients, states = self._load(np.full(self.population.mesh.size, self.store.number, np.int32), tests=True)
+        ids, clients, states = self._load(
+            np.full(self.population.mesh.size, self.store.number, np.int32), tests=True
+        )
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
         build: Any = self._build(1)
@@ -250,7 +280,9 @@ class Stream:
         arguments = clients, self.keys, index, cohort, ids, self.center, self.zero, states
         added = build.func.trace(*arguments, **build.keywords)
         finished = self.finish.trace(self.keys, index, cohort, self.zero, self.center)
-        scored = score.func.trace(clients, index, key, self.center.server, states, index, **score.keywords)
+        scored = score.func.trace(
+            clients, index, key, self.center.server, states, index, **score.keywords
+        )
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
     def rounds(self, start: int, count: int) -> Records:
@@ -259,7 +291,9 @@ class Stream:
 
         def settle(block: Block, states: States, record: Records | None) -> None:
             real = block.ids < self.store.number
-            self.store.write(block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states)))
+            self.store.write(
+                block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states))
+            )
             if record is not None:
                 records.append(jax.device_get(record))
 
@@ -273,7 +307,9 @@ class Stream:
                 )
             record = None
             if block.last:
-                self.center, record = self.finish(self.keys, block.index, block.cohort, total, self.center)
+                self.center, record = self.finish(
+                    self.keys, block.index, block.cohort, total, self.center
+                )
                 total = self.zero
             if before is not None:
                 settle(*before)  # while this block is at work
@@ -289,12 +325,16 @@ class Stream:
             ids = np.arange(first, first + self.tested, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
             index = jax.device_put(ids[0], self.everyone)
-            return step.func(clients, index, key, self.center.server, states, np.int32(last), **step.keywords)
+            return step.func(
+                clients, index, key, self.center.server, states, np.int32(last), **step.keywords
+            )
 
         def scores(chunk: int) -> list[PerClient]:
             step = functools.partial(score, self._score(chunk))
             blocks = map(step, range(0, self.store.number, self.tested))
-            return [jax.device_get(block) for block in _ahead(blocks)]  # while the next one is at work
+            return [
+                jax.device_get(block) for block in _ahead(blocks)
+            ]  # while the next one is at work
 
         blocks, self._tested = halved(scores, self._tested)
         return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
@@ -343,19 +383,31 @@ class Stream:
 
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
         """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
-        rounds = (jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count))
+        rounds = (
+            jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count)
+        )
         draws = ((index, self.draw(self.keys, index, self.center)) for index in rounds)
         # A cohort that depends on the memory needs the previous round.
         for index, cohort in draws if jax.tree.leaves(self.center.memory) else _ahead(draws):
             members = np.flatnonzero(jax.device_get(cohort.sampled))
             for first in range(0, max(1, len(members)), self.slots):
-                ids = np.full((self.population.mesh.size, self.slots // self.population.mesh.size), self.store.number)
+                ids = np.full(
+                    (self.population.mesh.size, self.slots // self.population.mesh.size),
+                    self.store.number,
+                )
                 parts = np.array_split(members[first : first + self.slots], len(ids))
                 for row, part in zip(ids, parts, strict=True):  # equal parts for all devices
                     row[: len(part)] = part
-                yield Block(index, cohort, ids.reshape(-1).astype(np.int32), first + self.slots >= len(members))
+                yield Block(
+                    index,
+                    cohort,
+                    ids.reshape(-1).astype(np.int32),
+                    first + self.slots >= len(members),
+                )
 
-    def _load(self, ids: Int[np.ndarray, "S"], tests: bool = False) -> tuple[Array, Clients, States]:
+    def _load(
+        self, ids: Int[np.ndarray, "S"], tests: bool = False
+    ) -> tuple[Array, Clients, States]:
         """Some clients' rows on the devices, with or without test examples; an empty slot has no examples."""
         clients, known = self.population.clients, np.minimum(ids, self.store.number - 1)
         parts = np.split(known, self.population.mesh.size)
@@ -369,9 +421,13 @@ class Stream:
             return {split: blocks_of_lists(rows, sizes, length), f"{split}_size": own}
 
         loaded = clients._replace(**laid_out("train", True), **laid_out("test", tests))
-        return jax.device_put((ids, loaded, self.store.read(known)), (self.by_client, self.layout, self.by_client))
+        return jax.device_put(
+            (ids, loaded, self.store.read(known)), (self.by_client, self.layout, self.by_client)
+        )
 
-    def _renew(self, ids: Int[np.ndarray, "S"], states: States, before: Block, new: States) -> States:
+    def _renew(
+        self, ids: Int[np.ndarray, "S"], states: States, before: Block, new: States
+    ) -> States:
         """The same rows, with the newest states of clients that were in the previous block."""
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)

@@ -14,7 +14,11 @@ from jaxfl.types import ClientData, Model, Params, Tree
 
 
 def fisher_diagonal(
-    model: Model, params: Params, x: Shaped[Array, "..."], labels: Shaped[Array, "B ..."], weights: Float[Array, "B"]
+    model: Model,
+    params: Params,
+    x: Shaped[Array, "..."],
+    labels: Shaped[Array, "B ..."],
+    weights: Float[Array, "B"],
 ) -> Tree:
     """Sum over examples of squared per-example gradients: F_j = sum_n w_n (d loss_n / d theta_j)^2.
 
@@ -56,7 +60,9 @@ def client_fisher(model: Model, params: Params, data: ClientData, batch_size: in
     Returns:
         A tree like `params`, in single precision at least; zeros for a client without examples.
     """
-    return _mean_over(functools.partial(fisher_diagonal, model, params), model, params, data, batch_size)
+    return _mean_over(
+        functools.partial(fisher_diagonal, model, params), model, params, data, batch_size
+    )
 
 
 def squared_gradient(model: Model, params: Params, data: ClientData, batch_size: int = 32) -> Tree:
@@ -68,12 +74,16 @@ def squared_gradient(model: Model, params: Params, data: ClientData, batch_size:
     """
 
     def gradient(x: Array, labels: Array, weights: Array) -> Tree:
-        return jax.grad(lambda p: jnp.sum(weights * model.task.loss(model.apply(p, x), labels)))(params)
+        return jax.grad(lambda p: jnp.sum(weights * model.task.loss(model.apply(p, x), labels)))(
+            params
+        )
 
     return jax.tree.map(jnp.square, _mean_over(gradient, model, params, data, batch_size))
 
 
-def _mean_over(sum_of: Callable[..., Tree], model: Model, params: Params, data: ClientData, batch_size: int) -> Tree:
+def _mean_over(
+    sum_of: Callable[..., Tree], model: Model, params: Params, data: ClientData, batch_size: int
+) -> Tree:
     """Mean over a client's examples of what `sum_of(inputs, labels, weights)` adds up over a block."""
     batch_size = min(batch_size, data.padded)
 
@@ -82,7 +92,9 @@ def _mean_over(sum_of: Callable[..., Tree], model: Model, params: Params, data: 
         inputs, labels = data.take(positions)
         return model.prepare(inputs), labels, (positions < data.size).astype(jnp.float32)
 
-    def step(i: Array, carry: tuple[Tree, tuple[Array, Array, Array]]) -> tuple[Tree, tuple[Array, Array, Array]]:
+    def step(
+        i: Array, carry: tuple[Tree, tuple[Array, Array, Array]]
+    ) -> tuple[Tree, tuple[Array, Array, Array]]:
         total, examples = carry
         total = jax.tree.map(jnp.add, total, sum_of(*examples))
         # The next block is prepared here and carried: the loop boundary keeps XLA from recomputing the layout change
@@ -90,7 +102,9 @@ def _mean_over(sum_of: Callable[..., Tree], model: Model, params: Params, data: 
         return total, block(i + 1)
 
     start = (_zeros(params), block(jnp.int32(0)))
-    total, _ = jax.lax.fori_loop(0, longest((data.size + batch_size - 1) // batch_size), step, start)
+    total, _ = jax.lax.fori_loop(
+        0, longest((data.size + batch_size - 1) // batch_size), step, start
+    )
     return jax.tree.map(lambda leaf: leaf / jnp.maximum(data.size, 1), total)
 
 
@@ -118,7 +132,9 @@ def normalize_over_all(fisher: Tree) -> Tree:
     return unravel(normalize_per_layer(flat))
 
 
-def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8) -> Tree:
+def _one_by_one(
+    model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8
+) -> Tree:
     """The same sum by vmap(grad) over chunks of examples."""
     chunk, axis = min(chunk, len(labels)), _batch_axis(model)
 
@@ -139,7 +155,9 @@ def _one_by_one(model: Model, params: Params, x: Array, labels: Array, weights: 
 
 def _zeros(params: Params) -> Tree:
     """To add up in single precision, whatever the weights' own."""
-    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), params)
+    return jax.tree.map(
+        lambda leaf: jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), params
+    )
 
 
 def _batch_axis(model: Model) -> int:

@@ -68,19 +68,27 @@ def client_risk(
     chosen, factors = jnp.arange(padded), jnp.ones(padded)
     if most < padded:
         weights = factors if reading == "output" else _doubts(model, params, data)
-        drawn, weighted = _draw(drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size)
+        drawn, weighted = _draw(
+            drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size
+        )
         few = data.size <= most
         chosen, factors = jnp.where(few, chosen[:most], drawn), jnp.where(few, 1.0, weighted)
     chosen, factors = (jnp.pad(a, (0, -most % batch)) for a in (chosen, factors))
 
     def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
-        positions, factor = (lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (chosen, factors))
+        positions, factor = (
+            lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (chosen, factors)
+        )
         inputs, labels = data.take(positions)
         if reading == "output":
             risks = output_risk(model, params, inputs)
         else:
-            risks = probe_risk(jax.random.fold_in(probing, i), model, params, inputs, labels, probes)
-        return total + jnp.sum(jnp.where(i * batch + jnp.arange(batch) < number, factor * risks, 0.0))
+            risks = probe_risk(
+                jax.random.fold_in(probing, i), model, params, inputs, labels, probes
+            )
+        return total + jnp.sum(
+            jnp.where(i * batch + jnp.arange(batch) < number, factor * risks, 0.0)
+        )
 
     total = lax.fori_loop(0, longest(-(-number // batch)), block, jnp.zeros(()))
     return total / jnp.maximum(number, 1)
@@ -187,7 +195,11 @@ def exact_risk(
     check_choice("by", by, ("columns", "jacrev"))
     check_count("chunk", chunk)
     x, axis = _prepared(model, inputs)
-    square = functools.partial(_square_by_columns, chunk=chunk) if by == "columns" else _square_by_definition
+    square = (
+        functools.partial(_square_by_columns, chunk=chunk)
+        if by == "columns"
+        else _square_by_definition
+    )
 
     def risk(example: tuple[Array, Array]) -> Float[Array, ""]:
         return jnp.sqrt(square(_gradient(model, params, example[1], axis), example[0]))
@@ -223,22 +235,32 @@ def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]
         return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
 
     blocks = longest(-(-data.size // batch))
-    return lax.fori_loop(0, blocks, block, jnp.zeros(data.padded + -data.padded % batch))[: data.padded]
+    return lax.fori_loop(0, blocks, block, jnp.zeros(data.padded + -data.padded % batch))[
+        : data.padded
+    ]
 
 
 def _draw(
     key: Key[Array, ""], weights: Float[Array, "N"], count: int, size: Int[Array | np.ndarray, ""]
 ) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
     """Systematic sampling: positions, expected in proportion to their weights, and factors for a mean over them."""
-    order = jnp.argsort(weights, descending=True)  # similar neighbours: each kind is drawn in proportion
+    order = jnp.argsort(
+        weights, descending=True
+    )  # similar neighbours: each kind is drawn in proportion
     ends = jnp.cumsum(weights[order])
     marks = (jnp.arange(count) + jax.random.uniform(key)) * (ends[-1] / count)
-    drawn = order[jnp.minimum(jnp.searchsorted(ends, marks, side="right"), jnp.maximum(size - 1, 0))]
+    drawn = order[
+        jnp.minimum(jnp.searchsorted(ends, marks, side="right"), jnp.maximum(size - 1, 0))
+    ]
     doubts = weights[drawn]
-    return drawn, jnp.where(doubts > 0, ends[-1] / jnp.maximum(size, 1) / jnp.where(doubts > 0, doubts, 1.0), 0.0)
+    return drawn, jnp.where(
+        doubts > 0, ends[-1] / jnp.maximum(size, 1) / jnp.where(doubts > 0, doubts, 1.0), 0.0
+    )
 
 
-def _square_by_columns(gradient: Callable[[Array], Params], x: Array, chunk: int) -> Float[Array, ""]:
+def _square_by_columns(
+    gradient: Callable[[Array], Params], x: Array, chunk: int
+) -> Float[Array, ""]:
     """Sum over inputs of the squared derivatives of the gradient along them."""
 
     def column(i: Int[Array, ""]) -> Float[Array, ""]:
@@ -262,10 +284,14 @@ def _signs(key: Key[Array, ""], like: Params) -> Params:
 
 def _gradient(model: Model, params: Params, label: Array, axis: int) -> Callable[[Array], Params]:
     """The loss's gradient as a function of one input."""
-    return lambda x: jax.grad(lambda p: _losses(model, p, jnp.expand_dims(x, axis), label[None])[0])(params)
+    return lambda x: jax.grad(
+        lambda p: _losses(model, p, jnp.expand_dims(x, axis), label[None])[0]
+    )(params)
 
 
-def _losses(model: Model, params: Params, x: Array, labels: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
+def _losses(
+    model: Model, params: Params, x: Array, labels: Shaped[Array, "B ..."]
+) -> Float[Array, "B"]:
     return model.task.loss(model.apply(params, x), labels)
 
 
@@ -277,5 +303,7 @@ def _flat(x: Array, axis: int) -> Float[Array, "B N"]:
 def _prepared(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:
     """A batch laid out for the network, and the axis along which its examples lie."""
     x = model.prepare(inputs)
-    more = jax.eval_shape(model.prepare, jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype))
+    more = jax.eval_shape(
+        model.prepare, jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype)
+    )
     return x, next(i for i, (a, b) in enumerate(zip(x.shape, more.shape)) if a != b)

@@ -66,7 +66,9 @@ def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*
     return ((bits > threshold) | (ties & (position < end))).reshape(values.shape)
 
 
-def _threshold(bits: Int[Array, "D"], count: int | Array) -> tuple[Int[Array, ""], Float[Array, ""]]:
+def _threshold(
+    bits: Int[Array, "D"], count: int | Array
+) -> tuple[Int[Array, ""], Float[Array, ""]]:
     """Bits that `count` values reach, or the largest that at least `count` reach, and how many do.
 
     By regula falsi (Illinois) on the bits, which are ordered like the magnitudes and spread like their logarithms;
@@ -113,7 +115,9 @@ def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
     return _by_kernel(lambda kernel, kept, _: top_k_mask(kernel, kept), params, layers, density)
 
 
-def random_masks(key: Key[Array, ""], params: Params, layers: Iterable[str], density: Number) -> Tree:
+def random_masks(
+    key: Key[Array, ""], params: Params, layers: Iterable[str], density: Number
+) -> Tree:
     """As `top_k_masks`, with random weights in place of the largest."""
 
     def select(kernel: Array, kept: int | Array, number: int) -> Array:
@@ -141,7 +145,10 @@ def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
 
 
 def _by_kernel(
-    select: Callable[[Array, int | Array, int], Array], params: Params, layers: Iterable[str], density: Number
+    select: Callable[[Array, int | Array, int], Array],
+    params: Params,
+    layers: Iterable[str],
+    density: Number,
 ) -> Tree:
     sparse, leaves = frozenset(layers), jax.tree.leaves_with_path(params)
     masks = []

@@ -32,7 +32,9 @@ def distance_to_bound(
     params: Tree, center: Tree, mask: Tree, bound: Number, penalty_weight: Number
 ) -> Float[Array, ""]:
     r"""Norm to C: :math:`\frac{\lambda}{2} \big| \|(w - w^t) \odot M\|_2 - C \big|`."""
-    return 0.5 * penalty_weight * jnp.abs(safe_norm(_masked_difference(params, center, mask)) - bound)
+    return (
+        0.5 * penalty_weight * jnp.abs(safe_norm(_masked_difference(params, center, mask)) - bound)
+    )
 
 
 def excess(params: Tree, center: Tree, bound: Number, penalty_weight: Number) -> Float[Array, ""]:

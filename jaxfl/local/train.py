@@ -24,7 +24,9 @@ from jaxfl.types import ClientData, Model, Params, Tree
 STEP = "local_step"
 """By this name a compiled program shows what is part of one."""
 
-_RESTARTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("restarted", default=None)
+_RESTARTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
+    "restarted", default=None
+)
 
 _BLOCK_EXAMPLES = 128
 """Examples gathered and laid out at once: few enough that a small client among large ones stays cheap."""
@@ -152,7 +154,9 @@ def train(
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
     shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)
-    total = jnp.where(data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0)
+    total = jnp.where(
+        data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0
+    )
 
     def value_and_gradient(
         params: Params, key: Key[Array, ""], x: Array, labels: Array, weights: Array
@@ -161,15 +165,21 @@ def train(
         share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
-            return share[i] * loss(apply(params, x[i], jax.random.fold_in(key, i)), labels[i], weights[i])
+            return share[i] * loss(
+                apply(params, x[i], jax.random.fold_in(key, i)), labels[i], weights[i]
+            )
 
         if len(x) == 1:
-            return jax.value_and_grad(lambda params: loss_of(params, 0) + penalty_of(penalty, params))(params)
+            return jax.value_and_grad(
+                lambda params: loss_of(params, 0) + penalty_of(penalty, params)
+            )(params)
 
         def add(i: Int[Array, ""], total: tuple) -> tuple:
             return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
-        return lax.fori_loop(0, len(x), add, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
+        return lax.fori_loop(
+            0, len(x), add, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params)
+        )
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         epoch_key = jax.random.fold_in(key, index)
@@ -185,7 +195,9 @@ def train(
             number, carry = progress
             start = number * per_block * batch
             positions = (start + jnp.arange(per_block * batch)).reshape(shape)
-            inputs, labels = data.take(lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape))
+            inputs, labels = data.take(
+                lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)
+            )
             x = jax.vmap(jax.vmap(prepare))(inputs)
             weights = (positions < data.size).astype(jnp.float32)
 
@@ -202,7 +214,9 @@ def train(
         return lax.while_loop(goes_on, block, (0, carry))[1]
 
     start = (begin(params), first_state(optimizer, params, local.decay), jnp.zeros(()))
-    params, state, total_loss = lax.fori_loop(0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start)
+    params, state, total_loss = lax.fori_loop(
+        0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start
+    )
     params = weights_to_keep(state, params, mask, total)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
@@ -210,7 +224,9 @@ def train(
 def check_head(model: Model) -> None:
     """Require a head."""
     if not model.head:
-        raise ValueError(f"model={model.name!r} has no head: give a model whose `head` names its last layers")
+        raise ValueError(
+            f"model={model.name!r} has no head: give a model whose `head` names its last layers"
+        )
 
 
 def fit_head(
@@ -234,7 +250,10 @@ def fit_head(
     """
     extract, classify = model.extract, model.classify
     if extract is None or classify is None:
-        mask = {name: jax.tree.map(lambda _, kept=name in model.head: kept, params[name]) for name in params}
+        mask = {
+            name: jax.tree.map(lambda _, kept=name in model.head: kept, params[name])
+            for name in params
+        }
         return local.train(key, model, params, data, mask=mask, penalty=penalty)
     batch = min(_BLOCK_EXAMPLES // 2, data.padded)
     positions = jnp.arange(data.padded + -data.padded % batch)
@@ -248,7 +267,9 @@ def fit_head(
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
     features = jnp.zeros((len(positions), *shape.shape[1:]), shape.dtype)
     features = lax.fori_loop(0, longest(-(-data.size // batch)), put, features)
-    rows = ClientData(features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round)
+    rows = ClientData(
+        features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round
+    )
     head = {name: params[name] for name in model.head}
     beside = {name: params[name] for name in params if name not in model.layers}
 
@@ -307,7 +328,9 @@ def restarted() -> Iterator[list[optax.GradientTransformation]]:
         _RESTARTED.reset(token)
 
 
-def first_state(optimizer: optax.GradientTransformation, params: Params, decay: Decay | None) -> Tree:
+def first_state(
+    optimizer: optax.GradientTransformation, params: Params, decay: Decay | None
+) -> Tree:
     """Return an optimizer's state at the start of a round."""
     state = optimizer.init(params)
     if decay is not None and schedule_free(state):
@@ -395,7 +418,9 @@ def _lost(params: Params) -> Bool[Array, ""]:
     return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(params) if leaf.size))
 
 
-def _shuffle(key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]) -> Int[Array, "N"]:
+def _shuffle(
+    key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]
+) -> Int[Array, "N"]:
     """Real positions in random order, then the padding; does not depend on how much padding there is."""
     positions = jnp.arange(padded, dtype=jnp.uint32)
     # 23 random bits. A real position that draws the padding's rank still comes first: ties are in order of positions.

@@ -49,12 +49,16 @@ def convolve(x: Array, kernel: Array, bias: Array, options: Options) -> Array:
     return _forward(x, kernel, bias, options)[0]
 
 
-def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Array, Array, Array, Array]:
+def _forward(
+    x: Array, kernel: Array, bias: Array, options: Options
+) -> tuple[Array, Array, Array, Array]:
     """Output, patches, kernel by points, and where the output's gradient goes."""
     plan = _plan(x, kernel, options)
     weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)
     patches = _patches(x, plan, options.padding)
-    products = lax.dot_general(weights, patches, (((1,), (1,)), ((0,), (0,))), precision=options.precision)
+    products = lax.dot_general(
+        weights, patches, (((1,), (1,)), ((0,), (0,))), precision=options.precision
+    )
     rows = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
     y, winner = _pool(rows, plan, options.pairs) if options.pool else (_join(rows, plan.high), None)
     y = y + bias[:, None, None, None]
@@ -64,13 +68,17 @@ def _forward(x: Array, kernel: Array, bias: Array, options: Options) -> tuple[Ar
     return y, patches, weights, jnp.where(y > 0, winner, _NOBODY) if options.relu else winner
 
 
-def _forward_rule(x: Any, kernel: Any, bias: Any, options: Options) -> tuple[Array, tuple[Any, ...]]:
+def _forward_rule(
+    x: Any, kernel: Any, bias: Any, options: Options
+) -> tuple[Array, tuple[Any, ...]]:
     y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
     # The first layer's input is not differentiated: it needs no gradient.
     return y, (x.value, kernel.value, patches, weights if x.perturbed else None, route)
 
 
-def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, Array, Array]:
+def _backward_rule(
+    options: Options, residuals: tuple[Any, ...], dy: Array
+) -> tuple[Array | None, Array, Array]:
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
     if options.pool:
@@ -82,18 +90,26 @@ def _backward_rule(options: Options, residuals: tuple[Any, ...], dy: Array) -> t
     d_products = _from_rows(rows, plan)
     d_x = None
     if weights is not None:
-        d_patches = lax.dot_general(weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision)
+        d_patches = lax.dot_general(
+            weights, d_products, (((2,), (1,)), ((0,), (0,))), precision=options.precision
+        )
         d_x = _from_patches(d_patches, x.shape, plan, options.padding)
     if options.sum_grad_squared:
         padded, odd = _padded(x, plan, options.padding), kernel.shape[1] % 2
         if d_x is None and options.pool and odd:
             squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
         else:
-            squares = _kernel_squares(padded, _batch_first(_join(rows, plan.high)), kernel.shape, options.pairs)
+            squares = _kernel_squares(
+                padded, _batch_first(_join(rows, plan.high)), kernel.shape, options.pairs
+            )
         return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
-    d_kernel = lax.dot_general(patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision)
+    d_kernel = lax.dot_general(
+        patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision
+    )
     d_kernel = _from_points(d_kernel, plan)
-    d_kernel = _unpair_kernel(d_kernel, kernel.shape) if options.pairs else d_kernel.reshape(kernel.shape)
+    d_kernel = (
+        _unpair_kernel(d_kernel, kernel.shape) if options.pairs else d_kernel.reshape(kernel.shape)
+    )
     return d_x, d_kernel, d_bias.sum((1, 2, 3))
 
 
@@ -147,7 +163,9 @@ def _filter(rows: int, size: int) -> _Filter:
     taps = np.vander(points, size, increasing=True) / slopes[:, None]
     inputs = np.array([np.append(np.poly(rest)[::-1], 0) for rest in others])
     infinity = (np.eye(1, rows, rows - 1), np.eye(1, size, size - 1), np.poly(points)[None, ::-1])
-    outputs, taps, inputs = (np.vstack(pair) for pair in zip((outputs, taps, inputs), infinity, strict=True))
+    outputs, taps, inputs = (
+        np.vstack(pair) for pair in zip((outputs, taps, inputs), infinity, strict=True)
+    )
     # Factors of similar size, by powers of two: nothing is rounded.
     scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
     return _Filter(outputs, taps / scale, inputs * scale)
@@ -220,7 +238,9 @@ def _patches(x: Array, plan: _Plan, padding: Padding) -> Array:
     # A spare column in front: XLA would fuse the producer of x into every slice, but not through a pad.
     x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, 0, 0), (n, 0, 0)))
     patches = [x[..., (1 + j) * n : (1 + j + plan.wide) * n] for j in range(plan.columns)]
-    return jnp.concatenate(patches, 1).reshape(len(plan.filter.outputs), -1, plan.tiles * plan.wide * n)
+    return jnp.concatenate(patches, 1).reshape(
+        len(plan.filter.outputs), -1, plan.tiles * plan.wide * n
+    )
 
 
 def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padding) -> Array:
@@ -231,7 +251,9 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padd
     (above, _), (left, _) = padding
     before = [(j - left) * n for j in range(plan.columns)]
     ends = [(none, none, none, (b, (w - plan.wide) * n - b, 0)) for b in before]
-    d = functools.reduce(jnp.add, [lax.pad(d[:, j], jnp.zeros((), d.dtype), end) for j, end in enumerate(ends)])
+    d = functools.reduce(
+        jnp.add, [lax.pad(d[:, j], jnp.zeros((), d.dtype), end) for j, end in enumerate(ends)]
+    )
     # A row of x lies in its own tile, and at the end of those before it.
     over = (reach - 1) // plan.rows
     d = jnp.pad(d, ((0, 0), (0, 0), (over, over), (0, 0)))
@@ -279,7 +301,9 @@ def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) ->
     x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
     x = x.reshape(n, x.shape[1], -1)  # copies of a map's rows are then one long copy
     patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
-    gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1)).reshape(n, shape[0], -1, f)
+    gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1)).reshape(
+        n, shape[0], -1, f
+    )
     gradients = _unpair_kernel(gradients, shape) if pairs else gradients
     return (gradients * gradients).sum(0).reshape(shape)
 
@@ -301,7 +325,10 @@ def _batch_first(x: Array) -> Array:
     """(k, h, w, n) -> (n, k, h, w), by a product with the identity: XLA's transposition misses the cache each time."""
     k, h, w, n = x.shape
     x = lax.dot_general(
-        jnp.eye(n, dtype=x.dtype), x.reshape(-1, n), (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
+        jnp.eye(n, dtype=x.dtype),
+        x.reshape(-1, n),
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
     )
     return x.reshape(n, k, h, w)
 
@@ -317,7 +344,9 @@ def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
     high = plan.high // 2
     if plan.rows % 2:
         rows = _split(_join(rows, 2 * high), 2, high)
-    windows = [_windows(above, below, pairs) for above, below in zip(rows[::2], rows[1::2], strict=True)]
+    windows = [
+        _windows(above, below, pairs) for above, below in zip(rows[::2], rows[1::2], strict=True)
+    ]
     values, winners = zip(*windows, strict=True)
     return _join(values, high), _join(winners, high)
 
@@ -343,6 +372,10 @@ def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
     for place, slope in zip(_split(winner, windows, tiles), _split(g, windows, tiles), strict=True):
         for left in (0, 2):
             sides = [jnp.where(place == left + side, slope, 0) for side in range(2)]
-            row = jnp.concatenate(sides) if pairs else jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
+            row = (
+                jnp.concatenate(sides)
+                if pairs
+                else jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
+            )
             rows.append(jnp.pad(row, ((0, 0), (0, 0), (0, plan.wide - row.shape[2]), (0, 0))))
     return _split(_join(rows, plan.high), plan.rows, plan.tiles) if odd else rows

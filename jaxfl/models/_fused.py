@@ -54,7 +54,10 @@ class _Lines(NamedTuple):
 def _lines(wide: int, split: int, batch: int) -> _Lines:
     """Of maps with so many columns, kept apart by their remainder of `split`."""
     step = _THREADS // math.gcd(_THREADS, batch)
-    return _Lines(step * math.ceil(LARGEST_FUSED // 2 / step), step * math.ceil(math.ceil(wide / split) / step))
+    return _Lines(
+        step * math.ceil(LARGEST_FUSED // 2 / step),
+        step * math.ceil(math.ceil(wide / split) / step),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -77,9 +80,17 @@ class Maps:
         whole = 8 * math.ceil(batch / 8)
         lines = _lines(wide, split, whole)
         ends = [(0, 0), (0, high % 2), (0, split * lines.stride - wide), (0, whole - batch)]
-        x = jnp.pad(x, ends).reshape(channels, high + high % 2, lines.stride, split, whole).transpose(1, 0, 3, 2, 4)
+        x = (
+            jnp.pad(x, ends)
+            .reshape(channels, high + high % 2, lines.stride, split, whole)
+            .transpose(1, 0, 3, 2, 4)
+        )
         x = x.reshape(len(x), channels * split * lines.stride, whole)
-        return cls(jnp.pad(x, [(0, 0), (lines.margin, lines.margin), (0, 0)]), (channels, high, wide, batch), split)
+        return cls(
+            jnp.pad(x, [(0, 0), (lines.margin, lines.margin), (0, 0)]),
+            (channels, high, wide, batch),
+            split,
+        )
 
     @property
     def lines(self) -> _Lines:
@@ -99,7 +110,9 @@ class Maps:
         return x.reshape(channels, x.shape[1], self.split * stride, -1)[:, :high, :wide, :batch]
 
 
-def convolve_pooled(x: Array | Maps, kernel: Array, bias: Array, padding: int = 0, parts: int = 1) -> Any:
+def convolve_pooled(
+    x: Array | Maps, kernel: Array, bias: Array, padding: int = 0, parts: int = 1
+) -> Any:
     """Max over 2x2 of relu(x * kernel + bias); reverse mode only.
 
     Args:
@@ -116,7 +129,11 @@ def convolve_pooled(x: Array | Maps, kernel: Array, bias: Array, padding: int = 
     if not isinstance(x, Maps):
         x = Maps.of(jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)]), 2 * parts)
     layer = _Layer(x.shape, x.flat.shape[-1], x.split, *kernel.shape[1:4:2])
-    maps = Maps(_pooled(x.flat, kernel, bias, layer), (layer.features, layer.high, layer.wide, x.shape[3]), layer.parts)
+    maps = Maps(
+        _pooled(x.flat, kernel, bias, layer),
+        (layer.features, layer.high, layer.wide, x.shape[3]),
+        layer.parts,
+    )
     return maps if layer.parts > 1 else maps.array()
 
 
@@ -200,9 +217,13 @@ _pooled.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array:
     """The first columns of each block, with zeros all around."""
-    blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, maps.shape[-1])[:, :, :columns]
+    blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, maps.shape[-1])[
+        :, :, :columns
+    ]
     blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, new.stride - columns), (0, 0)])
-    return jnp.pad(blocks.reshape(len(maps), -1, maps.shape[-1]), [(0, 0), (new.margin, new.margin), (0, 0)])
+    return jnp.pad(
+        blocks.reshape(len(maps), -1, maps.shape[-1]), [(0, 0), (new.margin, new.margin), (0, 0)]
+    )
 
 
 def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
@@ -216,7 +237,9 @@ def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
 
     @of_clients.def_vmap
     def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        found = of_clients(*(a.reshape(size * a.shape[1], *a.shape[2:]) for a in by_lane(size, batched, arrays)))
+        found = of_clients(
+            *(a.reshape(size * a.shape[1], *a.shape[2:]) for a in by_lane(size, batched, arrays))
+        )
         return tuple(a.reshape(size, -1, *a.shape[1:]) for a in found), (True,) * len(found)
 
     def of_one(*arrays: Array) -> Any:
@@ -228,10 +251,15 @@ def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
 
 def by_lane(size: int, batched: Sequence[bool], arrays: Sequence[Array]) -> list[Array]:
     """Arrays of vectorised clients, with those that they share once for each."""
-    return [a if b else jnp.broadcast_to(a, (size, *a.shape)) for a, b in zip(arrays, batched, strict=True)]
+    return [
+        a if b else jnp.broadcast_to(a, (size, *a.shape))
+        for a, b in zip(arrays, batched, strict=True)
+    ]
 
 
-def launch(body: Callable[..., None], grid: tuple[int, ...], out: list[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
+def launch(
+    body: Callable[..., None], grid: tuple[int, ...], out: list[jax.ShapeDtypeStruct]
+) -> Callable[..., Any]:
     """`body(place in the grid, *arrays, *results)` for all of the grid; arrays stay in the device's memory."""
     if not on_gpu():
         numbers = lambda: [pl.program_id(axis) for axis in range(len(grid))]  # noqa: E731
@@ -240,9 +268,13 @@ def launch(body: Callable[..., None], grid: tuple[int, ...], out: list[jax.Shape
 
     names = tuple(f"axis{axis}" for axis in range(len(grid)))
     numbers = lambda: [lax.axis_index(name) for name in names]  # noqa: E731
-    params = mosaic_gpu.CompilerParams(lowering_semantics=mosaic_gpu.LoweringSemantics.Lane)  # newer jax has another
+    params = mosaic_gpu.CompilerParams(
+        lowering_semantics=mosaic_gpu.LoweringSemantics.Lane
+    )  # newer jax has another
     work = lambda *refs: body(numbers(), *refs)  # noqa: E731
-    return mosaic_gpu.kernel(work, out_type=out, grid=grid, grid_names=names, compiler_params=params)
+    return mosaic_gpu.kernel(
+        work, out_type=out, grid=grid, grid_names=names, compiler_params=params
+    )
 
 
 def _tile(features: int, sums: int, lanes: int) -> int:
@@ -270,7 +302,9 @@ def _seen(layer: _Layer, x: Any, client: Any, line: Any, channel: Any, tap: int)
 
 def _place_of(word: Array, feature: Any) -> Array:
     """Places of a feature's windows, for a kernel."""
-    return lax.shift_right_logical(word, jnp.full(word.shape, _BITS * feature, jnp.int32)) & (2**_BITS - 1)
+    return lax.shift_right_logical(word, jnp.full(word.shape, _BITS * feature, jnp.int32)) & (
+        2**_BITS - 1
+    )
 
 
 def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
@@ -328,7 +362,13 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
     A program is for a line of the kernel, a channel and some features, over all lines of maps.
     """
     del route, grad, x
-    size, channels, features, parts, written = layer.size, layer.shape[0], layer.features, layer.parts, layer.written
+    size, channels, features, parts, written = (
+        layer.size,
+        layer.shape[0],
+        layer.features,
+        layer.parts,
+        layer.written,
+    )
     in_word, tile = _in_word(layer), _tile(features, size + 1, written.stride * layer.batch)
 
     def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any, bias: Any) -> None:
@@ -338,8 +378,15 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
 
         def sent_from(i: Any, part: int, f: int) -> tuple[Array, Array]:
             """Places and gradients of a feature's windows."""
-            word = route[client, i, pl.ds(written.at((first + f) // in_word * parts + part), written.stride), :]
-            change = grad[client, i, pl.ds(written.at((first + f) * parts + part), written.stride), :]
+            word = route[
+                client,
+                i,
+                pl.ds(written.at((first + f) // in_word * parts + part), written.stride),
+                :,
+            ]
+            change = grad[
+                client, i, pl.ds(written.at((first + f) * parts + part), written.stride), :
+            ]
             return _place_of(word, (first + f) % in_word), change
 
         def line(i: Any, sums: list[Array]) -> list[Array]:
@@ -347,10 +394,15 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
             windows = [[sent_from(i, part, f) for f in range(tile)] for part in range(parts)]
             for own in windows:
                 for f, (winner, change) in enumerate(own):
-                    sums[size * tile + f] = sums[size * tile + f] + jnp.where(winner == _DEAD, zero, change)
+                    sums[size * tile + f] = sums[size * tile + f] + jnp.where(
+                        winner == _DEAD, zero, change
+                    )
             for dy in range(2):
                 sent = [
-                    [[jnp.where(winner == 2 * dy + dx, change, zero) for winner, change in own] for dx in range(2)]
+                    [
+                        [jnp.where(winner == 2 * dy + dx, change, zero) for winner, change in own]
+                        for dx in range(2)
+                    ]
                     for own in windows
                 ]
                 for v in layer.taps:
@@ -359,7 +411,9 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
                         for dx in range(2):
                             if 0 <= (b := v - 2 * part - dx) < size:
                                 for f in range(tile):
-                                    sums[b * tile + f] = sums[b * tile + f] + seen * sent[part][dx][f]
+                                    sums[b * tile + f] = (
+                                        sums[b * tile + f] + seen * sent[part][dx][f]
+                                    )
             return sums
 
         sums = lax.fori_loop(0, layer.high, line, [zero] * ((size + 1) * tile))
@@ -379,7 +433,13 @@ def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: 
     `given`: how columns of `route` and `grad` lie.
     """
     del route, grad, kernel
-    (channels, high, *_), size, split, parts, read = layer.shape, layer.size, layer.split, layer.parts, layer.read
+    (channels, high, *_), size, split, parts, read = (
+        layer.shape,
+        layer.size,
+        layer.split,
+        layer.parts,
+        layer.read,
+    )
     in_word = _in_word(layer)
     tile = _tile(channels, 2 * split, read.stride * layer.batch)
 
@@ -397,7 +457,9 @@ def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: 
                     for part in range(parts):
                         word = pl.ds(given.at(f // in_word * parts + part) - left, read.stride)
                         winner = _place_of(route[client, line, word, :], f % in_word)
-                        change = grad[client, line, pl.ds(given.at(f * parts + part) - left, read.stride), :]
+                        change = grad[
+                            client, line, pl.ds(given.at(f * parts + part) - left, read.stride), :
+                        ]
                         for place, (dy, dx) in enumerate(_PLACES):
                             sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
                             for q in range(2):
@@ -406,7 +468,9 @@ def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: 
                                     if 0 <= a < size and 0 <= b < size:
                                         for c in range(tile):
                                             i = (q * split + r) * tile + c
-                                            sums[i] = sums[i] + sent * kernel[client, a, b, first + c, f]
+                                            sums[i] = (
+                                                sums[i] + sent * kernel[client, a, b, first + c, f]
+                                            )
             return sums
 
         sums = lax.fori_loop(0, layer.features, feature, [zero] * (2 * split * tile))

@@ -64,10 +64,16 @@ def is_fused(x: Array, options: Options) -> bool:
     return layer.pixels % _TILE[0] == 0 and layer.size % _TILE[1] == 0
 
 
-def normalize_fused(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> Array:
+def normalize_fused(
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
+) -> Array:
     """As `jaxfl.models._group_norm.normalize`, in reverse mode only."""
     layer, last = _layer(x, shortcut, options), x.transpose(3, 1, 2, 0).shape
-    maps = (array.transpose(3, 1, 2, 0).reshape(layer.maps) for array in (x, shortcut) if array is not None)
+    maps = (
+        array.transpose(3, 1, 2, 0).reshape(layer.maps)
+        for array in (x, shortcut)
+        if array is not None
+    )
     return _normalized(tuple(maps), scale, bias, layer).reshape(last).transpose(3, 1, 2, 0)
 
 
@@ -82,12 +88,16 @@ def _normalized(maps: tuple[Array, ...], scale: Array, bias: Array, layer: _Laye
     return _of_clients(_forward, layer, [layer.maps[:2]], layer.maps[:1])(*maps, scale, bias)[0]
 
 
-def _forward_rule(maps: tuple[Array, ...], scale: Array, bias: Array, layer: _Layer) -> tuple[Array, tuple]:
+def _forward_rule(
+    maps: tuple[Array, ...], scale: Array, bias: Array, layer: _Layer
+) -> tuple[Array, tuple]:
     y = _normalized(maps, scale, bias, layer)
     return y, (maps[0], scale, y)
 
 
-def _backward_rule(layer: _Layer, saved: tuple, dy: Array) -> tuple[tuple[Array, ...], Array, Array]:
+def _backward_rule(
+    layer: _Layer, saved: tuple, dy: Array
+) -> tuple[tuple[Array, ...], Array, Array]:
     x, scale, y = saved
     changes = [layer.maps[:2]] * (1 + layer.shortcut)
     # Both vectors' gradients in one array: XLA then adds them to the parameters in one kernel.
@@ -99,7 +109,10 @@ _normalized.defvjp(_forward_rule, _backward_rule)
 
 
 def _of_clients(
-    kernel: Callable[..., None], layer: _Layer, leading: list[tuple[int, ...]], grid: tuple[int, ...] = ()
+    kernel: Callable[..., None],
+    layer: _Layer,
+    leading: list[tuple[int, ...]],
+    grid: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Array, ...]]:
     """A kernel as a function of one client's arrays, whose last axis are channels: those of all clients side by side.
 
@@ -111,7 +124,10 @@ def _of_clients(
     """
 
     def of(clients: int, *arrays: Array) -> tuple[Array, ...]:
-        out = [jax.ShapeDtypeStruct((*shape, clients * layer.channels), jnp.float32) for shape in leading]
+        out = [
+            jax.ShapeDtypeStruct((*shape, clients * layer.channels), jnp.float32)
+            for shape in leading
+        ]
         programs = *grid, clients * layer.options.groups
         return tuple(launch(functools.partial(kernel, layer), programs, out)(*arrays))
 
@@ -120,8 +136,13 @@ def _of_clients(
         return of(1, *arrays)
 
     @alone.def_vmap
-    def _(size: int, batched: list[bool], *arrays: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        together = (jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1) for a in by_lane(size, batched, arrays))
+    def _(
+        size: int, batched: list[bool], *arrays: Array
+    ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        together = (
+            jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1)
+            for a in by_lane(size, batched, arrays)
+        )
         found = of(size, *together)
         split = (a.reshape(*a.shape[:-1], size, layer.channels) for a in found)
         return tuple(jnp.moveaxis(a, -2, 0) for a in split), (True,) * len(found)
@@ -146,8 +167,12 @@ def _read(array: Any, *place: Any, vector: bool = False) -> Array:
     from jax.experimental.pallas import mosaic_gpu
 
     layout = mosaic_gpu.Layout.WGMMA
-    index = [None] if "idx" in inspect.signature(mosaic_gpu.load).parameters else []  # newer jax has none
-    return mosaic_gpu.load(array.at[place], *index, layout=layout.reduce(0) if vector else layout, optimized=False)
+    index = (
+        [None] if "idx" in inspect.signature(mosaic_gpu.load).parameters else []
+    )  # newer jax has none
+    return mosaic_gpu.load(
+        array.at[place], *index, layout=layout.reduce(0) if vector else layout, optimized=False
+    )
 
 
 def _write(array: Any, place: tuple[Any, ...], value: Array) -> None:
@@ -155,7 +180,9 @@ def _write(array: Any, place: tuple[Any, ...], value: Array) -> None:
     if on_gpu():
         from jax.experimental.pallas import mosaic_gpu
 
-        if hasattr(mosaic_gpu, "store"):  # newer jax asks whether fewer than 32 numbers may lie side by side
+        if hasattr(
+            mosaic_gpu, "store"
+        ):  # newer jax asks whether fewer than 32 numbers may lie side by side
             mosaic_gpu.store(array.at[place], value, optimized=False)
             return
     array[place] = value
@@ -203,13 +230,17 @@ def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
         maps = (_read(x, *place) - mean) * gain * slope + offset
         for other in shortcut:
             maps = maps + _read(other, *place)
-        maps = jnp.where(maps <= 0, 0.0, maps) if layer.options.relu else maps  # a maximum would hide NaN
+        maps = (
+            jnp.where(maps <= 0, 0.0, maps) if layer.options.relu else maps
+        )  # a maximum would hide NaN
         _write(y, place, maps)
 
     _over(layer, write, None)
 
 
-def _backward(layer: _Layer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any, d_x: Any, *others: Any) -> None:
+def _backward(
+    layer: _Layer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any, d_x: Any, *others: Any
+) -> None:
     *d_shortcut, d_vectors = others
     (group,) = at
     slope = _vector(layer, scale, group)

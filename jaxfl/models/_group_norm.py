@@ -28,12 +28,16 @@ class Options(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def normalize(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> Array:
+def normalize(
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
+) -> Array:
     """Normalised maps (c, h, w, n) of x (c, h, w, n), with scale and bias (c,)."""
     return _forward(x, shortcut, scale, bias, options)[0]
 
 
-def _forward(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options) -> tuple[Array, tuple]:
+def _forward(
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
+) -> tuple[Array, tuple]:
     rows = _rows(x)
     mean, square = group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
     gain = lax.rsqrt(jnp.maximum(square - mean**2, 0) + options.epsilon)
@@ -45,13 +49,17 @@ def _forward(x: Array, shortcut: Array | None, scale: Array, bias: Array, option
     return y.reshape(x.shape), (rows, shortcut, scale, mean, gain, y if options.relu else None)
 
 
-def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array, Array | None, Array, Array]:
+def _backward(
+    options: Options, saved: tuple, dy: Array
+) -> tuple[Array, Array | None, Array, Array]:
     rows, shortcut, scale, mean, gain, y = saved
     shape, dy = dy.shape, _rows(dy)
     dy = dy if y is None else jnp.where(y > 0, dy, 0)
     d_bias, d_scale = _sums(dy, dy * rows, shape)
     d_scale = (d_scale - mean * d_bias) * gain
-    level, slope = group_means(jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]]), shape, options)
+    level, slope = group_means(
+        jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]]), shape, options
+    )
     slope = slope * gain
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)

@@ -54,19 +54,29 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, 
     def to_inputs(kernels: Array, dys: Array) -> Array:
         if options.stride == 1:
             turned = kernels[:, ::-1, ::-1].swapaxes(3, 4)
-            return _side_by_side(dys, turned, options._replace(padding=len(kernel) - 1 - options.padding))
+            return _side_by_side(
+                dys, turned, options._replace(padding=len(kernel) - 1 - options.padding)
+            )
 
         def maps(xs: Array) -> Array:
             """Without a stride: XLA would put zeros between the pixels of `dys`, four times as many, for cuDNN."""
-            split = jax.vmap(lambda x, kernel: to_blocks(x.transpose(3, 1, 2, 0), kernel, options.padding))
+            split = jax.vmap(
+                lambda x, kernel: to_blocks(x.transpose(3, 1, 2, 0), kernel, options.padding)
+            )
             blocks, theirs = split(xs, kernels)
-            return _side_by_side(blocks.transpose(0, 4, 2, 3, 1), theirs, options._replace(padding=0, stride=1))
+            return _side_by_side(
+                blocks.transpose(0, 4, 2, 3, 1), theirs, options._replace(padding=0, stride=1)
+            )
 
-        return jax.linear_transpose(maps, jax.ShapeDtypeStruct((len(kernels), *x.shape), x.dtype))(dys)[0]
+        return jax.linear_transpose(maps, jax.ShapeDtypeStruct((len(kernels), *x.shape), x.dtype))(
+            dys
+        )[0]
 
     def to_kernel(xs: Array, dys: Array) -> Array:
         like = jax.ShapeDtypeStruct((len(xs), *kernel.shape), kernel.dtype)
-        return jax.linear_transpose(lambda kernels: _side_by_side(xs, kernels, options), like)(dys)[0]
+        return jax.linear_transpose(lambda kernels: _side_by_side(xs, kernels, options), like)(dys)[
+            0
+        ]
 
     return _bilinear(to_inputs)(kernel, dy) if perturbed else None, _bilinear(to_kernel)(x, dy)
 
@@ -89,11 +99,20 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     (c, high, wide, n), (size, _, _, f) = x.shape, kernel.shape
     half = -(-size // 2)
     h, w = ((side + 2 * padding - size) // 2 + half for side in (high, wide))
-    pads = [(0, 0, 0), (padding, 2 * h - high - padding, 0), (padding, 2 * w - wide - padding, 0), (0, 0, 0)]
+    pads = [
+        (0, 0, 0),
+        (padding, 2 * h - high - padding, 0),
+        (padding, 2 * w - wide - padding, 0),
+        (0, 0, 0),
+    ]
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h, w, n)
     kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
-    kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5).reshape(half, half, 4 * c, f)
+    kernel = (
+        kernel.reshape(half, 2, half, 2, c, f)
+        .transpose(0, 2, 1, 3, 4, 5)
+        .reshape(half, half, 4 * c, f)
+    )
     return x, kernel
 
 
@@ -103,7 +122,9 @@ def _side_by_side(xs: Array, kernels: Array, options: Options) -> Array:
     packed = max(some for some in range(1, options.packed + 1) if count % some == 0)
     diagonal = jnp.eye(packed, dtype=kernels.dtype).reshape(1, packed, 1, 1, packed, 1, 1)
     grouped = kernels.reshape(-1, packed, size, size, 1, channels, features) * diagonal
-    grouped = jnp.moveaxis(grouped, (0, 1), (-3, -2)).reshape(size, size, packed * channels, count * features)
+    grouped = jnp.moveaxis(grouped, (0, 1), (-3, -2)).reshape(
+        size, size, packed * channels, count * features
+    )
     maps = convolve_plain(inputs.reshape(*inputs.shape[:-2], -1), grouped, options, count // packed)
     return jnp.moveaxis(maps.reshape(*maps.shape[:-1], count, features), -2, 0)
 
@@ -119,17 +140,23 @@ def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
     @vectorised.def_vmap
     def _(_: int, batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
         """What one of the two has alone, as a kernel that examples share, JAX folds into fewer operations itself."""
-        return (together if all(batched) else jax.vmap(alone, [0 if mine else None for mine in batched]))(*arrays), True
+        return (
+            together if all(batched) else jax.vmap(alone, [0 if mine else None for mine in batched])
+        )(*arrays), True
 
     differentiable = jax.custom_jvp(vectorised)  # in both modes, of which `vectorised` has one
-    differentiable.defjvp(lambda at, by: (differentiable(*at), alone(by[0], at[1]) + alone(at[0], by[1])))
+    differentiable.defjvp(
+        lambda at, by: (differentiable(*at), alone(by[0], at[1]) + alone(at[0], by[1]))
+    )
     return differentiable
 
 
 def max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 features"]:
     """The largest number of each window of 2x2, without a last odd row or column."""
     n, high, wide, features = y.shape
-    windows = y[:, : high // 2 * 2, : wide // 2 * 2].reshape(n, high // 2, 2, wide // 2, 2, features)
+    windows = y[:, : high // 2 * 2, : wide // 2 * 2].reshape(
+        n, high // 2, 2, wide // 2, 2, features
+    )
     return largest(windows, (2, 4))[0]
 
 
@@ -154,7 +181,9 @@ def largest(
         return jnp.where(wins, a, b), jnp.where(wins, i, j)
 
     places = jnp.broadcast_to(_places(windows, axes), windows.shape)
-    return lax.reduce((windows, places), (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4)), better, axes)
+    return lax.reduce(
+        (windows, places), (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4)), better, axes
+    )
 
 
 @largest.defjvp
@@ -167,4 +196,6 @@ def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Ar
 
 def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
     """0 to 3, in reading order, on the axes of places."""
-    return np.arange(4, dtype=np.int8).reshape([side if i in axes else 1 for i, side in enumerate(windows.shape)])
+    return np.arange(4, dtype=np.int8).reshape(
+        [side if i in axes else 1 for i, side in enumerate(windows.shape)]
+    )

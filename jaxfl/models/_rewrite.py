@@ -85,7 +85,10 @@ def _evaluate(closed: ClosedJaxpr, form: Form) -> Callable[..., list[Any]]:
 def _run(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> list[_Value]:
     jaxpr = closed.jaxpr
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *inputs), strict=True))
-    atoms = (*itertools.chain.from_iterable(equation.invars for equation in jaxpr.eqns), *jaxpr.outvars)
+    atoms = (
+        *itertools.chain.from_iterable(equation.invars for equation in jaxpr.eqns),
+        *jaxpr.outvars,
+    )
     reads = collections.Counter(atom for atom in atoms if not isinstance(atom, Literal))
 
     def read(atom: Any) -> _Value:
@@ -116,14 +119,18 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     elif name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
         return [_pooled(_forced(inputs[0]), equation)]
     inputs = [_forced(value) for value in inputs]
-    if (place := next((value.order for value in inputs if isinstance(value, _Moved)), None)) is not None:
+    if (
+        place := next((value.order for value in inputs if isinstance(value, _Moved)), None)
+    ) is not None:
         moved = _in_place(equation, inputs, place)
         if moved is not None:
             return [moved]
     arrays = [_array(value) for value in inputs]
     if name in ("checkpoint", "remat2"):
         inner = _evaluate(ClosedJaxpr(params["jaxpr"], ()), form)
-        return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(*arrays)
+        return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(
+            *arrays
+        )
     if name in ("scan", "while", "cond"):
         rewritten = functools.partial(_rewritten, form=form)
         params = {key: jax.tree.map(rewritten, value) for key, value in params.items()}
@@ -137,7 +144,11 @@ def _bind(equation: Any, arrays: Sequence[Any], params: dict[str, Any]) -> Seque
 
 
 def _rewritten(value: Any, form: Form) -> Any:
-    return jax.make_jaxpr(_evaluate(value, form))(*value.in_avals) if isinstance(value, ClosedJaxpr) else value
+    return (
+        jax.make_jaxpr(_evaluate(value, form))(*value.in_avals)
+        if isinstance(value, ClosedJaxpr)
+        else value
+    )
 
 
 def _forced(value: _Value) -> _Value:
@@ -159,7 +170,9 @@ def _in_order(value: _Value, order: Sequence[int]) -> Any:
     if not jnp.ndim(array):
         return array
     if array.dtype == bool and order[-1] == 0 and len(array) <= _SMALL_BATCH:
-        return _batch_minor(array).transpose([axis - 1 if axis else array.ndim - 1 for axis in order])
+        return _batch_minor(array).transpose(
+            [axis - 1 if axis else array.ndim - 1 for axis in order]
+        )
     return array.transpose(order)
 
 
@@ -169,7 +182,9 @@ def _batch_minor(mask: Array) -> Array:
     A transposition becomes part of every loop that reads the mask, and misses the cache in each of them.
     """
     n, *sides = mask.shape
-    moved = lax.dot_general(mask.reshape(n, -1).astype(jnp.float32), jnp.eye(n), (((0,), (0,)), ((), ())))
+    moved = lax.dot_general(
+        mask.reshape(n, -1).astype(jnp.float32), jnp.eye(n), (((0,), (0,)), ((), ()))
+    )
     return (moved > 0.5).reshape(*sides, n)
 
 
@@ -183,11 +198,18 @@ def _side_by_side(equation: Any, inputs: Sequence[Any], form: Form) -> Array | N
         return max_pool(inputs[0])
     if name != "conv_general_dilated" or not _is_covered(equation):
         return None
-    (batch, channel, *spatial), (out, in_, *sizes), (examples, features, *maps) = params["dimension_numbers"]
+    (batch, channel, *spatial), (out, in_, *sizes), (examples, features, *maps) = params[
+        "dimension_numbers"
+    ]
     x, kernel = inputs[0].transpose(batch, *spatial, channel), inputs[1].transpose(*sizes, in_, out)
     side, stride = len(kernel), params["window_strides"][0]
     apart = {*params["lhs_dilation"], *params["rhs_dilation"], params["feature_group_count"]} != {1}
-    if apart or kernel.shape[:-2] != (side, side) or params["window_strides"] != (stride, stride) or stride > 2:
+    if (
+        apart
+        or kernel.shape[:-2] != (side, side)
+        or params["window_strides"] != (stride, stride)
+        or stride > 2
+    ):
         return None
     ends, around = params["padding"], {*itertools.chain(*params["padding"])}
     zeros = ends[0][0] if len(around) == 1 and 0 <= ends[0][0] < side else 0
@@ -204,14 +226,20 @@ def _side_by_side(equation: Any, inputs: Sequence[Any], form: Form) -> Array | N
 
 def _is_covered(equation: Any) -> bool:
     params, dtype = equation.params, equation.outvars[0].aval.dtype
-    same = all(atom.aval.dtype == dtype for atom in equation.invars) and jnp.issubdtype(dtype, jnp.floating)
+    same = all(atom.aval.dtype == dtype for atom in equation.invars) and jnp.issubdtype(
+        dtype, jnp.floating
+    )
     return same and params["batch_group_count"] == 1 and equation.outvars[0].aval.size > 0
 
 
 def _waiting(x: _Value, kernel: _Value, params: dict[str, Any], filtered: bool) -> _Convolution:
-    (batch, channel, *spatial), (out, in_, *sizes), (examples, features, *maps) = params["dimension_numbers"]
+    (batch, channel, *spatial), (out, in_, *sizes), (examples, features, *maps) = params[
+        "dimension_numbers"
+    ]
     x = _in_order(x, (channel, *spatial, batch))
-    return _Convolution(x, _in_order(kernel, (*sizes, in_, out)), params, filtered, (features, *maps, examples))
+    return _Convolution(
+        x, _in_order(kernel, (*sizes, in_, out)), params, filtered, (features, *maps, examples)
+    )
 
 
 def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolution | None:
@@ -221,10 +249,17 @@ def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolu
         shape = jnp.shape(_array(others[0]))
         sides = [1] * len(waiting.order)
         sides[waiting.order[0]] = waiting.kernel.shape[-1]
-        return waiting._replace(bias=_array(others[0]).reshape(-1)) if shape == tuple(sides) else None
+        return (
+            waiting._replace(bias=_array(others[0]).reshape(-1)) if shape == tuple(sides) else None
+        )
     if name == "custom_jvp_call" and _is_relu(equation):
         return waiting._replace(relu=True)
-    if name == "reduce_window_max" and not waiting.pool and _is_plain(waiting) and _is_pooling(equation, waiting.order):
+    if (
+        name == "reduce_window_max"
+        and not waiting.pool
+        and _is_plain(waiting)
+        and _is_pooling(equation, waiting.order)
+    ):
         return waiting._replace(pool=True)
     return None
 
@@ -232,9 +267,9 @@ def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolu
 def _is_relu(equation: Any) -> bool:
     """Whether this is `jax.nn.relu`, by its derivative."""
     x = equation.invars[0].aval
-    return len(equation.invars) == 1 and _derivative(lambda x: _bind(equation, [x], equation.params)[0], x) == (
-        _derivative(jax.nn.relu, x)
-    )
+    return len(equation.invars) == 1 and _derivative(
+        lambda x: _bind(equation, [x], equation.params)[0], x
+    ) == (_derivative(jax.nn.relu, x))
 
 
 def _derivative(function: Callable[[Array], Array], x: Any) -> str:
@@ -244,7 +279,12 @@ def _derivative(function: Callable[[Array], Array], x: Any) -> str:
 def _is_plain(waiting: _Convolution) -> bool:
     """Whether `jaxfl.models._convolution` has it: one or two axes, taps side by side, one group."""
     params, sizes = waiting.params, waiting.kernel.shape[:-2]
-    steps = (*params["window_strides"], *params["rhs_dilation"], *params["lhs_dilation"], params["feature_group_count"])
+    steps = (
+        *params["window_strides"],
+        *params["rhs_dilation"],
+        *params["lhs_dilation"],
+        params["feature_group_count"],
+    )
     zeros = min(itertools.chain(*params["padding"]))
     return len(sizes) in (1, 2) and math.prod(sizes) > 1 and set(steps) == {1} and zeros >= 0
 
@@ -260,10 +300,14 @@ def _convolve(waiting: _Convolution) -> Array:
         line = len(padding) == 1
         if line:
             x, kernel, padding = x[:, None], kernel[None], ((0, 0), *padding)
-        options = _convolution.Options(padding, waiting.relu, waiting.pool, False, False, filtered, precision)
+        options = _convolution.Options(
+            padding, waiting.relu, waiting.pool, False, False, filtered, precision
+        )
         y = _convolution.convolve(x, kernel, bias, options)
         return y[:, 0] if line else y
-    ends = [(*zeros, d - 1) for zeros, d in zip(params["padding"], params["lhs_dilation"], strict=True)]
+    ends = [
+        (*zeros, d - 1) for zeros, d in zip(params["padding"], params["lhs_dilation"], strict=True)
+    ]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *ends, (0, 0, 0)])
     strides, groups = params["window_strides"], params["feature_group_count"]
     window = _windows.Window(strides, params["rhs_dilation"], groups, precision)
@@ -278,13 +322,19 @@ def _convolve(waiting: _Convolution) -> Array:
 def _is_window(equation: Any) -> bool:
     params, dtype = equation.params, equation.outvars[0].aval.dtype
     near = {*params["base_dilation"], *params["window_dilation"]} == {1}
-    return near and jnp.issubdtype(dtype, jnp.floating) and math.prod(params["window_dimensions"]) <= _MOST_TAPS
+    return (
+        near
+        and jnp.issubdtype(dtype, jnp.floating)
+        and math.prod(params["window_dimensions"]) <= _MOST_TAPS
+    )
 
 
 def _is_pooling(equation: Any, order: Sequence[int]) -> bool:
     """Whether windows are 2x2, side by side, on the two axes in the middle of an order."""
     params = equation.params
-    windows = [[params[key][axis] for axis in order] for key in ("window_dimensions", "window_strides")]
+    windows = [
+        [params[key][axis] for axis in order] for key in ("window_dimensions", "window_strides")
+    ]
     return _is_window(equation) and windows == [[1, 2, 2, 1]] * 2 and not np.any(params["padding"])
 
 
@@ -293,7 +343,8 @@ def _pooled(value: _Value, equation: Any) -> _Value:
     order = value.order if isinstance(value, _Moved) else tuple(range(jnp.ndim(value)))
     x = _in_order(value, order)
     sizes, strides, padding = (
-        tuple(params[key][axis] for axis in order) for key in ("window_dimensions", "window_strides", "padding")
+        tuple(params[key][axis] for axis in order)
+        for key in ("window_dimensions", "window_strides", "padding")
     )
     highest = equation.primitive.name == "reduce_window_max"
     x = lax.pad(x, jnp.array(-jnp.inf if highest else 0, x.dtype), [(*ends, 0) for ends in padding])
@@ -316,12 +367,21 @@ _BY_AXIS = {"slice": ("start_indices", "limit_indices", "strides"), "pad": ("pad
 
 def _in_place(equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]) -> _Moved | None:
     """The operation on arrays with their axes in that order, or None."""
-    name, params, ranks = equation.primitive.name, equation.params, {len(atom.aval.shape) for atom in equation.invars}
+    name, params, ranks = (
+        equation.primitive.name,
+        equation.params,
+        {len(atom.aval.shape) for atom in equation.invars},
+    )
     if not ranks <= {0, len(order)}:
         return None
 
     def bind(after: tuple[int, ...], **changes: Any) -> _Moved:
-        return _Moved(_bind(equation, [_in_order(value, order) for value in inputs], {**params, **changes})[0], after)
+        return _Moved(
+            _bind(equation, [_in_order(value, order) for value in inputs], {**params, **changes})[
+                0
+            ],
+            after,
+        )
 
     if name in _ELEMENTWISE:
         return bind(order)
@@ -330,15 +390,21 @@ def _in_place(equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]) -
     if name in _REDUCTIONS:
         left = [axis for axis in order if axis not in params["axes"]]
         return bind(
-            tuple(np.argsort(np.argsort(left)).tolist()), axes=tuple(order.index(axis) for axis in params["axes"])
+            tuple(np.argsort(np.argsort(left)).tolist()),
+            axes=tuple(order.index(axis) for axis in params["axes"]),
         )
     if name in _BY_AXIS:
-        moved = {key: params[key] and tuple(params[key][axis] for axis in order) for key in _BY_AXIS[name]}
+        moved = {
+            key: params[key] and tuple(params[key][axis] for axis in order)
+            for key in _BY_AXIS[name]
+        }
         return bind(order, **moved)
     if name == "concatenate":
         return bind(order, dimension=order.index(params["dimension"]))
     if name == "transpose":
-        return _Moved(_in_order(inputs[0], order), tuple(params["permutation"].index(axis) for axis in order))
+        return _Moved(
+            _in_order(inputs[0], order), tuple(params["permutation"].index(axis) for axis in order)
+        )
     if name == "reshape":
         return _split(_in_order(inputs[0], order), order, params["new_sizes"])
     return None
@@ -352,7 +418,10 @@ def _split(x: Array, order: tuple[int, ...], sizes: Sequence[int]) -> _Moved | N
         while left and math.prod(size for _, size in part) < side:
             part.append(left.pop(0))
         parts.append(part)
-    if left or any(math.prod(size for _, size in part) != x.shape[order.index(a)] for a, part in enumerate(parts)):
+    if left or any(
+        math.prod(size for _, size in part) != x.shape[order.index(a)]
+        for a, part in enumerate(parts)
+    ):
         return None
     moved = [axis for place in order for axis in parts[place]]
     return _Moved(x.reshape([size for _, size in moved]), tuple(axis for axis, _ in moved))

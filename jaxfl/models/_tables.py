@@ -51,7 +51,9 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
         elif name == "add" and "input" in found:
             known[operation.outvars[0]] = "shifted"
         elif name == "select_n" and sorted(map(str, found[1:])) == ["input", "shifted"]:
-            known[operation.outvars[0]] = "input"  # NumPy's negative indices, to which the number of rows is added
+            known[operation.outvars[0]] = (
+                "input"  # NumPy's negative indices, to which the number of rows is added
+            )
     return tables, [origin(result) for result in program.outvars]
 
 

@@ -59,15 +59,22 @@ def _products_forward(x: Any, kernel: Any, window: Window) -> tuple[Array, tuple
 def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
     patches, weights, shape, (*sizes, _, _) = *saved[:3], saved[3]
     columns = dy.reshape(window.groups, -1, patches.shape[2])
-    d_kernel = lax.dot_general(patches, columns, (((2,), (2,)), ((0,), (0,))), precision=window.precision)
+    d_kernel = lax.dot_general(
+        patches, columns, (((2,), (2,)), ((0,), (0,))), precision=window.precision
+    )
     d_kernel = jnp.moveaxis(d_kernel, 0, 1).reshape(saved[3])
     if weights is None:  # the first layer's input is not differentiated
         return None, d_kernel
     d = lax.dot_general(weights, columns, (((2,), (1,)), ((0,), (0,))), precision=window.precision)
     d = d.reshape(window.groups, *sizes, -1, *dy.shape[1:])
     for axis in reversed(range(len(sizes))):  # one at a time, and so few terms
-        places = [_Place(i * window.dilation[axis], window.strides[axis], shape[1 + axis]) for i in range(sizes[axis])]
-        terms = [_spread(jnp.take(d, i, 1 + axis), 2 + 2 * axis, place) for i, place in enumerate(places)]
+        places = [
+            _Place(i * window.dilation[axis], window.strides[axis], shape[1 + axis])
+            for i in range(sizes[axis])
+        ]
+        terms = [
+            _spread(jnp.take(d, i, 1 + axis), 2 + 2 * axis, place) for i, place in enumerate(places)
+        ]
         d = functools.reduce(jnp.add, terms)
     return d.reshape(shape), d_kernel
 
@@ -90,7 +97,9 @@ def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | 
     products = [tap * dy for tap in _taps(x, kernel, window)]
     axes = tuple(range(1, x.ndim - 1))  # the batch last, or else it would add n numbers at a time
     zeros = [jnp.zeros((), dy.dtype)] * len(products)
-    sums = lax.reduce(products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes)
+    sums = lax.reduce(
+        products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes
+    )
     d_kernel = jnp.stack([s.sum(1) for s in sums]).reshape(kernel.shape)
     if not perturbed:
         return None, d_kernel
@@ -99,14 +108,18 @@ def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | 
     for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
         dy = _spread(dy, axis, _Place(before, stride, x.shape[axis] + before))
     turned = kernel.reshape(-1, len(x))[::-1]
-    return _weighted(turned, _taps(dy, kernel, window._replace(strides=(1,) * len(reach)))), d_kernel
+    return _weighted(
+        turned, _taps(dy, kernel, window._replace(strides=(1,) * len(reach)))
+    ), d_kernel
 
 
 _by_channel.defvjp(_channel_forward, _channel_backward, symbolic_zeros=True)
 
 
 def _weighted(weights: Array, taps: Sequence[Array]) -> Array:
-    terms = [w.reshape(-1, *(1,) * (tap.ndim - 1)) * tap for w, tap in zip(weights, taps, strict=True)]
+    terms = [
+        w.reshape(-1, *(1,) * (tap.ndim - 1)) * tap for w, tap in zip(weights, taps, strict=True)
+    ]
     return functools.reduce(jnp.add, terms)
 
 
@@ -114,7 +127,9 @@ def _taps(x: Array, kernel: Array, window: Window) -> list[Array]:
     return slices(x, (1, *kernel.shape[:-2], 1), (1, *window.strides, 1), (1, *window.dilation, 1))
 
 
-def slices(x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]) -> list[Array]:
+def slices(
+    x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]
+) -> list[Array]:
     """For each place in a window, its element in every window."""
     reach = [d * (size - 1) for d, size in zip(dilation, sizes, strict=True)]
     parts = []
@@ -156,7 +171,9 @@ def _max_forward(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> 
     return y, (winner, x.shape)
 
 
-def _max_backward(sizes: tuple[int, ...], strides: tuple[int, ...], saved: tuple, dy: Array) -> tuple[Array]:
+def _max_backward(
+    sizes: tuple[int, ...], strides: tuple[int, ...], saved: tuple, dy: Array
+) -> tuple[Array]:
     winner, shape = saved
     if sizes == strides:
         number = np.arange(math.prod(sizes)).reshape([side for size in sizes for side in (1, size)])
@@ -186,6 +203,8 @@ def sum_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Arra
     if sizes != strides:
         return functools.reduce(jnp.add, slices(x, sizes, strides, (1,) * x.ndim))
     out = [side // size for side, size in zip(x.shape, sizes, strict=True)]
-    covered = lax.slice(x, [0] * x.ndim, [count * size for count, size in zip(out, sizes, strict=True)])
+    covered = lax.slice(
+        x, [0] * x.ndim, [count * size for count, size in zip(out, sizes, strict=True)]
+    )
     sides = [side for pair in zip(out, sizes, strict=True) for side in pair]
     return covered.reshape(sides).sum(tuple(range(1, 2 * x.ndim, 2)))

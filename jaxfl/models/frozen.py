@@ -96,7 +96,9 @@ def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) 
     return part._replace(ghost_norms=None)
 
 
-def rebuilt(model: Model, kind: str, start: Params, fixed: Tree, network: Callable[[Callable], Callable]) -> Model:
+def rebuilt(
+    model: Model, kind: str, start: Params, fixed: Tree, network: Callable[[Callable], Callable]
+) -> Model:
     """The model with other parameters, and with frozen weights.
 
     Args:
@@ -138,9 +140,14 @@ def _joined(function: Callable) -> Callable:
 def check_params(model: Model, params: Any) -> Params:
     """Require weights of the model's shapes."""
     if model.frozen:
-        raise ValueError(f"model={model.name!r} has frozen weights already: give the model that they belong to")
+        raise ValueError(
+            f"model={model.name!r} has frozen weights already: give the model that they belong to"
+        )
     shapes = [
-        {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+        {
+            jax.tree_util.keystr(path): np.shape(leaf)
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
         for tree in (params, jax.eval_shape(lambda: model.init(key_of(0))))
     ]
     found, wanted = shapes

@@ -39,7 +39,14 @@ from jaxfl.backend import Form
 from jaxfl.models._convolution import Options, convolve
 from jaxfl.models._group_norm import Options as NormOptions
 from jaxfl.models._group_norm import group_means, normalize
-from jaxfl.models._plain import PACKED, convolve_grouped, convolve_plain, largest, max_pool, to_blocks
+from jaxfl.models._plain import (
+    PACKED,
+    convolve_grouped,
+    convolve_plain,
+    largest,
+    max_pool,
+    to_blocks,
+)
 from jaxfl.models._plain import Options as PlainOptions
 
 PLAIN: tuple[Form, ...] = ("lax", "grouped", "packed", "blocks", "pallas")
@@ -54,7 +61,9 @@ _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 def _bias_init(fan_in: int) -> Callable[[Array, tuple[int, ...]], Array]:
     bound = fan_in**-0.5
-    return lambda key, shape: jax.random.uniform(key, shape, jnp.float32, minval=-bound, maxval=bound)
+    return lambda key, shape: jax.random.uniform(
+        key, shape, jnp.float32, minval=-bound, maxval=bound
+    )
 
 
 def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
@@ -62,7 +71,9 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
     if inputs.dtype == jnp.uint8:
         return inputs.astype(jnp.float32) * (2 / 255) - 1
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
-        raise TypeError(f"inputs.dtype={inputs.dtype}: images are bytes or floating numbers, give those")
+        raise TypeError(
+            f"inputs.dtype={inputs.dtype}: images are bytes or floating numbers, give those"
+        )
     return inputs.astype(jnp.float32)
 
 
@@ -110,10 +121,14 @@ class Convolution(nn.Module):
         bias = jnp.zeros(self.features, kernel.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
-        if self.is_initializing():  # parameters follow from shapes; tracing the maps would take most of the time
+        if (
+            self.is_initializing()
+        ):  # parameters follow from shapes; tracing the maps would take most of the time
             sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
             sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
-            return jnp.zeros((self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3]))
+            return jnp.zeros(
+                (self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3])
+            )
         fused = self.fused and kernel.dtype == jnp.float32
         if x.dtype == jnp.uint8 and (not fused or padding):
             x = as_floats(x).astype(kernel.dtype)
@@ -128,17 +143,25 @@ class Convolution(nn.Module):
                 y = largest(_blocks(x, kernel, padding), (3,))[0]
             else:
                 plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
-                own = PlainOptions(padding, self.stride, precision, PACKED if self.form == "packed" else 1)
+                own = PlainOptions(
+                    padding, self.stride, precision, PACKED if self.form == "packed" else 1
+                )
                 y = plain(x.transpose(3, 1, 2, 0), kernel, own)
                 y = max_pool(y) if self.pool else y
             y = y + bias[None, None, None]
             return (nn.relu(y) if self.relu else y).transpose(3, 1, 2, 0)
         if self.stride == 2:
             x, kernel, padding = *to_blocks(x, kernel, padding), 0
-        filtered = self.form == "winograd" and x.dtype == jnp.float32 and precision in (None, "float32", "highest")
+        filtered = (
+            self.form == "winograd"
+            and x.dtype == jnp.float32
+            and precision in (None, "float32", "highest")
+        )
         precision = "highest" if filtered else precision
         sides = ((padding, padding), (padding, padding))
-        options = Options(sides, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision)
+        options = Options(
+            sides, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision
+        )
         return convolve(x, kernel, bias, options)
 
 
@@ -173,7 +196,9 @@ class Dense(nn.Module):
         kernel = self.param("kernel", _kernel_init, (x.shape[1], self.features))
         bias = self.param("bias", _bias_init(x.shape[1]), (self.features,))
         if self.ghost_norms:
-            return _dense_norms(x, kernel, bias, self.param("probe", nn.initializers.zeros, (x.shape[0],)))
+            return _dense_norms(
+                x, kernel, bias, self.param("probe", nn.initializers.zeros, (x.shape[0],))
+            )
         return (_dense_squares if self.sum_grad_squared else _dense)(x, kernel, bias)
 
 
@@ -192,7 +217,9 @@ def _norms_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array
 
 
 _dense_squares, _dense_norms = jax.custom_vjp(_dense), jax.custom_vjp(_dense)
-_dense_squares.defvjp(_dense_forward, lambda saved, dy: (dy @ saved[1].T, (saved[0] ** 2).T @ dy**2, (dy**2).sum(0)))
+_dense_squares.defvjp(
+    _dense_forward, lambda saved, dy: (dy @ saved[1].T, (saved[0] ** 2).T @ dy**2, (dy**2).sum(0))
+)
 _dense_norms.defvjp(_dense_forward, _norms_backward)
 
 
@@ -237,7 +264,9 @@ class GroupNorm(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "channels H W B"], shortcut: Float[Array, "channels H W B"] | None = None
+        self,
+        x: Float[Array, "channels H W B"],
+        shortcut: Float[Array, "channels H W B"] | None = None,
     ) -> Float[Array, "channels H W B"]:
         """Normalised maps, plus a shortcut."""
         scale = self.param("scale", nn.initializers.ones, (len(x),))
@@ -247,7 +276,10 @@ class GroupNorm(nn.Module):
         options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
         apply = _plain_norm if self.form in PLAIN and not self.sum_grad_squared else normalize
         if self.form == "pallas" and apply is _plain_norm:
-            from jaxfl.models._fused_norm import is_fused, normalize_fused  # Pallas takes long to import
+            from jaxfl.models._fused_norm import (
+                is_fused,
+                normalize_fused,
+            )  # Pallas takes long to import
 
             apply = normalize_fused if is_fused(x, options) else apply
         # Moments lose too many digits below float32.
@@ -256,7 +288,9 @@ class GroupNorm(nn.Module):
         return apply(maps, shortcut, scale, bias, options).astype(x.dtype)
 
 
-def _plain_norm(x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions) -> Array:
+def _plain_norm(
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions
+) -> Array:
     """By two factors of each channel and example, from two sums: so are its derivatives."""
     sums = _at_once(x.sum((1, 2)), (x * x).sum((1, 2)))
     mean, square = group_means(jnp.stack(sums), x.shape, options)

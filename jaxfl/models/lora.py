@@ -94,9 +94,14 @@ def lora(
     scale = 1.0 if alpha is None else check_positive("alpha", alpha) / rank
     kernels = _chosen(model, params, where, train)
     keys = jax.random.split(key_of(seed), len(kernels))
-    a = {path: _random(key, kernel, rank) for key, (path, kernel) in zip(keys, kernels.items(), strict=True)}
+    a = {
+        path: _random(key, kernel, rank)
+        for key, (path, kernel) in zip(keys, kernels.items(), strict=True)
+    }
     b = {path: jnp.zeros((rank, *kernel.outputs)) for path, kernel in kernels.items()}
-    adapters = {path: {"a": a[path], "b": b[path]} if train_a else {"b": b[path]} for path in kernels}
+    adapters = {
+        path: {"a": a[path], "b": b[path]} if train_a else {"b": b[path]} for path in kernels
+    }
     start = _nested(adapters) | {name: params[name] for name in train}
     base = {name: params[name] for name in params if name not in train}
     fixed = (base, {} if train_a else a)
@@ -106,7 +111,9 @@ def lora(
         def call(params: Params, fixed: Tree, *inputs: Any) -> Any:
             base, a = fixed
 
-            def adapt(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:
+            def adapt(
+                call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context
+            ) -> Any:
                 path, y = context.module.path, call(*args, **kwargs)
                 if path not in kernels or context.method_name != "__call__":
                     return y
@@ -119,7 +126,9 @@ def lora(
 
         return call
 
-    return rebuilt(model, f"lora_{rank}", start, fixed, network)._replace(sum_grad_squared=None, ghost_norms=None)
+    return rebuilt(model, f"lora_{rank}", start, fixed, network)._replace(
+        sum_grad_squared=None, ghost_norms=None
+    )
 
 
 def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
@@ -143,13 +152,19 @@ def _nested(adapters: Mapping[Path, Any]) -> dict[str, Any]:
     """As a tree, like the parameters of the layers."""
     tree: dict[str, Any] = {}
     for path, adapter in adapters.items():
-        functools.reduce(lambda tree, name: tree.setdefault(name, {}), path[:-1], tree)[path[-1]] = adapter
+        functools.reduce(lambda tree, name: tree.setdefault(name, {}), path[:-1], tree)[
+            path[-1]
+        ] = adapter
     return tree
 
 
-def _chosen(model: Model, params: Params, where: Sequence[str] | None, train: Sequence[str]) -> dict[Path, _Kernel]:
+def _chosen(
+    model: Model, params: Params, where: Sequence[str] | None, train: Sequence[str]
+) -> dict[Path, _Kernel]:
     """The dense layers that get an adapter, in the order of their calls."""
-    found = {path: kernel for path, kernel in _kernels(model, params).items() if path[0] not in train}
+    found = {
+        path: kernel for path, kernel in _kernels(model, params).items() if path[0] not in train
+    }
     if where is None:
         chosen = found
     else:
@@ -160,7 +175,9 @@ def _chosen(model: Model, params: Params, where: Sequence[str] | None, train: Se
                 f"where={where!r}: {missing[0]!r} is in the path of no dense layer, but these are: {names}"
             )
     if not chosen:
-        raise ValueError(f"model={model.name!r} has no dense layer besides train={train!r}: nothing would be adapted")
+        raise ValueError(
+            f"model={model.name!r} has no dense layer besides train={train!r}: nothing would be adapted"
+        )
     return chosen
 
 
@@ -173,11 +190,15 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
         if context.method_name != "__call__" or not isinstance(module, _DENSE):
             return y
         x, axes = _input(args, kwargs), getattr(module, "axis", -1)
-        axes = tuple(axis % x.ndim - x.ndim for axis in ((axes,) if isinstance(axes, int) else axes))
+        axes = tuple(
+            axis % x.ndim - x.ndim for axis in ((axes,) if isinstance(axes, int) else axes)
+        )
         inputs = tuple(x.shape[axis] for axis in axes)
         first = isinstance(module, FirstAxisDense)
         outputs = y.shape[:1] if first else y.shape[x.ndim - len(axes) :]
-        kernel = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params).get("kernel")
+        kernel = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params).get(
+            "kernel"
+        )
         # Others are shared out over batches, or over the turns of a loop.
         if module.path and jnp.shape(kernel) == (*inputs, *outputs):
             found[module.path] = _Kernel(axes, inputs, outputs, first)

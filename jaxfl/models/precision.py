@@ -38,7 +38,9 @@ def with_precision(model: Model, precision: Precision) -> Model:
     'mlp_bfloat16'
     """
     if precision == "bfloat16" and jax.tree.leaves(model.frozen):
-        raise ValueError(f"model={model.name!r} has frozen weights: apply with_precision first, and freeze then")
+        raise ValueError(
+            f"model={model.name!r} has frozen weights: apply with_precision first, and freeze then"
+        )
 
     def at(network: Callable[..., Array]) -> Callable[..., Array]:
         @functools.wraps(network)

@@ -91,7 +91,12 @@ def transformer(
 
 def _model(name: str, module: nn.Module, length: int, every: bool, vocabulary: int) -> Model:
     task = next_token() if every else classification()
-    options: dict[str, Any] = {"prepare": _whole, "task": task, "form": "lax", "vocabulary": vocabulary}
+    options: dict[str, Any] = {
+        "prepare": _whole,
+        "task": task,
+        "form": "lax",
+        "vocabulary": vocabulary,
+    }
     return from_flax(module, (length,), head=("head",), name=name, **options)
 
 
@@ -120,7 +125,9 @@ class _Recurrent(nn.Module):
     width: int
 
     @nn.compact
-    def __call__(self, table: Float[Array, "V E"], tokens: Int[Array, "B L"]) -> Float[Array, "B L width"]:
+    def __call__(
+        self, table: Float[Array, "V E"], tokens: Int[Array, "B L"]
+    ) -> Float[Array, "B L width"]:
         width = self.width
         ahead = nn.Dense(3 * width, name="input")(table)[tokens.T]
         kernel = self.param("recurrent", nn.initializers.lecun_normal(), (width, 3 * width))
@@ -184,7 +191,9 @@ class _Transformer(_Network):
         x = x + self.position.embedding[: tokens.shape[1]].T[:, None]
         for block in self.block:
             x = block(x)
-        return self.norm(x if self.every else x[..., -1:]).transpose(1, 2, 0)[:, slice(None) if self.every else 0]
+        return self.norm(x if self.every else x[..., -1:]).transpose(1, 2, 0)[
+            :, slice(None) if self.every else 0
+        ]
 
 
 class _Block(nn.Module):

@@ -82,19 +82,32 @@ def from_flax(
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Any:
         rngs = None if key is None else {"params": key}  # other streams derive from it
-        return module.apply({"params": params}, x, method=method, rngs=rngs, **_mode(module, method, key))
+        return module.apply(
+            {"params": params}, x, method=method, rngs=rngs, **_mode(module, method, key)
+        )
 
-    options = {"head": head, "name": name, "prepare": prepare, "task": task, "form": form, "vocabulary": vocabulary}
+    options = {
+        "head": head,
+        "name": name,
+        "prepare": prepare,
+        "task": task,
+        "form": form,
+        "vocabulary": vocabulary,
+    }
     return _model(_Network(module, variables, call), tuple(input_shape), **options)
 
 
 def _check_nnx(name: str, value: Any) -> Any:
     if not isinstance(value, nnx.Module) and not callable(value):
-        raise TypeError(f"{name}={show(value)}: give an nnx.Module, or a function of nnx.Rngs that makes one")
+        raise TypeError(
+            f"{name}={show(value)}: give an nnx.Module, or a function of nnx.Rngs that makes one"
+        )
     return value
 
 
-@checked(module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=check_layers)
+@checked(
+    module=_check_nnx, input_shape=functools.partial(check_counts, empty=False), head=check_layers
+)
 def from_nnx(
     module: Any,
     input_shape: Sequence[int],
@@ -133,13 +146,24 @@ def from_nnx(
     def make(rngs: nnx.Rngs) -> Any:
         made = module if isinstance(module, nnx.Module) else module(rngs)
         if not isinstance(made, nnx.Module):
-            raise TypeError(f"module={show(module)} makes {show(made)}: give a function of nnx.Rngs to an nnx.Module")
+            raise TypeError(
+                f"module={show(module)} makes {show(made)}: give a function of nnx.Rngs to an nnx.Module"
+            )
         return made
 
-    instance: Any = module if isinstance(module, nnx.Module) else nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    instance: Any = (
+        module if isinstance(module, nnx.Module) else nnx.eval_shape(lambda: make(nnx.Rngs(0)))
+    )
     graph, own, rest = nnx.split(instance, nnx.Param, ...)
-    shapes = [(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) for path, leaf in nnx.to_flat_state(own)]
-    kept = {type(leaf).__name__: leaf for _, leaf in nnx.to_flat_state(rest) if not isinstance(leaf, nnx.RngState)}
+    shapes = [
+        (path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        for path, leaf in nnx.to_flat_state(own)
+    ]
+    kept = {
+        type(leaf).__name__: leaf
+        for _, leaf in nnx.to_flat_state(rest)
+        if not isinstance(leaf, nnx.RngState)
+    }
 
     def variables(key: Array, _batch: Array) -> Any:
         made = make(nnx.Rngs(key))
@@ -154,12 +178,22 @@ def from_nnx(
         values = [flat.get(_named(path), shape) for path, shape in shapes]
         streams = [_stream(key, number, leaf) for number, leaf in enumerate(jax.tree.leaves(rest))]
         # New variables: those of `rest` could not count within this trace.
-        states = (jax.tree.unflatten(jax.tree.structure(tree), new) for tree, new in ((own, values), (rest, streams)))
+        states = (
+            jax.tree.unflatten(jax.tree.structure(tree), new)
+            for tree, new in ((own, values), (rest, streams))
+        )
         merged = nnx.merge(graph, *states)
         merged.eval() if key is None else merged.train()
         return getattr(merged, method)(x, **_mode(merged, method, key))
 
-    options = {"head": head, "name": name, "prepare": prepare, "task": task, "form": form, "vocabulary": vocabulary}
+    options = {
+        "head": head,
+        "name": name,
+        "prepare": prepare,
+        "task": task,
+        "form": form,
+        "vocabulary": vocabulary,
+    }
     return _model(_Network(instance, variables, call), tuple(input_shape), **options)
 
 
@@ -214,16 +248,24 @@ def _model(
         """Variables, and outputs where there are parameters alone."""
         batch = prepare(inputs)
         variables = network.variables(key, batch)
-        outputs = network.call("__call__", variables["params"], batch, None) if set(variables) == {"params"} else None
+        outputs = (
+            network.call("__call__", variables["params"], batch, None)
+            if set(variables) == {"params"}
+            else None
+        )
         return variables, outputs
 
     dtype, program, variables, outputs = _first_taken(made, kind, input_shape)
     if "params" not in variables:
         raise ValueError(f"module={kind} has no parameters: give one that can be trained")
     if kept := set(variables) - {"params"}:
-        raise ValueError(f"module={kind} keeps {sorted(kept)}: use layers without state, GroupNorm for BatchNorm")
+        raise ValueError(
+            f"module={kind} keeps {sorted(kept)}: use layers without state, GroupNorm for BatchNorm"
+        )
     if not outputs.shape or outputs.shape[0] != 2:
-        raise ValueError(f"module={kind} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
+        raise ValueError(
+            f"module={kind} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]"
+        )
 
     def init(key: Array) -> Params:
         return network.variables(key, prepare(jnp.zeros((2, *input_shape), dtype)))["params"]
@@ -234,7 +276,9 @@ def _model(
         raise ValueError(f"head={head!r}: name at least one of the module's layers {layers}")
     split = hasattr(network.module, "extract") and hasattr(network.module, "classify")
     extract, classify = (method(part) if split else None for part in ("extract", "classify"))
-    model = Model(name or kind, init, prepare, extract, classify, method("__call__"), None, layers, head)
+    model = Model(
+        name or kind, init, prepare, extract, classify, method("__call__"), None, layers, head
+    )
     if vocabulary is None:
         vocabulary = min(tables_of(program), default=None)
     return model._replace(input_shape=input_shape, task=task, vocabulary=vocabulary)
@@ -269,7 +313,10 @@ def _first_taken(
         return dtype, program, variables, outputs
     except ExceptionGroup as group:
         errors = group.exceptions
-    if any(isinstance(error, flax.errors.InvalidRngError) or "deterministic" in str(error) for error in errors):
+    if any(
+        isinstance(error, flax.errors.InvalidRngError) or "deterministic" in str(error)
+        for error in errors
+    ):
         remedy = "give its call an argument `train`, `training` or `deterministic` that switches this off"
         raise ValueError(f"module={kind} draws in evaluation too: {remedy}") from errors[0]
     refusal = f"module={kind} does not take a batch of input_shape={input_shape!r}"

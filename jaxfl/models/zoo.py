@@ -31,7 +31,9 @@ def _bytes(inputs: Shaped[Array, "B H W C"]) -> Shaped[Array, "C H W B"]:
     return inputs.transpose(3, 1, 2, 0)
 
 
-def _maps(inputs: Shaped[Array, "B H W C"], padding: int | None = None) -> Float[Array, "maps H2 W2 B"]:
+def _maps(
+    inputs: Shaped[Array, "B H W C"], padding: int | None = None
+) -> Float[Array, "maps H2 W2 B"]:
     """Batch-minor feature maps; with a padding, in pairs of columns."""
     x = _bytes(inputs)
     if padding:
@@ -101,7 +103,9 @@ class _NormLenet(_Network):
 
     def setup(self) -> None:
         modes = {"form": self.form, "sum_grad_squared": self.sum_grad_squared}
-        self.conv = [Convolution(n, 5, relu=False, pool=False, bias=False, **modes) for n in (6, 16)]
+        self.conv = [
+            Convolution(n, 5, relu=False, pool=False, bias=False, **modes) for n in (6, 16)
+        ]
         self.dense = [Dense(n, sum_grad_squared=self.sum_grad_squared) for n in (120, 84)]
         self.norm = [GroupNorm(self.groups, **modes) for _ in range(4)]
         self.head = Dense(self.classes, sum_grad_squared=self.sum_grad_squared)
@@ -133,10 +137,14 @@ class _ResNet(_Network):
 
     def setup(self) -> None:
         modes = {"form": self.form, "sum_grad_squared": self.sum_grad_squared}
-        convolution = functools.partial(Convolution, size=3, padding=1, relu=False, pool=False, bias=False, **modes)
+        convolution = functools.partial(
+            Convolution, size=3, padding=1, relu=False, pool=False, bias=False, **modes
+        )
         widths = (self.widths[0], *(width for width in self.widths for _ in range(2 * self.blocks)))
         halve = {1 + 2 * self.blocks * stage for stage in range(1, len(self.widths))}
-        self.conv = [convolution(features=f, stride=2 if i in halve else 1) for i, f in enumerate(widths)]
+        self.conv = [
+            convolution(features=f, stride=2 if i in halve else 1) for i, f in enumerate(widths)
+        ]
         self.norm = [GroupNorm(self.groups, relu=True, **modes) for _ in widths]
         self.head = Dense(self.classes, sum_grad_squared=self.sum_grad_squared)
 
@@ -145,7 +153,9 @@ class _ResNet(_Network):
         for i in range(1, len(self.conv), 2):
             y = self.conv[i + 1](self.norm[i](self.conv[i](x)))
             stride = self.conv[i].stride
-            shortcut = jnp.pad(x[:, ::stride, ::stride], ((0, len(y) - len(x)), (0, 0), (0, 0), (0, 0)))
+            shortcut = jnp.pad(
+                x[:, ::stride, ::stride], ((0, len(y) - len(x)), (0, 0), (0, 0), (0, 0))
+            )
             x = self.norm[i + 1](y, shortcut)
         return x.mean((1, 2)).T
 
@@ -183,7 +193,9 @@ def mlp(
         probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
         return twin.apply({"params": probed}, x)
 
-    return _model("mlp", network, lambda _form, x: _flat(x), input_shape)._replace(ghost_norms=ghost_norms)
+    return _model("mlp", network, lambda _form, x: _flat(x), input_shape)._replace(
+        ghost_norms=ghost_norms
+    )
 
 
 @checked(input_shape=_check_shape)
@@ -232,7 +244,9 @@ _FEDDPA_CLASSES = {
 
 
 @checked(dataset=functools.partial(check_choice, choices=tuple(_FEDDPA_CLASSES)))
-def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form | None = None) -> Model:
+def feddpa_cnn(
+    dataset: str = "cifar10", classes: int | None = None, form: Form | None = None
+) -> Model:
     """FedDPA's network for a dataset, as in its published code.
 
     - cifar10, cifar100 (32x32x3): three 3x3 convolutions with 16, 32, 32 channels and padding 1, each with ReLU
@@ -257,20 +271,27 @@ def feddpa_cnn(dataset: str = "cifar10", classes: int | None = None, form: Form 
         convolutions = [{"features": n, "size": 3, "padding": 1} for n in (16, 32, 32)]
         return _cnn("feddpa_cnn", convolutions, (512, 128), (32, 32, 3), classes, form)
     colour = dataset == "svhn_cropped"
-    convolutions = [{"features": 32, "size": 3, "relu": colour, "pool": False}, {"features": 64, "size": 3}]
+    convolutions = [
+        {"features": 32, "size": 3, "relu": colour, "pool": False},
+        {"features": 64, "size": 3},
+    ]
     shape = (32, 32, 3) if colour else (28, 28, 1)
     return _cnn("feddpa_cnn", convolutions, (128,), shape, classes, form, relu=colour)
 
 
 @checked(input_shape=_check_shape)
-def digits_cnn(input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None) -> Model:
+def digits_cnn(
+    input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None
+) -> Model:
     """Small network for 8x8 digits: two 3x3 convolutions (8 and 16 channels, padding 1, pool), dense 32."""
     convolutions = [{"features": n, "size": 3, "padding": 1} for n in (8, 16)]
     return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
 
 
 @checked(input_shape=_check_shape)
-def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None) -> Model:
+def resnet20(
+    input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
+) -> Model:
     """ResNet20: a 3x3 convolution, 3 stages of 3 residual blocks with 16, 32 and 64 channels, mean, `classes`.
 
     The later stages begin with stride 2. 269,072 parameters without the head, for 3 channels.
@@ -288,7 +309,9 @@ def resnet20(input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 
     if 16 % groups:
         raise ValueError(f"groups={groups!r}: give a divisor of the 16 channels of the first stage")
     network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes)
-    return _model("resnet20", network, lambda _form, x: _maps(x), input_shape, form)._replace(microbatch="auto")
+    return _model("resnet20", network, lambda _form, x: _maps(x), input_shape, form)._replace(
+        microbatch="auto"
+    )
 
 
 @checked(input_shape=_check_shape)

@@ -25,8 +25,22 @@ from jaxfl.privacy.mechanisms import (
     blt,
 )
 from jaxfl.privacy.planning import largest_cohort, most_rounds, plan
-from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson, Sampling
-from jaxfl.privacy.schedule import client_noise, fixed_budgets, paper_noise, round_budgets, round_noise
+from jaxfl.privacy.sampling import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Full,
+    MinSeparation,
+    Poisson,
+    Sampling,
+)
+from jaxfl.privacy.schedule import (
+    client_noise,
+    fixed_budgets,
+    paper_noise,
+    round_budgets,
+    round_noise,
+)
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [

@@ -52,14 +52,23 @@ MOST_ROUGH = 32
 _MOST_COMPOSED = 10**6
 """More sampled rounds than these are accounted for by RDP alone: their PLD needs too fine a grid."""
 
-_PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()  # without sampling: a closed form at every order
+_PLAIN_ORDERS = (
+    1 + np.geomspace(0.01, 1e5, 256)
+).tolist()  # without sampling: a closed form at every order
 
-_MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = 256, 64, 8, 64  # a total costs 1 ms, a level 15 to 300
+_MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = (
+    256,
+    64,
+    8,
+    64,
+)  # a total costs 1 ms, a level 15 to 300
 
 LEAST = 1e-60
 """Smaller noise multipliers count as none: accountants take their inverse squares."""
 
-_remember = functools.lru_cache(maxsize=4096)  # runs that differ only by seed share their accounting
+_remember = functools.lru_cache(
+    maxsize=4096
+)  # runs that differ only by seed share their accounting
 
 
 def default_delta(clients: int | None) -> float:
@@ -88,7 +97,9 @@ class Bound(NamedTuple):
     theorem: str
 
 
-def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0) -> Bound:
+def bound(
+    view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
+) -> Bound:
     """The smallest epsilon that the accountant proves for `repeats` such views.
 
     A `grid` above 1 is for searches: losses lie on a grid so many times as wide, and under sampling the lowest Rényi
@@ -113,16 +124,24 @@ def bound(view: View, accountant: Accountant, delta: float, repeats: int = 1, gr
     if view.amplified is None or accountant == "pld":
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
-    spent = np.sum([count * view.amplified.divergences(level, most=most) for level, count in levels], axis=0)
-    value = float(dp_accounting.rdp.compute_epsilon(orders_up_to(most), (repeats * spent).tolist(), delta)[0])
+    spent = np.sum(
+        [count * view.amplified.divergences(level, most=most) for level, count in levels], axis=0
+    )
+    value = float(
+        dp_accounting.rdp.compute_epsilon(orders_up_to(most), (repeats * spent).tolist(), delta)[0]
+    )
     if direct.values.max() <= value:
         return direct
     return Bound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
 
 
-def least_epsilon(view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0) -> float:
+def least_epsilon(
+    view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
+) -> float:
     """The smallest valid epsilon of the worst client ("pld": also where only RDP has the theorem)."""
-    names: list[Accountant] = ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
+    names: list[Accountant] = (
+        ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
+    )
     return min(float(bound(view, name, delta, repeats, grid).values.max()) for name in names)
 
 
@@ -180,14 +199,24 @@ def rdp_epsilon(
 
 @_remember
 def _rdp_epsilon(
-    plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool, most: int
+    plain: float,
+    sampled: Levels,
+    rate: float,
+    delta: float,
+    repeats: int,
+    replaced: bool,
+    most: int,
 ) -> float:
     if _vanishing(plain, sampled):
         return math.inf
     orders = orders_up_to(most) if sampled else _PLAIN_ORDERS
     spent = repeats * (np.array(orders) / (2 * (plain / 2 if replaced else plain) ** 2))
     for level, count in sampled:
-        divergences = replaced_divergences(level, rate) if replaced else sampled_divergences(level, rate, most)
+        divergences = (
+            replaced_divergences(level, rate)
+            if replaced
+            else sampled_divergences(level, rate, most)
+        )
         spent += repeats * count * divergences[: len(orders)]
     return float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
 
@@ -223,7 +252,13 @@ def pld_epsilon(
 
 @_remember
 def _pld_epsilon(
-    plain: float, sampled: Levels, rate: float, delta: float, repeats: int, replaced: bool, grid: float = 1.0
+    plain: float,
+    sampled: Levels,
+    rate: float,
+    delta: float,
+    repeats: int,
+    replaced: bool,
+    grid: float = 1.0,
 ) -> float:
     if not sampled:
         return _gaussian_epsilon(plain, delta, repeats, replaced)
@@ -251,7 +286,9 @@ def _losses(multiplier: float, rate: float, replaced: bool, interval: float) -> 
             neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE,
         )
     directions = [1] if rate == 1 else [1, -1]
-    return library.PrivacyLossDistribution(*[_on_grid(multiplier, rate, sign, interval) for sign in directions])
+    return library.PrivacyLossDistribution(
+        *[_on_grid(multiplier, rate, sign, interval) for sign in directions]
+    )
 
 
 def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
@@ -264,7 +301,10 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     kind = mechanisms.AdjacencyType.REMOVE if sign > 0 else mechanisms.AdjacencyType.ADD
     losses = mechanisms.GaussianPrivacyLoss(multiplier, sampling_prob=rate, adjacency_type=kind)
     bounds = losses.connect_dots_bounds()
-    lowest, highest = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
+    lowest, highest = (
+        math.floor(bounds.epsilon_lower / interval),
+        math.ceil(bounds.epsilon_upper / interval),
+    )
     epsilons = interval * np.arange(lowest, highest + 1)
     with np.errstate(divide="ignore"):
         least = np.log1p(-rate)
@@ -294,7 +334,9 @@ def _vanishing(plain: float, sampled: Levels) -> bool:
 
 
 @_remember
-def sampled_divergences(multiplier: float, rate: float, most: int = ORDERS[-1]) -> Float[np.ndarray, "orders"]:
+def sampled_divergences(
+    multiplier: float, rate: float, most: int = ORDERS[-1]
+) -> Float[np.ndarray, "orders"]:
     r"""Return the Rényi divergences of a Poisson-sampled Gaussian at the orders up to `most`, under zero-out.
 
     .. math:: (a - 1) D_a = \log \sum_k \binom{a}{k} (1 - q)^{a - k} q^k e^{k (k - 1) / 2 z^2}
@@ -309,7 +351,11 @@ def sampled_divergences(multiplier: float, rate: float, most: int = ORDERS[-1]) 
     divergences = np.empty(len(orders))
     for i, order in enumerate(orders):
         k = np.arange(2, order + 1)
-        binomial = math.lgamma(order + 1) - scipy.special.gammaln(k + 1) - scipy.special.gammaln(order - k + 1)
+        binomial = (
+            math.lgamma(order + 1)
+            - scipy.special.gammaln(k + 1)
+            - scipy.special.gammaln(order - k + 1)
+        )
         chance = binomial + (order - k) * math.log1p(-rate) + k * math.log(rate)
         exponent = k * (k - 1) / (2 * multiplier**2)
         excess = _log_sum(chance + exponent + np.log(-np.expm1(-exponent)))
@@ -346,7 +392,9 @@ def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "o
         exponent = order * (_log_mixture(up, q) - below) + below - 0.5 * (x / z) ** 2
         most = exponent.max()
         total = most + math.log(np.exp(exponent - most).sum() * step / (z * math.sqrt(2 * math.pi)))
-        divergences[i] = min((max(total, 0.0) + 3e-14 * (1 + abs(total))) / (order - 1), divergences[i])
+        divergences[i] = min(
+            (max(total, 0.0) + 3e-14 * (1 + abs(total))) / (order - 1), divergences[i]
+        )
     return divergences
 
 
@@ -362,7 +410,9 @@ def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray,
         return np.asarray(np.sum(multiplier**-2.0, axis=0) ** -0.5)
 
 
-def round_down(values: Float[np.ndarray, "..."], most: int = _MOST_LEVELS) -> Float[np.ndarray, "..."]:
+def round_down(
+    values: Float[np.ndarray, "..."], most: int = _MOST_LEVELS
+) -> Float[np.ndarray, "..."]:
     """Round down to at most `most` levels, besides 0 and infinity; the minimum stays exact."""
     finite = (values > 0) & (values < math.inf)
     if np.unique(values[finite]).size <= most:
@@ -380,7 +430,9 @@ def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray
     """
     plain = round_down(total_multiplier(view.multiplier[~view.hidden]), _MOST_TOTALS)
     sampled = view.multiplier[view.hidden]
-    kinds, kind_of_client = np.unique(np.vstack([plain, round_down(sampled)]), axis=1, return_inverse=True)
+    kinds, kind_of_client = np.unique(
+        np.vstack([plain, round_down(sampled)]), axis=1, return_inverse=True
+    )
     if sum(len(_levels(kind[1:])) for kind in kinds.T) > _MOST_WORK:
         worst = np.r_[plain.min(), round_down(sampled.min(axis=1))]
         return worst[:, None], np.zeros(1, int)
@@ -416,13 +468,19 @@ def without_replacement(
     multiplier: float, clients: int, size: int, most: int = ORDERS[-1]
 ) -> Float[np.ndarray, "orders"]:
     """Replace-one Rényi divergences of a Gaussian on `size` of the clients; they bound the zero-out ones."""
-    accountant = dp_accounting.rdp.RdpAccountant(orders_up_to(most), dp_accounting.NeighboringRelation.REPLACE_ONE)
-    event = dp_accounting.SampledWithoutReplacementDpEvent(clients, size, dp_accounting.GaussianDpEvent(multiplier))
+    accountant = dp_accounting.rdp.RdpAccountant(
+        orders_up_to(most), dp_accounting.NeighboringRelation.REPLACE_ONE
+    )
+    event = dp_accounting.SampledWithoutReplacementDpEvent(
+        clients, size, dp_accounting.GaussianDpEvent(multiplier)
+    )
     return np.array(accountant.compose(event).rdp)
 
 
 @_remember
-def balls_in_bins(multiplier: float, bins: int, most: int = ORDERS[-1]) -> Float[np.ndarray, "orders"]:
+def balls_in_bins(
+    multiplier: float, bins: int, most: int = ORDERS[-1]
+) -> Float[np.ndarray, "orders"]:
     r"""Rényi divergences of a Gaussian in one uniformly drawn round of b, against none; the larger direction.
 
     The pair :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions dominates (Chua et
@@ -457,7 +515,12 @@ def balls_in_bins(multiplier: float, bins: int, most: int = ORDERS[-1]) -> Float
         exponent = s * u + bins * transform
         if max(exponent[0], exponent[-1]) > exponent.max() - 40:
             continue
-        down = s * math.log(bins) - scipy.special.gammaln(s) + np.logaddexp.reduce(exponent) + math.log(u[1] - u[0])
+        down = (
+            s * math.log(bins)
+            - scipy.special.gammaln(s)
+            + np.logaddexp.reduce(exponent)
+            + math.log(u[1] - u[0])
+        )
         larger = max(up, down, 0.0)
         divergences[i] = min((larger + 1e-10 * (1 + larger)) / s, plain[i])
     return divergences

@@ -8,7 +8,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxfl._validate import check_fraction, check_numbers, check_positive, checked, probability, show
+from jaxfl._validate import (
+    check_fraction,
+    check_numbers,
+    check_positive,
+    checked,
+    probability,
+    show,
+)
 from jaxfl.lazy import dp_accounting
 from jaxfl.privacy import accountants
 from jaxfl.privacy.accountants import Accountant, failure_probability, least_epsilon
@@ -42,7 +49,9 @@ def check_budget(name: str, value: Any) -> float:
 def check_ledger(name: str, value: Any) -> Ledger:
     """Require a ledger whose tables fit one another."""
     if not isinstance(value, Ledger):
-        raise TypeError(f"{name}={show(value)}: give a Ledger, of a run or from jaxfl.privacy.planned_ledger")
+        raise TypeError(
+            f"{name}={show(value)}: give a Ledger, of a run or from jaxfl.privacy.planned_ledger"
+        )
     shape = np.shape(value.participants)
     if len(shape) != 2:
         raise ValueError(f"{name}.participants has shape {shape}: give [T, C]")
@@ -50,10 +59,14 @@ def check_ledger(name: str, value: Any) -> Ledger:
     for field, (rounds, clients) in fits.items():
         axes = np.shape(getattr(value, field))
         if len(axes) != 2 or axes[0] != rounds or axes[1] not in clients:
-            raise ValueError(f"{name}.{field} has shape {axes}: give [{rounds}, {clients[1]}] or [{rounds}, 1]")
+            raise ValueError(
+                f"{name}.{field} has shape {axes}: give [{rounds}, {clients[1]}] or [{rounds}, 1]"
+            )
     for field in ("server_noise", "noise_multiplier"):
         if np.shape(getattr(value, field)) != shape[:1]:
-            raise ValueError(f"{name}.{field} has shape {np.shape(getattr(value, field))}: give [{shape[0]}]")
+            raise ValueError(
+                f"{name}.{field} has shape {np.shape(getattr(value, field))}: give [{shape[0]}]"
+            )
     return value
 
 
@@ -106,7 +119,13 @@ def epsilon(
     [4.38, 4.73]
     """
     by = BOTH if accountant == "pld" else (accountant,)
-    options = {"observer": observer, "delta": delta, "one_round": one_round, "unit": unit, "stateful": stateful}
+    options = {
+        "observer": observer,
+        "delta": delta,
+        "one_round": one_round,
+        "unit": unit,
+        "stateful": stateful,
+    }
     return tightest(epsilons(ledger, mechanism, by=by, **options))
 
 
@@ -131,7 +150,11 @@ def epsilons(
     delta = failure_probability(delta, clients)
     check_fraction("delta", delta, one=False)
     view = _view(ledger, mechanism, observer, one_round=one_round, unit=unit, stateful=stateful)
-    parts = [view] if accountants.trivial(view) or not one_round else list(accountants.worst_rounds(view))
+    parts = (
+        [view]
+        if accountants.trivial(view) or not one_round
+        else list(accountants.worst_rounds(view))
+    )
     return _bounds(parts, by, delta, clients)
 
 
@@ -145,7 +168,9 @@ def _view(
     stateful: bool = False,
 ) -> View:
     """Return what an observer learns about a unit."""
-    view = mechanism.view(ledger, observer, replaced=unit == "example" and observer != "upload", one_round=one_round)
+    view = mechanism.view(
+        ledger, observer, replaced=unit == "example" and observer != "upload", one_round=one_round
+    )
     if unit == "example":
         view = accountants.worst_client(view)
     return _of_states(view) if stateful else view
@@ -162,7 +187,11 @@ def _bounds(
 
 def _of_states(view: View) -> View:
     """Drop amplification that requires stateless clients."""
-    return view._replace(amplified=None) if view.amplified is not None and view.amplified.stateless else view
+    return (
+        view._replace(amplified=None)
+        if view.amplified is not None and view.amplified.stateless
+        else view
+    )
 
 
 def _trivial(view: View, clients: int) -> Epsilon:
@@ -170,18 +199,28 @@ def _trivial(view: View, clients: int) -> Epsilon:
     per_client = np.where((view.multiplier == 0).any(axis=0), math.inf, 0.0)
     per_client = np.array(np.broadcast_to(per_client, clients))
     value = float(per_client.max())
-    return Epsilon(value, per_client, "none", view.silent) if value else Epsilon(value, per_client, view.theorem, None)
+    return (
+        Epsilon(value, per_client, "none", view.silent)
+        if value
+        else Epsilon(value, per_client, view.theorem, None)
+    )
 
 
-def _worst(parts: Sequence[View], accountant: Accountant, delta: float, clients: int, repeats: int = 1) -> Epsilon:
+def _worst(
+    parts: Sequence[View], accountant: Accountant, delta: float, clients: int, repeats: int = 1
+) -> Epsilon:
     """Each client's largest epsilon over several views, each repeated, by one accountant."""
     bounds = [accountants.bound(part, accountant, delta, repeats) for part in parts]
-    per_client = np.array(np.broadcast_to(np.maximum.reduce([bound.values for bound in bounds]), clients))
+    per_client = np.array(
+        np.broadcast_to(np.maximum.reduce([bound.values for bound in bounds]), clients)
+    )
     value = float(per_client.max())
     if math.isinf(value):
         tiny = all(np.all(part.multiplier > 0) for part in parts)
         return Epsilon(value, per_client, "none", _TINY if tiny else parts[0].silent)
-    return Epsilon(value, per_client, max(bounds, key=lambda bound: bound.values.max()).theorem, None)
+    return Epsilon(
+        value, per_client, max(bounds, key=lambda bound: bound.values.max()).theorem, None
+    )
 
 
 @checked(ledger=check_ledger, delta=probability)
@@ -219,7 +258,9 @@ def example_epsilon(
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
-    used = np.where(ledger.participants, ledger.example_noise, math.inf).min(axis=0, initial=math.inf)
+    used = np.where(ledger.participants, ledger.example_noise, math.inf).min(
+        axis=0, initial=math.inf
+    )
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
     kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
@@ -235,13 +276,19 @@ def example_epsilon(
     per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
     worst = float(per_client.max())
     if math.isinf(worst):
-        return Epsilon(worst, per_client, "none", _TINY if kinds[0].all() else "local steps add no noise")
-    theorem = f"Poisson-sampled Gaussian, rate {dp_sgd.rate:g}, zero-out, {dp_sgd.steps} steps per round"
+        return Epsilon(
+            worst, per_client, "none", _TINY if kinds[0].all() else "local steps add no noise"
+        )
+    theorem = (
+        f"Poisson-sampled Gaussian, rate {dp_sgd.rate:g}, zero-out, {dp_sgd.steps} steps per round"
+    )
     return Epsilon(worst, per_client, f"{theorem}; {accountant.upper()}", None)
 
 
 @checked()
-def planned_ledger(mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSGD | None = None) -> Ledger:
+def planned_ledger(
+    mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSGD | None = None
+) -> Ledger:
     """Worst-case ledger of a planned run: every client participates in every round it can.
 
     Noise set by released numbers is planned with everyone's full budget share.
@@ -302,7 +349,9 @@ def running_epsilon(
     def planned(done: int) -> Ledger:
         if known > 1 and done > known:
             raise ValueError(f"done={done!r}: the mechanism's schedule has {known} rounds")
-        return first_rounds(planned_ledger(mechanism, clients, known if known > 1 else max(done, 1), dp_sgd), done)
+        return first_rounds(
+            planned_ledger(mechanism, clients, known if known > 1 else max(done, 1), dp_sgd), done
+        )
 
     def client(ledger: Ledger, observer: Observer) -> dict[Accountant, float]:
         if not len(ledger.participants):
@@ -317,7 +366,9 @@ def running_epsilon(
         if not len(ledger.participants):
             return 0.0
         options = {"delta": terms.delta, "examples": examples}
-        return min(example_epsilon(ledger, dp_sgd, accountant=name, **options).value for name in BOTH)
+        return min(
+            example_epsilon(ledger, dp_sgd, accountant=name, **options).value for name in BOTH
+        )
 
     def spent(rounds: int | Ledger) -> Spent:
         ledger = rounds if isinstance(rounds, Ledger) else planned(rounds)
@@ -357,7 +408,9 @@ class Exposure(NamedTuple):
         """Return it with `factor` times the noise."""
         return self._replace(view=self.view.scaled(factor))
 
-    def epsilons(self, clients: int, delta: float, by: Sequence[Accountant] = BOTH) -> dict[Accountant, Epsilon]:
+    def epsilons(
+        self, clients: int, delta: float, by: Sequence[Accountant] = BOTH
+    ) -> dict[Accountant, Epsilon]:
         """Return the epsilon by each accountant; every client counts as the most exposed one."""
         found = _bounds([self.view], by, delta, self.view.multiplier.shape[1], self.repeats)
         return {
@@ -388,7 +441,9 @@ def planned_exposure(
         separation: fewest rounds from one to the next, as a server enforces them; None: those of the sampler.
         stateful: clients keep a state, see `epsilon`.
     """
-    mechanism = dataclasses.replace(mechanism, sampling=limited(mechanism.sampling, rounds, participations, separation))
+    mechanism = dataclasses.replace(
+        mechanism, sampling=limited(mechanism.sampling, rounds, participations, separation)
+    )
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     length = max(len(table) for table in tables)
     if length not in (1, rounds):
@@ -451,20 +506,30 @@ def calibrate(
     scale = np.ones(1) if shape is None else np.asarray(shape, float)
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
     if base.clients_noisy:
-        raise ValueError(f"mechanism={base!r}: its clients add noise; give one whose server does, or calibrate_upload")
+        raise ValueError(
+            f"mechanism={base!r}: its clients add noise; give one whose server does, or calibrate_upload"
+        )
     if (weighed := len(base.weight_table)) not in (1, rounds):
-        raise ValueError(f"mechanism.weights={show(base.weights)}, of {weighed} rounds: give one, or {rounds}")
+        raise ValueError(
+            f"mechanism.weights={show(base.weights)}, of {weighed} rounds: give one, or {rounds}"
+        )
 
     def exposed(factor: float) -> Exposure:
         noise = tuple((factor * scale).tolist())
-        probe = dataclasses.replace(base, clip=1.0, noise_multiplier=noise if len(noise) > 1 else noise[0])
+        probe = dataclasses.replace(
+            base, clip=1.0, noise_multiplier=noise if len(noise) > 1 else noise[0]
+        )
         limits: dict[str, Any] = {"participations": participations, "separation": separation}
         return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
 
     exposure = exposed(1.0)
     view = exposure.view
-    if accountants.trivial(view) or not np.allclose(exposed(2.0).view.multiplier, 2 * view.multiplier):
-        raise ValueError(f"mechanism={base!r}: its epsilon is not that of noise_multiplier ({view.silent})")
+    if accountants.trivial(view) or not np.allclose(
+        exposed(2.0).view.multiplier, 2 * view.multiplier
+    ):
+        raise ValueError(
+            f"mechanism={base!r}: its epsilon is not that of noise_multiplier ({view.silent})"
+        )
     return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)
 
 
@@ -535,7 +600,11 @@ def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
     order = accountants.MOST_ROUGH
     if target <= math.log1p(-1 / order) - math.log(delta * order) / (order - 1):
         return gaussian
-    return _search(lambda noise: least_epsilon(view.scaled(noise), "rdp", delta, repeats, _WIDE), target, gaussian)
+    return _search(
+        lambda noise: least_epsilon(view.scaled(noise), "rdp", delta, repeats, _WIDE),
+        target,
+        gaussian,
+    )
 
 
 def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Accountant) -> float:
@@ -568,15 +637,26 @@ def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise:
     value = spent(noise, _WIDE)
     half = spent(noise, _WIDE / 2)
     excess = value / (half - (value - half) / 3)
-    return _search(lambda factor: spent(factor, _WIDE), target * excess * (1 - 1e-4), noise, slack=2e-4)
+    return _search(
+        lambda factor: spent(factor, _WIDE), target * excess * (1 - 1e-4), noise, slack=2e-4
+    )
 
 
-def _search(spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4) -> float:
+def _search(
+    spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4
+) -> float:
     """Return noise near a first guess that spends the target, or less by a share of at most `slack`."""
-    low, above, high, below = 0.0, math.inf, math.inf, 0.0  # noise too small, its epsilon; enough, its epsilon
+    low, above, high, below = (
+        0.0,
+        math.inf,
+        math.inf,
+        0.0,
+    )  # noise too small, its epsilon; enough, its epsilon
     aim, attempt = target * (1 - 0.4 * slack), 0
     while below < target * (1 - slack) and high > low * (1 + 2e-5) and attempt < _MOST_ATTEMPTS:
-        noise = float(f"{noise:.6g}")  # processors differ in the last digits, and so would runs' folders
+        noise = float(
+            f"{noise:.6g}"
+        )  # processors differ in the last digits, and so would runs' folders
         value = spent(noise)
         if value > target:
             low, above = noise, value

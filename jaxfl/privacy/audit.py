@@ -91,13 +91,17 @@ class Audited(Mechanism):
         return Scores(
             mechanism=self.mechanism.init(key, update, clients),
             secret=jax.random.bits(jax.random.fold_in(canary_key, 0), (2,), jnp.uint32),
-            taken=jax.random.bernoulli(jax.random.fold_in(canary_key, 1), 0.5, (self.canaries.count,)),
+            taken=jax.random.bernoulli(
+                jax.random.fold_in(canary_key, 1), 0.5, (self.canaries.count,)
+            ),
             likelihood=zeros,
             sum=zeros,
             most=zeros - math.inf,
         )
 
-    def draw(self, key: Key[Array, "*S"], memory: Scores, index: Int[Array, ""], clients: int) -> Cohort:
+    def draw(
+        self, key: Key[Array, "*S"], memory: Scores, index: Int[Array, ""], clients: int
+    ) -> Cohort:
         """The mechanism's cohort, and the canaries'."""
         cohort = self.mechanism.draw(key, memory.mechanism, index, clients)
         canary_key = single(derive(key, index // self.sampling.period, CANARY))
@@ -113,7 +117,12 @@ class Audited(Mechanism):
         return self.mechanism.bound(memory.mechanism, update)
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Scores, client: Participant, sent: Message, norm: Float[Array, ""]
+        self,
+        key: Key[Array, "*S"],
+        memory: Scores,
+        client: Participant,
+        sent: Message,
+        norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
         """Delegate."""
         return self.mechanism.contribute(key, memory.mechanism, client, sent, norm)
@@ -122,7 +131,9 @@ class Audited(Mechanism):
         """Delegate."""
         return self.mechanism.unit(memory.mechanism, numbers)
 
-    def in_units(self, memory: Scores, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
+    def in_units(
+        self, memory: Scores, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
+    ) -> Tree:
         """Delegate."""
         return self.mechanism.in_units(memory.mechanism, contribution, norm, scale)
 
@@ -132,18 +143,28 @@ class Audited(Mechanism):
         """Add the canaries to the sum, and score them by its aggregate."""
         carried, (drawn, rate) = cohort.carried
         cohort, inner, numbers = cohort._replace(carried=carried), self.mechanism, cohort.numbers
-        shapes = jax.eval_shape(lambda: inner.aggregate(key, memory.mechanism, cohort, total, mesh)[0])
-        blank, unravel = ravel_pytree(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+        shapes = jax.eval_shape(
+            lambda: inner.aggregate(key, memory.mechanism, cohort, total, mesh)[0]
+        )
+        blank, unravel = ravel_pytree(
+            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        )
         size, weight = blank.size, jnp.max(numbers.weights)
         signs = _signs(memory.secret, size)
         length = inner.bound(memory.mechanism, unravel(blank))[2]
         present = memory.taken & drawn
-        directions = jnp.zeros(_rows(self.canaries.count)).at[: len(present)].set(present.astype(jnp.float32))
+        directions = (
+            jnp.zeros(_rows(self.canaries.count))
+            .at[: len(present)]
+            .set(present.astype(jnp.float32))
+        )
         canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
         scale = weight / inner.unit(memory.mechanism, numbers)
         if self.noise == "grid":  # rounding may lengthen an update by so much
             scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
-        joined = inner.insert(memory.mechanism, unravel(canary_sum), jnp.sum(present.astype(jnp.float32)))
+        joined = inner.insert(
+            memory.mechanism, unravel(canary_sum), jnp.sum(present.astype(jnp.float32))
+        )
         joined = jax.tree.map(lambda leaf: leaf * scale, joined)
         if self.exact:
             joined = widen(joined)
@@ -153,7 +174,9 @@ class Audited(Mechanism):
         released, std, inner_memory = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
 
         seen = _fold(signs * ravel_pytree(released)[0], _rows(self.canaries.count))
-        x = _hadamard(seen)[: len(present)] * (inner.divisor(numbers, total.weight) / (length * weight * size**0.5))
+        x = _hadamard(seen)[: len(present)] * (
+            inner.divisor(numbers, total.weight) / (length * weight * size**0.5)
+        )
         z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
         likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
         return (
@@ -171,7 +194,9 @@ class Audited(Mechanism):
         """Delegate."""
         return self.mechanism.planned(clients, rounds)
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """Delegate."""
         return self.mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
 
@@ -189,7 +214,9 @@ def audited(mechanism: Mechanism, canaries: Canaries) -> Audited:
     """
     _auditor()
     if not mechanism.communicates or (not traced(mechanism.clip) and math.isinf(mechanism.clip)):
-        raise ValueError(f"audit with mechanism={mechanism!r}: updates are not clipped; give a clip, or leave it out")
+        raise ValueError(
+            f"audit with mechanism={mechanism!r}: updates are not clipped; give a clip, or leave it out"
+        )
     if not mechanism.covers_canaries:
         raise ValueError(
             f"audit with mechanism={mechanism!r}: canaries bring no noise, and cohorts may bring less than a client "
@@ -227,7 +254,9 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
             "auc": float(attack.attack_auroc()),
         }
     theorems = ("one_run", "one_run_fdp")
-    value, by = max((bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems)
+    value, by = max(
+        (bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems
+    )
     sums = np.asarray(scores.sum, np.float64)
     distance, least_distance = _distances(sums[taken], sums[~taken])
     return {
@@ -243,13 +272,17 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
     }
 
 
-def _distances(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> tuple[float, float]:
+def _distances(
+    inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]
+) -> tuple[float, float]:
     """Return how many stds the scores' means are apart, and the least plausible number (see `audit_report`)."""
     spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
     if not spread:
         return math.inf, math.inf
     distance = float(inside.mean() - outside.mean()) / spread
-    variance = 1 / len(inside) + 1 / len(outside) + distance**2 / (2 * (len(inside) + len(outside) - 2))
+    variance = (
+        1 / len(inside) + 1 / len(outside) + distance**2 / (2 * (len(inside) + len(outside) - 2))
+    )
     least = distance - statistics.NormalDist().inv_cdf(_CONFIDENCE_OF_HINTS) * math.sqrt(variance)
     return distance, least
 
@@ -281,7 +314,9 @@ def model_in(server: Tree, update: Tree) -> Float[np.ndarray, "d"] | None:
     return np.concatenate(leaves) if leaves else None
 
 
-def with_final(scores: Scores, first: Float[np.ndarray, "d"] | None, last: Float[np.ndarray, "d"] | None) -> Scores:
+def with_final(
+    scores: Scores, first: Float[np.ndarray, "d"] | None, last: Float[np.ndarray, "d"] | None
+) -> Scores:
     """The scores with those of the final model, from the first and the last; without models there are none."""
     if first is None or last is None:
         return scores
@@ -308,7 +343,9 @@ def _rows(count: int) -> int:
 
 
 def _signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
-    bits = jax.random.bits(jax.random.wrap_key_data(secret, impl="threefry2x32"), (-(-size // 32),), jnp.uint32)
+    bits = jax.random.bits(
+        jax.random.wrap_key_data(secret, impl="threefry2x32"), (-(-size // 32),), jnp.uint32
+    )
     spread = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
     return 1.0 - 2.0 * spread.reshape(-1)[:size].astype(jnp.float32)
 
@@ -327,6 +364,8 @@ def _hadamard(values: Float[Array, "K"]) -> Float[Array, "K"]:
     half = 1
     while half < len(values):
         pairs = values.reshape(-1, 2, half)
-        values = jnp.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(-1)
+        values = jnp.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(
+            -1
+        )
         half *= 2
     return values

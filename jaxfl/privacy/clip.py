@@ -33,7 +33,9 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
     return jax.tree.map(lambda leaf: leaf * factor, update), norm
 
 
-def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], radius: Float[Array, ""]) -> Tree:
+def round_within(
+    update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], radius: Float[Array, ""]
+) -> Tree:
     r"""Round `scale` times an update to integers whose L2 norm is at most `radius`, whatever the update.
 
     Rounding adds :math:`d / 12` to the squared norm of d coordinates, give or take a radius. An update that would
@@ -55,7 +57,9 @@ def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], 
     shift = jnp.maximum(jnp.frexp(radius * (1 - 2.0**-20))[1] - 15, 0)
     aim = jnp.sqrt(jnp.maximum(radius**2 - size / 12 - 4 * radius, radius**2 / 4))
     aim -= 1.2 * half * ((1 << shift) - 1)  # rounding up
-    factor = scale * jnp.clip(aim / jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny), 0.0, 1.0)
+    factor = scale * jnp.clip(
+        aim / jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny), 0.0, 1.0
+    )
 
     def rounded(factor: Float[Array, ""]) -> Tree:
         return jax.tree.map(lambda leaf: jnp.round(leaf * factor).astype(jnp.int32), update)
@@ -63,7 +67,9 @@ def round_within(update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], 
     def square(leaf: Array) -> UInt32[Array, ""]:
         short = ((jnp.abs(leaf) + (1 << shift) - 1) >> shift).astype(jnp.uint32)
         columns = jnp.sum(short**2, axis=tuple(range(leaf.ndim - 1)), dtype=jnp.uint32)
-        return jnp.sum(lax.optimization_barrier(columns), dtype=jnp.uint32)  # faster than one sum, on a CPU
+        return jnp.sum(
+            lax.optimization_barrier(columns), dtype=jnp.uint32
+        )  # faster than one sum, on a CPU
 
     squares = sum((square(leaf) for leaf in jax.tree.leaves(rounded(factor))), jnp.uint32(0))
     length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)

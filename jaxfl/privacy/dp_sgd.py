@@ -38,7 +38,16 @@ from jaxfl.types import ClientData, Model, Params, StepNoise, Tree
 
 _CHUNK = 16
 _MARK = "private steps"
-_ONCE = ("jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call")
+_ONCE = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+)
 """Operations that run the program inside them once."""
 
 
@@ -105,8 +114,12 @@ class DPSGD:
         if gradient is not None:
             remedy = "it reads every batch twice, leave it out, or train by LocalSGD"
             raise ValueError(f"gradient={gradient!r} with DPSGD: {remedy}")
-        drawing, own = jax.random.split(key)  # a layer's draws have nothing in common with batches and noise
-        noise = data.noise or StepNoise(jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), own)
+        drawing, own = jax.random.split(
+            key
+        )  # a layer's draws have nothing in common with batches and noise
+        noise = data.noise or StepNoise(
+            jnp.asarray(self.noise_multiplier, jnp.float32).reshape(()), own
+        )
         total = jnp.where(data.size > 0, self.steps, 0)
         noisy = functools.partial(
             noisy_gradient,
@@ -120,8 +133,13 @@ class DPSGD:
 
         def step(i: Int[Array, ""], carry: tuple) -> tuple:
             def of_batch(params: Params) -> tuple[Float[Array, ""], Tree]:
-                loss_part = noisy(derive(noise.key, i), params, data, self, drawing=jax.random.fold_in(drawing, i))
-                return optax.tree.add(loss_part, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params))
+                loss_part = noisy(
+                    derive(noise.key, i), params, data, self, drawing=jax.random.fold_in(drawing, i)
+                )
+                return optax.tree.add(
+                    loss_part,
+                    jax.value_and_grad(lambda params: penalty_of(penalty, params))(params),
+                )
 
             return hold(i < total, descend(optimizer, of_batch, carry, mask=mask), carry)
 
@@ -157,7 +175,9 @@ class DPSGD:
         """Require one noise multiplier per client, or one for all."""
         if len(self.noise_table) not in (1, clients):
             shape = self.noise_table.shape
-            raise ValueError(f"dp_sgd.noise_multiplier has shape {shape}: it must fit {clients} clients")
+            raise ValueError(
+                f"dp_sgd.noise_multiplier has shape {shape}: it must fit {clients} clients"
+            )
 
 
 @jax.custom_jvp
@@ -261,14 +281,24 @@ def noisy_gradient(
     count = jnp.sum(drawn)
     order = jnp.nonzero(drawn, size=-(-padded // chunk) * chunk, fill_value=0)[0]
 
-    def losses(apply: Callable, params: Params, x: Array, labels: Array, *key: Array) -> Float[Array, "B"]:
-        return jax.vmap(lambda row, label: loss(row[None], label[None], jnp.ones(1)))(apply(params, x, *key), labels)
+    def losses(
+        apply: Callable, params: Params, x: Array, labels: Array, *key: Array
+    ) -> Float[Array, "B"]:
+        return jax.vmap(lambda row, label: loss(row[None], label[None], jnp.ones(1)))(
+            apply(params, x, *key), labels
+        )
 
     losses_fn = functools.partial(losses, apply)
 
     def squares(params: Params, x: Array, labels: Array) -> Float[Array, "B"]:
         assert ghost_norms is not None
-        probed = lambda probe: jnp.sum(losses(lambda params, x: ghost_norms(params, x, probe), params, x, labels))  # noqa: E731
+
+        def probed(probe: Array) -> Float[Array, ""]:
+            def outputs(params: Params, x: Array) -> Array:
+                return ghost_norms(params, x, probe)
+
+            return jnp.sum(losses(outputs, params, x, labels))
+
         return jax.grad(probed)(jnp.zeros(len(labels)))
 
     def add(i: Int[Array, ""], total: tuple) -> tuple:
@@ -276,11 +306,17 @@ def noisy_gradient(
         inputs, labels = data.take(lax.dynamic_slice(order, (i * chunk,), (chunk,)))
         batch = inputs, labels, positions < count
         if ghost_norms is None:
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(key_of(0) if drawing is None else drawing, positions)
-            return optax.tree.add(total, _one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip))
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(
+                key_of(0) if drawing is None else drawing, positions
+            )
+            return optax.tree.add(
+                total, _one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip)
+            )
         # An accelerator's TensorFloat-32 would round norms and gradients differently.
         with jax.default_matmul_precision("float32"):
-            return optax.tree.add(total, _by_norms(squares, losses_fn, prepare, params, batch, dp_sgd.clip))
+            return optax.tree.add(
+                total, _by_norms(squares, losses_fn, prepare, params, batch, dp_sgd.clip)
+            )
 
     # Gradients, their clipping, sum and noise are in single precision, whatever the weights' dtype.
     original, params = params, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
@@ -292,14 +328,22 @@ def noisy_gradient(
     return value / jnp.maximum(count, 1), mean
 
 
-def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float) -> tuple:
+def _one_by_one(
+    losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
+) -> tuple:
     """Sums of losses and clipped gradients, by per-example gradients."""
 
-    def of_example(inputs: Array, label: Array, real: Array, key: Array) -> tuple[Float[Array, ""], Tree]:
+    def of_example(
+        inputs: Array, label: Array, real: Array, key: Array
+    ) -> tuple[Float[Array, ""], Tree]:
         x = prepare(inputs[None])
-        value, slope = jax.value_and_grad(lambda params: losses_fn(params, x, label[None], key)[0])(params)
+        value, slope = jax.value_and_grad(lambda params: losses_fn(params, x, label[None], key)[0])(
+            params
+        )
         clipped, norm = clip(slope, bound)
-        return jax.tree.map(lambda leaf: jnp.where(real & jnp.isfinite(norm), leaf, 0), (value, clipped))
+        return jax.tree.map(
+            lambda leaf: jnp.where(real & jnp.isfinite(norm), leaf, 0), (value, clipped)
+        )
 
     if len(batch[1]) == 1:  # plain code: with a batch axis of 1, matrix products would be slow
         return of_example(*(leaf[0] for leaf in batch))
@@ -307,7 +351,12 @@ def _one_by_one(losses_fn: Callable, prepare: Callable, params: Params, batch: t
 
 
 def _by_norms(
-    squares_fn: Callable, losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
+    squares_fn: Callable,
+    losses_fn: Callable,
+    prepare: Callable,
+    params: Params,
+    batch: tuple,
+    bound: float,
 ) -> tuple:
     """The same sums, as one gradient of the losses weighted by clipping factors."""
     inputs, labels, real = batch
@@ -315,7 +364,9 @@ def _by_norms(
     counts = real & jnp.isfinite(squares)
     factor = jnp.minimum(1.0, bound * lax.rsqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny)))
     factor = jnp.where(counts, factor, 0.0)
-    x = prepare(jnp.where(counts.reshape(-1, *[1] * (inputs.ndim - 1)), inputs, 0))  # 0 times infinity is NaN
+    x = prepare(
+        jnp.where(counts.reshape(-1, *[1] * (inputs.ndim - 1)), inputs, 0)
+    )  # 0 times infinity is NaN
 
     def weighted(params: Params) -> tuple[Float[Array, ""], Float[Array, "B"]]:
         losses = losses_fn(params, x, labels)

@@ -31,7 +31,11 @@ _TAIL = 10.6
 def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, "*S"]:
     """Fold numbers such as round, purpose and client into a key; a pair yields a pair."""
     for number in numbers:
-        key = jax.vmap(jax.random.fold_in, (0, None))(key, number) if key.ndim else jax.random.fold_in(key, number)
+        key = (
+            jax.vmap(jax.random.fold_in, (0, None))(key, number)
+            if key.ndim
+            else jax.random.fold_in(key, number)
+        )
     return key
 
 
@@ -48,7 +52,11 @@ def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
         return random_pairs(key[0], count) ^ random_pairs(key[1], count)
     words = jax.random.bits(key, (2,), jnp.uint32)
     index = jnp.arange(count, dtype=jnp.uint32)
-    return jnp.stack(threefry2x32_p.bind(*jnp.broadcast_to(words[:, None], (2, count)), jnp.zeros_like(index), index))
+    return jnp.stack(
+        threefry2x32_p.bind(
+            *jnp.broadcast_to(words[:, None], (2, count)), jnp.zeros_like(index), index
+        )
+    )
 
 
 def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -98,14 +106,18 @@ def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
     padded = -(-flat.size // mesh.size) * mesh.size
 
     def spread(bits: Array) -> Array:
-        return lax.with_sharding_constraint(bits, NamedSharding(mesh, P(*[None] * (bits.ndim - 1), *mesh.axis_names)))
+        return lax.with_sharding_constraint(
+            bits, NamedSharding(mesh, P(*[None] * (bits.ndim - 1), *mesh.axis_names))
+        )
 
     bits = spread(random_pairs(derive(key, 0), padded))
     rest = lambda: spread(random_bits(derive(key, 1), (padded,)))  # noqa: E731
     return unravel(flat + _rounded_gaussian(bits, rest)[: flat.size])
 
 
-def _rounded_gaussian(bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Array, "D"]]) -> Int[Array, "D"]:
+def _rounded_gaussian(
+    bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Array, "D"]]
+) -> Int[Array, "D"]:
     """X for each column of 63 bits and a sign; `rest` draws the last 32."""
     words = _thresholds()
     last = words.shape[1] - 1
@@ -119,7 +131,9 @@ def _rounded_gaussian(bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Arra
         return (first < high) | (tied & (second < low)), (first > high) | (tied & (second > low))
 
     nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
-    nearest, first, second = lax.optimization_barrier((nearest, first, second))  # else recomputed per look-up
+    nearest, first, second = lax.optimization_barrier(
+        (nearest, first, second)
+    )  # else recomputed per look-up
     below, above = compare(nearest)
     beyond_below, beyond_above = compare(jnp.where(below, nearest + 1, nearest - 1))
     sure = (below & beyond_above) | (above & beyond_below)
@@ -176,7 +190,11 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     mass = density * (1 + (square - 1) / (24 * STEPS**2))
     zero = math.erf(0.5 / STEPS / math.sqrt(2))
     words = _words(mass)
-    rest = 2**96 - round(zero * 2**96) - sum(int(np.sum(word)) << 32 * i for i, word in enumerate(words))
+    rest = (
+        2**96
+        - round(zero * 2**96)
+        - sum(int(np.sum(word)) << 32 * i for i, word in enumerate(words))
+    )
     words += int(math.copysign(1, rest)) * _words(mass * (abs(rest) / 2**96))
     cumulated = np.cumsum(words[:, ::-1], axis=1)[:, ::-1]
     for i in range(2):

@@ -99,7 +99,9 @@ class SumNoise(NamedTuple):
         return "replace-one" if self.replaced else "zero-out"
 
 
-def plain_view(multiplier: Float[np.ndarray, "T #C"], theorem: str, silent: str = "no noise on the sum") -> View:
+def plain_view(
+    multiplier: Float[np.ndarray, "T #C"], theorem: str, silent: str = "no noise on the sum"
+) -> View:
     """Rounds without amplification."""
     return View(multiplier, np.zeros(len(multiplier), bool), 1.0, theorem, silent)
 
@@ -109,7 +111,9 @@ def one_gaussian(value: float, theorem: str, silent: str) -> View:
     return plain_view(np.full((1, 1), value), theorem, silent)._replace(whole=True)
 
 
-def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, insider: bool = False) -> SumNoise:
+def sum_noise(
+    ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, insider: bool = False
+) -> SumNoise:
     """The noise on the sums of a ledger, which must keep its own floor.
 
     Args:
@@ -121,7 +125,9 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
     floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
-    recorded = brought(ledger.participants, noise) + np.square(np.asarray(ledger.server_noise, np.float64))
+    recorded = brought(ledger.participants, noise) + np.square(
+        np.asarray(ledger.server_noise, np.float64)
+    )
     short = recorded < floor * (1 - ROUNDING)
     if short.any():
         round_ = int(np.argmax(short))
@@ -136,7 +142,9 @@ def sum_noise(ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, ins
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 
 
-def brought(participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]) -> Float[np.ndarray, "T"]:
+def brought(
+    participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]
+) -> Float[np.ndarray, "T"]:
     """What the participants' noise, as variances, adds up to in each round."""
     if not np.any(noise):
         return np.zeros(len(noise))
@@ -145,7 +153,11 @@ def brought(participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]) ->
 
 def upload_view(ledger: Ledger) -> View:
     """Every upload of each client: multiplier s/2 in its rounds."""
-    return shown_by(ledger, 0.0, "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in")
+    return shown_by(
+        ledger,
+        0.0,
+        "Gaussian, replace-one (multiplier s/2), over the rounds that a client took part in",
+    )
 
 
 def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
@@ -158,7 +170,9 @@ def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: s
     return plain_view(multiplier, theorem, OPEN_UPLOADS)
 
 
-def upload_costs(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float = 0.0) -> Float[np.ndarray, "T #C"]:
+def upload_costs(
+    ledger: Ledger, beside: Float[np.ndarray, "#T"] | float = 0.0
+) -> Float[np.ndarray, "T #C"]:
     """Inverse square multipliers of an upload under replace-one and of a release beside it, summed."""
     with np.errstate(divide="ignore"):
         uploads = (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0
@@ -171,7 +185,9 @@ def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "
     Rounding of a sum is in units of the largest weight. A smaller one is charged with it; for the largest it is below
     a relative 1e-5.
     """
-    weights = np.where(weights > 0, weights + _SUMMED * (weights.max(axis=1, keepdims=True) - weights), 0.0)
+    weights = np.where(
+        weights > 0, weights + _SUMMED * (weights.max(axis=1, keepdims=True) - weights), 0.0
+    )
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.where(weights > 0, np.minimum(np.sqrt(variance) / weights, _ENOUGH), math.inf)
 

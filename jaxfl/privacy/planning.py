@@ -24,7 +24,14 @@ from jaxfl.privacy.accounting import (
 )
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Mechanism, blt
 from jaxfl.privacy.mechanisms.correlated import CorrelatedNoise
-from jaxfl.privacy.sampling import MOST_BINS, BallsInBins, CyclicPoisson, FixedSize, MinSeparation, Poisson
+from jaxfl.privacy.sampling import (
+    MOST_BINS,
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    MinSeparation,
+    Poisson,
+)
 
 Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
 """Independent noise under three samplers; banded noise under cyclic Poisson sampling; banded and buffered noise at
@@ -72,12 +79,22 @@ class Plan(NamedTuple):
         return np.array([self._after(number, self.delta) for number in rounds])
 
     def _after(self, rounds: int, delta: float) -> float:
-        limits: dict[str, Any] = {"participations": self.participations, "separation": self.separation}
-        return _epsilon(self.mechanism, self.clients, rounds, delta, stateful=self.stateful, **limits)
+        limits: dict[str, Any] = {
+            "participations": self.participations,
+            "separation": self.separation,
+        }
+        return _epsilon(
+            self.mechanism, self.clients, rounds, delta, stateful=self.stateful, **limits
+        )
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value or any(k not in KINDS for k in value):
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not value
+        or any(k not in KINDS for k in value)
+    ):
         raise ValueError(f"{name}={show(value)}: give some of {KINDS}")
     return tuple(dict.fromkeys(value))
 
@@ -125,7 +142,9 @@ def plan(
     """
     check_count("cohort", cohort, most=clients)
     if (epsilon is None) == (noise_multiplier is None):
-        raise ValueError(f"epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}: give one of the two")
+        raise ValueError(
+            f"epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}: give one of the two"
+        )
     delta = failure_probability(delta, clients)
     limits: dict[str, Any] = {"participations": participations, "separation": separation}
     limited = participations is not None or separation is not None
@@ -160,7 +179,9 @@ def plan(
         enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))
         return least_epsilon(enough.view, "pld", delta, enough.repeats) > epsilon
 
-    def best(mechanisms: Sequence[Mechanism], step: Callable[[], None]) -> tuple[Mechanism, float] | None:
+    def best(
+        mechanisms: Sequence[Mechanism], step: Callable[[], None]
+    ) -> tuple[Mechanism, float] | None:
         """Return the mechanism of least error, and its noise; those that promise it are tried first."""
         found, least = None, math.inf
         for mechanism in sorted(mechanisms, key=promised):
@@ -188,13 +209,20 @@ def plan(
         )
 
     compared: list[Kind] = [kind for kind in kinds if not limited or kind in _KNOWN]
-    candidates = {kind: _candidates(kind, clients, cohort, rounds, participations, separation) for kind in compared}
+    candidates = {
+        kind: _candidates(kind, clients, cohort, rounds, participations, separation)
+        for kind in compared
+    }
     with _bar(sum(map(len, candidates.values())), progress) as step:
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
-        under = f" under participations={participations}, separation={separation}" if limited else ""
-        raise ValueError(f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}{under}; give others")
+        under = (
+            f" under participations={participations}, separation={separation}" if limited else ""
+        )
+        raise ValueError(
+            f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}{under}; give others"
+        )
     return sorted(plans, key=_error)
 
 
@@ -202,7 +230,9 @@ def plan(
 def _bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
     """Show a bar on the terminal's standard error, and yield what moves it."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
+    with Progress(
+        console=console, transient=True, disable=not (show and console.is_terminal)
+    ) as bar:
         line = bar.add_task("mechanisms", total=steps)
         yield lambda: bar.advance(line)
 
@@ -251,7 +281,12 @@ def most_rounds(
 
 @checked(noise_multiplier=at_least_0, delta=probability)
 def largest_cohort(
-    epsilon: float, *, noise_multiplier: float, clients: int, rounds: int, delta: float | None = None
+    epsilon: float,
+    *,
+    noise_multiplier: float,
+    clients: int,
+    rounds: int,
+    delta: float | None = None,
 ) -> int:
     """Return the largest expected cohort within a budget, under Poisson sampling, and 0 if one client is too many.
 
@@ -268,19 +303,28 @@ def largest_cohort(
     check_count("rounds", rounds)
 
     def within(cohort: int) -> bool:
-        mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(cohort / clients))
+        mechanism = Mechanism(
+            clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(cohort / clients)
+        )
         return _epsilon(mechanism, clients, rounds, delta) <= epsilon
 
     return _largest(within, check_count("clients", clients))
 
 
-def _epsilon(mechanism: Mechanism, clients: int, rounds: int, delta: float | None, **options: Any) -> float:
+def _epsilon(
+    mechanism: Mechanism, clients: int, rounds: int, delta: float | None, **options: Any
+) -> float:
     exposure = planned_exposure(mechanism, clients, rounds, **options)
     return tightest(exposure.epsilons(clients, failure_probability(delta, clients))).value
 
 
 def _candidates(
-    kind: Kind, clients: int, cohort: int, rounds: int, participations: int | None, separation: int | None
+    kind: Kind,
+    clients: int,
+    cohort: int,
+    rounds: int,
+    participations: int | None,
+    separation: int | None,
 ) -> list[Mechanism]:
     """Mechanisms of a kind that fit, with clip and multiplier 1."""
     base: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
@@ -295,16 +339,25 @@ def _candidates(
     if rounds > _MOST_CORRELATED:
         return []
     if kind == "banded":
-        return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(cohort / clients, b)) for b in cycles]
+        return [
+            BandedNoise(**base, bands=b, sampling=CyclicPoisson(cohort / clients, b))
+            for b in cycles
+        ]
     apart = min(rounds, clients // cohort)
     if kind == "blt":
         apart = separation or apart
         numbers = blt(_BUFFERS, rounds, apart, participations)._asdict()
         return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, apart))]
     if separation is None:
-        return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b)) for b in sorted({*cycles, apart})]
+        return [
+            BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b))
+            for b in sorted({*cycles, apart})
+        ]
     bands = {1, min(rounds, separation), *(b for b in _CYCLES if b <= rounds)}
-    return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation)) for b in sorted(bands)]
+    return [
+        BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation))
+        for b in sorted(bands)
+    ]
 
 
 def _error(candidate: Plan) -> float:

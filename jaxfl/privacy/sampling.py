@@ -70,7 +70,9 @@ class Sampling:
         """Successive rounds sharing a key."""
         return 1
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """Draw who takes part in round `index`.
 
         The key is that of its `period`: a JAX key, or under secret noise a pair, of which `random_bits` takes both
@@ -137,7 +139,9 @@ class Poisson(Sampling):
         """At a rate of 1 only."""
         return self.rate == 1
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """Draw who takes part; client i's coin depends on the key and on i alone."""
         del index
         return coins(key, clients, self.rate)
@@ -169,7 +173,9 @@ class FixedSize(Sampling):
         check_count("size", self.size, most=clients)
         return float(self.size)
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """Draw who takes part."""
         del index
         return permutation(key, clients) < self.size
@@ -192,7 +198,9 @@ class FixedSize(Sampling):
         """That clients keep no state."""
         if stateful:
             return []
-        return ["clients keep no state from one round to the next, where sampling without replacement amplifies"]
+        return [
+            "clients keep no state from one round to the next, where sampling without replacement amplifies"
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +211,9 @@ class Full(Sampling):
         """Number of participants."""
         return float(clients)
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """All take part."""
         del key, index
         return jnp.ones(clients, bool)
@@ -235,7 +245,9 @@ class CyclicPoisson(Sampling):
 
     def __post_init__(self) -> None:
         if not traced(self.rate) and self.rate * self.groups > 1 + 1e-9:
-            raise ValueError(f"rate={self.rate!r}, groups={self.groups!r}: give a rate of at most {1 / self.groups}")
+            raise ValueError(
+                f"rate={self.rate!r}, groups={self.groups!r}: give a rate of at most {1 / self.groups}"
+            )
 
     @property
     def turn_rate(self) -> float:
@@ -259,9 +271,13 @@ class CyclicPoisson(Sampling):
         """Numbers vary."""
         return False
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """Draw from the round's group."""
-        return coins(key, clients, self.turn_rate) & (jnp.asarray(_groups(clients, self.groups)) == index % self.groups)
+        return coins(key, clients, self.turn_rate) & (
+            jnp.asarray(_groups(clients, self.groups)) == index % self.groups
+        )
 
     @property
     def gap(self) -> int:
@@ -286,7 +302,9 @@ class CyclicPoisson(Sampling):
     def view(self, noise: SumNoise) -> View:
         """As Poisson sampling at `turn_rate` in every b-th round, with the least noise of b rounds."""
         whole = _cohort_view(noise, noise.clients // self.groups)._replace(amplified=None)
-        return _by_turn(_sampled_view(noise, self.turn_rate) if self.turn_rate < 1 else whole, self.groups)
+        return _by_turn(
+            _sampled_view(noise, self.turn_rate) if self.turn_rate < 1 else whole, self.groups
+        )
 
     def describe(self) -> dict[str, Any]:
         """Kind, rate and groups."""
@@ -319,7 +337,9 @@ class MinSeparation(Sampling):
             )
         return float(self.size)
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """Draw from the round's group."""
         outside = jnp.asarray(_groups(clients, self.separation)) != index % self.separation
         places = permutation(key, clients) if key.ndim else jax.random.uniform(key, (clients,))
@@ -343,7 +363,9 @@ class MinSeparation(Sampling):
         self, key: Key[Array, ""], clients: int, number: int, index: Int[Array, ""] | int
     ) -> tuple[Bool[Array, "K"], Float[Array, "#K"]]:
         """Grouped likewise, by coins of the same rate."""
-        return CyclicPoisson(self.size / clients, self.separation).beside(key, clients, number, index)
+        return CyclicPoisson(self.size / clients, self.separation).beside(
+            key, clients, number, index
+        )
 
     def view(self, noise: SumNoise) -> View:
         """Gaussians, in every b-th round, with the least noise of b rounds."""
@@ -391,7 +413,9 @@ class BallsInBins(Sampling):
         """An epoch."""
         return self.bins
 
-    def sample(self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int) -> Bool[Array, "C"]:
+    def sample(
+        self, key: Key[Array, "*S"], clients: int, index: Int[Array, ""] | int
+    ) -> Bool[Array, "C"]:
         """Clients whose bin is the round; uniform to 2^-64."""
         bits = random_bits(key, (clients, 2))
         high = jnp.asarray(2**32 % self.bins, jnp.uint32)
@@ -488,7 +512,12 @@ class Limited(Sampling):
 
     def turns(self, clients: int, rounds: int) -> Bool[Any, "T C"]:
         """Return what is known of a client's rounds: their number and gap."""
-        return Turns(clients, rounds, self.separation, rounds if self.participations is None else self.participations)
+        return Turns(
+            clients,
+            rounds,
+            self.separation,
+            rounds if self.participations is None else self.participations,
+        )
 
     def view(self, noise: SumNoise) -> View:
         """Gaussians: the least noise of each block of b rounds, and of these the k least."""
@@ -499,7 +528,9 @@ class Limited(Sampling):
         return view._replace(multiplier=least, hidden=view.hidden[: self.participations])
 
 
-def limited(sampling: Sampling, rounds: int, participations: int | None, separation: int | None) -> Sampling:
+def limited(
+    sampling: Sampling, rounds: int, participations: int | None, separation: int | None
+) -> Sampling:
     """Return the sampler under limits; itself if it keeps them anyway."""
     gap = max(sampling.gap, separation or 1)
     free = participations is None or participations >= -(-rounds // gap)
@@ -512,7 +543,9 @@ def _by_turn(view: View, length: int) -> View:
     multiplier = np.pad(view.multiplier, ((0, padded), (0, 0)), constant_values=math.inf)
     multiplier = multiplier.reshape(-1, length, multiplier.shape[1]).min(axis=1)
     hidden = np.pad(view.hidden, (0, padded), constant_values=True).reshape(-1, length)
-    return view._replace(multiplier=multiplier, hidden=np.logical_and.reduce(hidden, axis=1), grows=True, turn=length)
+    return view._replace(
+        multiplier=multiplier, hidden=np.logical_and.reduce(hidden, axis=1), grows=True, turn=length
+    )
 
 
 def _sampled_view(noise: SumNoise, rate: float) -> View:
@@ -523,11 +556,17 @@ def _sampled_view(noise: SumNoise, rate: float) -> View:
     theorem = f"Poisson-sampled Gaussian, rate {rate:g}, {noise.adjacency}"
     silent = "no noise on the sum"
     if not hidden.all():
-        why = "the clients' noise can exceed the floor" if noise.hides_cohort else "the denominator shows the cohort"
+        why = (
+            "the clients' noise can exceed the floor"
+            if noise.hides_cohort
+            else "the denominator shows the cohort"
+        )
         rest = f"; {theorem} in {int(hidden.sum())} other rounds" if hidden.any() else ""
         theorem = f"Gaussian without amplification, {noise.adjacency}, because {why}{rest}"
         silent = "no noise on the sum: under Poisson sampling a client can count only on the server's and its own"
-    return View(multiplier(least, noise.weights), hidden, float(rate), theorem, silent, noise.replaced)
+    return View(
+        multiplier(least, noise.weights), hidden, float(rate), theorem, silent, noise.replaced
+    )
 
 
 def _cohort_view(noise: SumNoise, size: int) -> View:
@@ -542,7 +581,9 @@ def _cohort_view(noise: SumNoise, size: int) -> View:
     if size < others and hides and np.all((steady | even) & (least.min(axis=1) > 0)):
         amplified = Amplified(
             multiplier=np.sqrt(least.min(axis=1)) / (2 * noise.weights.max(axis=1)),
-            divergences=functools.partial(accountants.without_replacement, clients=others, size=size),
+            divergences=functools.partial(
+                accountants.without_replacement, clients=others, size=size
+            ),
             theorem="sampling without replacement, replace-one",
             stateless=True,
         )
@@ -555,7 +596,9 @@ def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
     if noise.shape[1] == 1:
         return noise * min(company, clients)
     ordered = np.sort(noise, axis=1)
-    return ordered[:, : company - 1].sum(axis=1, keepdims=True) + np.maximum(noise, ordered[:, company - 1 : company])
+    return ordered[:, : company - 1].sum(axis=1, keepdims=True) + np.maximum(
+        noise, ordered[:, company - 1 : company]
+    )
 
 
 def _most(noise: np.ndarray, company: int, clients: int) -> np.ndarray:

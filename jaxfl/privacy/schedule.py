@@ -167,7 +167,11 @@ def client_noise(
     return ClientNoise(tuple((kappa / budgets).tolist()), least_total, release_noise)
 
 
-@checked(budgets=check_numbers, delta=probability, sparsity=functools.partial(check_fraction, zero=True, one=False))
+@checked(
+    budgets=check_numbers,
+    delta=probability,
+    sparsity=functools.partial(check_fraction, zero=True, one=False),
+)
 def paper_noise(
     budgets: Float[np.ndarray, "T"],
     *,
@@ -194,5 +198,7 @@ def paper_noise(
     if rule == "classic":
         noise = math.sqrt(2 * math.log(1.25 / delta)) / budgets
     else:
-        noise = np.array([dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets])
+        noise = np.array(
+            [dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets]
+        )
     return math.sqrt(1 - sparsity) * noise

@@ -86,7 +86,9 @@ _LARGE_DELTA = (
     "delta {:g} is at least 1/{}: it allows publishing one {} outright, so this epsilon promises nothing; quote one at "
     "delta {:g}"
 )
-_PAIRED = "the points of this sweep share their cohorts and noise: at most one of them may be published"
+_PAIRED = (
+    "the points of this sweep share their cohorts and noise: at most one of them may be published"
+)
 
 
 @checked(ledger=check_ledger)
@@ -130,17 +132,27 @@ def privacy_statement(
     'inf'
     """
     if ledger.participants.shape[1] != clients:
-        raise ValueError(f"clients={clients!r}: give the {ledger.participants.shape[1]} clients that the ledger has")
+        raise ValueError(
+            f"clients={clients!r}: give the {ledger.participants.shape[1]} clients that the ledger has"
+        )
     claim = None
     if terms.claim is not None:
-        claim = {"epsilon": _number(terms.claim[0]), "rule": terms.claim[1], "status": "claimed, not verified"}
+        claim = {
+            "epsilon": _number(terms.claim[0]),
+            "rule": terms.claim[1],
+            "status": "claimed, not verified",
+        }
     delta = failure_probability(terms.delta, clients)
     noisy = mechanism.noisy or dp_sgd is not None
     number = clients if examples is None else examples
     of_example = failure_probability(terms.delta, number)
-    warnings = _warnings(delta, clients, mechanism.communicates, noisy and randomness == "seed", paired)
+    warnings = _warnings(
+        delta, clients, mechanism.communicates, noisy and randomness == "seed", paired
+    )
     if dp_sgd is not None and of_example >= 1 / number:
-        warnings.insert(0, _LARGE_DELTA.format(of_example, "examples", "example", default_delta(number)))
+        warnings.insert(
+            0, _LARGE_DELTA.format(of_example, "examples", "example", default_delta(number))
+        )
     return {
         "unit": "client: all of one client's data, over the whole run",
         "delta": delta,
@@ -161,7 +173,11 @@ def privacy_statement(
         "claim": claim,
         "warnings": warnings,
         "assumed": _assumed(mechanism, randomness, stateful),
-        "not_covered": [*_NOT_COVERED, _PRECISION[mechanism.noise], *_precision_of_steps(mechanism, dp_sgd)],
+        "not_covered": [
+            *_NOT_COVERED,
+            _PRECISION[mechanism.noise],
+            *_precision_of_steps(mechanism, dp_sgd),
+        ],
     }
 
 
@@ -193,7 +209,9 @@ def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def split_clients(statement: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Float[np.ndarray, "C"]]]:
+def split_clients(
+    statement: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Float[np.ndarray, "C"]]]:
     """Return the statement with the spread of the clients' epsilons alone, and these as arrays.
 
     The arrays' names say whose bound it is, for instance `epsilon_upload_pld`. A file of a million clients has a tenth
@@ -219,7 +237,9 @@ def split_clients(statement: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
 def _check_statement(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and {"honest", "warnings", "not_covered"} <= value.keys():
         return value
-    raise TypeError(f"{name}={show(value)}: give what privacy_statement returns, or the `statement` of a result")
+    raise TypeError(
+        f"{name}={show(value)}: give what privacy_statement returns, or the `statement` of a result"
+    )
 
 
 @checked(statement=_check_statement)
@@ -262,7 +282,9 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
     """
     title, *rest = statement_lines(statement)
     if not markdown:
-        return "\n".join(_wrap(f"{'  ' * depth}{'- ' * item}{text}") for depth, text, item in (title, *rest))
+        return "\n".join(
+            _wrap(f"{'  ' * depth}{'- ' * item}{text}") for depth, text, item in (title, *rest)
+        )
     items = [f"{'  ' * (depth - 1)}- {re.sub(_MARKUP, _ESCAPED, text)}" for depth, text, _ in rest]
     return "\n".join([f"**{re.sub(_MARKUP, _ESCAPED, title.text)}**", "", *items])
 
@@ -289,11 +311,20 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
         f"denominator {statement['denominator']}, {statement['rounds']} rounds"
     )
-    lines = [Line(0, title), Line(1, mechanism), *(Line(1, detail) for detail in statement.get("details", ()))]
+    lines = [
+        Line(0, title),
+        Line(1, mechanism),
+        *(Line(1, detail) for detail in statement.get("details", ())),
+    ]
     for seen in statement["honest"].values():
-        lines += [Line(1, f"guarantee against an observer of {seen['sees']}:"), *_observer_lines(seen)]
+        lines += [
+            Line(1, f"guarantee against an observer of {seen['sees']}:"),
+            *_observer_lines(seen),
+        ]
     if examples := statement.get("examples"):
-        lines.append(Line(1, f"guarantee for one example, against an observer of {examples['sees']}:"))
+        lines.append(
+            Line(1, f"guarantee for one example, against an observer of {examples['sees']}:")
+        )
         if examples.get("number"):
             text = f"delta {examples['delta']:g}, for {examples['number']} training examples in all, a public number"
             lines.append(Line(2, text))
@@ -303,7 +334,9 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         text = f"audited from below with {audit['canaries']} canaries: {found}; estimate {_show(audit['estimate'])}"
         lines += [Line(1, text), *(Line(2, audit[name]) for name in ("hint",) if name in audit)]
     if claim := statement["claim"]:
-        lines.append(Line(1, f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})"))
+        lines.append(
+            Line(1, f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
+        )
     lines += [Line(1, f"warning: {warning}") for warning in statement["warnings"]]
     for name, title in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
         if statement.get(name):
@@ -313,7 +346,9 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
 
 def _wrap(line: str) -> str:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
-    return textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _honest(
@@ -331,7 +366,11 @@ def _honest(
         total = account(observer=observer)
         # For uploads, client and example coincide.
         example = account(observer=observer, unit="example") if observer == "aggregate" else total
-        bounds[observer] = {"total": total, "one_round": account(observer=observer, one_round=True), "example": example}
+        bounds[observer] = {
+            "total": total,
+            "one_round": account(observer=observer, one_round=True),
+            "example": example,
+        }
     result = {observer: _observer(observer, bounds) for observer in bounds}
     several = ledger.participants.shape[1] > 1
     if np.any(ledger.client_noise) and several and not mechanism.view(ledger, "client").whole:
@@ -339,7 +378,9 @@ def _honest(
     return result
 
 
-def _observer(observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping[Accountant, Epsilon]]]) -> dict:
+def _observer(
+    observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping[Accountant, Epsilon]]]
+) -> dict:
     """One observer's entry: the smallest valid bounds, then each accountant's own.
 
     Sums are post-processing of uploads and inherit their guarantees; replace-one bounds zero-out.
@@ -348,9 +389,14 @@ def _observer(observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping
     least = {key: tightest(both) for key, both in bounds[observer].items()}
     for key, both in bounds["upload"].items():  # `running_epsilon` takes the same minimum
         if (uploads := tightest(both)).value < least[key].value:
-            least[key] = uploads._replace(theorem=f"of the uploads, which bounds that of sums: {uploads.theorem}")
+            least[key] = uploads._replace(
+                theorem=f"of the uploads, which bounds that of sums: {uploads.theorem}"
+            )
     result = {"sees": sees, "adjacency": adjacency} | _headline(least["total"])
-    result |= {"one_round": _number(least["one_round"].value), "example": _headline(least["example"])}
+    result |= {
+        "one_round": _number(least["one_round"].value),
+        "example": _headline(least["example"]),
+    }
     for accountant in ("rdp", "pld"):
         alone = {key: bounds[observer][key][accountant] for key in least}
         parts = {key: _number(alone[key].value) for key in ("one_round", "example")}
@@ -375,13 +421,22 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
         "steps": dp_sgd.steps,
     }
     bounds: dict[Accountant, Epsilon] = {
-        accountant: example_epsilon(ledger, dp_sgd, accountant=accountant, delta=delta) for accountant in ("pld", "rdp")
+        accountant: example_epsilon(ledger, dp_sgd, accountant=accountant, delta=delta)
+        for accountant in ("pld", "rdp")
     }
-    return result | _headline(tightest(bounds)) | {accountant: _entry(bound) for accountant, bound in bounds.items()}
+    return (
+        result
+        | _headline(tightest(bounds))
+        | {accountant: _entry(bound) for accountant, bound in bounds.items()}
+    )
 
 
 def _entry(total: Epsilon) -> dict[str, Any]:
-    entry: dict[str, Any] = {"total": _number(total.value), "theorem": total.theorem, "reason": total.reason}
+    entry: dict[str, Any] = {
+        "total": _number(total.value),
+        "theorem": total.theorem,
+        "reason": total.reason,
+    }
     values = total.per_client
     if values.min() < values.max():
         entry["per_client"] = {
@@ -406,7 +461,9 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
             lines.append(f"also: {_show(bound['total'])}{alone} ({bound['theorem']})")
     lines.append(seen["adjacency"])
     if other := seen.get("against_client"):
-        lines.append(f"against another client, who knows its own noise: {_show(other['epsilon'])} ({other['by']})")
+        lines.append(
+            f"against another client, who knows its own noise: {_show(other['epsilon'])} ({other['by']})"
+        )
     if example := seen.get("example"):
         lines.append(f"with one example replaced: {_show(example['epsilon'])} ({example['by']})")
     return [Line(2, text) for text in [*lines, *_spread(seen["pld"], "PLD")]]
@@ -414,10 +471,16 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
 
 def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
     values = entry.get("per_client")
-    return [f"by client: {_span(values)}, median {_show(values['median'])} ({accountant})"] if values else []
+    return (
+        [f"by client: {_span(values)}, median {_show(values['median'])} ({accountant})"]
+        if values
+        else []
+    )
 
 
-def _warnings(delta: float, clients: int, communicates: bool, seeded: bool, paired: bool) -> list[str]:
+def _warnings(
+    delta: float, clients: int, communicates: bool, seeded: bool, paired: bool
+) -> list[str]:
     warnings = []
     if communicates and delta >= 1 / clients:
         warnings.append(_LARGE_DELTA.format(delta, "clients", "client", default_delta(clients)))
@@ -432,7 +495,9 @@ def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> li
     if mechanism.clients_noisy:
         assumed.append("clients are honest, add the noise that they should, and pool nothing")
     if mechanism.weights is not None:
-        assumed.append("weights are public: where they are numbers of examples, these are published")
+        assumed.append(
+            "weights are public: where they are numbers of examples, these are published"
+        )
     assumed += mechanism.sampling.assumed(stateful)
     return [*assumed, _SECRET] if randomness == "secret" else assumed
 

@@ -55,7 +55,9 @@ def narrow(tree: Tree) -> Tree:
 
 def add(a: Tree, b: Tree) -> Tree:
     """Sum of two trees; exact for integers."""
-    return jax.tree.map(lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide)
+    return jax.tree.map(
+        lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide
+    )
 
 
 def add_up(tree: Tree) -> Tree:

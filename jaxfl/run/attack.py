@@ -71,14 +71,23 @@ def membership(
         From First Principles, S&P 2022 (the rate at 1%).
     """
     if of == "upload" and algorithm.sends == "weights":
-        raise ValueError(f"{of=} with {algorithm.name!r}: it sends weights, no update of them; give 'personal'")
-    server, states, memory, mechanism = result.server, result.states, result.memory, algorithm.mechanism
+        raise ValueError(
+            f"{of=} with {algorithm.name!r}: it sends weights, no update of them; give 'personal'"
+        )
+    server, states, memory, mechanism = (
+        result.server,
+        result.states,
+        result.memory,
+        algorithm.mechanism,
+    )
     model = algorithm.model
     sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
     capacities = capacities_of(sizes["train"])
     clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), states))
     broadcast = getattr(server, "params", None)
-    last = max(len(result.ledger.participants) - 1, 0)  # the round whose `decay` the client's models have
+    last = max(
+        len(result.ledger.participants) - 1, 0
+    )  # the round whose `decay` the client's models have
 
     def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
         def own(table: Float[Array, "#C"]) -> Float[Array, ""]:
@@ -133,13 +142,18 @@ def membership(
         return {split: losses(split) for split in found}
 
     def all_losses() -> Found:
-        found = {split: jnp.zeros(size.sum() + _BATCH, jnp.float32) for split, size in sizes.items()}
+        found = {
+            split: jnp.zeros(size.sum() + _BATCH, jnp.float32) for split, size in sizes.items()
+        }
         return lax.fori_loop(0, clients.number, add, found)
 
     found = jax.device_get(jax.jit(all_losses)())
     inside, outside = (found[split][: size.sum()] for split, size in sizes.items())
     ends = [np.cumsum(size)[:-1] for size in sizes.values()]
-    by_client = [_auc(a, b) for a, b in zip(np.split(inside, ends[0]), np.split(outside, ends[1]), strict=True)]
+    by_client = [
+        _auc(a, b)
+        for a, b in zip(np.split(inside, ends[0]), np.split(outside, ends[1]), strict=True)
+    ]
     return Membership(_auc(inside, outside), _tpr(inside, outside), np.array(by_client))
 
 
@@ -148,11 +162,16 @@ def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> flo
     if not len(inside) or not len(outside):
         return float("nan")
     ordered = np.sort(outside)
-    above = len(ordered) - (np.searchsorted(ordered, inside, "left") + np.searchsorted(ordered, inside, "right")) / 2
+    above = (
+        len(ordered)
+        - (np.searchsorted(ordered, inside, "left") + np.searchsorted(ordered, inside, "right")) / 2
+    )
     return float(above.mean() / len(ordered))
 
 
-def _tpr(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"], rate: float = 0.01) -> float:
+def _tpr(
+    inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"], rate: float = 0.01
+) -> float:
     """Share of members below the threshold that `rate` of the others are below."""
     if not len(inside) or not len(outside):
         return float("nan")

@@ -11,13 +11,32 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import Check, check_array, check_callable, check_count, check_instance, check_key, key_of, show
+from jaxfl._validate import (
+    Check,
+    check_array,
+    check_callable,
+    check_count,
+    check_instance,
+    check_key,
+    key_of,
+    show,
+)
 from jaxfl.data.load import check_inputs, check_targets
 from jaxfl.local.train import restarted
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.tasks import Task
-from jaxfl.types import Algorithm, ClientData, Clients, Lists, Message, Model, StepNoise, Terms, Tree
+from jaxfl.types import (
+    Algorithm,
+    ClientData,
+    Clients,
+    Lists,
+    Message,
+    Model,
+    StepNoise,
+    Terms,
+    Tree,
+)
 
 _LOG = logging.getLogger("jaxfl")
 
@@ -30,7 +49,9 @@ def check_clients(name: str, value: Any) -> Clients:
     clients = check_instance(name, value, (Clients,))
     for field, array in clients._asdict().items():
         if isinstance(array, list | tuple):
-            raise TypeError(f"{name}.{field} must be an array, got {show(array)}. Convert it by `numpy.asarray`.")
+            raise TypeError(
+                f"{name}.{field} must be an array, got {show(array)}. Convert it by `numpy.asarray`."
+            )
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
     checked: dict[str, Any] = {}
     check_targets(f"{name}.labels", clients.labels, len(inputs))
@@ -40,7 +61,9 @@ def check_clients(name: str, value: Any) -> Clients:
         size = check_array(f"{name}.{split}_size", getattr(clients, f"{split}_size"))
         number = len(lists) if number is None else number
         if len(lists) != number or not number:
-            raise ValueError(f"{name}.{split} holds lists of {len(lists)} clients: give lists of {number or 1}")
+            raise ValueError(
+                f"{name}.{split} holds lists of {len(lists)} clients: give lists of {number or 1}"
+            )
         if size.shape != (number,) or size.dtype.kind not in "iu":
             kind = f"{size.dtype} of shape {size.shape}"
             raise ValueError(f"{name}.{split}_size is {kind}: give [{number}] whole numbers")
@@ -50,7 +73,9 @@ def check_clients(name: str, value: Any) -> Clients:
             wanted = f"sizes from 0 to the numbers of rows in {name}.{split}"
             raise ValueError(f"{name}.{split}_size={size.min()} to {size.max()}: give {wanted}")
         if rows.size and (rows.min() < 0 or rows.max() >= len(inputs)):
-            raise ValueError(f"{name}.{split}={rows.min()} to {rows.max()}: give rows from 0 to {len(inputs) - 1}")
+            raise ValueError(
+                f"{name}.{split}={rows.min()} to {rows.max()}: give rows from 0 to {len(inputs) - 1}"
+            )
         checked |= {split: lists, f"{split}_size": size}
     shape = np.shape(clients.train.flat if isinstance(clients.train, Lists) else clients.train)
     if not shape[-1]:
@@ -63,15 +88,23 @@ def _check_lists(name: str, value: Any) -> Lists:
     if not isinstance(value, Lists):
         rows = check_array(name, value)
         if rows.ndim != 2 or rows.dtype.kind not in "iu":
-            wanted = "give jaxfl.types.Lists, or a matrix of whole numbers with a line for each client"
+            wanted = (
+                "give jaxfl.types.Lists, or a matrix of whole numbers with a line for each client"
+            )
             raise ValueError(f"{name} is {rows.dtype} of shape {rows.shape}: {wanted}")
         return Lists.of(rows)
-    flat, start = (check_array(f"{name}.{field}", getattr(value, field)) for field in ("flat", "start"))
+    flat, start = (
+        check_array(f"{name}.{field}", getattr(value, field)) for field in ("flat", "start")
+    )
     for field, array in (("flat", flat), ("start", start)):
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(f"{name}.{field} is {array.dtype} of shape {array.shape}: give a vector of whole numbers")
+            raise ValueError(
+                f"{name}.{field} is {array.dtype} of shape {array.shape}: give a vector of whole numbers"
+            )
     if start.size and (start[0] < 0 or (np.diff(start, append=len(flat)) < 0).any()):
-        raise ValueError(f"{name}.start={start.min()} to {start.max()}: give ascending positions in {name}.flat")
+        raise ValueError(
+            f"{name}.start={start.min()} to {start.max()}: give ascending positions in {name}.flat"
+        )
     return Lists(flat, start)
 
 
@@ -82,7 +115,11 @@ def check_chunk(name: str, value: Any) -> Any:
 
 def check_devices(name: str, value: Any) -> list[jax.Device]:
     """Require different devices."""
-    if isinstance(value, list | tuple) and value and all(isinstance(device, jax.Device) for device in value):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(device, jax.Device) for device in value)
+    ):
         if len(set(value)) == len(value):
             return list(value)
         raise ValueError(f"{name}={show(value)}: give each device once")
@@ -133,7 +170,9 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
     server, states = _started(algorithm, clients, key)
-    noise = None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
+    noise = (
+        None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
+    )
     client = _of_one(states)
     data = _data_of_one(clients, noise)
 
@@ -141,9 +180,13 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
         given = _trace("client_update", algorithm.client_update, key, server, client, data)
     if schedules:
         _warn_of_restarts(algorithm.name)
-    message, after, info = _parts("client_update", given, ("a Message", "the client's state", "info"))
+    message, after, info = _parts(
+        "client_update", given, ("a Message", "the client's state", "info")
+    )
     if not isinstance(message, Message):
-        raise ValueError(f"client_update gives message={_kind(message)}: give a jaxfl.Message(update)")
+        raise ValueError(
+            f"client_update gives message={_kind(message)}: give a jaxfl.Message(update)"
+        )
     for path, leaf in jax.tree.leaves_with_path(message.update):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             where = f"message.update{jax.tree_util.keystr(path)}"
@@ -185,12 +228,16 @@ def check_state(name: str, value: Any, made: Tree) -> Tree:
     except TypeError:
         raise TypeError(f"{name} must be arrays, got {show(value)}. {remedy}") from None
     if jax.tree.structure(shapes) != jax.tree.structure(made):
-        raise ValueError(f"{name} must be like {_kind(made)}, which init makes, got {_kind(shapes)}. {remedy}")
+        raise ValueError(
+            f"{name} must be like {_kind(made)}, which init makes, got {_kind(shapes)}. {remedy}"
+        )
     wanted = jax.tree.leaves(made)
     for (path, own), like in zip(jax.tree.leaves_with_path(shapes), wanted, strict=True):
         if (own.shape, own.dtype) != (like.shape, like.dtype):
             where = f"{name}{jax.tree_util.keystr(path)}"
-            raise ValueError(f"{where} must be {_kind(like)}, which init makes, got {_kind(own)}. {remedy}")
+            raise ValueError(
+                f"{where} must be {_kind(like)}, which init makes, got {_kind(own)}. {remedy}"
+            )
     return value
 
 
@@ -208,7 +255,9 @@ def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tr
     for path, leaf in jax.tree.leaves_with_path(states):
         if leaf.shape[:1] != (clients.number,):
             where = f"client states{jax.tree_util.keystr(path)} of shape {leaf.shape}"
-            raise ValueError(f"init gives {where}: give a row for each client, [{clients.number}, ...]")
+            raise ValueError(
+                f"init gives {where}: give a row for each client, [{clients.number}, ...]"
+            )
     return server, states
 
 
@@ -219,7 +268,9 @@ def _of_one(tree: Tree) -> Tree:
 
 def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData:
     """Return the shapes of what one client sees."""
-    shapes: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients)
+    shapes: Any = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients
+    )
     size, start = _of_one((shapes.train_size, shapes.train.start))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     largest = max(1, int(np.max(clients.train_size)))
@@ -227,7 +278,9 @@ def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData
     return ClientData(*store, size, number, noise, number, start, largest)
 
 
-def _check_personal(algorithm: Algorithm, params: Tree, key: Any, server: Tree, client: Tree, data: ClientData) -> None:
+def _check_personal(
+    algorithm: Algorithm, params: Tree, key: Any, server: Tree, client: Tree, data: ClientData
+) -> None:
     personal = _trace("personalize", algorithm.personalize, key, server, client, data)
     _check_same("personalize gives parameters", personal, params, "the model has some")
 
@@ -244,7 +297,9 @@ def _warn_of_restarts(name: str) -> None:
 
 def check_mechanism(algorithm: Algorithm, clients: Clients, update: Tree) -> None:
     """Require that a mechanism begins, for clients who send such an update."""
-    begin = functools.partial(algorithm.mechanism.init, update=lambda: update, clients=clients.number)
+    begin = functools.partial(
+        algorithm.mechanism.init, update=lambda: update, clients=clients.number
+    )
     jax.eval_shape(lambda: begin(key_of(0)))
 
 
@@ -252,12 +307,16 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
     """Shapes of the model's parameters, where it takes the clients' inputs and has an output for each label."""
     shape = clients.inputs.shape[1:]
     if model.input_shape is not None and tuple(shape) != model.input_shape:
-        mismatch = f"takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}"
+        mismatch = (
+            f"takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}"
+        )
         raise ValueError(f"model={model.name!r} {mismatch}: make the model for that shape")
     subject = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
     batch = jax.ShapeDtypeStruct((2, *shape), _canonical(clients.inputs.dtype))
     params = _trace(f"{subject}: init", model.init, key)
-    outputs = _trace(subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch)
+    outputs = _trace(
+        subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch
+    )
     if not outputs.shape or outputs.shape[0] != 2:
         raise ValueError(f"{subject} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
     _check_indices(model, clients)
@@ -267,7 +326,9 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
         model.task.check(outputs, labels)
     except ValueError as error:
         raise ValueError(f"{subject} {error}") from None
-    _check_task(model.task, outputs, jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype)))
+    _check_task(
+        model.task, outputs, jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype))
+    )
     return params
 
 
@@ -277,7 +338,9 @@ def _check_indices(model: Model, clients: Clients) -> None:
         return
     if clients.inputs.dtype.kind == "u" and np.iinfo(clients.inputs.dtype).max < model.vocabulary:
         return
-    for start in range(0, len(clients.inputs), _PART):  # the store may be a file that is larger than memory
+    for start in range(
+        0, len(clients.inputs), _PART
+    ):  # the store may be a file that is larger than memory
         part = np.asarray(clients.inputs[start : start + _PART])
         outside = (part < 0) | (part >= model.vocabulary) | (part != np.floor(part))
         if outside.any():
@@ -295,7 +358,9 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
         raise ValueError(f"task={task.name!r} has no metrics: give one at least")
     losses = _trace(f"task={task.name!r}: loss", task.loss, outputs, labels)
     if losses.shape != (2,):
-        raise ValueError(f"task={task.name!r}: loss gives {_kind(losses)} for a batch of 2: give one loss per example")
+        raise ValueError(
+            f"task={task.name!r}: loss gives {_kind(losses)} for a batch of 2: give one loss per example"
+        )
     weights = jax.ShapeDtypeStruct((2,), jnp.float32)
     for name, metric in task.metrics.items():
         subject = f"task={task.name!r}: metrics[{name!r}]"
@@ -329,8 +394,12 @@ def _parts(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
 def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
     """Require the same structure, and leaves of the same shapes and kinds of numbers."""
     if jax.tree.structure(given) != jax.tree.structure(wanted):
-        raise ValueError(f"{subject} like {_kind(given)}, and {origin} like {_kind(wanted)}: give the same structure")
-    for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True):
+        raise ValueError(
+            f"{subject} like {_kind(given)}, and {origin} like {_kind(wanted)}: give the same structure"
+        )
+    for (path, new), old in zip(
+        jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True
+    ):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             given_leaf = f"{subject}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}"
             raise ValueError(f"{given_leaf}, and {origin} of {old.dtype}{old.shape}: give the same")
@@ -338,7 +407,12 @@ def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
 
 def _kind(tree: Tree) -> str:
     """A tree as text, with each leaf's dtype and shape in its place."""
-    text = str(jax.tree.map(lambda leaf: _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf, tree))
+    text = str(
+        jax.tree.map(
+            lambda leaf: _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf,
+            tree,
+        )
+    )
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

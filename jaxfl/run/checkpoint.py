@@ -71,7 +71,11 @@ class Checkpoints:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
         if first:
-            content = {"fingerprint": self._fingerprint, "plan": self._plan._asdict(), "made": made._asdict()}
+            content = {
+                "fingerprint": self._fingerprint,
+                "plan": self._plan._asdict(),
+                "made": made._asdict(),
+            }
             content["round"] = rounds
             content |= {"files": _sums(unfinished)}
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
@@ -110,7 +114,9 @@ class Checkpoints:
                 damaged.append(f"the checkpoint of round {rounds}: {error}")
                 continue
             if damaged:
-                text = "%s holds damaged checkpoints, which are not used: %s. Resuming from round %d"
+                text = (
+                    "%s holds damaged checkpoints, which are not used: %s. Resuming from round %d"
+                )
                 _LOG.warning(text, self._run, _listed(damaged), rounds)
             self._whole = rounds
             return rounds
@@ -150,9 +156,13 @@ class Checkpoints:
         digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)  # 24 bits, exact in float32
         most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
         if most != -least:
-            raise ValueError(f"folder={self._run!r} differs by process: give one that all of them share")
+            raise ValueError(
+                f"folder={self._run!r} differs by process: give one that all of them share"
+            )
         if most_digest != -least_digest:
-            raise ValueError("processes were started with arguments or data that differ: start all with the same")
+            raise ValueError(
+                "processes were started with arguments or data that differ: start all with the same"
+            )
 
     def _read(self, rounds: int, shapes: Callable[[Plan], Tree]) -> tuple[Tree, Plan]:
         """An intact state of this run, and the plan that it was made by."""
@@ -184,17 +194,25 @@ class Checkpoints:
         try:
             with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
                 state = reader.restore(folder / _STATE, args=ocp.args.StandardRestore(target))
-        except Exception as error:  # whatever Orbax, which the fingerprint does not cover, cannot read
+        except (
+            Exception
+        ) as error:  # whatever Orbax, which the fingerprint does not cover, cannot read
             cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             raise DamagedError(f"it cannot be read ({cause})") from error
-        return jax.tree.unflatten(jax.tree.structure(like), [state[name] for name in _by_name(like)]), made
+        return jax.tree.unflatten(
+            jax.tree.structure(like), [state[name] for name in _by_name(like)]
+        ), made
 
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the folders of checkpoints in a folder, the newest last. Links and other names are left out."""
     if kind(folder) != "a folder":
         return []
-    found = [path for path in folder.iterdir() if _ROUNDS.fullmatch(path.name) and kind(path) == "a folder"]
+    found = [
+        path
+        for path in folder.iterdir()
+        if _ROUNDS.fullmatch(path.name) and kind(path) == "a folder"
+    ]
     return sorted(found, key=lambda path: int(path.name))
 
 
@@ -206,13 +224,17 @@ def _unfinished(attempt: int) -> str:
 def _is_ours(path: pathlib.Path) -> bool:
     """Return whether nothing has this name, or a folder that holds nothing but the parts of a checkpoint."""
     found = kind(path)
-    return found is None or (found == "a folder" and all(_PARTS.fullmatch(part.name) for part in path.iterdir()))
+    return found is None or (
+        found == "a folder" and all(_PARTS.fullmatch(part.name) for part in path.iterdir())
+    )
 
 
 def _check_own(path: pathlib.Path) -> None:
     """Require that a name of checkpoints is free, or that of a checkpoint."""
     if not _is_ours(path):
-        raise ValueError(f"{str(path)!r} must be a checkpoint, and no run wrote it. Move it, then run again.")
+        raise ValueError(
+            f"{str(path)!r} must be a checkpoint, and no run wrote it. Move it, then run again."
+        )
 
 
 def _remove(path: pathlib.Path) -> None:
@@ -236,7 +258,9 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
     """Return what a folder's manifest holds, where its facts are of this format (see `fingerprint.FORMAT`)."""
     path = folder / _MANIFEST
     content: Facts = {}
-    with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError):
+    with contextlib.suppress(
+        OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError, MemoryError
+    ):
         found = json.loads(read(path))
         if found.pop("sha256") == _of_json(found):
             content = found
@@ -244,7 +268,9 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
         return content
     if content or (kind(path) is None and (folder / "fingerprint").is_dir()):
         run = str(folder.parent.parent)
-        text = f"folder={run!r} holds a run of an older version of jaxfl, which this one does not read"
+        text = (
+            f"folder={run!r} holds a run of an older version of jaxfl, which this one does not read"
+        )
         raise ValueError(f"{text}. {_REMEDY}")
     raise DamagedError(f"{_MANIFEST} is {'missing' if kind(path) is None else 'damaged'}")
 
@@ -276,4 +302,6 @@ def _of_json(value: Any) -> str:
 
 def _by_name(tree: Tree) -> dict[str, Any]:
     """Leaves by path: a flat dict survives empty tuples and NamedTuples unchanged."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

@@ -120,13 +120,18 @@ def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     """
     for name, ends in check_values("axes", axes).items():
         if len(ends) != 2 or not 0 < ends[0] < ends[1] < math.inf:
-            raise ValueError(f"{name}={show(axes[name])}: give two numbers above 0, the smaller one first")
+            raise ValueError(
+                f"{name}={show(axes[name])}: give two numbers above 0, the smaller one first"
+            )
     if not axes:
         return {}
     low, high = np.log(list(axes.values())).T
     sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)  # after the origin
     points = np.exp(low + sequence.random(number) * (high - low))
-    return {name: [float(f"{value:.6g}") for value in column] for name, column in zip(axes, points.T, strict=True)}
+    return {
+        name: [float(f"{value:.6g}") for value in column]
+        for name, column in zip(axes, points.T, strict=True)
+    }
 
 
 def _check_columns(name: str, value: Any) -> dict[str, list[Any]]:
@@ -143,7 +148,10 @@ def _check_column(name: str, value: Any) -> list[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise TypeError(f"{name}={show(value)}: give a list of values")
     column = [plain(item) for item in value]
-    if any(isinstance(item, complex) or (isinstance(item, float) and math.isnan(item)) for item in column):
+    if any(
+        isinstance(item, complex) or (isinstance(item, float) and math.isnan(item))
+        for item in column
+    ):
         raise ValueError(f"{name}={show(value)}: give real numbers, not NaN, or other values")
     return column
 
@@ -162,7 +170,10 @@ def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
                 "Choose another name."
             )
         taken[_name_in_folder(method)] = repr(method)
-    return {method: _check_candidate(f"{name}[{method!r}]", candidate) for method, candidate in value.items()}
+    return {
+        method: _check_candidate(f"{name}[{method!r}]", candidate)
+        for method, candidate in value.items()
+    }
 
 
 def _name_in_folder(name: str) -> str:
@@ -188,18 +199,31 @@ def _check_candidate(name: str, value: Any) -> Candidate:
     points = _check_columns(f"{name}.points", candidate.points)
     lengths = {argument: len(column) for argument, column in points.items()}
     if len(set(lengths.values())) > 1 or 0 in lengths.values() or "noise_multiplier" in points:
-        raise ValueError(f"{name}.points={lengths}: give columns of one length, without noise_multiplier")
+        raise ValueError(
+            f"{name}.points={lengths}: give columns of one length, without noise_multiplier"
+        )
     return candidate._replace(points=points)
 
 
 def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).ravel().tolist()
-    if isinstance(value, str) or not isinstance(value, Sequence) or not value or len({*map(str, value)}) < len(value):
-        raise TypeError(f"{name}={show(value)}: give different numbers above 0, for instance (1.0, 8.0, math.inf)")
+    if (
+        isinstance(value, str)
+        or not isinstance(value, Sequence)
+        or not value
+        or len({*map(str, value)}) < len(value)
+    ):
+        raise TypeError(
+            f"{name}={show(value)}: give different numbers above 0, for instance (1.0, 8.0, math.inf)"
+        )
     if any(epsilon == 0 for epsilon in value):
-        raise ValueError(f"{name}={show(value)}: give numbers above 0; methods that send nothing have epsilon 0 anyway")
-    return tuple(math.inf if epsilon == math.inf else check_budget(name, epsilon) for epsilon in value)
+        raise ValueError(
+            f"{name}={show(value)}: give numbers above 0; methods that send nothing have epsilon 0 anyway"
+        )
+    return tuple(
+        math.inf if epsilon == math.inf else check_budget(name, epsilon) for epsilon in value
+    )
 
 
 def _check_population(name: str, value: Any) -> Callable[[int], Clients]:
@@ -285,11 +309,16 @@ def compare(
         TypeError: an argument, or a point, has the wrong type.
     """
     if tuning_seed in seeds:
-        raise ValueError(f"tuning_seed={tuning_seed} is among seeds={show(seeds)}: give another one")
+        raise ValueError(
+            f"tuning_seed={tuning_seed} is among seeds={show(seeds)}: give another one"
+        )
     root = None if folder is None else pathlib.Path(folder)
     assert callable(clients)
     if isinstance(validation, float):
-        drawn, scored = clients(tuning_seed), f"{100 * validation:g}% of each client's training examples"
+        drawn, scored = (
+            clients(tuning_seed),
+            f"{100 * validation:g}% of each client's training examples",
+        )
         held_out, _ = _parted(check_clients(f"clients({tuning_seed})", drawn), unseen, tuning_seed)
         held_out = hold_out(held_out, validation, seed=tuning_seed)
     else:
@@ -303,12 +332,19 @@ def compare(
     newcomers = [later for _, later in parted.values() if later is not None]
     shared: dict[str, Any] = {**options, "progress": False}
     populations = [held_out, *tested.values()]
-    runs = [_prepared(name, method, populations, rounds, root, shared) for name, method in methods.items()]
+    runs = [
+        _prepared(name, method, populations, rounds, root, shared)
+        for name, method in methods.items()
+    ]
     task = _common_task(runs)
     for at in runs:
         at.check_newcomers(newcomers)
     if any(at.tuned for at in runs) and not np.asarray(held_out.test_size).any():
-        cause = "no client has two training examples" if isinstance(validation, float) else "they have no test examples"
+        cause = (
+            "no client has two training examples"
+            if isinstance(validation, float)
+            else "they have no test examples"
+        )
         raise ValueError(
             f"validation must hold out an example to choose points by, got {show(validation)}, and {cause}. Give other "
             "clients as `validation`, with test examples, or one point for each method."
@@ -318,10 +354,15 @@ def compare(
     missing: list[Row] = []
     work = sum(at.work(held_out.number, parted.values(), len(epsilons)) for at in runs)
     public = options.get("report") == "public"
-    with shared_bar("compare", work, options.get("progress", True) and jax.process_index() == 0) as bar:
+    with shared_bar(
+        "compare", work, options.get("progress", True) and jax.process_index() == 0
+    ) as bar:
         for at in runs:  # all of them before the first round of any: an epsilon may be out of reach
             bar.say(f"{at.name}: calibrating")
-            at.levels |= {number: _levels(at, number, epsilons) for number in {one.number for one in populations}}
+            at.levels |= {
+                number: _levels(at, number, epsilons)
+                for number in {one.number for one in populations}
+            }
         for at in runs:
             choices = _tuned(at, held_out, tuning_seed, bar, public)
             tuning += [{"method": at.name} | choice.row for choice in choices]
@@ -340,9 +381,13 @@ def compare(
                     if result is None:
                         missing.append(facts | chosen | {"reason": _NO_MEMORY})
                         continue
-                    last = {key: value for key, value in result.metrics[-1].items() if key != "epsilon"}
+                    last = {
+                        key: value for key, value in result.metrics[-1].items() if key != "epsilon"
+                    }
                     rows.append(facts | {"stated": _stated(result.statement)} | chosen | last)
-                    rows[-1] |= _share_dropped(result, public) | ({"run": folder_of_run} if folder_of_run else {})
+                    rows[-1] |= _share_dropped(result, public) | (
+                        {"run": folder_of_run} if folder_of_run else {}
+                    )
     points_of = " or ".join(map(str, sorted({method.number for method in methods.values()})))
     protocol = (
         f"{points_of} points of each method and epsilon, each tried once (seed {tuning_seed}) on {scored}; "
@@ -425,7 +470,8 @@ class _Runs:
         """Return the arguments of a point as JSON holds them."""
         point = self.method.point(index)
         return {
-            argument: value if _is_plain(value) else self.texts[argument][index] for argument, value in point.items()
+            argument: value if _is_plain(value) else self.texts[argument][index]
+            for argument, value in point.items()
         }
 
     def trained(self, clients: int, rounds: int, points: int) -> float:
@@ -435,7 +481,9 @@ class _Runs:
     def work(self, held_out: int, parted: Iterable[_Parts], epsilons: int) -> float:
         """How many clients tuning and the final runs train, from the clients of these."""
         levels = epsilons if self.method.private else 1
-        tuning = self.trained(held_out, self.rounds, levels * self.method.number) if self.tuned else 0.0
+        tuning = (
+            self.trained(held_out, self.rounds, levels * self.method.number) if self.tuned else 0.0
+        )
         return tuning + sum(self.work_of_seed(*parts, self.rounds, levels) for parts in parted)
 
     def work_of_seed(
@@ -495,7 +543,11 @@ class _Runs:
         """Return positions of the points that one program can hold, by a text that a folder can have."""
         found: dict[str, list[int]] = {}
         for position, (index, values) in enumerate(points):
-            texts = [f"{name}={self.texts[name][index]}" for name in self.method.points if name in self.fixed]
+            texts = [
+                f"{name}={self.texts[name][index]}"
+                for name in self.method.points
+                if name in self.fixed
+            ]
             if "noise_multiplier" in self.fixed & values.keys():
                 texts.append(f"noise_multiplier={values['noise_multiplier']}")
             found.setdefault(", ".join(texts), []).append(position)
@@ -521,17 +573,26 @@ class _Runs:
         """
         results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
         for text, group in self.groups(points).items():
-            size = sum(leaf.size * leaf.dtype.itemsize for leaf in self.states(clients.number, points[group[0]][0]))
+            size = sum(
+                leaf.size * leaf.dtype.itemsize
+                for leaf in self.states(clients.number, points[group[0]][0])
+            )
             count = math.ceil(len(group) / max(1, _STATE_BYTES // max(1, size)))
             waiting = [part.tolist() for part in np.array_split(group, count)]
             while waiting:
                 part = waiting.pop(0)
-                parts = [name, text, "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}"]
+                parts = [
+                    name,
+                    text,
+                    "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}",
+                ]
                 label = ", ".join(filter(None, parts))
                 work = self.trained(clients.number, rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
                     chosen = [points[i] for i in part]
-                    found = self._sweep(chosen, clients, seed, label, rounds, every, part, newcomers)
+                    found = self._sweep(
+                        chosen, clients, seed, label, rounds, every, part, newcomers
+                    )
                 if found is None and len(part) > 1:
                     bar.skip(-work)  # it comes again
                     waiting[:0] = [half.tolist() for half in np.array_split(part, 2)]
@@ -571,14 +632,23 @@ class _Runs:
             if jax.process_count() > 1 or not out_of_memory(error):
                 error.add_note(f"raised by {which}")
                 raise
-            step = "half of the points run at a time" if len(points) > 1 else "the point is left out"
-            _LOG.warning("%s: memory does not hold it, and %s: %s", which, step, str(error).partition("\n")[0])
+            step = (
+                "half of the points run at a time" if len(points) > 1 else "the point is left out"
+            )
+            _LOG.warning(
+                "%s: memory does not hold it, and %s: %s",
+                which,
+                step,
+                str(error).partition("\n")[0],
+            )
             return None
         folders = [""] * len(points)
         if folder is not None and self.root is not None:
             names = names_of_points(self.open([values for _, values in points]), len(points))
             folders = [(folder / one).relative_to(self.root).as_posix() for one in names]
-        return [(result._replace(server=()), one) for result, one in zip(found, folders, strict=True)]
+        return [
+            (result._replace(server=()), one) for result, one in zip(found, folders, strict=True)
+        ]
 
     def _served(
         self,
@@ -654,7 +724,9 @@ def _prepared(
         for clients in different:
             with _naming(name, method.point(group[0])):
                 update = check_algorithm(algorithms[group[0]], clients, rounds)
-            for index in group[1:]:  # they differ only in numbers, which a mechanism may still refuse
+            for index in group[
+                1:
+            ]:  # they differ only in numbers, which a mechanism may still refuse
                 with _naming(name, method.point(index)):
                     check_mechanism(algorithms[index], clients, update)
         values = [points[index][1] for index in group]
@@ -673,14 +745,24 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     numbers = [
         name
         for name in values
-        if all(isinstance(item, int | float) and not isinstance(item, bool) for item in method.points.get(name, [0.0]))
+        if all(
+            isinstance(item, int | float) and not isinstance(item, bool)
+            for item in method.points.get(name, [0.0])
+        )
     ]
 
     def works(names: Sequence[str]) -> bool:
         fixed = {name: value for name, value in values.items() if name not in names}
-        points = Points(functools.partial(method.build, **fixed), _floats({name: [values[name]] for name in names}))
-        with contextlib.suppress(Exception):  # whatever it is: without the argument left open all was well
-            jax.eval_shape(over_points(functools.partial(_traced, clients=clients, rounds=rounds), points))
+        points = Points(
+            functools.partial(method.build, **fixed),
+            _floats({name: [values[name]] for name in names}),
+        )
+        with contextlib.suppress(
+            Exception
+        ):  # whatever it is: without the argument left open all was well
+            jax.eval_shape(
+                over_points(functools.partial(_traced, clients=clients, rounds=rounds), points)
+            )
             return True
         return False
 
@@ -703,7 +785,14 @@ def _kind(clients: Clients) -> tuple:
     """Return what decides whether a model fits the clients."""
     inputs, labels = clients.inputs, np.asarray(clients.labels)
     ends = (labels.min().item(), labels.max().item()) if labels.size else ()
-    return clients.number, inputs.shape[1:], str(inputs.dtype), labels.shape[1:], str(labels.dtype), ends
+    return (
+        clients.number,
+        inputs.shape[1:],
+        str(inputs.dtype),
+        labels.shape[1:],
+        str(labels.dtype),
+        ends,
+    )
 
 
 def _common_task(runs: Sequence[_Runs]) -> Any:
@@ -747,7 +836,10 @@ def _where(name: str, point: Mapping[str, Any]) -> str:
 
 def _points_text(points: Sequence[Mapping[str, Any]]) -> str:
     """Return points as text, at most three."""
-    texts = ["(" + ", ".join(f"{name}={show(value)}" for name, value in point.items()) + ")" for point in points[:3]]
+    texts = [
+        "(" + ", ".join(f"{name}={show(value)}" for name, value in point.items()) + ")"
+        for point in points[:3]
+    ]
     return ", ".join(texts) + (f" and {len(points) - 3} more points" if len(points) > 3 else "")
 
 
@@ -802,7 +894,9 @@ def _levels(runs: _Runs, clients: int, epsilons: Sequence[float]) -> dict[float,
     options = {"mechanism": runs.algorithm.mechanism, "stateful": stateful, "delta": delta}
     with _naming(runs.name, {}):
         return {
-            epsilon: 0.0 if math.isinf(epsilon) else calibrate(epsilon, clients=clients, rounds=rounds, **options)
+            epsilon: 0.0
+            if math.isinf(epsilon)
+            else calibrate(epsilon, clients=clients, rounds=rounds, **options)
             for epsilon in epsilons
         }
 
@@ -826,7 +920,12 @@ class _Choice(NamedTuple):
 
 def _tuned(runs: _Runs, clients: Clients, seed: int, bar: Whole, public: bool) -> list[_Choice]:
     """The best point at each epsilon, with the scores of all; also the best round, where none costs privacy."""
-    method, rounds, silent, levels = runs.method, runs.rounds, runs.silent, runs.levels[clients.number]
+    method, rounds, silent, levels = (
+        runs.method,
+        runs.rounds,
+        runs.silent,
+        runs.levels[clients.number],
+    )
     task = runs.algorithm.model.task
     shown = [runs.shown(index) for index in range(method.number)]
     points = {argument: [point[argument] for point in shown] for argument in method.points}
@@ -834,9 +933,13 @@ def _tuned(runs: _Runs, clients: Clients, seed: int, bar: Whole, public: bool) -
         facts = {"chosen": shown[0], "rounds": rounds, "points": points, "scores": {}}
         return [_Choice(epsilon, 0, rounds, {"epsilon": epsilon} | facts, []) for epsilon in levels]
     tried = [runs.point(index, z) for z in levels.values() for index in range(method.number)]
-    found = runs.run(bar, tried, clients, seed, "tuning", rounds, math.ceil(rounds / 20) if silent else rounds)
+    found = runs.run(
+        bar, tried, clients, seed, "tuning", rounds, math.ceil(rounds / 20) if silent else rounds
+    )
     results = [result for result, _ in found]
-    choices = [[] if one is None else one.metrics if silent else one.metrics[-1:] for one in results]
+    choices = [
+        [] if one is None else one.metrics if silent else one.metrics[-1:] for one in results
+    ]
     numbers = [int(row["round"]) for row in max(choices, key=len)] or [rounds]
     scores = np.full((len(choices), len(numbers)), np.nan)
     for own, rows in zip(scores, choices, strict=True):
@@ -854,14 +957,21 @@ def _tuned(runs: _Runs, clients: Clients, seed: int, bar: Whole, public: bool) -
             if result is None
         ]
         by_round = dict(zip(map(str, numbers), own.T.tolist(), strict=True))
-        facts: Row = {"epsilon": epsilon, "chosen": shown[int(best)], "rounds": numbers[at], "points": points}
+        facts: Row = {
+            "epsilon": epsilon,
+            "chosen": shown[int(best)],
+            "rounds": numbers[at],
+            "points": points,
+        }
         facts["scores"] = by_round
         if dropped.any() and not public:
             facts["dropped"] = dropped.tolist()
         if not allowed.any():
             reason = ALL_DROPPED if (dropped == 1).any() else _NO_MEMORY if missing else _NO_SCORE
             missing = [*missing, {"epsilon": epsilon, "seed": None, "chosen": {}, "reason": reason}]
-            _LOG.warning("methods[%r] at epsilon=%g has no point to choose: %s", runs.name, epsilon, reason)
+            _LOG.warning(
+                "methods[%r] at epsilon=%g has no point to choose: %s", runs.name, epsilon, reason
+            )
             facts["chosen"] = {}
         index = int(best) if allowed.any() else None
         chosen.append(_Choice(epsilon, index, numbers[at], facts, missing))

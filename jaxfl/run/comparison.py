@@ -66,7 +66,9 @@ class Comparison(NamedTuple):
             ValueError: the rows have no such column of numbers.
         """
         values = self._values(method, epsilon, column)
-        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(
+            values
+        ) > 1 else math.nan
 
     @checked(confidence=probability)
     def differences(self, reference: str, confidence: float = 0.95) -> list[Row]:
@@ -93,7 +95,13 @@ class Comparison(NamedTuple):
                 half = float(scipy.stats.t.ppf((1 + confidence) / 2, len(gains) - 1) * error)
             interval = (None, None) if half is None else (mean - half, mean + half)
             found.append(
-                {"method": method, "epsilon": epsilon, "difference": mean, "low": interval[0], "high": interval[1]}
+                {
+                    "method": method,
+                    "epsilon": epsilon,
+                    "difference": mean,
+                    "low": interval[0],
+                    "high": interval[1],
+                }
             )
         return found
 
@@ -108,7 +116,9 @@ class Comparison(NamedTuple):
     def to_markdown(self, column: str | None = None) -> str:
         """Return a table of methods by epsilon: `mean` of a column ± its standard deviation."""
         head, *lines = [[cell.replace("|", r"\|") for cell in line] for line in self._table(column)]
-        return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+        return "\n".join(
+            "| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines]
+        )
 
     def to_latex(self, column: str | None = None) -> str:
         """The same as a `tabular` with the rules of booktabs."""
@@ -116,7 +126,15 @@ class Comparison(NamedTuple):
         rows = [" & ".join(map(_latex, line)) for line in [head, *lines]]
         body = [rf"{rows[0]} \\", r"\midrule", *(rf"{row} \\" for row in rows[1:])]
         columns = "l" + "r" * (len(head) - 1)
-        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", *body, r"\bottomrule", r"\end{tabular}"])
+        return "\n".join(
+            [
+                rf"\begin{{tabular}}{{{columns}}}",
+                r"\toprule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+            ]
+        )
 
     def plot(self, path: str | os.PathLike) -> None:
         """The headline metric against epsilon, with methods without noise as lines; PNG, PDF or SVG by the name."""
@@ -129,7 +147,9 @@ class Comparison(NamedTuple):
             found = self.mean(method, epsilon)
             if not math.isnan(found[0]):
                 means.setdefault(method, {})[epsilon] = found
-        return plots.comparison(means, self.headline, {row["method"] for row in self.rows if row["stated"] != 0})
+        return plots.comparison(
+            means, self.headline, {row["method"] for row in self.rows if row["stated"] != 0}
+        )
 
     def notes(self, method: str, epsilon: float) -> list[str]:
         """Return what was dropped or is missing of a method at an epsilon, for readers of its mean."""
@@ -140,16 +160,24 @@ class Comparison(NamedTuple):
         shares = [row.get("dropped", 0.0) for row in rows]
         untrained = shares.count(1.0)
         if untrained:
-            return [ALL_DROPPED + (f" in {untrained} of {len(rows)} seeds" if untrained < len(rows) else "")]
+            return [
+                ALL_DROPPED
+                + (f" in {untrained} of {len(rows)} seeds" if untrained < len(rows) else "")
+            ]
         found = [f"{100 * np.mean(shares):.2g}% of updates dropped"] if any(shares) else []
         seeds = [row["reason"] for row in missing if row["seed"] is not None]
         found += [f"{len(seeds)} of {len(seeds) + len(rows)} seeds {seeds[0]}"] if seeds else []
         points = [row["reason"] for row in missing if row["seed"] is None]
-        return found + ([f"{len(points)} point{'s' * (len(points) > 1)} {points[0]}"] if points else [])
+        return found + (
+            [f"{len(points)} point{'s' * (len(points) > 1)} {points[0]}"] if points else []
+        )
 
     def means(self) -> dict[str, dict[float, tuple[float, float]]]:
         """For each method, the mean and the standard deviation over seeds by epsilon."""
-        return {method: {e: self.mean(method, e) for m, e in self.cells if m == method} for method, _ in self.cells}
+        return {
+            method: {e: self.mean(method, e) for m, e in self.cells if m == method}
+            for method, _ in self.cells
+        }
 
     def save(self, path: str | os.PathLike) -> None:
         """Write all of it as JSON (an infinite epsilon as Infinity)."""
@@ -178,15 +206,25 @@ class Comparison(NamedTuple):
         name = self.headline if column is None else column
         rows = _of_cell(self.rows, method, epsilon)
         if any(not isinstance(row.get(name), int | float) for row in rows):
-            raise ValueError(f"column must be one of numbers, got {name!r}. Give for instance {self.headline!r}.")
+            raise ValueError(
+                f"column must be one of numbers, got {name!r}. Give for instance {self.headline!r}."
+            )
         return {row["seed"]: math.nan if row.get("dropped") == 1 else row[name] for row in rows}
 
     def _table(self, column: str | None = None) -> list[list[str]]:
         cells = [*self.cells, *((row["method"], row["epsilon"]) for row in self.missing)]
         epsilons = sorted({epsilon for _, epsilon in cells})
         head = [column or self.headline, *("∞" if math.isinf(e) else f"{e:g}" for e in epsilons)]
-        methods = dict.fromkeys([*(row["method"] for row in self.tuning), *(method for method, _ in cells)])
-        return [head, *([method, *(self._cell(method, epsilon, column) for epsilon in epsilons)] for method in methods)]
+        methods = dict.fromkeys(
+            [*(row["method"] for row in self.tuning), *(method for method, _ in cells)]
+        )
+        return [
+            head,
+            *(
+                [method, *(self._cell(method, epsilon, column) for epsilon in epsilons)]
+                for method in methods
+            ),
+        ]
 
     def _cell(self, method: str, epsilon: float, column: str | None) -> str:
         """Return mean and standard deviation, with notes, or why there is no mean."""

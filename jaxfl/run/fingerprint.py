@@ -68,7 +68,9 @@ def marked(method: Any) -> Any:
 def _marked(method: Any) -> Any:
     if isinstance(method, Points):
         return method._replace(build=lambda **values: _marked(method.build(**values)))
-    return method._replace(**{name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS})
+    return method._replace(
+        **{name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS}
+    )
 
 
 def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
@@ -94,7 +96,11 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
     for name, parts in programs.items():
         whole = [_of_jaxpr(part.jaxpr, part.consts, hashes) for part in parts]
         hashes.setdefault(name, hashlib.sha256()).update(" ".join(whole).encode())
-    return {text: {"sha256": hashes[name].hexdigest()} for name, text in (_PARTS | _WHOLE).items() if name in hashes}
+    return {
+        text: {"sha256": hashes[name].hexdigest()}
+        for name, text in (_PARTS | _WHOLE).items()
+        if name in hashes
+    }
 
 
 def of_clients(clients: Clients) -> Facts:
@@ -102,14 +108,20 @@ def of_clients(clients: Clients) -> Facts:
     train = packed(clients.train, np.asarray(clients.train_size))
     test = packed(clients.test, np.asarray(clients.test_size))
     arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
-    return {"clients": clients.number} | {_ARRAYS[name]: {"sha256": _of_array(array)} for name, array in arrays.items()}
+    return {"clients": clients.number} | {
+        _ARRAYS[name]: {"sha256": _of_array(array)} for name, array in arrays.items()
+    }
 
 
 def of_frozen(model: Model) -> Facts:
     """A hash of the frozen weights, if the model has any: the programs take them as an argument."""
     leaves = jax.tree.leaves_with_path(model.frozen)
     whole = " ".join(f"{jax.tree_util.keystr(path)} {_of_array(leaf)}" for path, leaf in leaves)
-    return {"the model's frozen weights": {"sha256": hashlib.sha256(whole.encode()).hexdigest()}} if leaves else {}
+    return (
+        {"the model's frozen weights": {"sha256": hashlib.sha256(whole.encode()).hexdigest()}}
+        if leaves
+        else {}
+    )
 
 
 def of_key(key: Key[jax.Array, "*P"]) -> Facts:
@@ -126,7 +138,9 @@ def of_value(name: str, value: Any) -> Facts:
         fields = value._asdict()
     if fields is not None:
         facts = [of_value(f"{name}.{field}", part) for field, part in fields.items()]
-        return {name: type(value).__name__} | {key: fact for part in facts for key, fact in part.items()}
+        return {name: type(value).__name__} | {
+            key: fact for part in facts for key, fact in part.items()
+        }
     if callable(value):
         return {}
     if value is None or isinstance(value, str):
@@ -141,13 +155,20 @@ def of_versions(mesh: Mesh) -> Facts:
     """What else affects the results of a program."""
     versions = {name: _version(name) for name in _PACKAGES}
     device = mesh.devices.flat[0]
-    settings = {name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")}
-    return versions | {"format": FORMAT, "device": device.device_kind, "devices": mesh.size} | settings
+    settings = {
+        name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")
+    }
+    return (
+        versions | {"format": FORMAT, "device": device.device_kind, "devices": mesh.size} | settings
+    )
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:
     """What differs, in words, the current value last; programs only if nothing else does, since they follow from it."""
-    return [_difference(name, stored.get(name), current.get(name)) for name in _differing(stored, current)]
+    return [
+        _difference(name, stored.get(name), current.get(name))
+        for name in _differing(stored, current)
+    ]
 
 
 def remedy(stored: Facts, current: Facts) -> str:
@@ -177,7 +198,9 @@ def _on_devices(number: int, split: bool) -> str:
 def _differing(stored: Facts, current: Facts) -> list[str]:
     """Return the names of facts that differ, without those that follow from others."""
     missing = object()
-    names = [name for name in current | stored if stored.get(name, missing) != current.get(name, missing)]
+    names = [
+        name for name in current | stored if stored.get(name, missing) != current.get(name, missing)
+    ]
     groups: list[list[str]] = [[], [], []]
     for name in names:
         groups[2 if name in _WHOLE.values() else int(name in _PARTS.values())].append(name)
@@ -204,7 +227,11 @@ def _version(name: str) -> str:
 
 def _of_array(value: Any) -> str:
     is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    kind, array = (str(value.dtype), np.asarray(jax.random.key_data(value))) if is_key else ("", np.asarray(value))
+    kind, array = (
+        (str(value.dtype), np.asarray(jax.random.key_data(value)))
+        if is_key
+        else ("", np.asarray(value))
+    )
     digest = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
@@ -242,14 +269,18 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
         part = None if parts is None else _part(eqn)
         params = _of_value(eqn.params, parts if part is None else None)
         into = [name(part, var) for var in eqn.invars]
-        line(part, eqn.primitive.name, params, *into, "->", *(name(part, var) for var in eqn.outvars))
+        line(
+            part, eqn.primitive.name, params, *into, "->", *(name(part, var) for var in eqn.outvars)
+        )
     line(None, *(name(None, var) for var in jaxpr.outvars))
     return whole.hexdigest()
 
 
 def _part(eqn: Any) -> str | None:
     """The algorithm's function that an operation belongs to."""
-    return next((scope.name for scope in eqn.source_info.name_stack.stack if scope.name in _PARTS), None)
+    return next(
+        (scope.name for scope in eqn.source_info.name_stack.stack if scope.name in _PARTS), None
+    )
 
 
 def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
@@ -262,7 +293,9 @@ def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
         case np.ndarray() | np.generic() | jax.Array():
             return _of_array(value)
         case Mapping():
-            items = sorted(f"{k}: {_of_value(item, parts)}" for k, item in value.items() if k not in _SPOKEN)
+            items = sorted(
+                f"{k}: {_of_value(item, parts)}" for k, item in value.items() if k not in _SPOKEN
+            )
             return f"{{{', '.join(items)}}}"
         case tuple() | list():
             return f"({', '.join(_of_value(item, parts) for item in value)})"

@@ -21,7 +21,9 @@ def under_own_flags(run: Callable) -> Callable:
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyrefly: ignore[missing-attribute]
-            _LOG.warning("jax_disable_jit does not apply to a run, which is one program. Use jax.debug.print in it.")
+            _LOG.warning(
+                "jax_disable_jit does not apply to a run, which is one program. Use jax.debug.print in it."
+            )
         with (
             jax.enable_x64(False),
             jax.numpy_dtype_promotion("standard"),

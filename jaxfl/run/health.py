@@ -43,7 +43,9 @@ class Watch:
         public: name and count no clients, since numbers and names follow from private data.
     """
 
-    def __init__(self, name: str, clients: Clients, algorithms: Sequence[Algorithm], *, public: bool = False) -> None:
+    def __init__(
+        self, name: str, clients: Clients, algorithms: Sequence[Algorithm], *, public: bool = False
+    ) -> None:
         self.name, self.clients, self.algorithms, self.public = name, clients, algorithms, public
         self.told: set[str] = set()
 
@@ -80,15 +82,21 @@ class Watch:
         causes = [f"NaN or infinite examples{self._names(data)}: clean them"] if data.any() else []
         if others.any():
             whose = "the others'" if causes else "their"
-            model = "the shared model has" if others.sum() == tested.sum() else f"{whose} models have"
+            model = (
+                "the shared model has" if others.sum() == tested.sum() else f"{whose} models have"
+            )
             causes.append(f"{model} diverged: {remedy(self.algorithms, self.clients)}")
-        where = f"in {sum(nan.any() for nan in lost)} of {len(lost)} points, " if len(lost) > 1 else ""
+        where = (
+            f"in {sum(nan.any() for nan in lost)} of {len(lost)} points, " if len(lost) > 1 else ""
+        )
         who = f"{where}{mask.sum()} of {tested.sum()} tested clients{self._names(mask)}"
         who = "some tested clients" if self.public else who
         text = f"{who} have no finite scores after round {done}, which count as 0"
         self._warn("scores", f"{text}; {'; '.join(causes)}")
 
-    def sent(self, weights: Sequence[_Flat], after: Sequence[_Flat], lengths: Sequence[float]) -> None:
+    def sent(
+        self, weights: Sequence[_Flat], after: Sequence[_Flat], lengths: Sequence[float]
+    ) -> None:
         """Warn where clients seem to send weights in place of a difference of weights.
 
         Args:
@@ -97,7 +105,12 @@ class Watch:
             lengths: mean norm of each point's updates in that round.
         """
         for method, old, new, length in zip(self.algorithms, weights, after, lengths, strict=True):
-            if method.sends == "update" and old is not None and new is not None and _like_weights(old, new, length):
+            if (
+                method.sends == "update"
+                and old is not None
+                and new is not None
+                and _like_weights(old, new, length)
+            ):
                 self._warn(
                     "sent",
                     "the updates of the first round are as long as the weights, and move the server along them. Let "
@@ -119,7 +132,9 @@ class Watch:
         # In parts: the store and the clients' rows may be files that are larger than memory.
         axes = tuple(range(1, clients.inputs.ndim))
         parts = range(0, len(clients.inputs), 4096)
-        bad = np.concatenate([~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in parts])
+        bad = np.concatenate(
+            [~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in parts]
+        )
 
         def owners(lists: Lists, sizes: Int[Array | np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
             owns = nobody.copy()
@@ -137,20 +152,32 @@ class Watch:
         if not made or dropped < made:
             return False
         ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
-        if ever_dropped < ever and (recent.ledger.server_noise.any() or recent.ledger.client_noise.any()):
-            return False  # noise moves it, and updates have counted: a method may continue like this
+        if ever_dropped < ever and (
+            recent.ledger.server_noise.any() or recent.ledger.client_noise.any()
+        ):
+            return (
+                False  # noise moves it, and updates have counted: a method may continue like this
+            )
         took_part, broken = recent.ledger.participants.any(axis=0), self.broken_data[0]
         nobody_else = (broken | (np.asarray(self.clients.train_size) == 0)).all()
-        return bool((took_part & ~broken).any() or nobody_else)  # otherwise clients not drawn yet may count
+        return bool(
+            (took_part & ~broken).any() or nobody_else
+        )  # otherwise clients not drawn yet may count
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
         """How many updates of these rounds were dropped, and what to do."""
         dropped, made = _count(records)
         broken = self.broken_data[0]
         theirs = sum(int(record.ledger.participants[:, broken].sum()) for record in records)
-        causes = [f"NaN or infinite training examples{self._names(broken)}: clean them"] if theirs else []
+        causes = (
+            [f"NaN or infinite training examples{self._names(broken)}: clean them"]
+            if theirs
+            else []
+        )
         if dropped > theirs:
-            causes.append(f"{'others diverged: ' if causes else ''}{remedy(self.algorithms, self.clients)}")
+            causes.append(
+                f"{'others diverged: ' if causes else ''}{remedy(self.algorithms, self.clients)}"
+            )
         since = f" since round {start}" if start else ""
         count = "some updates" if self.public else f"{dropped} of {made} updates"
         return f"{count}{since} were not finite and were dropped: {'; '.join(causes)}"
@@ -176,7 +203,12 @@ def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:
     """
     moved, norm = new - old, np.linalg.norm(old)
     size = norm * np.linalg.norm(moved)
-    if len(old) < _FEW or not np.isfinite(size) or size == 0 or not _NEAR[0] < length / norm < _NEAR[1]:
+    if (
+        len(old) < _FEW
+        or not np.isfinite(size)
+        or size == 0
+        or not _NEAR[0] < length / norm < _NEAR[1]
+    ):
         return False
     return bool(np.dot(moved, old) > _ALONG * size)
 
@@ -184,7 +216,11 @@ def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:
 def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
     """Return what helps against models that diverge."""
     noisy = any(method.mechanism.noisy or method.dp_sgd is not None for method in algorithms)
-    rate = "lower the learning rate or the noise" if noisy else "lower the learning rate, or clip updates"
+    rate = (
+        "lower the learning rate or the noise"
+        if noisy
+        else "lower the learning rate, or clip updates"
+    )
     dtype = np.dtype(clients.inputs.dtype)
     unchecked = any(method.model.vocabulary is None for method in algorithms)
     # Bytes are images, unless a model says otherwise. Flax gives NaN for an index outside its table.
@@ -196,4 +232,6 @@ def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
 def _count(records: Sequence[Records]) -> tuple[int, int]:
     """Numbers of dropped updates, and of all."""
     dropped = sum(int(record.nonfinite.sum()) for record in records)
-    return dropped, sum(int(record.info["participants"].sum(dtype=np.float64)) for record in records)
+    return dropped, sum(
+        int(record.info["participants"].sum(dtype=np.float64)) for record in records
+    )

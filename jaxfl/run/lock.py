@@ -61,11 +61,15 @@ class Lock:
         if self.folder is None:
             return
         if not shared and not os.access(self.folder, os.W_OK):
-            raise ValueError(f"folder={str(self.folder)!r} cannot be written: choose another folder")
+            raise ValueError(
+                f"folder={str(self.folder)!r} cannot be written: choose another folder"
+            )
         if fcntl is None:
             return
         try:
-            self._file = open_regular(self.folder / _NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT)
+            self._file = open_regular(
+                self.folder / _NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
+            )
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             user = self._text().decode(errors="replace").strip()
@@ -79,7 +83,11 @@ class Lock:
             if isinstance(error, IrregularError) and not shared:
                 raise ValueError(f"{error}. Remove it, or choose another folder.") from None
             log = _LOG.debug if shared else _LOG.warning
-            log("%s cannot be locked (%s): let no other run use it meanwhile", self.folder, error.strerror or error)
+            log(
+                "%s cannot be locked (%s): let no other run use it meanwhile",
+                self.folder,
+                error.strerror or error,
+            )
             return
         if not shared:
             self._sign()

@@ -62,7 +62,9 @@ def write_report(folder: str | os.PathLike) -> pathlib.Path:
         ValueError: the folder holds none of these.
     """
     path = pathlib.Path(folder)
-    points = [point for point in points_of(path) if is_regular(point / METRICS)] if path.is_dir() else []
+    points = (
+        [point for point in points_of(path) if is_regular(point / METRICS)] if path.is_dir() else []
+    )
     if is_regular(path / COMPARISON):
         text = _comparison(path)
     elif is_regular(path / METRICS):
@@ -70,7 +72,9 @@ def write_report(folder: str | os.PathLike) -> pathlib.Path:
     elif points:
         text = _sweep(path, points)
     else:
-        raise ValueError(f"folder={str(folder)!r} holds no {METRICS}: give that of a run, a sweep or a comparison")
+        raise ValueError(
+            f"folder={str(folder)!r} holds no {METRICS}: give that of a run, a sweep or a comparison"
+        )
     with replacing(path / PAGE) as temporary:
         temporary.write_text(text, encoding="utf-8")
     return path / PAGE
@@ -89,18 +93,31 @@ def _run(folder: pathlib.Path) -> str:
     if rows:
         plots.draw_curves(folder / PRINTED, title, rows, headline)
     drawn = plots.panels(rows, headline) if rows else {}
-    ended = bool(statement) and last.get("round") == statement["rounds"] == facts.get("rounds", statement["rounds"])
+    ended = bool(statement) and last.get("round") == statement["rounds"] == facts.get(
+        "rounds", statement["rounds"]
+    )
     of_all = f" of {facts['rounds']}" if "rounds" in facts else ""
-    state = f"{last['round']} rounds" if ended else f"{last.get('round', 0)}{of_all} rounds, not finished"
+    state = (
+        f"{last['round']} rounds"
+        if ended
+        else f"{last.get('round', 0)}{of_all} rounds, not finished"
+    )
     told = [state, f"{statement['clients']} clients" if statement else "", _score(last, headline)]
     parts = [
         _text("p", ", ".join(filter(None, told)), "lead"),
         _dropped(rows),
-        _section("Privacy", _privacy(statement) if statement else _text("p", "No statement before the run's end.")),
+        _section(
+            "Privacy",
+            _privacy(statement) if statement else _text("p", "No statement before the run's end."),
+        ),
         _section(
             "By round",
             _figures({name: partial(plots.alone, draw) for name, draw in drawn.items()}),
-            _details("All figures by round", _table(list(last), (row.values() for row in rows)), _costs(last)),
+            _details(
+                "All figures by round",
+                _table(list(last), (row.values() for row in rows)),
+                _costs(last),
+            ),
         ),
         _clients(arrays, rows, headline, statement),
         _section("Audit", _audit(statement["audit"], folder)) if statement.get("audit") else "",
@@ -119,8 +136,12 @@ def _sweep(folder: pathlib.Path, points: Sequence[pathlib.Path]) -> str:
         head = ["point", "round", headline, f"{headline}, worst 10%", "ε (sums)"]
         last = rows[-1] if rows else {}
         epsilon = statement["honest"]["aggregate"]["epsilon"] if statement else None
-        link = _Html(f'<a href="{html.escape(f"{point.name}/{PAGE}")}">{html.escape(point.name)}</a>')
-        lines.append([link, last.get("round"), last.get(headline), last.get(f"{headline}_worst10"), epsilon])
+        link = _Html(
+            f'<a href="{html.escape(f"{point.name}/{PAGE}")}">{html.escape(point.name)}</a>'
+        )
+        lines.append(
+            [link, last.get("round"), last.get(headline), last.get(f"{headline}_worst10"), epsilon]
+        )
     return _page(f"{folder.name}: {len(points)} points", [_table(head, lines)])
 
 
@@ -167,13 +188,17 @@ def _comparison(folder: pathlib.Path) -> str:
         for row in found.missing:
             point = "; ".join(f"{name} {_short(value)}" for name, value in row["chosen"].items())
             lines.append([row["method"], row["epsilon"], row["seed"], point, row["reason"]])
-        parts.append(_section("Missing", _text("p", "Without a seed: tuning."), _table(head, lines)))
+        parts.append(
+            _section("Missing", _text("p", "Without a seed: tuning."), _table(head, lines))
+        )
     if found.tuning:
         parts.append(_section("Tuning", *_tuning(found)))
     parts.append(_section("Privacy", *_statements(folder, found)))
     keys = list(dict.fromkeys(key for row in found.rows for key in row))
     every = ([row.get(key) for key in keys] for row in found.rows)
-    parts.append(_section("Runs", _details("All runs: their last row of metrics", _table(keys, every))))
+    parts.append(
+        _section("Runs", _details("All runs: their last row of metrics", _table(keys, every)))
+    )
     facts = next((_facts(run.parent) for run in sorted(folder.glob(f"*/seed=*/*/{METRICS}"))), {})
     told = {name: value for name, value in facts.items() if name in _VERSIONS}
     parts.append(_section("How it was run", _pairs(told)))
@@ -186,9 +211,15 @@ def _tuning(found: Comparison) -> list[str]:
     for row in found.tuning:
         columns = row["points"].items()
         tried = [f"{name}: {_range(column)}" for name, column in columns]
-        ends = [name for name, value in row["chosen"].items() if at_an_end(value, row["points"][name])]
-        chosen = [f"{name} {_short(value)}{'*' * (name in ends)}" for name, value in row["chosen"].items()]
-        lines.append([row["method"], row["epsilon"], "; ".join(tried), "; ".join(chosen), row["rounds"]])
+        ends = [
+            name for name, value in row["chosen"].items() if at_an_end(value, row["points"][name])
+        ]
+        chosen = [
+            f"{name} {_short(value)}{'*' * (name in ends)}" for name, value in row["chosen"].items()
+        ]
+        lines.append(
+            [row["method"], row["epsilon"], "; ".join(tried), "; ".join(chosen), row["rounds"]]
+        )
         if row["scores"]:
             head = [*row["points"], *(f"{found.headline}, round {at}" for at in row["scores"])]
             columns = [*row["points"].values(), *row["scores"].values()]
@@ -196,7 +227,9 @@ def _tuning(found: Comparison) -> list[str]:
                 head.append("share of updates dropped")
                 columns.append(row["dropped"])
             body = zip(*columns, strict=True)
-            title = f"{row['method']}, ε {_plain(row['epsilon'])}: every point on validation examples"
+            title = (
+                f"{row['method']}, ε {_plain(row['epsilon'])}: every point on validation examples"
+            )
             parts.append(_details(title, _table(head, body)))
     note = _text("p", "* at an end of what was tried: a wider range may hold a better point.")
     head = ["method", "ε", "tried", "chosen", "rounds"]
@@ -221,7 +254,9 @@ def _statements(folder: pathlib.Path, found: Comparison) -> list[str]:
     """The statement of each method and epsilon, of its first seed, where the runs' folders are there."""
     parts = []
     for method, epsilon in found.cells:
-        row = next(row for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon))
+        row = next(
+            row for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon)
+        )
         run = folder / str(row.get("run", ""))
         inside = run != folder and run.resolve().is_relative_to(folder.resolve())
         statement = _json(run / PRIVACY) if inside else {}
@@ -235,24 +270,46 @@ def _privacy(statement: Mapping[str, Any]) -> str:
     """Who is protected against whom, in a table, then the whole statement."""
     lines = []
     for seen in statement["honest"].values():
-        lines.append(["a client, all of its data", seen["sees"], seen["epsilon"], seen["reason"] or seen["by"]])
+        lines.append(
+            [
+                "a client, all of its data",
+                seen["sees"],
+                seen["epsilon"],
+                seen["reason"] or seen["by"],
+            ]
+        )
         if other := seen.get("against_client"):
-            lines.append(["a client, all of its data", "another client", other["epsilon"], other["by"]])
+            lines.append(
+                ["a client, all of its data", "another client", other["epsilon"], other["by"]]
+            )
         if example := seen.get("example"):
-            lines.append(["one example", seen["sees"], example["epsilon"], example["reason"] or example["by"]])
+            lines.append(
+                [
+                    "one example",
+                    seen["sees"],
+                    example["epsilon"],
+                    example["reason"] or example["by"],
+                ]
+            )
     if own := statement.get("examples"):
         delta = own.get("delta", statement["delta"])
-        protects = "one example, by local steps" + (f", at delta {delta:g}" if delta != statement["delta"] else "")
+        protects = "one example, by local steps" + (
+            f", at delta {delta:g}" if delta != statement["delta"] else ""
+        )
         lines.append([protects, own["sees"], own["epsilon"], own["reason"] or own["by"]])
     lines.sort(key=lambda line: line[2] == "inf")  # the epsilons that count come first
     if audit := statement.get("audit"):
-        lines.append(["a canary", "audited from below", _Html(f"≥ {_cell(audit['at_least'])}"), audit["by"]])
+        lines.append(
+            ["a canary", "audited from below", _Html(f"≥ {_cell(audit['at_least'])}"), audit["by"]]
+        )
         if hint := audit.get("hint"):
             lines.append(["a canary", "estimated by the audit", audit["estimate"], hint])
     if claim := statement["claim"]:
         lines.append([claim["status"], "the paper's own rule", claim["epsilon"], claim["rule"]])
     warnings = "".join(_text("p", warning, "warning") for warning in statement["warnings"])
-    table = _table(["protects", "against who sees", f"ε at delta {statement['delta']:g}", "by"], lines)
+    table = _table(
+        ["protects", "against who sees", f"ε at delta {statement['delta']:g}", "by"], lines
+    )
     return table + warnings + _details("The whole statement", _outline(statement), opened=True)
 
 
@@ -267,7 +324,9 @@ def _outline(statement: Any) -> str:
     return text + "</li></ul>" * depth
 
 
-def _clients(arrays: Mapping[str, np.ndarray], rows: Sequence[dict], headline: str, statement: Mapping) -> str:
+def _clients(
+    arrays: Mapping[str, np.ndarray], rows: Sequence[dict], headline: str, statement: Mapping
+) -> str:
     """The distribution over clients at the last evaluation, and the clients, the worst first."""
     if headline not in arrays or not len(arrays[headline]):
         return ""
@@ -286,7 +345,11 @@ def _clients(arrays: Mapping[str, np.ndarray], rows: Sequence[dict], headline: s
             columns[f"ε ({seen})"] = own
     lines = [[column[i] for column in columns.values()] for i in order[:_CLIENTS]]
     told = "all" if len(values) <= _CLIENTS else f"the worst {_CLIENTS} of {len(values)}"
-    note = "" if tested.all() else f"{int((~tested).sum())} of {len(values)} clients have no test example. "
+    note = (
+        ""
+        if tested.all()
+        else f"{int((~tested).sum())} of {len(values)} clients have no test example. "
+    )
     finite = values[np.isfinite(values)]
     return _section(
         "Over clients",
@@ -320,9 +383,13 @@ def _costs(row: Mapping[str, Any]) -> str:
 
 
 def _rows(folder: pathlib.Path) -> list[dict[str, Any]]:
-    rows = _read(folder / METRICS, lambda path: [json.loads(line) for line in read(path).splitlines()], list)
+    rows = _read(
+        folder / METRICS, lambda path: [json.loads(line) for line in read(path).splitlines()], list
+    )
     if not rows or not all(isinstance(row, dict) and "round" in row for row in rows):
-        raise ValueError(f"{str(folder / METRICS)!r} must hold a row of metrics on each line. {_RERUN}")
+        raise ValueError(
+            f"{str(folder / METRICS)!r} must hold a row of metrics on each line. {_RERUN}"
+        )
     return rows
 
 
@@ -373,10 +440,17 @@ def _facts(folder: pathlib.Path) -> dict[str, Any]:
 
 def _how(facts: Mapping[str, Any]) -> list[str]:
     """Versions and devices, then all else that decided the numbers."""
-    plain = {name: value for name, value in facts.items() if not (isinstance(value, dict) and "sha256" in value)}
+    plain = {
+        name: value
+        for name, value in facts.items()
+        if not (isinstance(value, dict) and "sha256" in value)
+    }
     first = {name: plain[name] for name in _FIRST if name in plain}
     rest = _flat({name: value for name, value in plain.items() if name not in first})
-    return [_pairs(first), _details("Everything that decides the numbers", _pairs(rest)) if rest else ""]
+    return [
+        _pairs(first),
+        _details("Everything that decides the numbers", _pairs(rest)) if rest else "",
+    ]
 
 
 def _score(row: Mapping[str, Any], headline: str) -> str:
@@ -402,11 +476,15 @@ def _first(text: str) -> str:
 
 
 def _stated(found: Comparison, method: str, epsilon: float) -> float | None:
-    return next(row["stated"] for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon))
+    return next(
+        row["stated"] for row in found.rows if (row["method"], row["epsilon"]) == (method, epsilon)
+    )
 
 
 def _page(title: str, parts: Iterable[str]) -> str:
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    )
     name = html.escape(title)
     body = "\n".join(filter(None, parts))
     return (
@@ -447,9 +525,13 @@ def _pairs(values: Mapping[str, Any]) -> str:
 def _table(names: Sequence[str], lines: Iterable[Iterable[Any]], *, head: bool = True) -> str:
     """A table that scrolls by itself where it is too wide."""
     top = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "\n".join("<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in line) + "</tr>" for line in lines)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{_cell(value)}</td>" for value in line) + "</tr>" for line in lines
+    )
     first = f"<thead><tr>{top}</tr></thead>" if head else ""
-    return f'<div class="scroll"><table>{first}<tbody>\n{body}\n</tbody></table></div>' if body else ""
+    return (
+        f'<div class="scroll"><table>{first}<tbody>\n{body}\n</tbody></table></div>' if body else ""
+    )
 
 
 def _cell(value: Any) -> str:

@@ -113,13 +113,19 @@ def svg(figure: Figure, name: str) -> str:
     """
     text = io.StringIO()
     with style():
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     prefix = re.sub(r"\W", "-", name)
-    element = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<!--.*?-->", "", text.getvalue(), flags=re.DOTALL)
+    element = re.sub(
+        r"^.*?(?=<svg )|<metadata>.*?</metadata>|<!--.*?-->", "", text.getvalue(), flags=re.DOTALL
+    )
     element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", element)
     element = element.replace(">*{", ">svg *{", 1)
     label = f'<svg role="img" aria-label="{html.escape(name)}" '
-    return re.sub(r"^<svg ", label, re.sub(r'\b(width|height)="[^"]*pt" ', "", element, count=2)).strip()
+    return re.sub(
+        r"^<svg ", label, re.sub(r'\b(width|height)="[^"]*pt" ', "", element, count=2)
+    ).strip()
 
 
 def column(rows: Sequence[Row], name: str) -> np.ndarray:
@@ -160,7 +166,9 @@ def curves(title: str, rows: Sequence[Row], headline: str = "accuracy") -> Figur
     return figure
 
 
-def draw_curves(path: pathlib.Path, title: str, rows: Sequence[Row], headline: str = "accuracy") -> None:
+def draw_curves(
+    path: pathlib.Path, title: str, rows: Sequence[Row], headline: str = "accuracy"
+) -> None:
     """Write `curves`, unless matplotlib is missing; the path's suffix is the format."""
     if available():
         save(curves(title, rows, headline), path)
@@ -179,7 +187,9 @@ def distribution(values: np.ndarray, name: str) -> Figure:
 
     def draw(axes: Axes) -> None:
         axes.hist(values, bins=_bins(values), color=COLORS[5])
-        axes.axvline(values.mean(), color=COLORS[6], linestyle="--", label=f"mean {values.mean():.3g}")
+        axes.axvline(
+            values.mean(), color=COLORS[6], linestyle="--", label=f"mean {values.mean():.3g}"
+        )
         _counts(axes, f"test {name} of a client", "clients")
 
     return alone(draw)
@@ -191,7 +201,9 @@ def overlaid(groups: Mapping[str, np.ndarray], name: str) -> Figure:
     def draw(axes: Axes) -> None:
         bins = _bins(np.concatenate([*groups.values()]))
         for i, (label, values) in enumerate(groups.items()):
-            axes.hist(values, bins=bins, color=COLORS[i], alpha=0.5, hatch=("", "///")[i % 2], label=label)
+            axes.hist(
+                values, bins=bins, color=COLORS[i], alpha=0.5, hatch=("", "///")[i % 2], label=label
+            )
         _counts(axes, name, "number")
 
     return alone(draw)
@@ -249,7 +261,13 @@ def against_epsilon(
         points = sorted(found[name].items())
         aside = 0.05 * (i - (len(noisy) - 1) / 2)  # so that bars do not cover each other
         mean, spread = zip(*(value for _, value in points), strict=True)
-        axes.errorbar([places[e] + aside for e, _ in points], mean, np.nan_to_num(spread), label=name, **series(i))
+        axes.errorbar(
+            [places[e] + aside for e, _ in points],
+            mean,
+            np.nan_to_num(spread),
+            label=name,
+            **series(i),
+        )
     for i, name in enumerate(lines):
         ((mean, _),) = found[name].values()
         dash = "--" if name in sends else ":"
@@ -264,12 +282,16 @@ def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list
     return [name for name in found if name not in noisy], noisy
 
 
-def by_round(axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, index: int) -> None:
+def by_round(
+    axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, index: int
+) -> None:
     """One method's curve: the mean over seeds `[S, R]`, in a band from the least to the largest."""
     look = series(index)
     axes.plot(rounds, values.mean(0), label=label, markevery=_every(rounds), **look)
     if len(values) > 1:
-        axes.fill_between(rounds, values.min(0), values.max(0), color=look["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(
+            rounds, values.min(0), values.max(0), color=look["color"], alpha=0.15, linewidth=0
+        )
     whole_rounds(axes)
 
 
@@ -286,7 +308,9 @@ def legend_beside(axes: Axes) -> None:
 
 def legend_above(axes: Axes) -> None:
     """A legend above the panel, in the same order."""
-    _legend(axes, loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.1, handlelength=1.6)
+    _legend(
+        axes, loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.1, handlelength=1.6
+    )
 
 
 def _legend(axes: Axes, **options: Any) -> None:
@@ -309,8 +333,12 @@ def _score(axes: Axes, rows: Sequence[Row], headline: str) -> None:
     spread, worst = column(rows, f"{headline}_std"), column(rows, f"{headline}_worst10")
     share = not np.any((np.append(mean, worst) < 0) | (np.append(mean, worst) > 1))
     low, high = (np.clip(edge, 0, 1) if share else edge for edge in (mean - spread, mean + spread))
-    axes.fill_between(rounds, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="± std over clients")
-    for i, (values, label) in enumerate([(mean, "mean over clients"), (worst, "worst 10% of clients")]):
+    axes.fill_between(
+        rounds, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="± std over clients"
+    )
+    for i, (values, label) in enumerate(
+        [(mean, "mean over clients"), (worst, "worst 10% of clients")]
+    ):
         axes.plot(rounds, values, label=label, markevery=_every(rounds), **series(i))
     if share:
         bottom, top = axes.get_ylim()

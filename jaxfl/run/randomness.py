@@ -57,7 +57,9 @@ class Streams(NamedTuple):
         if not self.secret:
             own = key if self.paired or not key.ndim else _apart(key, self.numbers)
             return Keys(key, own, own)
-        noise = jax.random.wrap_key_data(jnp.asarray(processes.of_first(bits.words)), impl="threefry2x32")
+        noise = jax.random.wrap_key_data(
+            jnp.asarray(processes.of_first(bits.words)), impl="threefry2x32"
+        )
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
 
@@ -69,7 +71,10 @@ class Streams(NamedTuple):
     def facts(self, keys: Keys) -> fingerprint.Facts:
         """What distinguishes runs of one key; a hash, which reveals no secret key."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
-        facts: fingerprint.Facts = {"the secret key of the noise": secret, "paired_noise": self.paired}
+        facts: fingerprint.Facts = {
+            "the secret key of the noise": secret,
+            "paired_noise": self.paired,
+        }
         if keys.clients.ndim and not self.secret and not self.paired:
             facts["the cohorts of the points"] = fingerprint.of_key(keys.cohort)["key"]
         return facts
@@ -79,15 +84,23 @@ def _apart(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array, "P
     """Derive a key for each point from the point's number. Number 0 keeps its key, as in `simulate`."""
     if numbers is None:
         numbers = _order(key)
-    derived = [derive(one, _POINT, number) if number else one for one, number in zip(key, numbers, strict=True)]
+    derived = [
+        derive(one, _POINT, number) if number else one
+        for one, number in zip(key, numbers, strict=True)
+    ]
     return jnp.stack(derived)
 
 
 def check_apart(key: Key[Array, "P"], numbers: Sequence[int]) -> None:
     """Require that points of one key have different numbers, without which they would share their noise."""
     if largest := [number for number in numbers if number > _LARGEST]:
-        raise ValueError(f"numbers must be at most {_LARGEST}, got {largest[0]}. Number the points from 0.")
-    points = [(data.tobytes(), number) for data, number in zip(np.asarray(jax.random.key_data(key)), numbers)]
+        raise ValueError(
+            f"numbers must be at most {_LARGEST}, got {largest[0]}. Number the points from 0."
+        )
+    points = [
+        (data.tobytes(), number)
+        for data, number in zip(np.asarray(jax.random.key_data(key)), numbers)
+    ]
     if len(set(points)) < len(points):
         raise ValueError(
             f"numbers must differ for points of one key, got {list(numbers)}. Number the points apart, or pass "
@@ -126,7 +139,9 @@ class SecretBits:
         self._size = _BYTES * count
         self._found = None if self._path is None else processes.by_first(self._read)
         self._bits = (self._found or secrets.token_bytes(self._size))[: self._size]
-        self.words: UInt32[np.ndarray, "P 2 2"] = np.frombuffer(self._bits, np.uint32).reshape(count, 2, 2)
+        self.words: UInt32[np.ndarray, "P 2 2"] = np.frombuffer(self._bits, np.uint32).reshape(
+            count, 2, 2
+        )
 
     def begin(self, run: fingerprint.Facts) -> None:
         """Keep the bits for a run that starts from the beginning.
@@ -149,7 +164,9 @@ class SecretBits:
                 _check_owner(path, status)
                 if status.st_size not in (self._size, self._size + _DIGEST_BYTES):
                     wanted = f"the secret bits of {self._size // _BYTES} runs"
-                    raise ValueError(f"{str(path)!r} must hold {wanted}, got {status.st_size} bytes. {_REMEDY}")
+                    raise ValueError(
+                        f"{str(path)!r} must hold {wanted}, got {status.st_size} bytes. {_REMEDY}"
+                    )
                 content = file.read(status.st_size)
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be used ({error}). {_REMEDY}") from error
@@ -185,7 +202,9 @@ def _check_owner(path: pathlib.Path, found: os.stat_result) -> None:
     if not hasattr(os, "geteuid"):
         return
     if found.st_uid != os.geteuid():
-        raise ValueError(f"{str(path)!r} must belong to user {os.geteuid()}, got user {found.st_uid}. {_REMEDY}")
+        raise ValueError(
+            f"{str(path)!r} must belong to user {os.geteuid()}, got user {found.st_uid}. {_REMEDY}"
+        )
     if found.st_mode & 0o077:
         mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
         text = f"{str(path)!r} must be open to its owner alone, got {mode}"

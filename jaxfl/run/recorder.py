@@ -90,7 +90,11 @@ class Journal:
             "terms": algorithm.terms,
             **(told or {}),
         }
-        shared = {name: self.told[name] for name in ("dp_sgd", "examples", "terms", "stateful") if name in self.told}
+        shared = {
+            name: self.told[name]
+            for name in ("dp_sgd", "examples", "terms", "stateful")
+            if name in self.told
+        }
         self.spent = running_epsilon(algorithm.mechanism, clients.number, **shared)
         self.task, self.one = algorithm.model.task, record
         self.recorded = self.blank(plan)
@@ -107,9 +111,13 @@ class Journal:
 
     def blank(self, plan: Plan) -> Recorded:
         """Room for the records of all rounds and evaluations of a plan."""
-        records = jax.tree.map(lambda leaf: np.zeros((plan.rounds, *leaf.shape), leaf.dtype), self.one)
+        records = jax.tree.map(
+            lambda leaf: np.zeros((plan.rounds, *leaf.shape), leaf.dtype), self.one
+        )
         shape = len(plan.evaluations), self.number
-        return Recorded(records, {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)})
+        return Recorded(
+            records, {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)}
+        )
 
     def record(self, records: Records, done: int, count: int) -> None:
         """Keep a segment's records."""
@@ -151,7 +159,9 @@ class Journal:
         self.recorded = self.blank(self.plan)
 
         def put(count: int, mine: Tree, stored: Tree) -> None:
-            jax.tree.map(lambda all_, rows: operator.setitem(all_, slice(count), rows[:count]), mine, stored)
+            jax.tree.map(
+                lambda all_, rows: operator.setitem(all_, slice(count), rows[:count]), mine, stored
+            )
 
         put(done, self.recorded.records, recorded.records)
         put(len(past), self.recorded.scores, recorded.scores)
@@ -168,9 +178,15 @@ class Journal:
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
         made = len(self.metrics)  # the last one planned up to `done` may have failed
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
-        scores = jax.tree.map(lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history)
+        scores = jax.tree.map(
+            lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history
+        )
         mechanism = self.algorithm.mechanism
-        statement = privacy_statement(self._accounted(done), mechanism, self.number, **self.told) if done else {}
+        statement = (
+            privacy_statement(self._accounted(done), mechanism, self.number, **self.told)
+            if done
+            else {}
+        )
         if self.public and statement:
             statement = without_clients(statement)
         canaries = memory if done and isinstance(memory, Scores) else None
@@ -181,7 +197,17 @@ class Journal:
             if canaries is not None:
                 files.write_arrays(self.folder / report.AUDIT, told(canaries))
         dropped = self._dropped(ledger, done)
-        return Result(None, None, self.metrics, scores, history, ledger, statement, audit=canaries, dropped=dropped)
+        return Result(
+            None,
+            None,
+            self.metrics,
+            scores,
+            history,
+            ledger,
+            statement,
+            audit=canaries,
+            dropped=dropped,
+        )
 
     def _dropped(self, ledger: Ledger, done: int) -> float:
         """Return the share of the updates that were dropped, of clients who have an example to train on."""
@@ -193,7 +219,9 @@ class Journal:
         """One row of metrics: scores of all clients, and what the rounds since the previous row report."""
         done = self.evaluations[index]
         scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
-        row: dict[str, float | int] = {"round": done} | summarize(scores, self.test_size, self.task.metrics)
+        row: dict[str, float | int] = {"round": done} | summarize(
+            scores, self.test_size, self.task.metrics
+        )
         if not self.public:
             since = slice(self.evaluations[index - 1] if index else 0, done)
             row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))
@@ -220,7 +248,11 @@ class Journal:
             parts = [np.broadcast_to(part, (len(part), *shape)) for part in (made, rest)]
             return np.concatenate(parts).astype(made.dtype)
 
-        notes = {name: joined(note, plan.notes[name]) for name, note in past.notes.items() if name in plan.notes}
+        notes = {
+            name: joined(note, plan.notes[name])
+            for name, note in past.notes.items()
+            if name in plan.notes
+        }
         fields: dict[str, Any] = {
             name: joined(np.asarray(getattr(past, name)), np.asarray(getattr(plan, name)))
             for name in Ledger._fields
@@ -237,10 +269,14 @@ class Journal:
         """All rounds of the plan in single precision, as the engine records them."""
         algorithm = self.algorithm
         plan = planned_ledger(algorithm.mechanism, self.number, self.plan.rounds, algorithm.dp_sgd)
-        single = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), plan._replace(participants=np.zeros(())))
+        single = jax.tree.map(
+            lambda leaf: np.asarray(leaf, np.float32), plan._replace(participants=np.zeros(()))
+        )
         return single._replace(participants=plan.participants)
 
-    def _write(self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]) -> None:
+    def _write(
+        self, folder: pathlib.Path, history: PerClient, ledger: Ledger, statement: dict[str, Any]
+    ) -> None:
         files.write_metrics(folder / report.METRICS, self.metrics)
         statement, epsilons = split_clients(statement)
         arrays: dict[str, Any] = {"test_size": self.test_size} | epsilons
@@ -249,7 +285,9 @@ class Journal:
         if self.metrics:
             arrays = history | arrays | {"round": np.array([row["round"] for row in self.metrics])}
             if self.pictures:
-                plots.draw_curves(folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline)
+                plots.draw_curves(
+                    folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline
+                )
         if self.metrics or statement:
             files.write_arrays(folder / report.PER_CLIENT, arrays)
         if statement:
@@ -261,7 +299,12 @@ def _means(records: Records) -> dict[str, float | int]:
     participants = records.info["participants"]
     counted = participants > records.nonfinite
     means = {
-        f"train_{name}" if name == "loss" else name: float(values[counted].mean()) if counted.any() else math.nan
+        f"train_{name}" if name == "loss" else name: float(values[counted].mean())
+        if counted.any()
+        else math.nan
         for name, values in records.info.items()
     }
-    return means | {"participants": float(participants.mean()), "nonfinite": int(records.nonfinite.sum())}
+    return means | {
+        "participants": float(participants.mean()),
+        "nonfinite": int(records.nonfinite.sum()),
+    }

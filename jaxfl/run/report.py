@@ -73,14 +73,23 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
     Raises:
         ValueError: a name that leads elsewhere, a seed that is not a whole number, or a value of another kind.
     """
-    if not isinstance(method, str) or method in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", method):
+    if (
+        not isinstance(method, str)
+        or method in ("", ".", "..")
+        or re.search(r"[/\\\x00-\x1f]", method)
+    ):
         raise ValueError(f"method={method!r}: give the name of a folder, without a slash")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
         raise ValueError(f"seed={seed!r}: give a whole number")
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     values.pop("seed", None)
     text = json.dumps({"method": method} | values, sort_keys=True, default=_json)
-    folder = pathlib.Path(root) / method / hashlib.sha256(text.encode()).hexdigest()[:10] / f"seed={seed}"
+    folder = (
+        pathlib.Path(root)
+        / method
+        / hashlib.sha256(text.encode()).hexdigest()[:10]
+        / f"seed={seed}"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0 and os.access(folder, os.W_OK):
         write_json(folder / CONFIG, json.loads(text) | {"seed": int(seed)})
@@ -96,10 +105,14 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
     folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
     for path in folders:
         if (found := kind(path)) not in (None, "a folder"):
-            raise ValueError(f"{str(path)!r} must be a folder, got {found}. Remove it, or choose another folder.")
+            raise ValueError(
+                f"{str(path)!r} must be a folder, got {found}. Remove it, or choose another folder."
+            )
     for path in (folder / NOISE_KEY, *(run / name for run in runs for name in _REPORTS)):
         if kind(path) == "a folder":
-            raise ValueError(f"{str(path)!r} must be a file, got a folder. Remove it, or choose another folder.")
+            raise ValueError(
+                f"{str(path)!r} must be a file, got a folder. Remove it, or choose another folder."
+            )
 
 
 def clear(folder: pathlib.Path, points: bool) -> None:
@@ -118,7 +131,11 @@ def clear(folder: pathlib.Path, points: bool) -> None:
 
 def points_of(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the folders of a sweep's points, in their order. Links are left out."""
-    points = [path for path in folder.iterdir() if _POINT.fullmatch(path.name) and kind(path) == "a folder"]
+    points = [
+        path
+        for path in folder.iterdir()
+        if _POINT.fullmatch(path.name) and kind(path) == "a folder"
+    ]
     return sorted(points, key=lambda path: int(path.name.split("_")[0]))
 
 
@@ -127,7 +144,9 @@ def tell(text: str, shown: bool) -> None:
     if shown:
         console = Console()
         lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
-        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)  # paths stay whole
+        console.print(
+            "\n".join(lines), highlight=False, markup=False, soft_wrap=True
+        )  # paths stay whole
     else:
         _LOG.info("%s", text)
 
@@ -144,12 +163,18 @@ class _Bar(Progress):
     The time left follows from the pace since `since`, when `base` was done.
     """
 
-    def __init__(self, name: str, total: float, show: bool, count: Callable[[float, float], str]) -> None:
+    def __init__(
+        self, name: str, total: float, show: bool, count: Callable[[float, float], str]
+    ) -> None:
         columns = (
-            TextColumn("{task.description}", markup=False, table_column=Column(max_width=24, **_ONE_LINE)),
+            TextColumn(
+                "{task.description}", markup=False, table_column=Column(max_width=24, **_ONE_LINE)
+            ),
             BarColumn(None, table_column=Column(ratio=1, min_width=8)),
             TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True)),
-            TextColumn("{task.fields[state]}", markup=False, table_column=Column(max_width=30, **_ONE_LINE)),
+            TextColumn(
+                "{task.fields[state]}", markup=False, table_column=Column(max_width=30, **_ONE_LINE)
+            ),
             TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
         )
         self.whole, self.count, self.figures = total, count, ""
@@ -170,11 +195,18 @@ class _Bar(Progress):
             pace = (time.monotonic() - self.since) / (done - self.base)
             left = str(datetime.timedelta(seconds=round(pace * (self.whole - done))))
         self.update(
-            self.line, total=self.whole, completed=done, count=self.count(done, self.whole), state=state, left=left
+            self.line,
+            total=self.whole,
+            completed=done,
+            count=self.count(done, self.whole),
+            state=state,
+            left=left,
         )
 
 
-_WHOLE: contextvars.ContextVar[Callable[[int, int], Told] | None] = contextvars.ContextVar("whole", default=None)
+_WHOLE: contextvars.ContextVar[Callable[[int, int], Told] | None] = contextvars.ContextVar(
+    "whole", default=None
+)
 """Within `shared_bar`, what a run of some rounds, the first of them restored, tells how far it is."""
 
 
@@ -209,7 +241,11 @@ class Whole:
 
         def of_run(rounds: int, start: int) -> Told:
             def told(done: int, state: str, figures: str | None = None) -> None:
-                self._bar.tell(self._before + work * done / rounds, name, ": ".join(filter(None, [state, figures])))
+                self._bar.tell(
+                    self._before + work * done / rounds,
+                    name,
+                    ": ".join(filter(None, [state, figures])),
+                )
 
             self._bar.base += work * start / rounds
             told(start, "from its folder" if start else "starting")
@@ -243,7 +279,9 @@ def shared_bar(name: str, work: float, show: bool) -> Iterator[Whole]:
 def _json(value: Any) -> Any:
     """Values that JSON lacks, in full: configurations that differ must not look alike."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"type": type(value).__name__} | {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__} | {
+            f.name: getattr(value, f.name) for f in dataclasses.fields(value)
+        }
     if isinstance(value, pathlib.PurePath):
         return str(value)
     if isinstance(value, np.generic | np.ndarray | jax.Array):
@@ -252,4 +290,6 @@ def _json(value: Any) -> Any:
             return array.tolist()
         digest = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
         return {"sha256": digest, "shape": array.shape, "dtype": array.dtype.name}
-    raise ValueError(f"config holds {value!r}: give numbers, texts, arrays, paths, dataclasses, or lists of them")
+    raise ValueError(
+        f"config holds {value!r}: give numbers, texts, arrays, paths, dataclasses, or lists of them"
+    )

@@ -23,7 +23,9 @@ def deferred() -> Iterator[Callable[[], int]]:
 
     def restore() -> None:
         for number, old in previous.items():
-            signal.signal(number, signal.SIG_DFL if old is None else old)  # None: a handler that Python cannot set
+            signal.signal(
+                number, signal.SIG_DFL if old is None else old
+            )  # None: a handler that Python cannot set
 
     def handler(number: int, frame: FrameType | None) -> None:
         # Another signal may come between any two lines: a plain variable, since a lock would wait for itself.

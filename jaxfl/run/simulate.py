@@ -17,7 +17,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key
 
-from jaxfl._validate import check_count, check_counts, check_instance, check_key, check_path, checked
+from jaxfl._validate import (
+    check_count,
+    check_counts,
+    check_instance,
+    check_key,
+    check_path,
+    checked,
+)
 from jaxfl.backend import of_devices
 from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, opened
 from jaxfl.engine import processes
@@ -156,7 +163,9 @@ def simulate(
 
 
 @under_own_flags
-@checked(key=check_key, values=check_values, numbers=functools.partial(check_counts, least=0), **CHECKS)
+@checked(
+    key=check_key, values=check_values, numbers=functools.partial(check_counts, least=0), **CHECKS
+)
 def sweep(
     key: Key[Array, "*P"] | int,
     build: Callable[..., Algorithm],
@@ -218,16 +227,22 @@ def sweep(
     keys = jnp.broadcast_to(key, (count,))
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
-    points = Points(build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch)
+    points = Points(
+        build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch
+    )
     _check_clipped(points, algorithms)
     root = None if folder is None else pathlib.Path(folder)
     folders = [None if root is None else root / name for name in names_of_points(values, count)]
     if numbers is not None and len(numbers) != count:
-        raise ValueError(f"numbers must have one entry for each of the {count} points, got {len(numbers)}.")
+        raise ValueError(
+            f"numbers must have one entry for each of the {count} points, got {len(numbers)}."
+        )
     own = None if numbers is None else tuple(numbers)
     if own is not None and not paired_noise:
         check_apart(keys, own)
-    settings = _Settings(rounds, paired_noise=paired_noise, keep_states=keep_states, numbers=own, **options)
+    settings = _Settings(
+        rounds, paired_noise=paired_noise, keep_states=keep_states, numbers=own, **options
+    )
     with contextlib.closing(Lock(root)) as lock:
         run = _Run(keys, algorithms, points, clients, settings, lock, folders)
         return run.finish_after(f"{algorithms[0].name}, {count} points", ())
@@ -235,24 +250,33 @@ def sweep(
 
 def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[str]:
     """Return the names of the folders of a sweep's points."""
-    return ["_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())]) for p in range(count)]
+    return [
+        "_".join([str(p), *(f"{name}={column[p]:g}" for name, column in values.items())])
+        for p in range(count)
+    ]
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
     """Number of points, where keys and columns agree on it."""
-    if wrong := [name for name in values if not name.isidentifier()]:  # a name is part of a folder's, too
+    if wrong := [
+        name for name in values if not name.isidentifier()
+    ]:  # a name is part of a folder's, too
         raise ValueError(f"values[{wrong[0]!r}]: give names of arguments of `build`")
     lengths = {name: len(column) for name, column in values.items()}
     if jnp.ndim(key):
         lengths["key"] = len(key)
     if len(set(lengths.values())) != 1 or not max(lengths.values()):
-        raise ValueError(f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1")
+        raise ValueError(
+            f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1"
+        )
     return next(iter(lengths.values()))
 
 
 def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
     """Require finite clip bounds where the points' one program adds noise, were it of size 0."""
-    unclipped = [p for p, algorithm in enumerate(algorithms) if math.isinf(algorithm.mechanism.clip)]
+    unclipped = [
+        p for p, algorithm in enumerate(algorithms) if math.isinf(algorithm.mechanism.clip)
+    ]
     if unclipped and noisy(points):
         raise ValueError(
             f"values of point {unclipped[0]}: clip=inf in a sweep with noise, which is in multiples of it: "
@@ -325,9 +349,16 @@ class _Run:
     ) -> None:
         rounds = settings.rounds
         self.update = check_algorithm(algorithms[0], clients, rounds)
-        for other in algorithms[1:]:  # they differ only in numbers, which a mechanism may still refuse
+        for other in algorithms[
+            1:
+        ]:  # they differ only in numbers, which a mechanism may still refuse
             check_mechanism(other, clients, self.update)
-        self.rounds, self.clients, self.points, self.progress = rounds, clients, points, settings.progress
+        self.rounds, self.clients, self.points, self.progress = (
+            rounds,
+            clients,
+            points,
+            settings.progress,
+        )
         every = settings.eval_every or max(1, rounds // 10)
         evaluations = sorted({*range(every, rounds + 1, every), rounds})
         folder = lock.folder
@@ -341,7 +372,9 @@ class _Run:
         if settings.audit is not None:
             algorithms, points = _with_canaries(algorithms, points, settings.audit)
             self.points = points
-        init_key, key_of_rounds, self.eval_key = self._each(lambda key: tuple(jax.random.split(key, 3)))(key)
+        init_key, key_of_rounds, self.eval_key = self._each(
+            lambda key: tuple(jax.random.split(key, 3))
+        )(key)
         bits = settings.streams.bits(key, folder)
         keys = settings.streams.keys(key_of_rounds, bits)
         method = fingerprint.marked(points or algorithms[0])
@@ -350,10 +383,15 @@ class _Run:
             states = None if folder is None else folder / report.STATES
             self.runner = Stream(init_key, keys, method, clients, settings.devices, chunk, states)
         else:
-            self.runner = Resident(init_key, keys, method, clients, settings.devices, chunk, _SEGMENT_ROUNDS)
+            self.runner = Resident(
+                init_key, keys, method, clients, settings.devices, chunk, _SEGMENT_ROUNDS
+            )
         self.keeps = settings.keep_states or not self.runner.stateful
         plan = Plan(rounds, evaluations, self.keeps)
-        public, told = settings.report == "public", settings.streams.told(key) | {"stateful": self.runner.stateful}
+        public, told = (
+            settings.report == "public",
+            settings.streams.told(key) | {"stateful": self.runner.stateful},
+        )
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         options = {"public": public, "told": told, "pictures": len(algorithms) <= _PICTURES}
         record = self.runner.record()  # once: it is the same for all points
@@ -365,8 +403,12 @@ class _Run:
         self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
         facts: fingerprint.Facts = {}
         if folder is not None or jax.process_count() > 1:
-            facts = self._fingerprint(key, init_key, method, algorithms, settings) | settings.streams.facts(keys)
-            processes.agree({name: json.dumps(fact) for name, fact in (facts | plan._asdict()).items()})
+            facts = self._fingerprint(
+                key, init_key, method, algorithms, settings
+            ) | settings.streams.facts(keys)
+            processes.agree(
+                {name: json.dumps(fact) for name, fact in (facts | plan._asdict()).items()}
+            )
         if folder is not None:
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts, plan)
             if settings.resume == "never":
@@ -380,11 +422,18 @@ class _Run:
     def finish_after(self, name: str, callbacks: Sequence[Callback]) -> list[Result]:
         """Run to the end, or until something stops it, and write the reports."""
         public = self.journals[0].public
-        self.watch = Watch(name, self.clients, [journal.algorithm for journal in self.journals], public=public)
+        self.watch = Watch(
+            name, self.clients, [journal.algorithm for journal in self.journals], public=public
+        )
         shown = self.progress and jax.process_index() == 0
         if self.restored and self.checkpoints is not None:
-            read = f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
-            report.tell(f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}", shown)
+            read = (
+                f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
+            )
+            report.tell(
+                f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}",
+                shown,
+            )
         try:
             shown &= self.done < self.rounds
             bar = report.progress_bar(name, self.rounds, shown, self.done)
@@ -398,16 +447,26 @@ class _Run:
                 several = jax.process_count() > 1
                 who = f"process {jax.process_index()} of {jax.process_count()} " if several else ""
                 where = f"{who}stopped after round {self.done}; the last checkpoint is {self.checkpoints.newest()}"
-                error.add_note(f"{where}: start all processes again to go on from it" if several else where)
+                error.add_note(
+                    f"{where}: start all processes again to go on from it" if several else where
+                )
             raise
         finally:
             memories = self._memories()
-            results = [journal.finish(self.done, memory) for journal, memory in zip(self.journals, memories)]
+            results = [
+                journal.finish(self.done, memory)
+                for journal, memory in zip(self.journals, memories)
+            ]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers = self._centers()
         states = self._split(self.runner.all_states()) if self.keeps else [()] * len(results)
         return [
-            result._replace(server=center.server, memory=unaudited(center.memory), states=rows, restored=self.restored)
+            result._replace(
+                server=center.server,
+                memory=unaudited(center.memory),
+                states=rows,
+                restored=self.restored,
+            )
             for result, center, rows in zip(results, centers, states, strict=True)
         ]
 
@@ -422,7 +481,9 @@ class _Run:
     def _memories(self) -> list[Tree]:
         """Each run's canary scores, on the host; nothing without an audit, or where an error has left none."""
         center = self.runner.center
-        if not isinstance(center.memory, Scores) or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
+        if not isinstance(center.memory, Scores) or any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(center)
+        ):
             return self._split(())
         scores = self._split(jax.device_get(center.memory))
         return [with_final(*own) for own in zip(scores, self.first, self._models(), strict=True)]
@@ -441,7 +502,9 @@ class _Run:
         over = bool(self.journals[0].metrics) and self._call(callbacks)
         while self.done < self.rounds and not processes.largest(over)[0]:
             if program is None:
-                update(self.done, "measuring the chunk" if self.runner.chunk == "auto" else "compiling")
+                update(
+                    self.done, "measuring the chunk" if self.runner.chunk == "auto" else "compiling"
+                )
                 program = self.runner.compile(self._facts())
                 update(self.done, "running")
             target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
@@ -449,7 +512,9 @@ class _Run:
             # The first call has one round. Its arguments are donated, so that its weights are read before.
             weights = self._models() if self.done == 0 and jax.process_count() == 1 else []
             start = time.monotonic()
-            records = attempt(functools.partial(self.runner.rounds, self.done, count), program.chunk)
+            records = attempt(
+                functools.partial(self.runner.rounds, self.done, count), program.chunk
+            )
             if records is None:
                 self._begin_again(half(program.chunk))
                 program = None
@@ -457,12 +522,17 @@ class _Run:
             pace = (time.monotonic() - start) / count
             self._record(records, count)
             if weights and count == 1:
-                lengths = [float(journal.recorded.records.info["update_norm"][0]) for journal in self.journals]
+                lengths = [
+                    float(journal.recorded.records.info["update_norm"][0])
+                    for journal in self.journals
+                ]
                 self.watch.sent(weights, self._models(), lengths)
             if self.done == target:
                 self._evaluate()
                 over = self._call(callbacks)
-            update(self.done, "running", f"{self._text(count, count * pace)}, chunk {program.chunk}")
+            update(
+                self.done, "running", f"{self._text(count, count * pace)}, chunk {program.chunk}"
+            )
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
             pace, late, stop, over = processes.largest(pace, late, asked(), over)
             if self.checkpoints and (late or stop or over or self.done == self.rounds):
@@ -475,14 +545,18 @@ class _Run:
         self.runner.begin(chunk)
         for journal in self.journals:
             journal.restore(journal.blank(journal.plan), 0, journal.plan)
-        self.done = 0 if self.checkpoints is None else self.checkpoints.restore(self._blank, self._take)
+        self.done = (
+            0 if self.checkpoints is None else self.checkpoints.restore(self._blank, self._take)
+        )
 
     def _call(self, callbacks: Sequence[Callback]) -> bool:
         """Call all of them; whether one ends the run. If one fails, what was computed is kept."""
         try:
             return ask(callbacks, self.journals[0].metrics)
         except (Exception, SystemExit):
-            if self.checkpoints and jax.process_count() == 1:  # others would not come to write their part
+            if (
+                self.checkpoints and jax.process_count() == 1
+            ):  # others would not come to write their part
                 self._save(self.checkpoints)
             raise
 
@@ -496,7 +570,9 @@ class _Run:
         again = "nothing is kept without a folder"
         if self.checkpoints is not None:
             earlier = f"round {self.kept}" if self.kept else "the start"
-            again = f"the same command goes on from {'there' if self.kept == self.done else earlier}"
+            again = (
+                f"the same command goes on from {'there' if self.kept == self.done else earlier}"
+            )
         return f"stopped after round {self.done} of {self.rounds}; {again}"
 
     def _record(self, records: Records, count: int) -> None:
@@ -507,13 +583,17 @@ class _Run:
         self.done += count
         earlier = bisect.bisect_left(self.evaluations, self.done)
         evaluated = self.evaluations[earlier - 1] if earlier else 0
-        self.watch.dropped([journal.recorded.records for journal in self.journals], evaluated, self.done)
+        self.watch.dropped(
+            [journal.recorded.records for journal in self.journals], evaluated, self.done
+        )
 
     def _evaluate(self) -> None:
         index = bisect.bisect_left(self.evaluations, self.done)
         if self.points is None:
             self.watch.updates(
-                self.journals[0].recorded.records, self.evaluations[index - 1] if index else 0, self.done
+                self.journals[0].recorded.records,
+                self.evaluations[index - 1] if index else 0,
+                self.done,
             )
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
         with scores_may_be_undefined():
@@ -529,14 +609,26 @@ class _Run:
         known = sorted({value for value in scores if not math.isnan(value)})
         score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:]))
         last = slice(self.done - count, self.done)
-        rate = sum(journal.recorded.records.info["participants"][last].sum() for journal in self.journals) / seconds
+        rate = (
+            sum(
+                journal.recorded.records.info["participants"][last].sum()
+                for journal in self.journals
+            )
+            / seconds
+        )
         figures = [f"{headline} {score}"] if known else []
-        figures += [report.shown_epsilon([journal.metrics[-1] for journal in self.journals])] if scores else []
+        figures += (
+            [report.shown_epsilon([journal.metrics[-1] for journal in self.journals])]
+            if scores
+            else []
+        )
         return ", ".join([*figures, f"{rate:,.{0 if rate >= 10 else 1}f} clients/s"])
 
     def _state(self, made: Plan, recorded: list[Recorded]) -> dict[str, Tree]:
         """What a checkpoint keeps, with records of such a plan."""
-        return self.runner.saved() | ({} if made.states else {"states": ()}) | {"recorded": recorded}
+        return (
+            self.runner.saved() | ({} if made.states else {"states": ()}) | {"recorded": recorded}
+        )
 
     def _blank(self, made: Plan) -> dict[str, Tree]:
         """Shapes of what one of such a plan has kept."""

@@ -52,12 +52,18 @@ def test_all_shared_is_fedavg():
     own = jax.tree.map(lambda leaf: leaf[0] + (leaf.ndim > 1), states)
     _, after, _ = algorithm.client_update(KEY, server, own, client_data())
     jax.tree.map(np.testing.assert_array_equal, after, own)
-    jax.tree.map(np.testing.assert_array_equal, algorithm.personalize(KEY, server, own, client_data()), server.params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        algorithm.personalize(KEY, server, own, client_data()),
+        server.params,
+    )
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05, 100.0])
 def test_equals_the_papers_steps_in_numpy(rate):
-    algorithm = apfl(MODEL, alpha=0.3, alpha_learning_rate=rate, local=LocalSGD(optax.sgd(0.1), 16, steps=4))
+    algorithm = apfl(
+        MODEL, alpha=0.3, alpha_learning_rate=rate, local=LocalSGD(optax.sgd(0.1), 16, steps=4)
+    )
     server, _ = algorithm.init(KEY, len(SIZES))
     own = Own(jax.tree.map(lambda leaf: leaf * 1.5 + 0.01, server.params), jnp.float32(0.3))
     message, found, _ = algorithm.client_update(KEY, server, own, client_data())
@@ -65,14 +71,19 @@ def test_equals_the_papers_steps_in_numpy(rate):
     w, alpha, path, gradient = start, 0.3, [], reference.whole_gradient(client_data())
     for _ in range(4):
         g = gradient(mix(alpha, v, w))
-        slope = sum(float((g * (v - w)).sum()) for g, v, w in zip(*map(jax.tree.leaves, (g, v, w)), strict=True))
+        slope = sum(
+            float((g * (v - w)).sum())
+            for g, v, w in zip(*map(jax.tree.leaves, (g, v, w)), strict=True)
+        )
         w_next = jax.tree.map(lambda w, g: w - 0.1 * g, w, gradient(w))
         v = reference.add(v, -0.1 * alpha, g)
         w, alpha = w_next, min(1.0, max(0.0, alpha - rate * slope))
         path.append(alpha)
     assert_close(message.update, optax.tree.sub(w, start), rtol=1e-4)
     assert_close(found, Own(v, np.float64(alpha)), rtol=1e-4)
-    assert_close(algorithm.personalize(KEY, server, found, client_data()), mix(alpha, v, start), rtol=1e-4)
+    assert_close(
+        algorithm.personalize(KEY, server, found, client_data()), mix(alpha, v, start), rtol=1e-4
+    )
     assert {0.0: path == [0.3] * 4, 0.05: 0.3 not in path, 100.0: {0.0, 1.0} & {*path}}[rate]
 
 

@@ -47,7 +47,9 @@ def test_without_penalty_it_is_local_training_to_the_bit():
 
 def test_a_huge_penalty_holds_the_personal_model_at_the_broadcast_one():
     rate = 1e-6
-    algorithm = ditto(MODEL, penalty_weight=1 / rate, personal=LocalSGD(optax.sgd(rate), 16, steps=4))
+    algorithm = ditto(
+        MODEL, penalty_weight=1 / rate, personal=LocalSGD(optax.sgd(rate), 16, steps=4)
+    )
     server, _ = algorithm.init(KEY, len(SIZES))
     away = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
     _, kept, _ = algorithm.client_update(KEY, server, away, client_data())
@@ -55,11 +57,17 @@ def test_a_huge_penalty_holds_the_personal_model_at_the_broadcast_one():
 
 
 def test_equals_the_papers_steps_in_numpy():
-    algorithm = ditto(MODEL, penalty_weight=2.0, personal=LocalSGD(optax.sgd(0.1), 16, steps=5), **LOCAL)
+    algorithm = ditto(
+        MODEL, penalty_weight=2.0, personal=LocalSGD(optax.sgd(0.1), 16, steps=5), **LOCAL
+    )
     server, _ = algorithm.init(KEY, len(SIZES))
     own = jax.tree.map(lambda leaf: leaf * 1.5, server.params)
     _, found, _ = algorithm.client_update(KEY, server, own, client_data())
-    v, w, gradient = reference.double(own), reference.double(server.params), reference.whole_gradient(client_data())
+    v, w, gradient = (
+        reference.double(own),
+        reference.double(server.params),
+        reference.whole_gradient(client_data()),
+    )
     for _ in range(5):
         v = jax.tree.map(lambda v, g, w: v - 0.1 * (g + 2.0 * (v - w)), v, gradient(v), w)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, v)

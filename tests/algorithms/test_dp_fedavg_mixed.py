@@ -44,10 +44,14 @@ def test_a_useless_shared_model_leaves_the_clients_own():
     server, _ = method.init(KEY, 1)
     noise = jax.random.split(KEY, len(jax.tree.leaves(server.params)))
     leaves, structure = jax.tree.flatten(server.params)
-    drawn = [100 * jax.random.normal(key, leaf.shape) for key, leaf in zip(noise, leaves, strict=True)]
+    drawn = [
+        100 * jax.random.normal(key, leaf.shape) for key, leaf in zip(noise, leaves, strict=True)
+    ]
     server = server._replace(params=jax.tree.unflatten(structure, drawn))
     data = load("digits")
     rows = jnp.arange(60)
-    client = ClientData(jnp.asarray(data.train_inputs), jnp.asarray(data.train_labels), rows, jnp.asarray(60))
+    client = ClientData(
+        jnp.asarray(data.train_inputs), jnp.asarray(data.train_labels), rows, jnp.asarray(60)
+    )
     params = jax.jit(method.personalize)(KEY, server, (), client)
     assert float(params["mixture"].weight) >= 0.9

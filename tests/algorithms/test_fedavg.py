@@ -37,7 +37,9 @@ def test_fedprox_adds_mu_times_the_distance_to_the_gradient():
     two, _ = plain.client_update(KEY, server, (), client_data())[::2]
     found, _ = prox.client_update(KEY, server, (), client_data())[::2]
     expected = jax.tree.map(lambda two, one: two - 0.1 * 0.5 * one, two.update, one.update)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.update, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.update, expected
+    )
 
 
 @pytest.mark.slow
@@ -79,10 +81,16 @@ def test_local_only_spends_nothing():
 def test_weights_by_size_are_the_published_average():
     # One full-batch step from the same point: the average weighted by size is the gradient step on all data.
     weights = Mechanism(weights=np.array(SIZES, float), denominator="participants")
-    averaged = run(fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 16), mechanism=weights), rounds=1).server.params
+    averaged = run(
+        fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), 16), mechanism=weights), rounds=1
+    ).server.params
     pooled = small_clients((sum(SIZES),))
-    whole = run(fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), sum(SIZES))), pooled, rounds=1).server.params
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), averaged, whole)
+    whole = run(
+        fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), sum(SIZES))), pooled, rounds=1
+    ).server.params
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), averaged, whole
+    )
 
 
 def test_private_steps_are_the_familys_alone():

@@ -34,11 +34,17 @@ def test_one_round_of_a_client_is_head_then_extractor():
     params, _ = fit_head(first, MODEL, {**server.params, **head}, data, local=HEAD)
     jax.tree.map(np.testing.assert_array_equal, fitted, {"head": params["head"]})
     # The same extractor steps, by a mask over all parameters.
-    mask = {name: jax.tree.map(lambda _, moves=name != "head": moves, params[name]) for name in params}
+    mask = {
+        name: jax.tree.map(lambda _, moves=name != "head": moves, params[name]) for name in params
+    }
     whole, _ = local.train(second, MODEL, params, data, mask=mask)
     expected = {"dense_0": optax.tree.sub(whole["dense_0"], server.params["dense_0"])}
     assert set(message.update) == {"dense_0"}
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), message.update, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+        message.update,
+        expected,
+    )
 
 
 @pytest.mark.slow
@@ -63,9 +69,15 @@ def start_heads(algorithm, result):
 @pytest.mark.slow
 def test_centaur_without_privacy_is_fedrep():
     private = centaur(MODEL, clip=float("inf"), noise_multiplier=0.0, sampling=Full(), **OPTIONS)
-    plain = fedrep(MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **OPTIONS)
-    a, b = (simulate(KEY, one, small_clients(), rounds=2, progress=False) for one in (private, plain))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a.server, b.server)
+    plain = fedrep(
+        MODEL, mechanism=Mechanism(sampling=Full(), denominator="participants"), **OPTIONS
+    )
+    a, b = (
+        simulate(KEY, one, small_clients(), rounds=2, progress=False) for one in (private, plain)
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a.server, b.server
+    )
 
 
 def test_centaur_fits_its_head_by_the_published_optimizer():
@@ -85,7 +97,9 @@ def test_centaur_fits_its_head_by_the_published_optimizer():
 
     _, fitted, _ = jax.jit(algorithm.client_update)(KEY, server, head, data)
     expected = torch_sgd(head, gradient_of, 15, learning_rate=0.01)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), fitted, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), fitted, expected
+    )
 
 
 @pytest.mark.slow
@@ -101,19 +115,27 @@ def test_centaur_with_everything_shared_is_dp_fedavg():
     # Whole-client batches: the two draw the order of examples from different keys.
     options = {"local": LocalSGD(optax.sgd(0.2), 16, 2)}
     private: dict[str, Any] = {"clip": CLIP, "noise_multiplier": 1.0, "sampling": Poisson(0.6)}
-    shared = centaur(MODEL._replace(head=()), head=LocalSGD(optax.sgd(0.1), epochs=0), **options, **private)
+    shared = centaur(
+        MODEL._replace(head=()), head=LocalSGD(optax.sgd(0.1), epochs=0), **options, **private
+    )
     a, b = (
         simulate(KEY, one, small_clients(), rounds=3, progress=False)
         for one in (shared, dp_fedavg(MODEL, **options, **private))
     )
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a.server, b.server)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a.server, b.server
+    )
     np.testing.assert_allclose(a.scores["loss"], b.scores["loss"], rtol=1e-5)
 
 
 def test_without_head_epochs_heads_stay():
     algorithm = fedrep(MODEL, **OPTIONS | {"head": LocalSGD(optax.sgd(0.1), epochs=0)})
     server, head = start(algorithm)
-    jax.tree.map(np.testing.assert_array_equal, algorithm.client_update(KEY, server, head, client_data())[1], head)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        algorithm.client_update(KEY, server, head, client_data())[1],
+        head,
+    )
 
 
 def test_evaluation_may_take_other_passes_than_a_round():
@@ -121,7 +143,11 @@ def test_evaluation_may_take_other_passes_than_a_round():
     server, head = start(algorithm)
     found = algorithm.personalize(KEY, server, head, client_data())
     expected, _ = fit_head(
-        KEY, MODEL, {**server.params, **head}, client_data(), local=dataclasses.replace(HEAD, epochs=5)
+        KEY,
+        MODEL,
+        {**server.params, **head},
+        client_data(),
+        local=dataclasses.replace(HEAD, epochs=5),
     )
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 

@@ -56,7 +56,9 @@ def test_the_extractor_follows_the_balanced_loss_alone():
     server, _ = method.init(KEY, 1)
     zero = jax.tree.map(jnp.zeros_like, {"head": server.params["head"]})
     other = jax.tree.map(jnp.ones_like, zero)
-    sent = [method.client_update(KEY, server, own, client_data())[0].update for own in (zero, other)]
+    sent = [
+        method.client_update(KEY, server, own, client_data())[0].update for own in (zero, other)
+    ]
     jax.tree.map(np.testing.assert_array_equal, *sent)
 
 

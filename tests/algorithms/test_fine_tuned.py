@@ -38,7 +38,9 @@ def descended(params, index, offset=0.0):
     """Gradient descent of a softmax regression on a client's examples, by NumPy."""
     clients = small_clients()
     rows = clients.train[index]
-    x = np.asarray(LINEAR.prepare(jnp.asarray(clients.inputs[rows])), np.float64).reshape(len(rows), -1)
+    x = np.asarray(LINEAR.prepare(jnp.asarray(clients.inputs[rows])), np.float64).reshape(
+        len(rows), -1
+    )
     targets = np.eye(10)[clients.labels[rows]]
     (layer,) = LINEAR.layers
     kernel = np.asarray(params[layer]["kernel"], np.float64)
@@ -71,7 +73,9 @@ def test_inside_the_correction_a_model_descends_on_the_corrected_loss():
     layers = {name: found[name] for name in LINEAR.layers}
     expected = descended(server.params, 3, offset)
     assert_close(layers, expected)
-    assert not np.allclose(expected["head"]["bias"], descended(server.params, 3)["head"]["bias"], atol=1e-2)
+    assert not np.allclose(
+        expected["head"]["bias"], descended(server.params, 3)["head"]["bias"], atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("parts", [None, ("dense_0",), ("head",), ("head", "dense_0")])
@@ -135,7 +139,9 @@ def test_it_goes_on_from_the_methods_personal_model():
 
 @pytest.mark.parametrize("parts", [("none",), ("head", "none"), ("log_prior",)])
 def test_parts_are_layers(parts):
-    with pytest.raises(ValueError, match=r"parts must be layers of model='mlp_log_prior', got '(none|log_prior)'"):
+    with pytest.raises(
+        ValueError, match=r"parts must be layers of model='mlp_log_prior', got '(none|log_prior)'"
+    ):
         fine_tuned(prior_corrected(fedavg(MODEL)), parts=parts)
 
 

@@ -28,7 +28,11 @@ def models(number, scale=1.0):
 
 
 def log_softmax(logits):
-    return logits - logits.max(1, keepdims=True) - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))[:, None]
+    return (
+        logits
+        - logits.max(1, keepdims=True)
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1))[:, None]
+    )
 
 
 def test_a_client_trains_the_model_that_numpy_finds_best_and_no_other():
@@ -68,7 +72,9 @@ def test_padding_chooses_no_model():
 def test_a_model_of_nan_is_chosen_last():
     several = models(3)
     several["head"]["bias"] = several["head"]["bias"].at[0].set(jnp.nan)
-    chosen = ifca(LINEAR, clusters=3, local=STEP).personalize(KEY, Server(several, ()), (), client_data())
+    chosen = ifca(LINEAR, clusters=3, local=STEP).personalize(
+        KEY, Server(several, ()), (), client_data()
+    )
     assert np.all(np.isfinite(chosen["head"]["bias"]))
 
 
@@ -78,7 +84,9 @@ def test_the_servers_step_divides_by_the_clients_that_it_expects_in_a_cluster():
     several = models(4)
     total = models(4, scale=3.0)
     optimizer = optax.sgd(1.0).init(several)
-    after = method.server_update(Server(several, optimizer), jax.tree.map(lambda leaf: leaf / 8, total))
+    after = method.server_update(
+        Server(several, optimizer), jax.tree.map(lambda leaf: leaf / 8, total)
+    )
     expected = jax.tree.map(lambda start, whole: start + whole / 2, several, total)
     for own, theirs in zip(jax.tree.leaves(after.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(own, theirs, rtol=1e-5, atol=1e-5)
@@ -91,9 +99,14 @@ def test_one_cluster_is_dp_fedavg_from_the_same_start():
 
     def init(key, number):
         server, clients = one.init(key, number)
-        return Server(jax.tree.map(lambda leaf: leaf[0], server.params), optax.sgd(1.0).init({})), clients
+        return Server(
+            jax.tree.map(lambda leaf: leaf[0], server.params), optax.sgd(1.0).init({})
+        ), clients
 
-    results = [simulate(0, own, small_clients(), rounds=3, progress=False) for own in (one, usual._replace(init=init))]
+    results = [
+        simulate(0, own, small_clients(), rounds=3, progress=False)
+        for own in (one, usual._replace(init=init))
+    ]
     for name in ("accuracy", "loss"):
         np.testing.assert_allclose(*(result.scores[name] for result in results), rtol=1e-5)
 
@@ -108,14 +121,21 @@ def test_groups_with_other_names_of_classes_get_models_of_their_own():
         found[1::2] = order[labels[1::2]]
         return found
 
-    data = data._replace(train_labels=renamed(data.train_labels), test_labels=renamed(data.test_labels))
+    data = data._replace(
+        train_labels=renamed(data.train_labels), test_labels=renamed(data.test_labels)
+    )
 
     def dealt(examples):
         groups = [np.arange(examples)[group::2] for group in range(2)]
         return [rows for group in groups for rows in np.array_split(group, 20)]
 
     clients = make_clients(data, dealt(len(data.train_labels)), dealt(len(data.test_labels)))
-    options = {"local": LocalSGD(optax.sgd(0.1), 5, 2), "clip": 1.0, "noise_multiplier": 0.0, "sampling": Full()}
+    options = {
+        "local": LocalSGD(optax.sgd(0.1), 5, 2),
+        "clip": 1.0,
+        "noise_multiplier": 0.0,
+        "sampling": Full(),
+    }
     usual, clustered = (
         simulate(0, method, clients, rounds=20, progress=False).metrics[-1]["accuracy"]
         for method in (dp_fedavg(LINEAR, **options), ifca(LINEAR, clusters=2, **options))

@@ -80,7 +80,9 @@ def test_the_weight_has_the_least_loss_on_examples_left_out(pick, strength):
     method = mixed(fedavg(MODEL), local=LOCAL, folds=folds, pick=pick)
     server = method.init(KEY, 1)[0]._replace(params=params)
     found = float(method.personalize(KEY, server, (), data)["mixture"].weight)
-    fold = np.asarray(_folds(jax.random.fold_in(KEY, _FOLDS), data, folds, by_class=True))[: len(rows)]
+    fold = np.asarray(_folds(jax.random.fold_in(KEY, _FOLDS), data, folds, by_class=True))[
+        : len(rows)
+    ]
     weights = np.array([0.0, 1.0]) if pick else np.arange(11) / 10
     losses = np.zeros(len(weights))
     for k in range(folds):
@@ -97,7 +99,9 @@ def test_the_weight_has_the_least_loss_on_examples_left_out(pick, strength):
 
 def test_weights_differ_by_how_good_the_shared_model_is():
     data = data_of(np.arange(40))
-    good = LocalSGD(optax.sgd(0.2), 16, 40).train(KEY, MODEL, MODEL.init(KEY), data_of(np.arange(900)))[0]
+    good = LocalSGD(optax.sgd(0.2), 16, 40).train(
+        KEY, MODEL, MODEL.init(KEY), data_of(np.arange(900))
+    )[0]
     method = mixed(fedavg(MODEL), local=LOCAL)
     server, _ = method.init(KEY, 1)
     weights = [
@@ -204,7 +208,9 @@ def test_more_folds_trace_no_more():
 def test_vectorised_clients_are_single_ones():
     method = mixed(fedavg(MODEL, local=LOCAL), local=LOCAL)
     options = {"rounds": 1, "progress": False}
-    one, several = (simulate(KEY, method, small_clients(), chunk=chunk, **options) for chunk in (1, 4))
+    one, several = (
+        simulate(KEY, method, small_clients(), chunk=chunk, **options) for chunk in (1, 4)
+    )
     np.testing.assert_allclose(one.scores["loss"], several.scores["loss"], rtol=1e-4, atol=1e-5)
     assert SIZES[2] == 0
 
@@ -227,7 +233,9 @@ def test_outputs_of_a_regression_are_mixed():
     shared = np.asarray(model.apply(server.params, x))
     for weight in (0.0, 0.3, 1.0):
         expected = weight * own + (1 - weight) * shared
-        np.testing.assert_allclose(at_weight(method, params, weight), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            at_weight(method, params, weight), expected, rtol=1e-5, atol=1e-6
+        )
     assert float(params["mixture"].weight) >= 0.8
 
 
@@ -257,7 +265,9 @@ def test_probabilities_of_a_next_token_are_mixed():
 
 
 def test_other_tasks_and_folds_are_refused():
-    with pytest.raises(ValueError, match="algorithm must be for one of the tasks classification, next_token, reg"):
+    with pytest.raises(
+        ValueError, match="algorithm must be for one of the tasks classification, next_token, reg"
+    ):
         mixed(fedavg(MODEL._replace(task=multi_label())))
     with pytest.raises(ValueError, match="folds=1"):
         mixed(fedavg(MODEL), folds=1)

@@ -103,7 +103,9 @@ def test_a_client_without_examples_has_the_servers_head(build):
     method = build(LINEAR, radius=RADIUS, **EXACT)
     head = personal_head(method, clients, 2)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), head, run(method, clients).server.params["head"]
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3),
+        head,
+        run(method, clients).server.params["head"],
     )
 
 
@@ -171,7 +173,10 @@ def test_noise_cannot_outweigh_the_ridge(digits):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (mlp((8, 8, 1), 10)._replace(task=regression()), "model.task must be classification, got 'regression'"),
+        (
+            mlp((8, 8, 1), 10)._replace(task=regression()),
+            "model.task must be classification, got 'regression'",
+        ),
         (lenet()._replace(head=("dense_1", "head")), "model must end with one dense layer"),
         (lenet()._replace(head=("conv_0",)), "model must end with one dense layer"),
         (lenet()._replace(extract=None), "model must end with one dense layer"),

@@ -44,10 +44,14 @@ def assert_same(a, b):
     ],
 )
 def test_without_its_change_it_is_dp_fedavg_bit_for_bit(method, neutral):
-    found, expected = (run(method) for method in (method(MODEL, **neutral, **LOCAL, **PRIVATE), BASE))
+    found, expected = (
+        run(method) for method in (method(MODEL, **neutral, **LOCAL, **PRIVATE), BASE)
+    )
     assert_same(found.server.params, expected.server.params)
     other = run(method(MODEL, **LOCAL, **PRIVATE))
-    assert not np.array_equal(other.server.params["head"]["kernel"], expected.server.params["head"]["kernel"])
+    assert not np.array_equal(
+        other.server.params["head"]["kernel"], expected.server.params["head"]["kernel"]
+    )
     assert other.statement["honest"] == expected.statement["honest"]
 
 
@@ -68,7 +72,11 @@ def test_a_sharpness_aware_step_uses_the_gradient_uphill():
     norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(g)))
     uphill = jax.tree.map(lambda p, g: p + 0.5 * g / norm, server.params, g)
     expected = optax.tree.scale(-0.1, jax.grad(objective)(uphill))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), message.update, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        message.update,
+        expected,
+    )
 
 
 @pytest.mark.slow
@@ -77,12 +85,17 @@ def test_off_the_public_mask_nothing_is_sent_or_moves():
     server, message = update_of(algorithm)
     assert message.extra is None
     assert int(server.support["dense_0"]["kernel"].sum()) == math.ceil(0.1 * KERNEL)
-    assert_same(jax.tree.map(lambda u, m: jnp.where(m, 0, u), message.update, server.support), zeros(message.update))
+    assert_same(
+        jax.tree.map(lambda u, m: jnp.where(m, 0, u), message.update, server.support),
+        zeros(message.update),
+    )
     before, _ = algorithm.init(jax.random.split(KEY, 3)[0], len(SIZES))
     after = run(algorithm, rounds=1).server
     moved = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before.params, after.params)
     assert_same(moved, before.support)
-    assert not np.array_equal(before.support["dense_0"]["kernel"], after.support["dense_0"]["kernel"])
+    assert not np.array_equal(
+        before.support["dense_0"]["kernel"], after.support["dense_0"]["kernel"]
+    )
 
 
 def test_a_public_mask_does_not_hide_that_weights_are_lost():
@@ -118,7 +131,13 @@ def test_the_least_of_an_update_is_not_sent():
 @pytest.mark.slow
 def test_bounded_updates_are_shorter():
     norms = [
-        float(optax.tree.norm(update_of(blur_lus(MODEL, penalty_weight=w, density=1.0, **LOCAL, **PRIVATE))[1].update))
+        float(
+            optax.tree.norm(
+                update_of(blur_lus(MODEL, penalty_weight=w, density=1.0, **LOCAL, **PRIVATE))[
+                    1
+                ].update
+            )
+        )
         for w in (0.0, 1.0, 3.0)
     ]
     assert CLIP < norms[2] < norms[1] < norms[0]

@@ -31,7 +31,13 @@ def build(**options):
 
 
 def published(**options):
-    defaults: dict[str, Any] = {"epsilon": math.inf, "rounds": 3, "clip": math.inf, "mu": 0.0, "smallest": 10}
+    defaults: dict[str, Any] = {
+        "epsilon": math.inf,
+        "rounds": 3,
+        "clip": math.inf,
+        "mu": 0.0,
+        "smallest": 10,
+    }
     return padpfl_paper(MODEL, **defaults | LOCAL | options)
 
 
@@ -41,7 +47,9 @@ def printed(p, **options):
     mechanism = published(impacts=np.asarray(p), **defaults | options).mechanism
     numbers = round_numbers(mechanism, len(p), jnp.int32(0))
     present = jnp.sum((numbers.weights * numbers.client_noise) ** 2)
-    return mechanism.clip * float(numbers.client_noise[0]), mechanism.clip * float(server_noise(numbers, present))
+    return mechanism.clip * float(numbers.client_noise[0]), mechanism.clip * float(
+        server_noise(numbers, present)
+    )
 
 
 @pytest.mark.slow
@@ -49,7 +57,15 @@ def test_a_sweep_of_claimed_epsilons_has_the_noise_and_the_claim_of_each():
     def method(epsilon):
         return published(epsilon=epsilon, clip=1.0, delta=0.01, rounds=2)
 
-    found = sweep(KEY, method, {"epsilon": [5.0, 50.0]}, small_clients(), rounds=2, paired_noise=True, progress=False)
+    found = sweep(
+        KEY,
+        method,
+        {"epsilon": [5.0, 50.0]},
+        small_clients(),
+        rounds=2,
+        paired_noise=True,
+        progress=False,
+    )
     for result, target in zip(found, (5.0, 50.0), strict=True):
         alone = simulate(KEY, method(target), small_clients(), rounds=2, progress=False)
         np.testing.assert_allclose(result.ledger.client_noise, alone.ledger.client_noise, rtol=1e-6)
@@ -86,7 +102,9 @@ def test_as_many_exposures_as_rounds_need_no_server(p):
 @settings(deadline=None, max_examples=50)
 def test_variance_is_the_larger_of_target_and_present(p, s, z):
     p = np.array(p) / sum(p)
-    mechanism = Mechanism(clip=2.0, noise_multiplier=z, client_noise=s, weights=p, denominator="participants")
+    mechanism = Mechanism(
+        clip=2.0, noise_multiplier=z, client_noise=s, weights=p, denominator="participants"
+    )
     numbers = round_numbers(mechanism, len(p), jnp.int32(0))
     present = float(np.sum((p * s) ** 2))
     total = present + float(server_noise(numbers, jnp.float32(present))) ** 2
@@ -110,10 +128,15 @@ def test_sound_keeps_both_targets_for_any_factors(p, target, upload):
 def test_paper_is_far_from_its_claim():
     method = published(clip=1.0, epsilon=50.0, delta=0.01, smallest=500, rounds=1)
     mechanism = method.mechanism
-    assert mechanism.client_noise / 2 == pytest.approx(1.2e-4, rel=0.05)  # the true multiplier of one upload
+    assert mechanism.client_noise / 2 == pytest.approx(
+        1.2e-4, rel=0.05
+    )  # the true multiplier of one upload
     assert method.terms.claim is not None
     assert method.terms.claim[0] == 50
-    assert epsilon(planned_ledger(mechanism, 30, 1), mechanism, observer="upload", delta=0.01).value > 1e6
+    assert (
+        epsilon(planned_ledger(mechanism, 30, 1), mechanism, observer="upload", delta=0.01).value
+        > 1e6
+    )
 
 
 def run(method, clients=None):
@@ -121,7 +144,9 @@ def run(method, clients=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [build(), published(impacts=np.full(len(SIZES), 1 / len(SIZES)))])
+@pytest.mark.parametrize(
+    "method", [build(), published(impacts=np.full(len(SIZES), 1 / len(SIZES)))]
+)
 def test_equal_factors_without_noise_are_fedavg(method):
     found, expected = run(method), run(fedavg(MODEL, **LOCAL))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -141,7 +166,9 @@ def test_a_client_without_impact_has_no_influence(factors, nobody, case):
     clients = small_clients()
     build, clip = case
     method = build(impacts=p / p.sum(), epsilon=8.0, clip=clip)
-    other = clients._replace(train_size=np.where(np.arange(clients.number) == nobody, 2, clients.train_size))
+    other = clients._replace(
+        train_size=np.where(np.arange(clients.number) == nobody, 2, clients.train_size)
+    )
     found = run(method)
     jax.tree.map(np.testing.assert_array_equal, found.server, run(method, other).server)
     assert found.statement["honest"]["aggregate"]["rdp"]["per_client"]["values"][nobody] == 0
@@ -153,9 +180,15 @@ def test_the_share_of_absent_clients_goes_to_those_present():
     clients = small_clients((4,) * 6)
     same = clients._replace(train=Lists.of([clients.train[0]] * 6))
     local = LocalSGD(optax.sgd(0.1), 16)
-    uneven = published(impacts=np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), sampling=FixedSize(2), local=local)
+    uneven = published(
+        impacts=np.array([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), sampling=FixedSize(2), local=local
+    )
     found, expected = run(uneven, same), run(published(local=local), same)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found.server, expected.server)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        found.server,
+        expected.server,
+    )
 
 
 @pytest.mark.slow
@@ -166,7 +199,9 @@ def test_factors_may_change_by_round():
     jax.tree.map(np.testing.assert_array_equal, run(by_table).server, run(by_function).server)
     np.testing.assert_array_equal(by_function.mechanism.weight_table, half)
     only_first = run(build(impacts=half[0]))
-    assert not np.array_equal(run(by_table).server.params["head"]["bias"], only_first.server.params["head"]["bias"])
+    assert not np.array_equal(
+        run(by_table).server.params["head"]["bias"], only_first.server.params["head"]["bias"]
+    )
 
 
 @pytest.mark.slow
@@ -179,8 +214,12 @@ def test_inexactness_is_the_ratio_of_gradients():
     plain, _, _ = fedprox(MODEL, mu=0.5, local=local).client_update(KEY, server, (), data)
     jax.tree.map(np.testing.assert_array_equal, message.update, plain.update)
     x, labels = MODEL.prepare(data._inputs[data._rows]), data._labels[data._rows]
-    slope = jax.grad(lambda p: MODEL.task.mean_loss(MODEL.apply(p, x), labels, jnp.ones(len(labels))))
-    after = optax.tree.add(slope(optax.tree.add(server.params, message.update)), optax.tree.scale(0.5, message.update))
+    slope = jax.grad(
+        lambda p: MODEL.task.mean_loss(MODEL.apply(p, x), labels, jnp.ones(len(labels)))
+    )
+    after = optax.tree.add(
+        slope(optax.tree.add(server.params, message.update)), optax.tree.scale(0.5, message.update)
+    )
     expected = optax.tree.norm(after) / optax.tree.norm(slope(server.params))
     assert info["gamma"] == pytest.approx(float(expected), rel=1e-4)
     still = build(mu=0.5, local=LocalSGD(optax.sgd(0.0), steps=1))
@@ -212,9 +251,13 @@ def test_bound_holds_on_quadratics(std):
             whole = p @ each
             dissimilarity = max(dissimilarity, math.sqrt(p @ (each**2).sum(1) / (whole @ whole)))
             steepest = max(steepest, float(np.linalg.norm(whole)))
-            if gaps[-1] < 0.05:  # closer to the minimum no B exists: clients' gradients stay, the mean's goes
+            if (
+                gaps[-1] < 0.05
+            ):  # closer to the minimum no B exists: clients' gradients stay, the mean's goes
                 break
-            exact = np.linalg.solve(a + mu * np.eye(d), (np.einsum("ijk,ik->ij", a, c) + mu * w)[..., None])[..., 0]
+            exact = np.linalg.solve(
+                a + mu * np.eye(d), (np.einsum("ijk,ik->ij", a, c) + mu * w)[..., None]
+            )[..., 0]
             w = p @ exact + std * rng.normal(size=d)
         runs.append(gaps)
     shortest = min(map(len, runs))
@@ -237,7 +280,13 @@ def test_bound_holds_on_quadratics(std):
 
 
 def test_bound_grows_as_stated_where_nothing_contracts():
-    constants: dict[str, Any] = {"gap": 1.0, "smoothness": 1.0, "mu": 0.1, "gamma": 0.5, "dissimilarity": 1.5}
+    constants: dict[str, Any] = {
+        "gap": 1.0,
+        "smoothness": 1.0,
+        "mu": 0.1,
+        "gamma": 0.5,
+        "dissimilarity": 1.5,
+    }
     bound = functools.partial(convergence_bound, parameters=9, gradient=2.0, **constants)
     drift = bound(np.zeros(6))
     np.testing.assert_allclose(np.diff(drift), drift[1] - drift[0])

@@ -26,7 +26,10 @@ budgets_of = st.lists(st.floats(0.1, 100), min_size=2, max_size=6)
 
 
 def budgets(asked, levels=None):
-    return Budgets(np.asarray(asked, float), np.full(len(asked), 5.0) if levels is None else np.asarray(levels, float))
+    return Budgets(
+        np.asarray(asked, float),
+        np.full(len(asked), 5.0) if levels is None else np.asarray(levels, float),
+    )
 
 
 def build(asked, levels=None, **options):
@@ -67,11 +70,16 @@ def test_budgets_by_algorithm_2():
 
 
 def test_tiny_budgets_are_raised_to_the_floor():
-    assert personal_budgets(np.array([-1.0, 0.01, 1.0]), floor=0.25).epsilon.tolist() == [0.25, 0.25, 1.0]
+    assert personal_budgets(np.array([-1.0, 0.01, 1.0]), floor=0.25).epsilon.tolist() == [
+        0.25,
+        0.25,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [(8.0, (0.0121120, 0.0060560, 0.0)), (12.0, (0.0080747, 0.0040373, 0.0026781))]
+    ("asked", "expected"),
+    [(8.0, (0.0121120, 0.0060560, 0.0)), (12.0, (0.0080747, 0.0040373, 0.0026781))],
 )
 def test_printed_noise(asked, expected):
     assert printed([asked] * 4) == pytest.approx(expected, rel=1e-4, abs=1e-8)
@@ -79,7 +87,9 @@ def test_printed_noise(asked, expected):
 
 def by_levels(levels, epsilon_max, **options):
     """The server's noise on the mean when everyone takes part, by levels."""
-    method = published([1.0] * len(levels), levels, smallest=100, epsilon_max=epsilon_max, **options)
+    method = published(
+        [1.0] * len(levels), levels, smallest=100, epsilon_max=epsilon_max, **options
+    )
     numbers = round_numbers(method.mechanism, len(levels), jnp.int32(0))
     total = Total(None, jnp.float32(0.0), jnp.float32(np.sum(levels)), None)
     return float(method.mechanism.top_up(numbers, total)) / np.sum(levels)
@@ -112,13 +122,19 @@ def test_equation_20_has_the_noise_of_the_oracle():
 @pytest.mark.parametrize("aggregation", ["normalised", "printed"])
 def test_the_noise_by_levels_is_drawn_recorded_and_counted(aggregation):
     levels = np.array([2.0, 2, 5, 8, 8, 8])
-    options: dict[str, Any] = {"levels": levels, "aggregation": aggregation, "sampling": FixedSize(4)}
+    options: dict[str, Any] = {
+        "levels": levels,
+        "aggregation": aggregation,
+        "sampling": FixedSize(4),
+    }
     clients = small_clients((4,) * 6)
     found = [
         run(published([8.0] * 6, epsilon_max=most, top_up="level_sum", **options), clients, 1)
         for most in (0.5, math.inf)
     ]
-    noise = optax.tree.sub(found[0].server.params, found[1].server.params)  # the clients' own is in both
+    noise = optax.tree.sub(
+        found[0].server.params, found[1].server.params
+    )  # the clients' own is in both
     flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noise)])
     total = levels[found[0].ledger.participants[0]].sum()
     c = math.sqrt(2 * math.log(1.25e5))
@@ -129,9 +145,14 @@ def test_the_noise_by_levels_is_drawn_recorded_and_counted(aggregation):
     # What counts is the cohort of the lowest levels: 2, 2, 5 and 8.
     least = 2 * c / (4 * 4) * math.sqrt(1 / 0.5**2 - 1 / 17**2) * 17 * count
     np.testing.assert_allclose(found[0].ledger.noise_multiplier, least / 8, rtol=1e-5)
-    own = epsilon(found[0].ledger, published([8.0] * 6, epsilon_max=0.5, top_up="level_sum", **options).mechanism)
+    own = epsilon(
+        found[0].ledger,
+        published([8.0] * 6, epsilon_max=0.5, top_up="level_sum", **options).mechanism,
+    )
     s, e = least / 8, own.per_client[-1]
-    spent = norm.cdf(0.5 / s - e * s) - math.exp(e) * norm.cdf(-0.5 / s - e * s)  # Balle and Wang 2018
+    spent = norm.cdf(0.5 / s - e * s) - math.exp(e) * norm.cdf(
+        -0.5 / s - e * s
+    )  # Balle and Wang 2018
     assert spent == pytest.approx(1e-5, rel=0.01)
 
 
@@ -157,7 +178,9 @@ def close(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Full(), FixedSize(4)])
 def test_equal_levels_without_noise_are_fedavg(sampling):
-    plain = fedavg(MODEL, mechanism=Mechanism(sampling=sampling, denominator="participants"), **LOCAL)
+    plain = fedavg(
+        MODEL, mechanism=Mechanism(sampling=sampling, denominator="participants"), **LOCAL
+    )
     free = {"epsilon_max": math.inf, "clip": math.inf, "sampling": sampling}
     close(run(build([math.inf] * len(SIZES), **free)).server, run(plain).server)
 
@@ -167,9 +190,16 @@ def test_printed_coefficients_sum_to_one_over_the_participants():
     # Clients that all send the same weights: the mean is those weights, the printed one a fourth of them.
     clients = small_clients((4,) * 6)
     same = clients._replace(train=Lists.of([clients.train[0]] * 6))
-    free: dict[str, Any] = {"epsilon_max": math.inf, "clip": math.inf, "local": LocalSGD(optax.sgd(0.1), 16)}
+    free: dict[str, Any] = {
+        "epsilon_max": math.inf,
+        "clip": math.inf,
+        "local": LocalSGD(optax.sgd(0.1), 16),
+    }
     free |= {"sampling": FixedSize(4), "levels": (2, 2, 5, 5, 8, 8)}
-    found = [run(published([math.inf] * 6, aggregation=kind, **free), same, 1) for kind in ("normalised", "printed")]
+    found = [
+        run(published([math.inf] * 6, aggregation=kind, **free), same, 1)
+        for kind in ("normalised", "printed")
+    ]
     close(found[1].server.params, optax.tree.scale(0.25, found[0].server.params))
 
 
@@ -179,8 +209,13 @@ def test_the_servers_noise_is_added_after_the_printed_mean():
     levels = np.array([2.0, 2, 5, 5, 8, 8])
     options: dict[str, Any] = {"aggregation": "printed", "levels": levels}
     clients = small_clients((4,) * 6)
-    found = [run(published([0.4] * 6, epsilon_max=most, **options), clients, 1) for most in (1.0, math.inf)]
-    noise = optax.tree.sub(found[0].server.params, found[1].server.params)  # the clients' own is in both
+    found = [
+        run(published([0.4] * 6, epsilon_max=most, **options), clients, 1)
+        for most in (1.0, math.inf)
+    ]
+    noise = optax.tree.sub(
+        found[0].server.params, found[1].server.params
+    )  # the clients' own is in both
     flat = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(noise)])
     a, of_one = levels / levels.sum(), 2 * math.sqrt(2 * math.log(1.25 / 1e-5)) / 4
     present = np.sum((a * of_one / 0.4 / 6) ** 2)
@@ -189,7 +224,12 @@ def test_the_servers_noise_is_added_after_the_printed_mean():
 
 
 @pytest.mark.slow
-@given(budgets_of, st.floats(0.5, 50), st.sampled_from([Full(), Poisson(0.4), FixedSize(1)]), st.integers(1, 20))
+@given(
+    budgets_of,
+    st.floats(0.5, 50),
+    st.sampled_from([Full(), Poisson(0.4), FixedSize(1)]),
+    st.integers(1, 20),
+)
 @settings(deadline=None, max_examples=25)
 def test_sound_never_exceeds_what_a_client_asked_for(asked, most, sampling, rounds):
     levels = personal_budgets(np.array(asked)).level
@@ -203,7 +243,11 @@ def test_sound_never_exceeds_what_a_client_asked_for(asked, most, sampling, roun
     assert np.all(aggregate <= asked)
 
 
-@given(st.lists(st.tuples(st.floats(0.5, 20), st.sampled_from([2.0, 5.0, 8.0])), min_size=2, max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.floats(0.5, 20), st.sampled_from([2.0, 5.0, 8.0])), min_size=2, max_size=6
+    )
+)
 @settings(deadline=None, max_examples=25)
 def test_variance_is_the_larger_of_target_and_present(clients):
     asked, levels = (np.array(column) for column in zip(*clients))
@@ -251,7 +295,9 @@ def test_paper_is_far_from_its_claim():
     mechanism = method.mechanism
     assert (method.terms.claim or (0,))[0] == 5
     assert (smaller.terms.claim or (0,))[0] == 4
-    assert mechanism.noise_multiplier_table[0] / 2 == pytest.approx(0.0016, rel=0.02)  # an example, replaced, moves 2C
+    assert mechanism.noise_multiplier_table[0] / 2 == pytest.approx(
+        0.0016, rel=0.02
+    )  # an example, replaced, moves 2C
     assert epsilon(planned_ledger(mechanism, 4, 2), mechanism, observer="upload").value > 1e5
 
 
@@ -259,7 +305,9 @@ def test_paper_is_far_from_its_claim():
 def test_one_budget_and_no_server_is_ldp_fed():
     ldp = build([8.0] * len(SIZES), epsilon_max=math.inf)
     s = float(ldp.mechanism.client_noise_table[0, 0])
-    plain = fedavg(MODEL, mechanism=Mechanism(clip=1.0, client_noise=s, denominator="participants"), **LOCAL)
+    plain = fedavg(
+        MODEL, mechanism=Mechanism(clip=1.0, client_noise=s, denominator="participants"), **LOCAL
+    )
     close(run(ldp).server, run(plain).server)
 
 
@@ -267,7 +315,9 @@ def test_one_budget_and_no_server_is_ldp_fed():
 def test_geyers_method_is_dp_fedavg_with_a_fixed_cohort():
     # w += (sum clip + N(0, z^2 C^2)) / m: the draws are the engine's, so they are recovered from two amounts of noise.
     gdp = [
-        run(dp_fedavg(MODEL, clip=0.3, noise_multiplier=z, sampling=FixedSize(4), **LOCAL), rounds=1)
+        run(
+            dp_fedavg(MODEL, clip=0.3, noise_multiplier=z, sampling=FixedSize(4), **LOCAL), rounds=1
+        )
         for z in (0.0, 2.0)
     ]
     noise = optax.tree.sub(gdp[1].server.params, gdp[0].server.params)
@@ -289,7 +339,9 @@ def test_wrong_arguments_name_themselves(wrong, name):
         build(**{"asked": [1.0, 2.0]} | wrong)
 
 
-@pytest.mark.parametrize("option", [{"aggregation": "printed"}, {"top_up": "mean_level"}, {"top_up": "level_sum"}])
+@pytest.mark.parametrize(
+    "option", [{"aggregation": "printed"}, {"top_up": "mean_level"}, {"top_up": "level_sum"}]
+)
 def test_what_divides_by_n_needs_a_number_of_participants(option):
     with pytest.raises(ValueError, match=r"sampling=Poisson.*FixedSize"):
         published([1.0, 2.0], sampling=Poisson(0.5), **option)

@@ -36,14 +36,16 @@ def test_equals_the_papers_steps_in_numpy(rate, client, microbatch):
     # Client 5 has one example, which is both halves of a batch.
     data = client_data(client)
     algorithm = per_fedavg(
-        MODEL._replace(microbatch=microbatch), inner_learning_rate=rate, local=LocalSGD(optax.sgd(0.1), 16, epochs=3)
+        MODEL._replace(microbatch=microbatch),
+        inner_learning_rate=rate,
+        local=LocalSGD(optax.sgd(0.1), 16, epochs=3),
     )
     server, update = update_of(algorithm, data)
     w = start = reference.double(server.params)
     for epoch in range(3):
-        order = np.asarray(_shuffle(jax.random.fold_in(KEY, epoch), data.padded, np.asarray(data.size)))[
-            : int(data.size)
-        ]
+        order = np.asarray(
+            _shuffle(jax.random.fold_in(KEY, epoch), data.padded, np.asarray(data.size))
+        )[: int(data.size)]
         rows = np.asarray(data._rows)[order]
         first, second = rows[::2], rows[1::2] if len(rows) > 1 else rows
         inputs, labels = np.asarray(data._inputs), np.asarray(data._labels)
@@ -64,7 +66,10 @@ def test_a_client_is_evaluated_one_step_further():
 
 @pytest.mark.slow
 def test_personal_steps_change_the_evaluation_and_not_the_transcript():
-    one, other = (run(per_fedavg(MODEL, personal=LocalSGD(optax.sgd(rate), 4), **PRIVATE)) for rate in (0.01, 0.5))
+    one, other = (
+        run(per_fedavg(MODEL, personal=LocalSGD(optax.sgd(rate), 4), **PRIVATE))
+        for rate in (0.01, 0.5)
+    )
     jax.tree.map(np.testing.assert_array_equal, one.server, other.server)
     assert not np.array_equal(one.scores["loss"], other.scores["loss"])
     expected = run(dp_fedavg(MODEL, **PRIVATE))

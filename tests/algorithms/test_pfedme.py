@@ -33,21 +33,29 @@ def whole(rate, steps):
 
 def update_of(algorithm):
     server, states = algorithm.init(KEY, len(SIZES))
-    own = jax.tree.map(lambda leaf: leaf[0] + 0.1, states)  # of an earlier round: a round starts from the broadcast
+    own = jax.tree.map(
+        lambda leaf: leaf[0] + 0.1, states
+    )  # of an earlier round: a round starts from the broadcast
     return server, *algorithm.client_update(KEY, server, own, client_data())
 
 
 def test_equals_algorithm_1_in_numpy():
     weight, inner, outer = 4.0, 0.1, 0.05
     algorithm = pfedme(
-        MODEL, penalty_weight=weight, inner_learning_rate=inner, inner_steps=3, local=whole(outer, steps=4)
+        MODEL,
+        penalty_weight=weight,
+        inner_learning_rate=inner,
+        inner_steps=3,
+        local=whole(outer, steps=4),
     )
     server, message, found, _ = update_of(algorithm)
     start, gradient = reference.double(server.params), reference.whole_gradient(client_data())
     w = theta = start
     for _ in range(4):
         for _ in range(3):
-            theta = jax.tree.map(lambda t, g, w: t - inner * (g + weight * (t - w)), theta, gradient(theta), w)
+            theta = jax.tree.map(
+                lambda t, g, w: t - inner * (g + weight * (t - w)), theta, gradient(theta), w
+            )
         w = jax.tree.map(lambda w, t: w - outer * weight * (w - t), w, theta)
     assert_close(message.update, optax.tree.sub(w, start))
     assert_close(found, theta)
@@ -79,19 +87,30 @@ def test_many_inner_steps_reach_the_proximal_point_and_the_outer_one_is_the_enve
 def test_a_large_penalty_is_fedavg():
     weight = 200.0
     algorithm = pfedme(
-        MODEL, penalty_weight=weight, inner_learning_rate=1 / weight, inner_steps=3, local=whole(0.1, steps=1)
+        MODEL,
+        penalty_weight=weight,
+        inner_learning_rate=1 / weight,
+        inner_steps=3,
+        local=whole(0.1, steps=1),
     )
     update = update_of(algorithm)[1].update
-    plain = dp_fedavg(MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full(), local=whole(0.1, steps=1))
+    plain = dp_fedavg(
+        MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full(), local=whole(0.1, steps=1)
+    )
     expected = plain.client_update(KEY, plain.init(KEY, len(SIZES))[0], (), client_data())[0].update
     assert optax.tree.norm(optax.tree.sub(update, expected)) < 0.02 * optax.tree.norm(expected)
 
 
 @pytest.mark.slow
 def test_beta_scales_the_servers_step():
-    one, two = (run(pfedme(MODEL, server_optimizer=optax.sgd(beta)), rounds=1).server.params for beta in (1.0, 2.0))
+    one, two = (
+        run(pfedme(MODEL, server_optimizer=optax.sgd(beta)), rounds=1).server.params
+        for beta in (1.0, 2.0)
+    )
     start = pfedme(MODEL).init(jax.random.split(KEY, 3)[0], len(SIZES))[0].params
-    assert_close(optax.tree.sub(two, start), optax.tree.scale(2.0, optax.tree.sub(one, start)), atol=1e-5)
+    assert_close(
+        optax.tree.sub(two, start), optax.tree.scale(2.0, optax.tree.sub(one, start)), atol=1e-5
+    )
 
 
 @pytest.mark.slow

@@ -27,7 +27,9 @@ def assert_same(a, b):
 @pytest.mark.slow
 def test_without_penalty_it_sends_what_dp_fedavg_sends():
     expected = run(dp_fedavg(MODEL, **LOCAL, **PRIVATE)).server
-    assert_same(run(pmtl(MODEL, penalty_weight=0.0, start="broadcast", **LOCAL, **PRIVATE)).server, expected)
+    assert_same(
+        run(pmtl(MODEL, penalty_weight=0.0, start="broadcast", **LOCAL, **PRIVATE)).server, expected
+    )
 
 
 @pytest.mark.slow
@@ -51,12 +53,19 @@ def test_pmtl_ft_without_penalty_is_dp_fedavg_fb():
     ("build", "options"), [(pmtl, {"start": "own"}), (pmtl, {"start": "broadcast"}), (pmtl_ft, {})]
 )
 def test_the_penalty_has_its_gradient(build, options):
-    algorithm, prox = build(MODEL, penalty_weight=0.5, **options, **LOCAL, **PRIVATE), fedprox(MODEL, mu=0.5, **LOCAL)
+    algorithm, prox = (
+        build(MODEL, penalty_weight=0.5, **options, **LOCAL, **PRIVATE),
+        fedprox(MODEL, mu=0.5, **LOCAL),
+    )
     server, _ = prox.init(KEY, len(SIZES))
     state = server.params if options else ()
     found, _, _ = algorithm.client_update(KEY, server, state, client_data())
     expected, _, _ = prox.client_update(KEY, server, (), client_data())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), found.update, expected.update)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8),
+        found.update,
+        expected.update,
+    )
     plain, _, _ = dp_fedavg(MODEL, **LOCAL, **PRIVATE).client_update(KEY, server, (), client_data())
     assert optax.tree.norm(found.update) < optax.tree.norm(plain.update)
 
@@ -84,7 +93,10 @@ def test_what_is_sent(start):
         message, kept, _ = algorithm.client_update(KEY, server, own, client_data())
         return message.update, kept
 
-    for send, origin in (("difference", server.params), ("step", own if start == "own" else server.params)):
+    for send, origin in (
+        ("difference", server.params),
+        ("step", own if start == "own" else server.params),
+    ):
         update, kept = sent(pmtl(MODEL, send=send, **options))
         assert_same(update, optax.tree.sub(kept, origin))
     update, also_kept = sent(pmtl(MODEL, send="copy", **options))
@@ -95,7 +107,8 @@ def test_what_is_sent(start):
 
 def test_a_second_copy_is_not_trained_by_steps_that_are_accounted_once():
     with pytest.raises(
-        ValueError, match=r"send='copy' trains twice, which local=DPSGD\(.* accounts once: give a LocalSGD"
+        ValueError,
+        match=r"send='copy' trains twice, which local=DPSGD\(.* accounts once: give a LocalSGD",
     ):
         pmtl(MODEL, send="copy", local=private_steps(), **PRIVATE)
     with pytest.raises(ValueError, match="send='all'"):
@@ -128,7 +141,9 @@ def test_mr_mtls_penalty_draws_towards_the_broadcast_model():
         own = jax.tree.map(lambda leaf: leaf + 0.1, server.params)
         kept.append(algorithm.client_update(KEY, server, own, client_data())[1])
     pulled = optax.tree.sub(kept[1], kept[0])
-    jax.tree.map(lambda leaf: np.testing.assert_allclose(leaf, -0.25 * 2.0 * 0.1, rtol=1e-4), pulled)
+    jax.tree.map(
+        lambda leaf: np.testing.assert_allclose(leaf, -0.25 * 2.0 * 0.1, rtol=1e-4), pulled
+    )
 
 
 @pytest.mark.slow
@@ -142,14 +157,20 @@ def test_mr_mtl_with_a_large_penalty_is_fedavg_by_private_steps():
         )
     )
     start, _ = mr_mtl(MODEL, local=private_steps()).init(jax.random.split(KEY, 3)[0], FILLED.number)
-    moved, error = (optax.tree.sub(expected.server.params, other.params) for other in (start, found.server))
+    moved, error = (
+        optax.tree.sub(expected.server.params, other.params) for other in (start, found.server)
+    )
     assert 0 < optax.tree.norm(error) < 0.05 * optax.tree.norm(moved)
 
 
 def test_mr_mtls_shared_model_is_the_mean_and_its_epsilon_that_of_the_steps():
     found = run(mr_mtl(MODEL, penalty_weight=0.5, local=private_steps()), clients=FILLED)
     mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), found.states)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found.server.params, mean)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        found.server.params,
+        mean,
+    )
     expected = run(fedavg(MODEL, local=private_steps()), clients=FILLED)
     assert found.statement["examples"] == expected.statement["examples"]
     assert found.statement["honest"]["aggregate"]["rdp"]["total"] in (np.inf, "inf")

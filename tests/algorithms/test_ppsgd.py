@@ -42,7 +42,9 @@ def assert_close(a, b):
 @pytest.mark.slow
 def test_without_personal_steps_it_is_dp_fedsgd():
     steps: dict[str, Any] = {"batch_size": 4, "loss": cross_entropy}
-    found = run(ppsgd(MODEL, server_learning_rate=0.3, personal_learning_rate=0.0, **steps, **PRIVATE))
+    found = run(
+        ppsgd(MODEL, server_learning_rate=0.3, personal_learning_rate=0.0, **steps, **PRIVATE)
+    )
     local = LocalSGD(optax.sgd(1.0), 4, steps=1)
     sgd = dp_fedavg(MODEL, local=local, server_optimizer=optax.sgd(0.3), **PRIVATE)
     assert_close(found.server.params, run(sgd).server.params)
@@ -51,13 +53,21 @@ def test_without_personal_steps_it_is_dp_fedsgd():
 
 @pytest.mark.slow
 def test_without_server_steps_personal_heads_train_alone():
-    options: dict[str, Any] = {"batch_size": WHOLE, "personal_learning_rate": 0.2, "loss": cross_entropy}
+    options: dict[str, Any] = {
+        "batch_size": WHOLE,
+        "personal_learning_rate": 0.2,
+        "loss": cross_entropy,
+    }
     algorithm = ppsgd(MODEL, server_learning_rate=0.0, **options, **PRIVATE | {"sampling": Full()})
     result = run(algorithm)
     server, _ = start(algorithm)
     assert_same(result.server.params, server.params)
-    alone, _ = fit_head(KEY, MODEL, server.params, client_data(), local=LocalSGD(optax.sgd(0.2), WHOLE, 3))
-    assert_close(first(result.states), {"head": optax.tree.sub(alone["head"], server.params["head"])})
+    alone, _ = fit_head(
+        KEY, MODEL, server.params, client_data(), local=LocalSGD(optax.sgd(0.2), WHOLE, 3)
+    )
+    assert_close(
+        first(result.states), {"head": optax.tree.sub(alone["head"], server.params["head"])}
+    )
 
 
 def test_both_heads_receive_the_same_gradient_before_clipping():
@@ -84,14 +94,18 @@ def test_it_sends_the_gradient_of_the_sum_of_heads():
     gradient = jax.grad(objective)(server.params)
     message, moved, _ = algorithm.client_update(KEY, server, theta, data)
     assert_close(message.update, optax.tree.scale(-1, gradient))
-    assert_close(moved["head"], jax.tree.map(lambda t, g: t - 0.5 * g, theta["head"], gradient["head"]))
+    assert_close(
+        moved["head"], jax.tree.map(lambda t, g: t - 0.5 * g, theta["head"], gradient["head"])
+    )
     added = algorithm.personalize(KEY, server, theta, data)
     assert_same(added["head"], optax.tree.add(server.params["head"], theta["head"]))
 
 
 def test_one_hot_error_by_hand():
     logits, labels = jnp.array([[0.9, -0.1], [0.4, 0.9], [7.0, 7.0]]), jnp.array([0, 1, 0])
-    assert mean(one_hot_error(logits, labels), jnp.array([1.0, 1.0, 0.0])) == pytest.approx(0.25 / 4, rel=1e-5)
+    assert mean(one_hot_error(logits, labels), jnp.array([1.0, 1.0, 0.0])) == pytest.approx(
+        0.25 / 4, rel=1e-5
+    )
     assert mean(one_hot_error(logits, labels), jnp.zeros(3)) == 0
 
 
@@ -111,7 +125,9 @@ def test_centaurs_variant_fits_its_head_by_the_published_optimizer():
     @jax.jit
     def slope(theta):
         def loss(theta):
-            logits = MODEL.apply({**server.params, "head": optax.tree.add(server.params["head"], theta)}, x)
+            logits = MODEL.apply(
+                {**server.params, "head": optax.tree.add(server.params["head"], theta)}, x
+            )
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
         return jax.grad(loss)(theta)
@@ -148,7 +164,9 @@ def test_evaluation_tunes_a_copy_longer_than_a_round_does():
     algorithm = ppsgd_centaur(MODEL, local=LOCAL, **PLAIN, **PRIVATE)
     server, states = start(algorithm)
     tuned = algorithm.personalize(KEY, server, first(states), client_data())
-    expected, _ = fit_head(KEY, MODEL, server.params, client_data(), local=LocalSGD(optax.sgd(0.1), 4, 15))
+    expected, _ = fit_head(
+        KEY, MODEL, server.params, client_data(), local=LocalSGD(optax.sgd(0.1), 4, 15)
+    )
     assert_close(tuned, expected)
 
 

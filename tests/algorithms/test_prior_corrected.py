@@ -84,7 +84,9 @@ def test_probabilities_are_weighed_by_the_clients_shares(smoothing):
     expected = plain * (counts + smoothing) / (counts.sum() + 10 * smoothing)
     expected /= expected.sum(axis=1, keepdims=True)
     method = prior_corrected(fedavg(MODEL), smoothing=smoothing)
-    found = softmax(outputs_of(method, params, own_data(rows_of(counts)), inputs).astype(np.float64))
+    found = softmax(
+        outputs_of(method, params, own_data(rows_of(counts)), inputs).astype(np.float64)
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
@@ -107,7 +109,9 @@ def test_without_smoothing_no_absent_class_is_predicted():
         if not size:
             continue
         own = np.unique(clients.labels[clients.train[index]])
-        found = outputs_of(prior_corrected(fedavg(MODEL), smoothing=0.0), params, client_data(index), inputs)
+        found = outputs_of(
+            prior_corrected(fedavg(MODEL), smoothing=0.0), params, client_data(index), inputs
+        )
         predicted = found.argmax(axis=1)
         assert np.isfinite(found).all()
         np.testing.assert_array_equal(predicted, own[plain[:, own].argmax(axis=1)])
@@ -115,7 +119,9 @@ def test_without_smoothing_no_absent_class_is_predicted():
 
 def test_smoothing_lets_a_sure_model_predict_an_absent_class():
     params, inputs = strong(), DIGITS.test_inputs
-    found = outputs_of(prior_corrected(fedavg(MODEL), smoothing=0.1), params, client_data(5), inputs)
+    found = outputs_of(
+        prior_corrected(fedavg(MODEL), smoothing=0.1), params, client_data(5), inputs
+    )
     assert SIZES[5] == 1
     assert len(np.unique(found.argmax(axis=1))) > 1
 
@@ -141,7 +147,9 @@ def test_local_steps_descend_on_the_corrected_loss():
     found = method.client_update(KEY, server, (), client_data(3))[0].update["head"]
     clients = small_clients()
     rows = clients.train[3]
-    x = np.asarray(LINEAR.prepare(jnp.asarray(clients.inputs[rows])), np.float64).reshape(len(rows), -1)
+    x = np.asarray(LINEAR.prepare(jnp.asarray(clients.inputs[rows])), np.float64).reshape(
+        len(rows), -1
+    )
     labels = clients.labels[rows]
     shares = np.bincount(labels, minlength=10) + smoothing
     kernel = np.asarray(server.params["head"]["kernel"], np.float64)
@@ -179,7 +187,9 @@ TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed", "
 def test_every_method_trains_by_the_corrected_loss_or_is_refused(name):
     method = prior_corrected(ALGORITHMS[name](), train=True)
     if name in LOSS_OF_ITS_OWN:
-        with pytest.raises(ValueError, match="train must be False for a method with a loss of its own"):
+        with pytest.raises(
+            ValueError, match="train must be False for a method with a loss of its own"
+        ):
             check_algorithm(method, small_clients(), 2)
     else:
         check_algorithm(method, small_clients(), 2)
@@ -202,13 +212,17 @@ def test_a_correction_in_private_steps_would_let_an_example_move_the_others():
 
 @pytest.mark.parametrize("name", sorted(TWICE))
 def test_predictions_are_corrected_once(name):
-    with pytest.raises(ValueError, match=r"without 'log_prior' among its parameters.*Wrap the method once"):
+    with pytest.raises(
+        ValueError, match=r"without 'log_prior' among its parameters.*Wrap the method once"
+    ):
         prior_corrected(ALGORITHMS[name]())
 
 
 def test_other_tasks_are_refused():
     for task in (regression(), multi_label()):
-        with pytest.raises(ValueError, match="algorithm must be for a classification, got model='mlp' with task="):
+        with pytest.raises(
+            ValueError, match="algorithm must be for a classification, got model='mlp' with task="
+        ):
             prior_corrected(fedavg(MODEL._replace(task=task)))
 
 
@@ -218,7 +232,9 @@ def test_a_model_must_say_its_inputs():
     with pytest.raises(ValueError, match=r"takes a batch of its input_shape=\(9, 9, 1\)"):
         prior_corrected(fedavg(MODEL._replace(input_shape=(9, 9, 1))))
     tokens = MODEL._replace(apply=lambda params, x, *key: jnp.zeros((2, 3, 10)))
-    with pytest.raises(ValueError, match=r"must have a model with logits \[B, K\], got \(2, 3, 10\)"):
+    with pytest.raises(
+        ValueError, match=r"must have a model with logits \[B, K\], got \(2, 3, 10\)"
+    ):
         prior_corrected(fedavg(tokens))
 
 
@@ -261,7 +277,11 @@ def test_private_predictions_gain_where_clients_have_few_classes():
 def test_what_an_upload_reveals_is_measured_on_the_methods_model():
     local = LocalSGD(optax.sgd(0.1), 4)
     base = fedavg(MODEL, local=local, mechanism=Mechanism(sampling=Poisson(0.6)))
-    methods: dict[str, Any] = {"plain": base, "corrected": prior_corrected(base), "mixed": mixed(base, local=local)}
+    methods: dict[str, Any] = {
+        "plain": base,
+        "corrected": prior_corrected(base),
+        "mixed": mixed(base, local=local),
+    }
     found = {}
     for name, method in methods.items():
         result = simulate(KEY, method, small_clients(), **RUN)
@@ -281,7 +301,9 @@ def test_a_model_of_flax_is_corrected_too():
 def test_private_steps_are_corrected_at_the_evaluation():
     private: Any = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.4, steps=2)
     base = fedavg(MODEL, local=private)
-    plain, corrected = (simulate(KEY, m, small_clients(), **RUN) for m in (base, prior_corrected(base)))
+    plain, corrected = (
+        simulate(KEY, m, small_clients(), **RUN) for m in (base, prior_corrected(base))
+    )
     jax.tree.map(np.testing.assert_array_equal, plain.server, corrected.server)
     assert plain.statement == corrected.statement
 

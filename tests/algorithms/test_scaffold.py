@@ -34,7 +34,11 @@ def test_variates_of_zero_are_fedavg():
     server, states = algorithm.init(KEY, len(SIZES))
     own = jax.tree.map(lambda leaf: leaf[0], states)
     plain = dp_fedavg(
-        MODEL, clip=1.0, noise_multiplier=0.0, sampling=Full(), local=LocalSGD(optax.sgd(0.2), 4, epochs=2)
+        MODEL,
+        clip=1.0,
+        noise_multiplier=0.0,
+        sampling=Full(),
+        local=LocalSGD(optax.sgd(0.2), 4, epochs=2),
     )
     message, _, _ = algorithm.client_update(KEY, server, own, client_data())
     expected, _, _ = plain.client_update(KEY, plain.init(KEY, len(SIZES))[0], (), client_data())
@@ -55,8 +59,12 @@ def test_equals_algorithm_1_in_numpy(sampling):
         for i in chosen:
             y = x
             for _ in range(STEPS):
-                y = jax.tree.map(lambda y, g, ci, c: y - RATE * (g - ci + c), y, gradients[i](y), own[i], c)
-            new = jax.tree.map(lambda ci, c, x, y: ci - c + (x - y) / (STEPS * RATE), own[i], c, x, y)
+                y = jax.tree.map(
+                    lambda y, g, ci, c: y - RATE * (g - ci + c), y, gradients[i](y), own[i], c
+                )
+            new = jax.tree.map(
+                lambda ci, c, x, y: ci - c + (x - y) / (STEPS * RATE), own[i], c, x, y
+            )
             moves.append(reference.add(y, -1, x))
             changes.append(reference.add(new, -1, own[i]))
             own[i] = new
@@ -106,9 +114,13 @@ def test_a_client_without_examples_keeps_its_variate():
 def test_one_clip_bounds_both_halves_of_what_a_client_sends():
     clients = small_clients()
     algorithm = scaffold(MODEL, **WHOLE, **PRIVATE | {"noise_multiplier": 0.0, "sampling": Full()})
-    absent = clients._replace(train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size))
+    absent = clients._replace(
+        train_size=np.where(np.arange(clients.number) == 4, 0, clients.train_size)
+    )
     one, other = run(algorithm, clients, 1).server, run(algorithm, absent, 1).server
-    moved, changed = (float(optax.tree.norm(optax.tree.sub(getattr(one, f), getattr(other, f)))) for f in HALVES)
+    moved, changed = (
+        float(optax.tree.norm(optax.tree.sub(getattr(one, f), getattr(other, f)))) for f in HALVES
+    )
     assert moved > 0.01 * CLIP / clients.number
     assert changed > 0.01 * CLIP / clients.number
     assert np.hypot(moved, changed) * clients.number == pytest.approx(CLIP, rel=1e-3)

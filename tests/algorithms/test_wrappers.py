@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from algorithms_table import ALGORITHMS, CLIP, MODEL, SEND_WEIGHTS, SIZES, client_data, small_clients
+from algorithms_table import (
+    ALGORITHMS,
+    CLIP,
+    MODEL,
+    SEND_WEIGHTS,
+    SIZES,
+    client_data,
+    small_clients,
+)
 
 from jaxfl import Candidate, LocalSGD, compare, simulate, sweep
 from jaxfl.algorithms import (
@@ -34,13 +42,17 @@ RUN = {"rounds": 3, "progress": False}
 def rounds_of(algorithm, rounds):
     population = place(small_clients(), jax.devices()[:1])
     step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
-    return jax.device_get(step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population))[0].server)
+    return jax.device_get(
+        step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population))[0].server
+    )
 
 
 @pytest.mark.parametrize("name", ["dp_fedavg", "pmtl_own"])
 def test_without_staleness_it_is_the_method_itself(name):
     method = ALGORITHMS[name]()
-    plain, buffered = (simulate(KEY, a, small_clients(), **RUN) for a in (method, fedbuff(method, staleness=0)))
+    plain, buffered = (
+        simulate(KEY, a, small_clients(), **RUN) for a in (method, fedbuff(method, staleness=0))
+    )
     jax.tree.map(np.testing.assert_array_equal, plain.server, buffered.server.current)
     jax.tree.map(np.testing.assert_array_equal, plain.scores, buffered.scores)
     assert plain.statement["honest"] == buffered.statement["honest"]
@@ -60,26 +72,38 @@ def test_clients_start_from_old_broadcasts_and_count_less():
     # In the last round a client sends (t - 1 - age) / sqrt(1 + age).
     possible = [(rounds - 1 - age) / np.sqrt(1 + age) for age in range(staleness + 1)]
     assert min(possible) < seen < max(possible)
-    assert seen == pytest.approx(np.mean(possible), rel=5 * np.std(possible) / np.mean(possible) / np.sqrt(11))
+    assert seen == pytest.approx(
+        np.mean(possible), rel=5 * np.std(possible) / np.mean(possible) / np.sqrt(11)
+    )
 
 
 @pytest.mark.slow
 def test_an_update_from_an_old_model_is_the_methods_own():
-    method = dp_fedavg(MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4))
+    method = dp_fedavg(
+        MODEL, clip=CLIP, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.1), 4)
+    )
     buffered = fedbuff(method, staleness=1)
     server, clients = buffered.init(KEY, 2)
     old = jax.tree.map(lambda leaf: leaf + 0.1, server.current)
-    server = server._replace(known=jax.tree.map(lambda a, b: jnp.stack([a, b]), server.current, old))
-    found = [buffered.client_update(jax.random.key(i), server, clients, client_data())[0].update for i in range(8)]
+    server = server._replace(
+        known=jax.tree.map(lambda a, b: jnp.stack([a, b]), server.current, old)
+    )
+    found = [
+        buffered.client_update(jax.random.key(i), server, clients, client_data())[0].update
+        for i in range(8)
+    ]
     starts = (server.current, old)
     expected = [
-        [method.client_update(jax.random.key(i), s, (), client_data())[0].update for s in starts] for i in range(8)
+        [method.client_update(jax.random.key(i), s, (), client_data())[0].update for s in starts]
+        for i in range(8)
     ]
     ages = []
     for update, options in zip(found, expected, strict=True):
         near = []
         for age, option in enumerate(options):
-            apart = jax.tree.map(lambda a, b, age=age: float(jnp.abs(a - b / np.sqrt(1 + age)).max()), update, option)
+            apart = jax.tree.map(
+                lambda a, b, age=age: float(jnp.abs(a - b / np.sqrt(1 + age)).max()), update, option
+            )
             near.append(max(jax.tree.leaves(apart)))
         assert min(near) < 1e-6 < max(near)
         ages.append(int(np.argmin(near)))
@@ -94,7 +118,10 @@ def test_weights_are_not_buffered(name):
 
 def test_liars_are_clients():
     liars = byzantine(fedavg(MODEL), [0, len(SIZES)])
-    with pytest.raises(ValueError, match=rf"liars=\(0, 11\): give numbers of the {len(SIZES)} clients, from 0 to 10"):
+    with pytest.raises(
+        ValueError,
+        match=rf"liars=\(0, 11\): give numbers of the {len(SIZES)} clients, from 0 to 10",
+    ):
         simulate(KEY, liars, small_clients(), **RUN)
 
 
@@ -104,8 +131,12 @@ def test_liars_send_the_opposite_or_noise_and_others_are_as_ever():
     honest = method.client_update(KEY, server, client, client_data(3))[0].update
     for attack in ("sign", "noise"):
         lying = byzantine(method, [3, 5], attack=attack, scale=2.0)
-        told = lying.client_update(KEY, server, client, dataclasses.replace(client_data(3), id=3))[0].update
-        truthful = lying.client_update(KEY, server, client, dataclasses.replace(client_data(3), id=4))[0].update
+        told = lying.client_update(KEY, server, client, dataclasses.replace(client_data(3), id=3))[
+            0
+        ].update
+        truthful = lying.client_update(
+            KEY, server, client, dataclasses.replace(client_data(3), id=4)
+        )[0].update
         jax.tree.map(np.testing.assert_array_equal, truthful, honest)
         if attack == "sign":
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -2 * b), told, honest)
@@ -183,7 +214,9 @@ def nested(rate=0.1, noise_multiplier=1.0, smoothing=0.1):
 
 def test_states_on_the_host_change_nothing():
     method = NESTED(ALGORITHMS["pmtl_own"]())
-    near, far = (simulate(KEY, method, small_clients(), states=where, **RUN) for where in ("device", "host"))
+    near, far = (
+        simulate(KEY, method, small_clients(), states=where, **RUN) for where in ("device", "host")
+    )
     assert_near(near.server, far.server)
     assert_near(near.scores["loss"], far.scores["loss"])
 
@@ -212,7 +245,9 @@ def test_a_stopped_run_goes_on(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_points_of_a_sweep_are_single_runs():
-    swept = sweep(KEY, nested, {"rate": [0.05, 0.2], "smoothing": [0.0, 1.0]}, small_clients(), **RUN)
+    swept = sweep(
+        KEY, nested, {"rate": [0.05, 0.2], "smoothing": [0.0, 1.0]}, small_clients(), **RUN
+    )
     alone = simulate(KEY, nested(rate=0.05, smoothing=0.0), small_clients(), **RUN)
     assert_near(swept[0].server, alone.server)
     assert_near(swept[0].scores["loss"], alone.scores["loss"], rtol=1e-3)

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxfl.data import classes_per_client, describe, dirichlet, iid, load, make_clients, matching, shard
+from jaxfl.data import (
+    classes_per_client,
+    describe,
+    dirichlet,
+    iid,
+    load,
+    make_clients,
+    matching,
+    shard,
+)
 from jaxfl.run.check import check_clients
 from jaxfl.types import Clients, Rows
 
@@ -19,7 +28,9 @@ EMPTY = np.zeros(0, np.int32)
 
 def arrays(train=12, test=6):
     """Examples that all differ: input i is i in every place, test examples go on counting."""
-    inputs = np.arange(train + test, dtype=np.uint8)[:, None, None, None] * np.ones((2, 2, 1), np.uint8)
+    inputs = np.arange(train + test, dtype=np.uint8)[:, None, None, None] * np.ones(
+        (2, 2, 1), np.uint8
+    )
     labels = np.arange(train + test) % 3
     return inputs[:train], labels[:train], inputs[train:], labels[train:]
 
@@ -36,7 +47,10 @@ def examples(clients: Clients, block=0, blocks=1):
 
 def test_every_client_reads_its_own_examples():
     data = arrays()
-    train, test = [np.array([3, 0]), EMPTY, np.array([11])], [np.array([5]), np.array([0, 5, 2]), EMPTY]
+    train, test = (
+        [np.array([3, 0]), EMPTY, np.array([11])],
+        [np.array([5]), np.array([0, 5, 2]), EMPTY],
+    )
     clients = make_clients(data, train, test)
     assert clients.inputs.dtype == np.uint8
     assert {a.dtype for a in jax.tree.leaves(clients[1:])} == {np.dtype(np.int32)}
@@ -79,14 +93,24 @@ def test_a_dataset_serves_as_well_as_arrays():
 )
 def test_wrong_lists_are_named(train, test, message):
     with pytest.raises(ValueError, match=message):
-        make_clients(arrays(), [np.asarray(rows) for rows in train], [np.asarray(rows) for rows in test])
+        make_clients(
+            arrays(), [np.asarray(rows) for rows in train], [np.asarray(rows) for rows in test]
+        )
 
 
 @pytest.mark.parametrize("alpha", [None, 0.5])
 def test_thousands_of_clients_cost_little_more_than_the_images(alpha):
     shape = (32, 32, 3)
-    labels, test_labels = np.arange(50_000, dtype=np.int32) % 10, np.arange(10_000, dtype=np.int32) % 10
-    data = np.zeros((50_000, *shape), np.uint8), labels, np.zeros((10_000, *shape), np.uint8), test_labels
+    labels, test_labels = (
+        np.arange(50_000, dtype=np.int32) % 10,
+        np.arange(10_000, dtype=np.int32) % 10,
+    )
+    data = (
+        np.zeros((50_000, *shape), np.uint8),
+        labels,
+        np.zeros((10_000, *shape), np.uint8),
+        test_labels,
+    )
     train = iid(labels, 5000, seed=0) if alpha is None else dirichlet(labels, 5000, alpha, seed=0)
     clients = make_clients(data, train, matching(train, labels, test_labels, seed=0))
     assert describe(clients)["bytes"] < 1.3 * sum(array.nbytes for array in data)
@@ -99,7 +123,9 @@ def test_thousands_of_clients_cost_little_more_than_the_images(alpha):
 def test_blocks_are_complete_and_hold_nothing_else(count, shards, overlap, seed):
     rng = np.random.default_rng(seed)
     data = arrays(40, 20)
-    train = np.split(rng.permutation(40)[:30].astype(np.int32), np.sort(rng.integers(0, 31, count - 1)))
+    train = np.split(
+        rng.permutation(40)[:30].astype(np.int32), np.sort(rng.integers(0, 31, count - 1))
+    )
     test = [rng.permutation(20)[: rng.integers(0, 8)] for _ in range(count)]
     if not overlap:
         test = np.split(rng.permutation(20), np.sort(rng.integers(0, 21, count - 1)))
@@ -113,12 +139,17 @@ def test_blocks_are_complete_and_hold_nothing_else(count, shards, overlap, seed)
     read = [examples(parts, block, shards) for block in range(shards)]
     assert [client for one in read for client in one[:per_block]][:count] == whole[:count]
     assert [client for one in read for client in one[per_block:]][:count] == whole[count:]
-    referred = [sorted({repr(example): example for client in one for example in client}.values()) for one in read]
+    referred = [
+        sorted({repr(example): example for client in one for example in client}.values())
+        for one in read
+    ]
     length = max(1, *map(len, referred))
     padding = (np.zeros((2, 2, 1)).tolist(), 0)
     inputs, labels = (np.split(np.asarray(array), shards) for array in parts[:2])
     for own, names, expected in zip(inputs, labels, referred, strict=True):
-        assert list(zip(own.tolist(), names.tolist(), strict=True)) == expected + [padding] * (length - len(expected))
+        assert list(zip(own.tolist(), names.tolist(), strict=True)) == expected + [padding] * (
+            length - len(expected)
+        )
 
 
 def test_blocks_share_a_test_example_by_copies():
@@ -153,7 +184,9 @@ def test_an_even_split_gives_each_device_its_own_clients():
 
 
 def test_describe():
-    clients = make_clients(arrays(), [np.array([0, 1, 2]), EMPTY, np.array([3])], [EMPTY, EMPTY, np.array([1])])
+    clients = make_clients(
+        arrays(), [np.array([0, 1, 2]), EMPTY, np.array([3])], [EMPTY, EMPTY, np.array([1])]
+    )
     # For each client, two sizes and two starts.
     store, rows = 18 * 4 + 18 * 4, 4 * (4 + 1 + 3 * (2 + 2))
     assert describe(clients) == {
@@ -192,7 +225,9 @@ def test_examples_of_a_memory_map_are_copied_once_at_most(tmp_path, dtype):
     store[:] = np.arange(16)
     inputs, labels = np.load(tmp_path / "inputs.npy", mmap_mode="r"), np.zeros(20_000, np.int32)
     rows = [*np.arange(20_000).reshape(10, -1)]
-    bytes_read, clients = peak_of(lambda: make_clients((inputs, labels, inputs[:0], labels[:0]), rows, [[]] * 10))
+    bytes_read, clients = peak_of(
+        lambda: make_clients((inputs, labels, inputs[:0], labels[:0]), rows, [[]] * 10)
+    )
     assert bytes_read < 0.3 * inputs.nbytes + 2**21  # rows and labels, and parts that are checked
     assert np.shares_memory(clients.inputs, inputs)
     tests = inputs[:5_000], labels[:5_000]
@@ -222,11 +257,14 @@ def test_masked_rows_of_clients_are_refused():
     rows = np.ma.masked_equal(np.array([[0, 1], [2, 3]]), 3)
     both: Any = (rows, [*rows])
     for given_rows in both:
-        with pytest.raises(TypeError, match=r"train_lists\[0\] must be a plain array, got a masked array"):
+        with pytest.raises(
+            TypeError, match=r"train_lists\[0\] must be a plain array, got a masked array"
+        ):
             make_clients(arrays(), given_rows, [[], []])
     with pytest.raises(TypeError, match="labels must be a plain array"):
         iid(np.ma.masked_equal(np.array([0, 1, 0, 1]), 1), 2, seed=0)
     with pytest.raises(TypeError, match=r"inputs must be a plain array"):
         check_clients(
-            "clients", make_clients(arrays(), [[0]], [[0]])._replace(inputs=np.ma.masked_less(arrays()[0], 3))
+            "clients",
+            make_clients(arrays(), [[0]], [[0]])._replace(inputs=np.ma.masked_less(arrays()[0], 3)),
         )

@@ -74,7 +74,10 @@ def test_higher_density_keeps_what_the_lower_corrupts():
             lambda: corrupt_clients(GRAY, [np.array([0])], [0.1, 0.2], seed=0),
             r"densities=\[0.1, 0.2\]: give one",
         ),
-        (lambda: corrupt_clients(GRAY, [np.array([0]), np.array([0])], [0.1, 0.2], seed=0), "twice"),
+        (
+            lambda: corrupt_clients(GRAY, [np.array([0]), np.array([0])], [0.1, 0.2], seed=0),
+            "twice",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

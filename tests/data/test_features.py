@@ -14,7 +14,14 @@ import pytest
 
 from jaxfl import simulate
 from jaxfl.algorithms import dp_fedavg
-from jaxfl.data import Encoder, efficientnet, efficientnet_lite0, features, from_arrays, make_clients
+from jaxfl.data import (
+    Encoder,
+    efficientnet,
+    efficientnet_lite0,
+    features,
+    from_arrays,
+    make_clients,
+)
 from jaxfl.data.efficientnet import _Depthwise, _directions, _published, read_tensors
 from jaxfl.files import cache_folder
 from jaxfl.models import mlp
@@ -405,7 +412,9 @@ def test_fewer_features_keep_what_tells_the_published_classes_from_one_another(m
     few = efficientnet_lite0(16)
     whole = np.random.default_rng(0).standard_normal((2, 1280)).astype(np.float32)
     monkeypatch.setattr(efficientnet, "_apply", lambda weights, pictures: whole)
-    found = few.apply({"network": {}, "directions": jnp.asarray(sixteen, jnp.float32)}, jnp.zeros((2, 8, 8, 3)))
+    found = few.apply(
+        {"network": {}, "directions": jnp.asarray(sixteen, jnp.float32)}, jnp.zeros((2, 8, 8, 3))
+    )
     np.testing.assert_allclose(found, whole @ sixteen, atol=1e-4)
     assert few.width == 16
 

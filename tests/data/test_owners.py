@@ -24,15 +24,26 @@ def test_clients_are_the_owners_of_enough_examples(owner, test_owner, least):
             by_owner(owner, test_owner, least=least)
         return
     train, test = by_owner(owner, test_owner, least=least)
-    assert [rows.tolist() for rows in train] == [np.flatnonzero(owner == name).tolist() for name in kept]
-    assert [rows.tolist() for rows in test] == [np.flatnonzero(test_owner == name).tolist() for name in kept]
+    assert [rows.tolist() for rows in train] == [
+        np.flatnonzero(owner == name).tolist() for name in kept
+    ]
+    assert [rows.tolist() for rows in test] == [
+        np.flatnonzero(test_owner == name).tolist() for name in kept
+    ]
     assert all(rows.dtype == np.int32 for rows in (*train, *test))
 
 
 def test_owners_stay_with_a_dataset_and_become_its_clients():
     inputs = np.arange(9, dtype=np.float32)[:, None]
     owner, test_owner = np.array([5, 5, 2, 5, 2, 9]), np.array([9, 5, 2])
-    given = from_arrays(inputs[:6], np.zeros(6, int), inputs[6:], np.zeros(3, int), owner=owner, test_owner=test_owner)
+    given = from_arrays(
+        inputs[:6],
+        np.zeros(6, int),
+        inputs[6:],
+        np.zeros(3, int),
+        owner=owner,
+        test_owner=test_owner,
+    )
     data: Any = given
     clients = make_clients(data, *by_owner(data.owner, data.test_owner, least=2))
     assert rows_of(clients) == ([[2.0, 4.0], [0.0, 1.0, 3.0]], [[8.0], [7.0]])
@@ -40,7 +51,9 @@ def test_owners_stay_with_a_dataset_and_become_its_clients():
 
 def test_owners_without_test_examples_hold_out_their_last_ones():
     inputs, labels = np.arange(6, dtype=np.float32)[:, None], np.zeros(6, int)
-    clients = make_clients((inputs, labels, inputs[:0], labels[:0]), *by_owner(np.array([1, 0, 1, 1, 0, 1])))
+    clients = make_clients(
+        (inputs, labels, inputs[:0], labels[:0]), *by_owner(np.array([1, 0, 1, 1, 0, 1]))
+    )
     assert rows_of(clients) == ([[1.0, 4.0], [0.0, 2.0, 3.0, 5.0]], [[], []])
     assert rows_of(hold_out(clients, 0.5)) == ([[1.0], [0.0, 2.0]], [[4.0], [3.0, 5.0]])
 
@@ -60,11 +73,21 @@ def test_wrong_arguments_are_named(call, message):
 
 
 def test_an_owner_for_each_example():
-    with pytest.raises(ValueError, match=r"owner.shape=\(2,\): give one owner for each of the 3 labels"):
-        from_arrays(np.zeros((3, 1)), np.zeros(3, int), np.zeros((0, 1)), np.zeros(0, int), owner=np.array([0, 1]))
+    with pytest.raises(
+        ValueError, match=r"owner.shape=\(2,\): give one owner for each of the 3 labels"
+    ):
+        from_arrays(
+            np.zeros((3, 1)),
+            np.zeros(3, int),
+            np.zeros((0, 1)),
+            np.zeros(0, int),
+            owner=np.array([0, 1]),
+        )
 
 
 def test_a_test_owner_for_each_test_example():
     data: Any = np.zeros((3, 1)), np.zeros(3, int), np.zeros((1, 1)), np.zeros(1, int)
-    with pytest.raises(ValueError, match=r"test_owner.shape=\(3,\): give one owner for each of the 1 labels"):
+    with pytest.raises(
+        ValueError, match=r"test_owner.shape=\(3,\): give one owner for each of the 1 labels"
+    ):
         from_arrays(*data, owner=np.zeros(3, int), test_owner=np.zeros(3, int))

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfl.data import by_sizes, classes_per_client, dirichlet, dirichlet_by_client, iid, label_share, matching
+from jaxfl.data import (
+    by_sizes,
+    classes_per_client,
+    dirichlet,
+    dirichlet_by_client,
+    iid,
+    label_share,
+    matching,
+)
 
 SEEDS = st.integers(0, 2**31)
 quick = settings(deadline=None, max_examples=40)
@@ -103,7 +111,12 @@ def test_dirichlet_ends_for_thousands_of_clients(alpha):
 def test_dirichlet_shares_have_the_moments_of_the_distribution():
     clients, alpha = 8, 0.5
     labels = np.zeros(4000, np.int32)
-    shares = np.array([[len(rows) for rows in dirichlet(labels, clients, alpha, seed=s)] for s in range(400)]) / 4000
+    shares = (
+        np.array(
+            [[len(rows) for rows in dirichlet(labels, clients, alpha, seed=s)] for s in range(400)]
+        )
+        / 4000
+    )
     # A share is Beta(alpha, alpha (clients - 1)).
     mean = 1 / clients
     variance = mean * (1 - mean) / (clients * alpha + 1)
@@ -120,7 +133,9 @@ def test_dirichlet_is_even_for_large_alpha_and_one_client_per_class_for_small():
 
 @quick
 @given(st.floats(1e-9, 1e6), st.integers(1, 60), st.integers(1, 12), st.integers(1, 5), SEEDS)
-def test_clients_with_classes_of_their_own_have_as_many_examples(alpha, clients, classes, size, seed):
+def test_clients_with_classes_of_their_own_have_as_many_examples(
+    alpha, clients, classes, size, seed
+):
     labels = random_labels(seed, classes, 60 * 5)
     lists = dirichlet_by_client(labels, clients, alpha, size=size, seed=seed)
     dealt(lists, len(labels), covers=False)
@@ -130,7 +145,9 @@ def test_clients_with_classes_of_their_own_have_as_many_examples(alpha, clients,
 def test_classes_of_a_client_have_the_moments_of_the_dirichlet_multinomial():
     alpha, size, classes = 0.3, 20, 10
     labels = np.arange(100_000, dtype=np.int32) % classes
-    shares = counts(dirichlet_by_client(labels, 500, alpha, size=size, seed=0), labels, classes) / size
+    shares = (
+        counts(dirichlet_by_client(labels, 500, alpha, size=size, seed=0), labels, classes) / size
+    )
     mean = 1 / classes
     variance = mean * (1 - mean) * (1 / size + (1 - 1 / size) / (classes * alpha + 1))
     assert np.allclose(shares.mean(0), mean, atol=5 * np.sqrt(variance / 500))
@@ -159,7 +176,10 @@ def test_minimum_is_taken_from_the_largest_and_leaves_the_rest(minimum, seed):
 @given(st.integers(1, 15), st.integers(1, 25), st.data(), SEEDS)
 def test_classes_per_client_for_any_numbers(classes, clients, data, seed):
     s = data.draw(st.integers(1, classes))
-    labels = np.random.default_rng(seed).permutation(np.arange(classes * 27) % classes).astype(np.int32) + 3
+    labels = (
+        np.random.default_rng(seed).permutation(np.arange(classes * 27) % classes).astype(np.int32)
+        + 3
+    )
     test_labels = np.arange(classes * 26, dtype=np.int32) % classes + 3
     train, test = classes_per_client(labels, test_labels, clients, s, seed=seed)
     dealt(train, len(labels), covers=s * clients >= classes)
@@ -242,7 +262,10 @@ def test_label_share(classes, clients, share, seed):
 @quick
 @given(st.integers(1, 8), st.integers(1, 30), st.integers(0, 200), st.floats(0.01, 10), SEEDS)
 def test_matching_is_proportional(classes, clients, length, alpha, seed):
-    labels, test_labels = random_labels(seed, classes, 250), random_labels(seed + 1, classes + 1, length)
+    labels, test_labels = (
+        random_labels(seed, classes, 250),
+        random_labels(seed + 1, classes + 1, length),
+    )
     train = dirichlet(labels, clients, alpha, seed=seed)[: max(1, clients // 2)]
     test = matching(train, labels, test_labels, seed=seed)
     dealt(test, length, covers=False)
@@ -280,8 +303,14 @@ def test_matching_balances_totals():
         (lambda: dirichlet(LABELS[:0], 4, 1.0, seed=0), "labels must have one entry at least"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 11, seed=0), "s=11"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"), "test='none'"),  # pyrefly: ignore[bad-argument-type]
-        (lambda: classes_per_client(LABELS, TEST_LABELS, 301, 2, seed=0), "labels has 60 examples of class"),
-        (lambda: classes_per_client(LABELS, TEST_LABELS, 151, 2, seed=0), 'test_labels has 30.*test="all"'),
+        (
+            lambda: classes_per_client(LABELS, TEST_LABELS, 301, 2, seed=0),
+            "labels has 60 examples of class",
+        ),
+        (
+            lambda: classes_per_client(LABELS, TEST_LABELS, 151, 2, seed=0),
+            'test_labels has 30.*test="all"',
+        ),
         (lambda: dirichlet_by_client(LABELS, 4, 0.0, size=1, seed=0), "alpha=0"),
         (lambda: dirichlet_by_client(LABELS, 4, 1.0, size=151, seed=0), "clients=4, size=151"),
         (lambda: label_share(LABELS, 5, 0.0, seed=0), "share=0"),

@@ -42,7 +42,14 @@ def assert_same(a, b):
 
 def steps_of(kind, rate, decay):
     if kind == "private":
-        return DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.5, steps=5, optimizer=optax.sgd(rate), decay=decay)
+        return DPSGD(
+            clip=0.5,
+            noise_multiplier=1.0,
+            rate=0.5,
+            steps=5,
+            optimizer=optax.sgd(rate),
+            decay=decay,
+        )
     momentum = 0.9 if kind == "momentum" else None
     return LocalSGD(optax.sgd(rate, momentum=momentum), 4, 2, decay=decay)
 
@@ -70,7 +77,9 @@ def test_a_head_is_fitted_at_the_decayed_rate():
     server, states = algorithm.init(KEY, len(SIZES))
     own = jax.tree.map(lambda leaf: leaf[0], states)
     for index in (0, 1):
-        _, kept, _ = algorithm.client_update(KEY, server, own, dataclasses.replace(client_data(), round=index))
+        _, kept, _ = algorithm.client_update(
+            KEY, server, own, dataclasses.replace(client_data(), round=index)
+        )
         assert np.array_equal(kept["head"]["bias"], own["head"]["bias"]) == (index == 1)
 
 
@@ -79,7 +88,10 @@ def test_only_what_has_the_optimizers_rate_decays(build):
     local = LocalSGD(optax.sgd(0.2), 4, 2)
     halved, half = (
         build(MODEL, local=part)
-        for part in (dataclasses.replace(local, decay=HALVES), dataclasses.replace(local, optimizer=optax.sgd(0.1)))
+        for part in (
+            dataclasses.replace(local, decay=HALVES),
+            dataclasses.replace(local, optimizer=optax.sgd(0.1)),
+        )
     )
     server, states = half.init(KEY, len(SIZES))
     own = jax.tree.map(lambda leaf: leaf[0], states)
@@ -99,7 +111,9 @@ def test_every_kind_of_run_counts_its_rounds(options, private):
 @pytest.mark.slow
 def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
     def build(rate):
-        return dp_fedavg(MODEL, local=LocalSGD(optax.sgd(0.2), 4, decay=lambda index: rate**index), **PRIVATE)
+        return dp_fedavg(
+            MODEL, local=LocalSGD(optax.sgd(0.2), 4, decay=lambda index: rate**index), **PRIVATE
+        )
 
     points = sweep(KEY, build, {"rate": [0.25, 1.0]}, small_clients(), rounds=3, progress=False)
     for rate, point in zip((0.25, 1.0), points, strict=True):
@@ -111,7 +125,9 @@ def test_a_sweep_counts_its_rounds_too_and_may_vary_the_decay():
 def test_rounds_share_one_program():
     seen: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: seen.append(name))
-    algorithm = dp_fedavg(MODEL, local=steps_of("plain", 0.2, HALVES), **PRIVATE | {"sampling": Full()})
+    algorithm = dp_fedavg(
+        MODEL, local=steps_of("plain", 0.2, HALVES), **PRIVATE | {"sampling": Full()}
+    )
     counts = []
     for rounds in (1, 5):
         seen.clear()
@@ -127,7 +143,9 @@ def test_training_for_an_evaluation_has_the_factor_of_the_last_round(options):
     slowing = dp_fedavg_fb(MODEL, head=dataclasses.replace(head, decay=HALVES), **PRIVATE)
     for done, scores in enumerate(run(slowing, 2, eval_every=1, **options).history["loss"], 1):
         slower = LocalSGD(optax.sgd(0.1 * 0.5 ** (done - 1)), 4, 2)
-        found = run(dp_fedavg_fb(MODEL, head=slower, **PRIVATE), done, eval_every=done).history["loss"][-1]
+        found = run(dp_fedavg_fb(MODEL, head=slower, **PRIVATE), done, eval_every=done).history[
+            "loss"
+        ][-1]
         assert_close(scores, found, rtol=1e-4)
 
 
@@ -150,7 +168,9 @@ def averaged(rounds, params, data):
     """Weights for evaluation after plain steps with all examples, by optax's own loop."""
     inputs, labels = data.take(jnp.arange(int(data.size)))
     x = MODEL.prepare(inputs)
-    slope = jax.jit(jax.grad(lambda params: jnp.mean(MODEL.task.loss(MODEL.apply(params, x), labels))))
+    slope = jax.jit(
+        jax.grad(lambda params: jnp.mean(MODEL.task.loss(MODEL.apply(params, x), labels)))
+    )
     state = FREE.init(params)
     for _ in range(rounds):
         updates, state = FREE.update(slope(params), state, params)
@@ -176,7 +196,9 @@ def test_schedule_free_training_ends_at_its_weights_for_evaluation(kind):
 
 def test_schedule_free_training_keeps_the_bits_of_what_it_does_not_train():
     params = MODEL.init(KEY)
-    mask = {name: jax.tree.map(lambda _, kept=name == "head": kept, params[name]) for name in params}
+    mask = {
+        name: jax.tree.map(lambda _, kept=name == "head": kept, params[name]) for name in params
+    }
     found, _ = ALL_AT_ONCE["plain"].train(KEY, MODEL, params, client_data(), mask=mask)
     assert_same(found["dense_0"], params["dense_0"])
     assert not np.array_equal(found["head"]["bias"], params["head"]["bias"])
@@ -187,9 +209,15 @@ def test_schedule_free_training_keeps_the_bits_of_what_it_does_not_train():
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: fedavg(MODEL, local=LocalSGD(FREE, decay=HALVES)), "decay must be None with optax.contrib.schedule_f"),
+        (
+            lambda: fedavg(MODEL, local=LocalSGD(FREE, decay=HALVES)),
+            "decay must be None with optax.contrib.schedule_f",
+        ),
         (lambda: fedavg(MODEL, server_optimizer=FREE), "server_optimizer must step the weights"),
-        (lambda: apfl(MODEL, local=LocalSGD(FREE), **PRIVATE), "schedule_free to all parameters at once"),
+        (
+            lambda: apfl(MODEL, local=LocalSGD(FREE), **PRIVATE),
+            "schedule_free to all parameters at once",
+        ),
     ],
 )
 def test_schedule_free_is_refused_where_its_weights_for_evaluation_would_be_lost(build, words):
@@ -216,18 +244,24 @@ def test_a_schedule_that_starts_again_in_every_round_is_named_once(kind, caplog)
     ]
 
 
-@pytest.mark.parametrize("optimizer", [optax.adam(0.1), FREE, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adam(0.1), FREE, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)]
+)
 def test_optimizers_without_a_schedule_and_decay_are_not_named(optimizer, caplog):
     _warn_of_restarts.cache_clear()
     check_algorithm(fedavg(MODEL, local=LocalSGD(optimizer)), small_clients(), rounds=1)
-    check_algorithm(fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), decay=FALLS)), small_clients(), rounds=1)
+    check_algorithm(
+        fedavg(MODEL, local=LocalSGD(optax.sgd(0.1), decay=FALLS)), small_clients(), rounds=1
+    )
     assert not caplog.records
 
 
 @pytest.mark.slow
 def test_noise_in_the_ledger_does_not_follow_the_decay():
     found, expected = (
-        run(dp_fedavg(MODEL, local=steps_of("private", 0.2, decay), **PRIVATE)).statement["examples"]
+        run(dp_fedavg(MODEL, local=steps_of("private", 0.2, decay), **PRIVATE)).statement[
+            "examples"
+        ]
         for decay in (HALVES, None)
     )
     assert found == expected

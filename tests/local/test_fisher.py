@@ -44,21 +44,36 @@ def assert_close(found, expected, tolerance=1e-4):
 def test_one_backward_pass_equals_a_loop_over_examples(name):
     model, shape = MODELS[name]
     rng = np.random.default_rng(0)
-    images, labels = jnp.asarray(rng.integers(0, 256, (4, *shape), np.uint8)), jnp.asarray([1, 0, 3, 3])
+    images, labels = (
+        jnp.asarray(rng.integers(0, 256, (4, *shape), np.uint8)),
+        jnp.asarray([1, 0, 3, 3]),
+    )
     params = model.init(jax.random.key(0))
     weights = jnp.array([1.0, 1.0, 0.0, 1.0])
-    found = jax.jit(lambda p, x: fisher_diagonal(model, p, x, labels, weights))(params, model.prepare(images))
+    found = jax.jit(lambda p, x: fisher_diagonal(model, p, x, labels, weights))(
+        params, model.prepare(images)
+    )
     kept = jnp.array([0, 1, 3])
     assert_close(found, by_example(model, params, images[kept], labels[kept]))
 
 
-@pytest.mark.parametrize("model", [mlp((8, 8, 1), hidden=(16,)), digits_cnn()], ids=["examples first", "examples last"])
+@pytest.mark.parametrize(
+    "model", [mlp((8, 8, 1), hidden=(16,)), digits_cnn()], ids=["examples first", "examples last"]
+)
 def test_without_a_rule_of_its_own_a_model_is_differentiated_by_example(model):
     rng = np.random.default_rng(0)
-    images, labels = jnp.asarray(rng.integers(0, 256, (11, 8, 8, 1), np.uint8)), jnp.asarray(rng.integers(0, 10, 11))
-    params, weights = model.init(jax.random.key(0)), jnp.asarray(rng.integers(0, 2, 11), jnp.float32)
+    images, labels = (
+        jnp.asarray(rng.integers(0, 256, (11, 8, 8, 1), np.uint8)),
+        jnp.asarray(rng.integers(0, 10, 11)),
+    )
+    params, weights = (
+        model.init(jax.random.key(0)),
+        jnp.asarray(rng.integers(0, 2, 11), jnp.float32),
+    )
     expected = fisher_diagonal(model, params, model.prepare(images), labels, weights)
-    found = fisher_diagonal(model._replace(sum_grad_squared=None), params, model.prepare(images), labels, weights)
+    found = fisher_diagonal(
+        model._replace(sum_grad_squared=None), params, model.prepare(images), labels, weights
+    )
     assert_close(found, expected)
 
 
@@ -67,10 +82,16 @@ def test_a_clients_mean_ignores_padding_and_blocks(batch_size):
     clients, model = small_clients(extra_padding=3), mlp((8, 8, 1), hidden=(16,))
     params = model.init(jax.random.key(0))
     rows = jnp.asarray(clients.train[0])  # with three more behind the client's own
-    store, labels, size = (jnp.asarray(a) for a in (clients.inputs, clients.labels, clients.train_size[0]))
-    found = client_fisher(model, params, ClientData(store, labels, rows, size), batch_size=batch_size)
+    store, labels, size = (
+        jnp.asarray(a) for a in (clients.inputs, clients.labels, clients.train_size[0])
+    )
+    found = client_fisher(
+        model, params, ClientData(store, labels, rows, size), batch_size=batch_size
+    )
     own = rows[: int(size)]
-    expected = jax.tree.map(lambda leaf: leaf / int(size), by_example(model, params, store[own], labels[own]))
+    expected = jax.tree.map(
+        lambda leaf: leaf / int(size), by_example(model, params, store[own], labels[own])
+    )
     assert_close(found, expected)
 
 
@@ -91,7 +112,9 @@ def test_the_square_of_the_mean_is_that_of_the_mean_loss(batch_size):
     clients, model = small_clients(extra_padding=3), mlp((8, 8, 1), hidden=(16,))
     params = model.init(jax.random.key(0))
     store, labels = jnp.asarray(clients.inputs), jnp.asarray(clients.labels)
-    data = ClientData(store, labels, jnp.asarray(clients.train[0]), jnp.asarray(clients.train_size[0]))
+    data = ClientData(
+        store, labels, jnp.asarray(clients.train[0]), jnp.asarray(clients.train_size[0])
+    )
     own = jnp.asarray(clients.train[0])[: int(data.size)]
 
     def loss(params):
@@ -103,13 +126,17 @@ def test_the_square_of_the_mean_is_that_of_the_mean_loss(batch_size):
 
 def test_an_empty_client_has_no_information():
     clients, model = small_clients(), mlp((8, 8, 1), hidden=(16,))
-    data = ClientData(jnp.asarray(clients.inputs), jnp.asarray(clients.labels), jnp.zeros(1, int), jnp.int32(0))
+    data = ClientData(
+        jnp.asarray(clients.inputs), jnp.asarray(clients.labels), jnp.zeros(1, int), jnp.int32(0)
+    )
     found = client_fisher(model, model.init(jax.random.key(0)), data)
     assert all(not leaf.any() for leaf in jax.tree.leaves(found))
 
 
 def softmax_regression(shape):
-    return mlp(shape, 2, hidden=()), {"head": {"kernel": jnp.zeros((int(np.prod(shape)), 2)), "bias": jnp.zeros(2)}}
+    return mlp(shape, 2, hidden=()), {
+        "head": {"kernel": jnp.zeros((int(np.prod(shape)), 2)), "bias": jnp.zeros(2)}
+    }
 
 
 def test_softmax_regression_closed_form():

@@ -15,7 +15,9 @@ DIGITS = mlp((8, 8, 1), hidden=(16,))
 def linear(pixels: int) -> Model:
     """Logits (w.x, 0)."""
     model = mlp((1, 1, pixels), 2, hidden=())
-    return model._replace(apply=lambda params, x: jnp.stack([x @ params["w"], jnp.zeros(len(x))], axis=1))
+    return model._replace(
+        apply=lambda params, x: jnp.stack([x @ params["w"], jnp.zeros(len(x))], axis=1)
+    )
 
 
 def closed_form(w: np.ndarray, x: np.ndarray) -> float:
@@ -43,10 +45,16 @@ def test_exact_values_in_closed_form(by):
 def test_probes_converge_to_the_closed_form():
     model, params, inputs, expected = points()
     errors = [
-        np.abs(probe_risk(KEY, model, params, jnp.asarray(inputs), jnp.zeros(3, int), probes) / np.array(expected) - 1)
+        np.abs(
+            probe_risk(KEY, model, params, jnp.asarray(inputs), jnp.zeros(3, int), probes)
+            / np.array(expected)
+            - 1
+        )
         for probes in (10, 10_000)
     ]
-    assert errors[1].max() < 4 * np.sqrt(0.5 / 10_000)  # the square's relative variance is at most 2 per probe
+    assert errors[1].max() < 4 * np.sqrt(
+        0.5 / 10_000
+    )  # the square's relative variance is at most 2 per probe
     assert errors[0].max() > errors[1].max()
 
 
@@ -55,7 +63,9 @@ def test_probes_converge_to_the_closed_form():
 def test_squares_of_probes_are_unbiased(probes):
     model, params, inputs, expected = points()
     keys = jax.random.split(KEY, 4000)
-    risks = jax.vmap(lambda key: probe_risk(key, model, params, jnp.asarray(inputs), jnp.zeros(3, int), probes))(keys)
+    risks = jax.vmap(
+        lambda key: probe_risk(key, model, params, jnp.asarray(inputs), jnp.zeros(3, int), probes)
+    )(keys)
     np.testing.assert_allclose((risks**2).mean(0), np.square(expected), rtol=4 * np.sqrt(2 / 4000))
 
 
@@ -68,7 +78,9 @@ def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
     exact = np.asarray(exact_risk(model, params, across, jnp.zeros(3, int)))
     keys = jax.random.split(KEY, 50)
     found = jax.vmap(lambda key: probe_risk(key, model, params, across, jnp.zeros(3, int), 2))(keys)
-    assert np.median(np.abs(np.asarray(found) / exact - 1)) < 1e-4  # some first probes hardly see the direction
+    assert (
+        np.median(np.abs(np.asarray(found) / exact - 1)) < 1e-4
+    )  # some first probes hardly see the direction
     plain = jax.vmap(lambda key: probe_risk(key, model, params, across, jnp.zeros(3, int), 1))(keys)
     assert np.median(np.abs(np.asarray(plain) / exact - 1)) > 0.1
 
@@ -77,12 +89,16 @@ def test_a_jacobian_of_one_direction_is_exact_from_two_probes():
 def test_several_probes_find_a_leading_direction_more_surely():
     """Half of six probes; of three, one. Without it the rest's two probes would still be off by a third."""
     model, params, inputs, _ = points()
-    one = jnp.asarray(10 * inputs[:1], jnp.float32)  # the direction of s x w^T leads, that of r I is seen too
+    one = jnp.asarray(
+        10 * inputs[:1], jnp.float32
+    )  # the direction of s x w^T leads, that of r I is seen too
     exact = exact_risk(model, params, one, jnp.zeros(1, int))[0]
     keys = jax.random.split(KEY, 500)
 
     def spread(probes: int) -> float:
-        found = jax.vmap(lambda key: probe_risk(key, model, params, one, jnp.zeros(1, int), probes)[0])(keys)
+        found = jax.vmap(
+            lambda key: probe_risk(key, model, params, one, jnp.zeros(1, int), probes)[0]
+        )(keys)
         return float(np.std(found / exact))
 
     assert spread(3) > 0.1
@@ -109,9 +125,14 @@ def test_networks(build, shape):
 
 def test_forms_of_a_convolution_agree():
     inputs = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 4, 4, 1), np.uint8))
-    models = [digits_cnn((4, 4, 1), form=form) for form in ("winograd", "lax", "grouped", "packed", "blocks")]
+    models = [
+        digits_cnn((4, 4, 1), form=form)
+        for form in ("winograd", "lax", "grouped", "packed", "blocks")
+    ]
     params, labels = models[0].init(KEY), jnp.array([1, 0, 3])
-    fast, *others = (jax.jit(lambda p, m=m: probe_risk(KEY, m, p, inputs, labels, 3))(params) for m in models)
+    fast, *others = (
+        jax.jit(lambda p, m=m: probe_risk(KEY, m, p, inputs, labels, 3))(params) for m in models
+    )
     for found in others:
         np.testing.assert_allclose(found, fast, rtol=1e-4)
 
@@ -120,19 +141,25 @@ def test_outputs_of_a_linear_model():
     """Its logits have the slopes w and 0."""
     model, params, inputs, _ = points()
     expected = np.linalg.norm(params["w"]) / 2
-    np.testing.assert_allclose(output_risk(model, params, jnp.asarray(inputs)), [expected] * 3, rtol=1e-6)
+    np.testing.assert_allclose(
+        output_risk(model, params, jnp.asarray(inputs)), [expected] * 3, rtol=1e-6
+    )
     found = client_risk(KEY, model, params, data_of(inputs, 3), reading="output")
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def data_of(inputs: np.ndarray, size: int) -> ClientData:
-    return ClientData(jnp.asarray(inputs), jnp.zeros(len(inputs), int), jnp.arange(len(inputs)), jnp.int32(size))
+    return ClientData(
+        jnp.asarray(inputs), jnp.zeros(len(inputs), int), jnp.arange(len(inputs)), jnp.int32(size)
+    )
 
 
 @pytest.mark.slow
 def test_a_clients_mean_is_over_its_own_examples():
     model, params, inputs, expected = points()
-    wild = np.concatenate([inputs, np.full((4, 1, 1, 5), 1e6, np.float32)])  # padding that must not count
+    wild = np.concatenate(
+        [inputs, np.full((4, 1, 1, 5), 1e6, np.float32)]
+    )  # padding that must not count
     for batch in (1, 2, 64):
         found = client_risk(KEY, model, params, data_of(wild, 3), probes=4000, batch_size=batch)
         assert found == pytest.approx(np.mean(expected), rel=0.04)
@@ -142,19 +169,27 @@ def test_a_clients_mean_is_over_its_own_examples():
 def test_draws_are_in_proportion_to_weights():
     """Weights 1, 0, 3 and four draws: one of the first and three of the last, whatever the key; padding never."""
     for seed in range(5):
-        drawn, factors = _draw(jax.random.key(seed), jnp.array([1.0, 0.0, 3.0, 0.0]), 4, jnp.int32(3))
+        drawn, factors = _draw(
+            jax.random.key(seed), jnp.array([1.0, 0.0, 3.0, 0.0]), 4, jnp.int32(3)
+        )
         np.testing.assert_array_equal(drawn, [2, 2, 2, 0])
-        np.testing.assert_allclose(factors, np.array([4 / 3, 4 / 3, 4 / 3, 4.0]) / 3)  # sum w / (3 w)
+        np.testing.assert_allclose(
+            factors, np.array([4 / 3, 4 / 3, 4 / 3, 4.0]) / 3
+        )  # sum w / (3 w)
 
 
 @pytest.mark.slow
 def test_a_mean_over_drawn_examples_is_unbiased():
     model, params, inputs, expected = points()
     wild = np.concatenate([inputs, np.full((4, 1, 1, 5), 1e6, np.float32)])
-    several = jax.vmap(lambda key: client_risk(key, model, params, data_of(wild, 3), probes=300, examples=1))
+    several = jax.vmap(
+        lambda key: client_risk(key, model, params, data_of(wild, 3), probes=300, examples=1)
+    )
     values = np.asarray(several(jax.random.split(KEY, 300)))
     assert values.mean() == pytest.approx(np.mean(expected), abs=4 * values.std() / np.sqrt(300))
-    whole = client_risk(KEY, model, params, data_of(wild, 3), probes=4000, examples=5)  # of 7 rows, 3 are real
+    whole = client_risk(
+        KEY, model, params, data_of(wild, 3), probes=4000, examples=5
+    )  # of 7 rows, 3 are real
     assert whole == pytest.approx(np.mean(expected), rel=0.04)
 
 
@@ -163,7 +198,9 @@ def test_vmapped_clients_equal_single_ones():
     params = DIGITS.init(KEY)
     several = [client_data(i) for i in (0, 1, 2)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
-    together = jax.jit(jax.vmap(lambda data: client_risk(KEY, DIGITS, params, data, batch_size=4)))(stacked)
+    together = jax.jit(jax.vmap(lambda data: client_risk(KEY, DIGITS, params, data, batch_size=4)))(
+        stacked
+    )
     alone = [client_risk(KEY, DIGITS, params, data, batch_size=4) for data in several]
     np.testing.assert_allclose(together, alone, rtol=1e-5)
     assert alone[2] == 0

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxfl.local.fisher import normalize_over_all
-from jaxfl.local.masks import keep, random_masks, sparsify, top_k_mask, top_k_masks, top_percentile_mask
+from jaxfl.local.masks import (
+    keep,
+    random_masks,
+    sparsify,
+    top_k_mask,
+    top_k_masks,
+    top_percentile_mask,
+)
 
 mask_of_top_k = jax.jit(top_k_mask, static_argnums=1)
 
@@ -22,7 +29,11 @@ def by_sorting(values, count):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -3e38, 1e-45, 7.25]), min_size=12, max_size=12),
+    st.lists(
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, 0.5, 1e-30, -3e38, 1e-45, 7.25]),
+        min_size=12,
+        max_size=12,
+    ),
     st.integers(1, 12),
 )
 def test_top_k_is_the_head_of_a_stable_sort(values, count):
@@ -67,7 +78,9 @@ def test_only_kernels_of_named_layers_are_sparse(density):
 
 
 def test_random_masks_follow_the_key_and_grow_with_the_density():
-    one, same, other = (random_masks(jax.random.key(k), PARAMS, ["first", "last"], 0.3) for k in (0, 0, 1))
+    one, same, other = (
+        random_masks(jax.random.key(k), PARAMS, ["first", "last"], 0.3) for k in (0, 0, 1)
+    )
     wider = random_masks(jax.random.key(0), PARAMS, ["first", "last"], 0.6)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, same))
     assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one, other))
@@ -76,7 +89,10 @@ def test_random_masks_follow_the_key_and_grow_with_the_density():
 
 def test_above_a_percentile_of_all_tensors():
     """Of 0 to 9 the 80th percentile is 7.2."""
-    fisher = {"a": jnp.array([3.0, 9.0, 1.0, 0.0]), "b": jnp.array([[8.0, 2.0, 7.0], [6.0, 5.0, 4.0]])}
+    fisher = {
+        "a": jnp.array([3.0, 9.0, 1.0, 0.0]),
+        "b": jnp.array([[8.0, 2.0, 7.0], [6.0, 5.0, 4.0]]),
+    }
     found = top_percentile_mask(fisher, 80.0)
     np.testing.assert_array_equal(found["a"], [0, 1, 0, 0])
     np.testing.assert_array_equal(found["b"], [[1, 0, 0], [0, 0, 0]])
@@ -85,7 +101,9 @@ def test_above_a_percentile_of_all_tensors():
 @pytest.mark.parametrize("percentile", [0.0, 10.0, 50.0, 80.0, 99.9])
 def test_as_many_as_numpy_finds_above_a_percentile(percentile):
     values = np.random.default_rng(0).normal(size=1001).astype(np.float32)
-    found = top_percentile_mask({"a": jnp.asarray(values[:300]), "b": jnp.asarray(values[300:])}, percentile)
+    found = top_percentile_mask(
+        {"a": jnp.asarray(values[:300]), "b": jnp.asarray(values[300:])}, percentile
+    )
     expected = np.abs(values) > np.percentile(np.abs(values), percentile)
     np.testing.assert_array_equal(np.r_[found["a"], found["b"]], expected)
 
@@ -102,4 +120,7 @@ def test_thresholds_of_fisher_information_scaled_over_all_tensors():
     fisher = normalize_over_all({"a": jnp.array([1.0, 2.0]), "b": jnp.array([5.0, 3.0])})
     np.testing.assert_array_equal(fisher["a"], [0, 0.25])
     np.testing.assert_array_equal(fisher["b"], [1, 0.5])
-    assert not any(leaf.any() for leaf in jax.tree.leaves(normalize_over_all({"a": jnp.ones(2), "b": jnp.ones(3)})))
+    assert not any(
+        leaf.any()
+        for leaf in jax.tree.leaves(normalize_over_all({"a": jnp.ones(2), "b": jnp.ones(3)}))
+    )

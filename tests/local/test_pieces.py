@@ -28,18 +28,24 @@ def test_distance_to_bound_pulls_from_both_sides():
     lam = 0.3
     assert distance_to_bound(far, center, ONES, 1.0, lam) == pytest.approx(2 * lam)
     np.testing.assert_allclose(
-        jax.grad(distance_to_bound)(far, center, ONES, 1.0, lam)["w"], lam / 2 * np.array([0.6, 0.8]), rtol=1e-6
+        jax.grad(distance_to_bound)(far, center, ONES, 1.0, lam)["w"],
+        lam / 2 * np.array([0.6, 0.8]),
+        rtol=1e-6,
     )
     assert distance_to_bound(at, center, ONES, 1.0, lam) == pytest.approx(0, abs=1e-7)
     assert distance_to_bound(center, center, ONES, 1.0, lam) == pytest.approx(lam / 2)
-    np.testing.assert_array_equal(jax.grad(distance_to_bound)(center, center, ONES, 1.0, lam)["w"], [0, 0])
+    np.testing.assert_array_equal(
+        jax.grad(distance_to_bound)(center, center, ONES, 1.0, lam)["w"], [0, 0]
+    )
 
 
 def test_excess_is_felt_beyond_the_bound_alone():
     center = {"w": jnp.zeros(2)}
     far, inside, lam = {"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([0.6, 0.7])}, 0.3
     assert excess(far, center, 1.0, lam) == pytest.approx(lam / 2 * 24)
-    np.testing.assert_allclose(jax.grad(excess)(far, center, 1.0, lam)["w"], lam * np.array([3.0, 4.0]), rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(excess)(far, center, 1.0, lam)["w"], lam * np.array([3.0, 4.0]), rtol=1e-6
+    )
     for params in (inside, center):
         assert excess(params, center, 1.0, lam) == 0
         np.testing.assert_array_equal(jax.grad(excess)(params, center, 1.0, lam)["w"], [0, 0])

@@ -28,7 +28,10 @@ def plain(x, kernel, bias, padding):
 
 def arrays(channels, high, wide, batch, size, features):
     shapes = (channels, high, wide, batch), (size, size, channels, features), (features,)
-    return [jax.random.normal(key, shape) for key, shape in zip(jax.random.split(KEY, 3), shapes, strict=True)]
+    return [
+        jax.random.normal(key, shape)
+        for key, shape in zip(jax.random.split(KEY, 3), shapes, strict=True)
+    ]
 
 
 def value_and_gradients(layer, values, padding):
@@ -53,7 +56,10 @@ def assert_same(a, b):
 def test_equals_convolution_relu_and_pooling(shape, padding):
     values = arrays(*shape)
     assert_same(
-        *(jax.jit(value_and_gradients, static_argnums=(0, 2))(f, values, padding) for f in (convolve_pooled, plain))
+        *(
+            jax.jit(value_and_gradients, static_argnums=(0, 2))(f, values, padding)
+            for f in (convolve_pooled, plain)
+        )
     )
 
 
@@ -66,7 +72,9 @@ def test_the_first_of_equal_numbers_gets_the_gradient_and_zero_gets_none():
 def test_not_a_number_shows():
     x, kernel, bias = arrays(1, 4, 4, 1, 1, 1)
     found = convolve_pooled(x.at[0, 1, 1, 0].set(jnp.nan), kernel, bias)
-    np.testing.assert_array_equal(jnp.isnan(found), jnp.zeros(found.shape, bool).at[0, 0, 0, 0].set(True))
+    np.testing.assert_array_equal(
+        jnp.isnan(found), jnp.zeros(found.shape, bool).at[0, 0, 0, 0].set(True)
+    )
 
 
 def layered(layer, x, *weights, **parts):
@@ -78,7 +86,10 @@ def layered(layer, x, *weights, **parts):
 @pytest.mark.parametrize(
     ("shape", "sizes"),
     [
-        ((1, 14, 13, 32), (3, 3)),  # short vectors: what is read beyond a block, and beyond the last one
+        (
+            (1, 14, 13, 32),
+            (3, 3),
+        ),  # short vectors: what is read beyond a block, and beyond the last one
         pytest.param((2, 11, 9, 3), (3, 2), marks=pytest.mark.slow),
         pytest.param((1, 15, 16, 1), (2, 2, 2), marks=pytest.mark.slow),
         pytest.param((3, 33, 37, 4), (5, 5), marks=pytest.mark.slow),
@@ -97,7 +108,10 @@ def test_a_layer_reads_what_another_one_wrote(shape, sizes):
         return maps, back(jax.random.normal(KEY, maps.shape))
 
     parts = [2**i for i in range(len(sizes))][::-1]
-    assert_same(jax.jit(lambda: gradients(convolve_pooled, parts=parts))(), jax.jit(lambda: gradients(plain))())
+    assert_same(
+        jax.jit(lambda: gradients(convolve_pooled, parts=parts))(),
+        jax.jit(lambda: gradients(plain))(),
+    )
 
 
 def test_bytes_are_read_as_they_are():
@@ -124,7 +138,9 @@ def test_clients_may_use_it(padding):
     assert_same(run("pallas").server, run("lax").server)
 
 
-@pytest.mark.parametrize("shape", [(1, 28, 28, 32, 5, 6), pytest.param((6, 14, 14, 10, 5, 16), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape", [(1, 28, 28, 32, 5, 6), pytest.param((6, 14, 14, 10, 5, 16), marks=pytest.mark.slow)]
+)
 def test_a_gpus_compiler_takes_it(shape, monkeypatch):
     monkeypatch.setattr(_fused, "on_gpu", lambda: True)
     values = [jnp.stack([a, a]) for a in arrays(*shape)]

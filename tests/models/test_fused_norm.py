@@ -14,9 +14,14 @@ KEY = jax.random.key(5)
 
 
 def arrays(clients, channels, high, wide, batch, shortcut):
-    maps, *vectors = (clients, channels, high, wide, batch), (clients, channels), (clients, channels)
+    maps, *vectors = (
+        (clients, channels, high, wide, batch),
+        (clients, channels),
+        (clients, channels),
+    )
     x, added, change, scale, bias = (
-        jax.random.normal(key, shape) for key, shape in zip(jax.random.split(KEY, 5), (maps, maps, maps, *vectors))
+        jax.random.normal(key, shape)
+        for key, shape in zip(jax.random.split(KEY, 5), (maps, maps, maps, *vectors))
     )
     return 3 * x + 1, added if shortcut else None, scale, bias, change
 
@@ -49,7 +54,12 @@ def assert_same(a, b):
 )
 def test_equals_the_rule_for_cpus_with_its_gradients(shape, groups, relu):
     values, options = arrays(*shape), Options(groups, 1e-5, relu, False)
-    assert_same(*(jax.jit(jax.vmap(value_and_gradients(f, options)))(*values) for f in (normalize_fused, normalize)))
+    assert_same(
+        *(
+            jax.jit(jax.vmap(value_and_gradients(f, options)))(*values)
+            for f in (normalize_fused, normalize)
+        )
+    )
 
 
 def test_one_client_and_parameters_that_clients_share():
@@ -78,7 +88,10 @@ def test_a_layer_takes_it_where_its_maps_are_whole_tiles(channels, monkeypatch):
     for module in (_fused, _fused_norm):
         monkeypatch.setattr(module, "on_gpu", lambda: True)
     layer = GroupNorm(2, relu=True, form="pallas")
-    x, vector = (jax.ShapeDtypeStruct((2, *shape), jnp.float32) for shape in ((channels, 8, 8, 3), (channels,)))
+    x, vector = (
+        jax.ShapeDtypeStruct((2, *shape), jnp.float32)
+        for shape in ((channels, 8, 8, 3), (channels,))
+    )
 
     def total(scale, bias, x):
         return jnp.sum(jnp.asarray(layer.apply({"params": {"scale": scale, "bias": bias}}, x)))

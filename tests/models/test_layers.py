@@ -11,7 +11,9 @@ from jaxfl.models.layers import Convolution, Dense, GroupNorm
 
 def _assert_close(found, expected):
     """Minimal filtering rounds relative to the largest value."""
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected))))
+    np.testing.assert_allclose(
+        found, expected, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(expected)))
+    )
 
 
 def _per_example_squares(layer, params, x, batch_axis):
@@ -99,7 +101,8 @@ def test_gradients_equal_those_of_the_other_forms(size, padding, pool, channels,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "padding", "high", "wide"), [(3, 1, 8, 8), (3, 1, 7, 6), (3, 0, 9, 8), (5, 2, 8, 7), (2, 0, 6, 7)]
+    ("size", "padding", "high", "wide"),
+    [(3, 1, 8, 8), (3, 1, 7, 6), (3, 0, 9, 8), (5, 2, 8, 7), (2, 0, 6, 7)],
 )
 def test_stride_2_equals_the_other_forms(size, padding, high, wide):
     x = jax.random.normal(jax.random.key(0), (3, high, wide, 4))
@@ -113,16 +116,23 @@ def test_pairs_equal_pixels():
     params = pixels.init(jax.random.key(1), x)["params"]
 
     def both(layer, x):
-        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(jnp.sin(layer.apply({"params": p}, x)))))(params)
+        return jax.jit(
+            jax.value_and_grad(lambda p: jnp.sum(jnp.sin(layer.apply({"params": p}, x))))
+        )(params)
 
     padded = jnp.pad(x, ((0, 0), (2, 2), (2, 2), (0, 0)))
-    jax.tree.map(_assert_close, both(Convolution(6, 5, pairs=True), to_pairs(padded)), both(pixels, x))
+    jax.tree.map(
+        _assert_close, both(Convolution(6, 5, pairs=True), to_pairs(padded)), both(pixels, x)
+    )
 
 
 def _group_norm(relu):
     x = np.random.default_rng(0).normal(2.0, 3.0, (6, 4, 5, 3)).astype(np.float32)
     shortcut = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
-    params = {"scale": np.arange(1, 7, dtype=np.float32), "bias": np.linspace(-1, 1, 6, dtype=np.float32)}
+    params = {
+        "scale": np.arange(1, 7, dtype=np.float32),
+        "bias": np.linspace(-1, 1, 6, dtype=np.float32),
+    }
     return GroupNorm(3, relu=relu), *jax.tree.map(jnp.asarray, (params, x, shortcut))
 
 
@@ -136,7 +146,9 @@ def test_group_norm_against_numpy(relu):
     for added in (None, shortcut):
         total = expected if added is None else expected + added
         got = np.asarray(layer.apply({"params": params}, x, added))
-        np.testing.assert_allclose(got, np.maximum(total, 0) if relu else total, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            got, np.maximum(total, 0) if relu else total, rtol=1e-4, atol=1e-4
+        )
 
 
 def _gradients(layer, *values):
@@ -147,10 +159,14 @@ def _gradients(layer, *values):
 @pytest.mark.parametrize("relu", [False, True])
 def test_group_norms_gradients_are_those_of_automatic_differentiation(relu):
     layer, *values = _group_norm(relu)
-    jax.tree.map(_assert_close, _gradients(layer, *values), _gradients(layer.clone(form="lax"), *values))
+    jax.tree.map(
+        _assert_close, _gradients(layer, *values), _gradients(layer.clone(form="lax"), *values)
+    )
 
 
 def test_group_norms_gradients_have_the_type_of_their_values():
     layer, *values = _group_norm(relu=True)
     half = jax.tree.map(lambda value: value.astype(jnp.bfloat16), values)
-    assert {leaf.dtype for leaf in jax.tree.leaves(_gradients(layer, *half))} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(_gradients(layer, *half))} == {
+        jnp.dtype("bfloat16")
+    }

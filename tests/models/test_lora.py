@@ -32,7 +32,9 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(14, name="embed")(x.reshape(len(x), 4, 16))
-        attention: Any = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=22, name="attention")
+        attention: Any = nn.MultiHeadDotProductAttention(
+            num_heads=2, qkv_features=22, name="attention"
+        )
         x = x + attention(nn.LayerNorm()(x))
         return nn.Dense(10, name="head")(nn.tanh(x.mean(1)))
 
@@ -40,10 +42,18 @@ class Encoder(nn.Module):
 BASE = from_flax(Encoder(), (8, 8, 1))
 WEIGHTS = BASE.init(jax.random.key(0))
 ADAPTED = lora(BASE, WEIGHTS, rank=2)
-SMALL = lora(mlp((8, 8, 1), hidden=(16,)), mlp((8, 8, 1), hidden=(16,)).init(jax.random.key(0)), rank=2)
+SMALL = lora(
+    mlp((8, 8, 1), hidden=(16,)), mlp((8, 8, 1), hidden=(16,)).init(jax.random.key(0)), rank=2
+)
 X = jax.random.normal(jax.random.key(1), (6, 8, 8, 1))
 LABELS = jnp.arange(6)
-KERNELS = {"embed": (16, 14), "query": (14, 2, 11), "key": (14, 2, 11), "value": (14, 2, 11), "out": (2, 11, 14)}
+KERNELS = {
+    "embed": (16, 14),
+    "query": (14, 2, 11),
+    "key": (14, 2, 11),
+    "value": (14, 2, 11),
+    "out": (2, 11, 14),
+}
 
 
 def moved(params, size=0.3):
@@ -92,7 +102,10 @@ def test_the_gradient_is_the_full_one_between_the_factors():
     """dB = s A^T dW; the head's is its own."""
     model = lora(BASE, WEIGHTS, rank=3, alpha=1.5)
     params = moved(model.init(KEY))
-    loss = lambda network, x: lambda params: network.task.mean_loss(network.apply(params, x), LABELS, jnp.ones(6))  # noqa: E731
+
+    def loss(network, x):
+        return lambda params: network.task.mean_loss(network.apply(params, x), LABELS, jnp.ones(6))
+
     full = jax.jit(jax.grad(loss(BASE, X)))(merged(model, params, 0.5))
     found = jax.jit(jax.grad(loss(model, X)))(params)
     a = model.frozen[1]["attention", "out"]
@@ -102,28 +115,40 @@ def test_the_gradient_is_the_full_one_between_the_factors():
         rtol=1e-4,
         atol=1e-6,
     )
-    np.testing.assert_allclose(found["head"]["kernel"], full["head"]["kernel"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        found["head"]["kernel"], full["head"]["kernel"], rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.slow
 def test_a_network_that_was_traced_before_gets_its_adapters():
     traced = jax.jit(BASE.apply)
-    model = lora(BASE._replace(apply=lambda params, x, key=None: traced(params, x)), WEIGHTS, rank=2)
+    model = lora(
+        BASE._replace(apply=lambda params, x, key=None: traced(params, x)), WEIGHTS, rank=2
+    )
     traced(WEIGHTS, X)
     for params in (model.init(KEY), moved(model.init(KEY)), moved(model.init(KEY), 0.1)):
-        np.testing.assert_allclose(model.apply(params, X), ADAPTED.apply(params, X), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            model.apply(params, X), ADAPTED.apply(params, X), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_adapters_are_layers():
     model, params = ADAPTED, ADAPTED.init(KEY)
     assert model.layers == ("embed", "attention", "head")
     assert model.head == ("head",)
-    shapes = {name: leaf["b"].shape for name, leaf in params["attention"].items()} | {"embed": (2, 14)}
-    assert shapes == {name: (2, *kernel[(2 if name == "out" else 1) :]) for name, kernel in KERNELS.items()}
+    shapes = {name: leaf["b"].shape for name, leaf in params["attention"].items()} | {
+        "embed": (2, 14)
+    }
+    assert shapes == {
+        name: (2, *kernel[(2 if name == "out" else 1) :]) for name, kernel in KERNELS.items()
+    }
     x, params = SMALL.prepare(X), moved(SMALL.init(KEY))
     assert SMALL.extract
     assert SMALL.classify
-    np.testing.assert_array_equal(SMALL.classify(params, SMALL.extract(params, x)), SMALL.apply(params, x))
+    np.testing.assert_array_equal(
+        SMALL.classify(params, SMALL.extract(params, x)), SMALL.apply(params, x)
+    )
 
 
 def test_a_is_public_and_its_columns_have_norm_one():
@@ -144,7 +169,9 @@ def test_frozen_layers_are_no_parameters():
     np.testing.assert_array_equal(model.apply(params, x), base.apply(weights | params, x))
     squares = fisher_diagonal(model, params, x, LABELS, jnp.ones(6))
     expected = fisher_diagonal(base, weights | params, x, LABELS, jnp.ones(6))
-    np.testing.assert_allclose(squares["dense_0"]["kernel"], expected["dense_0"]["kernel"], rtol=1e-5)
+    np.testing.assert_allclose(
+        squares["dense_0"]["kernel"], expected["dense_0"]["kernel"], rtol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -201,7 +228,9 @@ def test_the_base_is_one_matrix_product_for_all_clients_and_no_constant():
         # Each once forward, once backward, which the first layer is spared.
         assert len(with_base) == forward * (1 if shape == KERNELS["embed"] else 2), shape
         assert not any("batching_dims" in line for line in with_base)
-        assert all(f"tensor<{count}x2x4x" in line for line in with_base), "the inputs of all clients"
+        assert all(f"tensor<{count}x2x4x" in line for line in with_base), (
+            "the inputs of all clients"
+        )
 
 
 @pytest.mark.slow
@@ -215,7 +244,14 @@ def test_the_base_is_one_matrix_product_for_all_clients_and_no_constant():
 )
 def test_methods_train_adapters_as_the_plain_twin_does(name, model, options):
     algorithm, clients = methods(model)[name](), small_clients()
-    result = simulate(KEY, algorithm, clients, rounds=2, progress=False, **{"devices": jax.devices()[:1]} | options)
+    result = simulate(
+        KEY,
+        algorithm,
+        clients,
+        rounds=2,
+        progress=False,
+        **{"devices": jax.devices()[:1]} | options,
+    )
     server, states, _ = reference.run(KEY, algorithm, clients, 2)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, jax.device_get(result.server), jax.device_get(server))
@@ -236,7 +272,9 @@ def test_a_folder_keeps_adapters_only_and_knows_the_base(tmp_path):
     largest = max(path.stat().st_size for path in (tmp_path / "ckpt").rglob("*") if path.is_file())
     assert largest < weights["dense_0"]["kernel"].nbytes / 2
     assert run(weights).restored == 1
-    assert jax.tree.map(jnp.shape, first.server.params) == {"head": {"bias": (10,), "kernel": (300, 10)}}
+    assert jax.tree.map(jnp.shape, first.server.params) == {
+        "head": {"bias": (10,), "kernel": (300, 10)}
+    }
     other = jax.tree.map(lambda leaf: leaf.at[0].add(1e-3), weights["dense_0"])
     with pytest.raises(ValueError, match="frozen weights"):
         run(weights | {"dense_0": other})
@@ -265,7 +303,10 @@ def test_the_precision_of_a_base_is_that_of_its_adapters():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: lora(BASE, WEIGHTS, rank=2, where=("quary",)), "'quary' is in the path of no dense layer.*'query'"),
+        (
+            lambda: lora(BASE, WEIGHTS, rank=2, where=("quary",)),
+            "'quary' is in the path of no dense layer.*'query'",
+        ),
         (lambda: lora(BASE, WEIGHTS, rank=2, train=("tail",)), "'tail' is none of the layers"),
         (lambda: lora(BASE, WEIGHTS, rank=2, train=BASE.layers), "nothing would be adapted"),
         (
@@ -275,7 +316,10 @@ def test_the_precision_of_a_base_is_that_of_its_adapters():
         (lambda: lora(ADAPTED, WEIGHTS, rank=2), "has frozen weights already"),
         (lambda: frozen(BASE, WEIGHTS, train=()), r"train=\(\): name at least one"),
         (lambda: lora(BASE._replace(input_shape=None), WEIGHTS, rank=2), "has no input_shape"),
-        (lambda: lora(BASE._replace(input_shape=(3,)), WEIGHTS, rank=2), "takes no batch of input_shape"),
+        (
+            lambda: lora(BASE._replace(input_shape=(3,)), WEIGHTS, rank=2),
+            "takes no batch of input_shape",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(build, message):
@@ -285,7 +329,10 @@ def test_what_does_not_fit_is_refused(build, message):
 
 def test_weights_of_another_shape_are_refused():
     wrong = jax.tree.map(lambda leaf: leaf[..., :9], WEIGHTS["head"])
-    with pytest.raises(ValueError, match=r"params\['head'\]\['bias'\] has shape \(9,\): give weights of shape \(10,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"params\['head'\]\['bias'\] has shape \(9,\): give weights of shape \(10,\)",
+    ):
         frozen(BASE, WEIGHTS | {"head": wrong})
 
 
@@ -313,7 +360,11 @@ def test_adapters_of_the_transformer_train_to_changes_of_their_rank():
     rows = [*np.arange(12).reshape(3, 4)]
     clients = make_clients((TOKENS, labels, TOKENS, labels), rows, rows)
     method = dp_fedavg(
-        model, clip=10.0, noise_multiplier=0.0, sampling=Poisson(1.0), local=LocalSGD(optax.adam(0.03), 4, 5)
+        model,
+        clip=10.0,
+        noise_multiplier=0.0,
+        sampling=Poisson(1.0),
+        local=LocalSGD(optax.adam(0.03), 4, 5),
     )
     result = simulate(KEY, method, clients, rounds=4, eval_every=1, progress=False)
     losses = [row["loss"] for row in result.metrics]

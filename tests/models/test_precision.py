@@ -38,7 +38,9 @@ def gradient_of(model, shape):
     """Value and gradient of a loss as a function of the parameters."""
     inputs = np.random.default_rng(0).integers(0, 256, (8, *shape), np.uint8)
     x, labels, weights = model.prepare(jnp.asarray(inputs)), jnp.arange(8), jnp.ones(8)
-    return jax.value_and_grad(lambda params: model.task.mean_loss(model.apply(params, x), labels, weights))
+    return jax.value_and_grad(
+        lambda params: model.task.mean_loss(model.apply(params, x), labels, weights)
+    )
 
 
 def shape_of(name):
@@ -58,10 +60,15 @@ def test_bfloat16_differs_by_its_rounding(name):
     assert 2**-12 < float(jnp.asarray(off)) < 0.08
 
 
-@pytest.mark.parametrize("model", [transformer(512, length=4, width=8, heads=2), gru(512, length=4, width=8)])
+@pytest.mark.parametrize(
+    "model", [transformer(512, length=4, width=8, heads=2), gru(512, length=4, width=8)]
+)
 def test_tokens_stay_whole_in_bfloat16(model):
     params, tokens = model.init(jax.random.key(0)), jnp.array([[257, 259, 3, 511]])
-    exact, rounded = (one.apply(params, model.prepare(tokens)) for one in (model, with_precision(model, "bfloat16")))
+    exact, rounded = (
+        one.apply(params, model.prepare(tokens))
+        for one in (model, with_precision(model, "bfloat16"))
+    )
     assert float(jnp.abs(exact - rounded).max()) < 0.03 * float(jnp.abs(exact).max())
 
 
@@ -87,7 +94,10 @@ def test_all_products_of_both_passes_have_the_precision(name, precision, expecte
 def test_training_in_bfloat16_reaches_the_same_loss():
     digits = load("digits")
     data = ClientData(
-        jnp.asarray(digits.train_inputs), jnp.asarray(digits.train_labels), jnp.arange(400), jnp.int32(400)
+        jnp.asarray(digits.train_inputs),
+        jnp.asarray(digits.train_labels),
+        jnp.arange(400),
+        jnp.int32(400),
     )
 
     def final(model):
@@ -96,7 +106,11 @@ def test_training_in_bfloat16_reaches_the_same_loss():
         params, _ = jax.jit(lambda p: local.train(jax.random.key(1), model, p, data))(params)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         x = model.prepare(data._inputs[:400])
-        return float(model.task.mean_loss(model.apply(params, x), jnp.asarray(data._labels[:400]), jnp.ones(400)))
+        return float(
+            model.task.mean_loss(
+                model.apply(params, x), jnp.asarray(data._labels[:400]), jnp.ones(400)
+            )
+        )
 
     model = MODELS["mlp"](hidden=(32,))
     exact, rounded = final(model), final(with_precision(model, "bfloat16"))
@@ -108,17 +122,25 @@ def test_training_in_bfloat16_reaches_the_same_loss():
 def test_rounds_in_bfloat16_keep_float32_state():
     model = with_precision(MODELS["mlp"](hidden=(16,)), "bfloat16")
     algorithm = dp_fedavg(
-        model, clip=0.3, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+        model,
+        clip=0.3,
+        noise_multiplier=1.0,
+        sampling=Full(),
+        local=LocalSGD(optax.sgd(0.05), batch_size=4),
     )
     clients = small_clients()
     population = place(clients)
     center, states = initialize(jax.random.key(0), jax.random.key(0), algorithm, population)
     data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
     client = states[0]
-    message, *_ = jax.eval_shape(algorithm.client_update, jax.random.key(1), center.server, client, data)
+    message, *_ = jax.eval_shape(
+        algorithm.client_update, jax.random.key(1), center.server, client, data
+    )
     assert {leaf.dtype for leaf in jax.tree.leaves(message.update)} == {jnp.dtype("float32")}
     step = compile_rounds(algorithm, population, chunk=1, segment=1)
     after = step(jax.random.key(1), 0, 1, center, states)[0].server.params
     assert {leaf.dtype for leaf in jax.tree.leaves(after)} == {jnp.dtype("float32")}
-    low = jax.tree.map(lambda leaf: np.asarray(leaf, jnp.bfloat16).astype(np.float32), jax.device_get(after))
+    low = jax.tree.map(
+        lambda leaf: np.asarray(leaf, jnp.bfloat16).astype(np.float32), jax.device_get(after)
+    )
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (after, low))))

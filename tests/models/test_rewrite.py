@@ -26,9 +26,9 @@ def both(function, *arguments, form: Form = "winograd", around=lambda function: 
             outputs = function(*arguments)
             return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs)), outputs
 
-        (_, outputs), slopes = jax.jit(jax.value_and_grad(total, tuple(range(len(arguments))), has_aux=True))(
-            *arguments
-        )
+        (_, outputs), slopes = jax.jit(
+            jax.value_and_grad(total, tuple(range(len(arguments))), has_aux=True)
+        )(*arguments)
         return outputs, slopes
 
     return gradient(around(in_form(function, form))), gradient(around(function))
@@ -75,7 +75,9 @@ def convolution_of(draw):
         kernel_dilation=dilation,
         feature_group_count=groups,
         use_bias=draw(st.booleans()),
-        mask=random((*kernel, channels // groups, features), 3) > 0 if draw(st.booleans()) else None,
+        mask=random((*kernel, channels // groups, features), 3) > 0
+        if draw(st.booleans())
+        else None,
     )
     return layer, (draw(st.integers(1, 4)), *spatial, channels)
 
@@ -94,7 +96,12 @@ def test_convolutions_with_any_options_equal_lax(data):
         return nn.relu(y) if relu else y
 
     assert_close(
-        *both(network, params, x, form=data.draw(st.sampled_from(["winograd", "im2col", "grouped", "packed"])))
+        *both(
+            network,
+            params,
+            x,
+            form=data.draw(st.sampled_from(["winograd", "im2col", "grouped", "packed"])),
+        )
     )
 
 
@@ -108,8 +115,25 @@ OPTIONS = [
     ({"features": 2, "kernel_size": (2, 3, 2), "strides": (1, 2, 1)}, (2, 4, 5, 3, 2)),
     ({"features": 6, "kernel_size": (3, 3), "strides": 2, "feature_group_count": 6}, (3, 7, 7, 6)),
     ({"features": 12, "kernel_size": (3, 3), "feature_group_count": 6}, (3, 5, 7, 6)),
-    ({"features": 4, "kernel_size": (3, 3), "feature_group_count": 2, "input_dilation": 2, "padding": 1}, (3, 5, 4, 4)),
-    ({"features": 4, "kernel_size": (3, 3), "padding": ((2, 0), (0, 1)), "kernel_dilation": (2, 1)}, (3, 7, 4, 4)),
+    (
+        {
+            "features": 4,
+            "kernel_size": (3, 3),
+            "feature_group_count": 2,
+            "input_dilation": 2,
+            "padding": 1,
+        },
+        (3, 5, 4, 4),
+    ),
+    (
+        {
+            "features": 4,
+            "kernel_size": (3, 3),
+            "padding": ((2, 0), (0, 1)),
+            "kernel_dilation": (2, 1),
+        },
+        (3, 7, 4, 4),
+    ),
 ]
 
 
@@ -147,8 +171,20 @@ def torch_options(options):
     [
         {"features": 6, "kernel_size": (3, 3), "padding": 1},
         {"features": 6, "kernel_size": (5, 3), "padding": ((2, 2), (0, 0)), "strides": (2, 1)},
-        {"features": 8, "kernel_size": (3, 3), "padding": 2, "kernel_dilation": 2, "feature_group_count": 4},
-        {"features": 4, "kernel_size": (3, 3), "padding": 1, "strides": 2, "feature_group_count": 4},
+        {
+            "features": 8,
+            "kernel_size": (3, 3),
+            "padding": 2,
+            "kernel_dilation": 2,
+            "feature_group_count": 4,
+        },
+        {
+            "features": 4,
+            "kernel_size": (3, 3),
+            "padding": 1,
+            "strides": 2,
+            "feature_group_count": 4,
+        },
     ],
 )
 def test_convolutions_and_pooling_equal_pytorch(options):
@@ -163,7 +199,11 @@ def test_convolutions_and_pooling_equal_pytorch(options):
     outputs, (d_params, dx) = both(network, params, x)[0]
     kernel, bias, inputs = (
         torch.tensor(np.array(array), requires_grad=True)
-        for array in (params["kernel"].transpose(3, 2, 0, 1), params["bias"], x.transpose(0, 3, 1, 2))
+        for array in (
+            params["kernel"].transpose(3, 2, 0, 1),
+            params["bias"],
+            x.transpose(0, 3, 1, 2),
+        )
     )
     padding = options["padding"]
     padding = padding if isinstance(padding, int) else [before for before, _ in padding]
@@ -182,13 +222,16 @@ POOLS = [
     functools.partial(nn.max_pool, window_shape=(2, 3), strides=(1, 3)),
     functools.partial(nn.max_pool, window_shape=(3, 2), strides=(3, 2)),
     functools.partial(nn.avg_pool, window_shape=(2, 2), strides=(2, 2)),
-    functools.partial(nn.avg_pool, window_shape=(3, 3), strides=(1, 2), padding="SAME", count_include_pad=False),
+    functools.partial(
+        nn.avg_pool, window_shape=(3, 3), strides=(1, 2), padding="SAME", count_include_pad=False
+    ),
 ]
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=lambda pool: f"{pool.func.__name__} {pool.keywords}")
 @pytest.mark.parametrize(
-    ("before", "form"), [("convolution", "winograd"), ("nothing", "winograd"), ("nothing", "grouped")]
+    ("before", "form"),
+    [("convolution", "winograd"), ("nothing", "winograd"), ("nothing", "grouped")],
 )
 def test_pooling_equals_lax(pool, before, form):
     layer, x = nn.Conv(3, (3, 3)), random((2, 9, 8, 3))
@@ -235,7 +278,9 @@ def shortcut(conv, x):
 
 
 def normalised(conv, x):
-    return nn.GroupNorm(2).apply({"params": {"scale": jnp.arange(1.0, 5), "bias": jnp.ones(4)}}, nn.relu(conv(x)))
+    return nn.GroupNorm(2).apply(
+        {"params": {"scale": jnp.arange(1.0, 5), "bias": jnp.ones(4)}}, nn.relu(conv(x))
+    )
 
 
 def looped(conv, x):
@@ -252,8 +297,12 @@ NETWORKS = {
     "normalised": normalised,
     "in loops and branches": looped,
     "silu": lambda conv, x: nn.silu(conv(x)),
-    "dropout": lambda conv, x: jnp.where(random((*x.shape[:3], 4), 5) > 0, nn.relu(conv(x)) / 0.5, 0),
-    "relu6 and dropout": lambda conv, x: jnp.where(random((*x.shape[:3], 4), 5) > 0, nn.relu6(conv(x)), 0),
+    "dropout": lambda conv, x: jnp.where(
+        random((*x.shape[:3], 4), 5) > 0, nn.relu(conv(x)) / 0.5, 0
+    ),
+    "relu6 and dropout": lambda conv, x: jnp.where(
+        random((*x.shape[:3], 4), 5) > 0, nn.relu6(conv(x)), 0
+    ),
     "mean": lambda conv, x: nn.relu(conv(x)).mean((1, 2)),
     "max over channels": lambda conv, x: conv(x).max(-1),
     "recomputed": lambda conv, x: jax.checkpoint(lambda x: nn.relu(conv(x)))(x),
@@ -267,12 +316,18 @@ NETWORKS = {
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [*((name, "winograd") for name in NETWORKS), ("in loops and branches", "grouped"), ("recomputed", "grouped")],
+    [
+        *((name, "winograd") for name in NETWORKS),
+        ("in loops and branches", "grouped"),
+        ("recomputed", "grouped"),
+    ],
 )
 def test_what_follows_a_convolution_keeps_its_values(name, form):
     layer, x = nn.Conv(4, (3, 3), use_bias=name != "bias of rows"), random((3, 8, 8, 3))
     params = layer.init(jax.random.key(1), x)
-    assert_close(*both(lambda p, x: NETWORKS[name](lambda x: layer.apply(p, x), x), params, x, form=form))
+    assert_close(
+        *both(lambda p, x: NETWORKS[name](lambda x: layer.apply(p, x), x), params, x, form=form)
+    )
 
 
 @pytest.mark.parametrize("form", ["winograd", "grouped"])
@@ -296,7 +351,10 @@ def test_halves_stay_halves(dtype):
 def test_the_form_of_choice_leaves_no_convolution_of_lax():
     layer, x = nn.Conv(4, (3, 3), strides=2), random((3, 8, 8, 3))
     params = layer.init(jax.random.key(1), x)
-    names = {form: str(jax.make_jaxpr(in_form(layer.apply, form))(params, x)) for form in ("winograd", "lax")}
+    names = {
+        form: str(jax.make_jaxpr(in_form(layer.apply, form))(params, x))
+        for form in ("winograd", "lax")
+    }
     assert "conv_general_dilated" not in names["winograd"]
     assert "conv_general_dilated" in names["lax"]
 
@@ -322,7 +380,9 @@ def test_on_gpus_clients_convolutions_are_grouped_and_pooling_is_no_window_of_la
 def test_a_convolution_that_is_read_twice_is_computed_once():
     layer, x = nn.Conv(4, (3, 3)), random((3, 8, 8, 3))
     params = layer.init(jax.random.key(1), x)
-    program = jax.make_jaxpr(in_form(lambda p, x: shared(lambda x: layer.apply(p, x), x), "im2col"))(params, x)
+    program = jax.make_jaxpr(
+        in_form(lambda p, x: shared(lambda x: layer.apply(p, x), x), "im2col")
+    )(params, x)
     assert str(program).count(" dot_general[") == 1
 
 

@@ -49,7 +49,12 @@ def test_outputs_follow_from_the_tokens_up_to_there(name):
     params = perturbed(model)
     before = outputs_of(model, params, TOKENS)
     assert before.shape == (3, 6, 7)
-    changed = np.stack([np.where(np.arange(6)[None] == position, (TOKENS + 1) % 7, TOKENS) for position in range(6)])
+    changed = np.stack(
+        [
+            np.where(np.arange(6)[None] == position, (TOKENS + 1) % 7, TOKENS)
+            for position in range(6)
+        ]
+    )
     after = outputs_of(model, params, changed.reshape(-1, 6)).reshape(6, 3, 6, 7)
     for position, moved in enumerate(np.abs(after - before).max(axis=(1, 3))):
         assert moved[:position].max(initial=0) < 1e-6
@@ -61,7 +66,9 @@ def test_one_output_is_that_after_the_last_token(name):
     every, last = BUILDERS[name](), BUILDERS[name](every=False)
     params = perturbed(every)
     found = outputs_of(last, params, TOKENS)
-    np.testing.assert_allclose(found, outputs_of(every, params, TOKENS)[:, -1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found, outputs_of(every, params, TOKENS)[:, -1], rtol=1e-5, atol=1e-5
+    )
     assert (every.task.name, last.task.name) == ("next_token", "classification")
 
 
@@ -71,7 +78,9 @@ def test_the_head_is_apart(name):
     params, tokens = perturbed(model), jnp.asarray(TOKENS, jnp.int32)
     assert model.layers[-1:] == model.head == ("head",)
     split = jax.jit(lambda params, tokens: model.classify(params, model.extract(params, tokens)))
-    np.testing.assert_allclose(split(params, tokens), outputs_of(model, params, TOKENS), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        split(params, tokens), outputs_of(model, params, TOKENS), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_gru_equals_a_plain_loop():
@@ -112,26 +121,38 @@ def test_transformer_equals_one_of_flax_layers():
     def logits(params):
         x = params["embed"]["embedding"][TOKENS] + params["position"]["embedding"][None]
         for block in (params["block_0"], params["block_1"]):
-            parts = jnp.split(dense(norm(x, block["attention_norm"]), block["attention"]), 3, axis=-1)
+            parts = jnp.split(
+                dense(norm(x, block["attention_norm"]), block["attention"]), 3, axis=-1
+            )
             mixed = nn.dot_product_attention(*map(split, parts), mask=nn.make_causal_mask(TOKENS))
             x = x + dense(mixed.reshape(x.shape), block["attention_out"])
-            x = x + dense(nn.gelu(dense(norm(x, block["hidden_norm"]), block["hidden"])), block["hidden_out"])
+            x = x + dense(
+                nn.gelu(dense(norm(x, block["hidden_norm"]), block["hidden"])), block["hidden_out"]
+            )
         return dense(norm(x, params["norm"]), params["head"])
 
     def loss(logits):
         return jnp.sum(jnp.sin(logits + jnp.arange(7.0)[None, None]))  # slopes of any sign
 
-    np.testing.assert_allclose(outputs_of(model, params, TOKENS), jax.jit(logits)(params), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        outputs_of(model, params, TOKENS), jax.jit(logits)(params), rtol=1e-4, atol=1e-4
+    )
     expected = jax.jit(jax.grad(lambda params: loss(logits(params))))(params)
-    found = jax.jit(jax.grad(lambda params: loss(model.apply(params, jnp.asarray(TOKENS, jnp.int32)))))(params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3), expected, found)
+    found = jax.jit(
+        jax.grad(lambda params: loss(model.apply(params, jnp.asarray(TOKENS, jnp.int32))))
+    )(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3), expected, found
+    )
 
 
 def test_embeddings_are_the_same_in_large_vocabularies():
     large, few = small(_ONE_HOT + 1, outputs=7), small()
     params = perturbed(large)
     cut = {**params, "embed": {"embedding": params["embed"]["embedding"][:7]}}
-    np.testing.assert_allclose(outputs_of(large, params, TOKENS), outputs_of(few, cut, TOKENS), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        outputs_of(large, params, TOKENS), outputs_of(few, cut, TOKENS), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_rows_are_standardized_with_their_slopes():
@@ -160,7 +181,12 @@ def test_clients_with_heads_of_their_own_equal_their_plain_twin(name):
     clients = make_clients((text, labels, text, labels), *by_owner(owner, owner))
     local = LocalSGD(optax.sgd(0.1), batch_size=4)
     algorithm = centaur(
-        BUILDERS[name](), local=local, head=local, clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.6)
+        BUILDERS[name](),
+        local=local,
+        head=local,
+        clip=0.2,
+        noise_multiplier=1.0,
+        sampling=Poisson(0.6),
     )
     server, states, _ = run(algorithm, clients)
     twin_server, twin_states, _ = reference.run(KEY, algorithm, clients, ROUNDS)

@@ -52,8 +52,17 @@ def test_layers_are_in_depth_order():
 def test_every_method_takes_it(module):
     model = from_flax(module, (8, 8, 1))
     for algorithm in (
-        dp_fedavg_fb(model, head=LocalSGD(optax.sgd(0.01), epochs=1), local=LocalSGD(optax.sgd(0.05), batch_size=4)),
-        feddpa(model, sampling=Full(), noise_multiplier=0.0, local=LocalSGD(optax.sgd(0.05), batch_size=4, epochs=1)),
+        dp_fedavg_fb(
+            model,
+            head=LocalSGD(optax.sgd(0.01), epochs=1),
+            local=LocalSGD(optax.sgd(0.05), batch_size=4),
+        ),
+        feddpa(
+            model,
+            sampling=Full(),
+            noise_multiplier=0.0,
+            local=LocalSGD(optax.sgd(0.05), batch_size=4, epochs=1),
+        ),
     ):
         result = simulate(jax.random.key(0), algorithm, small_clients(), rounds=1, progress=False)
         assert np.isfinite(result.metrics[-1]["loss"])
@@ -66,13 +75,17 @@ def test_head_is_fitted_alike_with_and_without_cached_features():
     clients, tuned = small_clients(), []
     for model in (split, whole):
         algorithm = dp_fedavg_fb(model, head=LocalSGD(optax.sgd(0.5), epochs=2, batch_size=4))
-        tuned.append(simulate(jax.random.key(0), algorithm, clients, rounds=1, progress=False).scores)
+        tuned.append(
+            simulate(jax.random.key(0), algorithm, clients, rounds=1, progress=False).scores
+        )
     np.testing.assert_allclose(tuned[0]["loss"], tuned[1]["loss"], rtol=1e-4)
 
 
 def test_bytes_are_normalised():
     model = from_flax(Net(), (8, 8, 1))
-    np.testing.assert_allclose(model.prepare(jnp.array([[0, 255]], jnp.uint8)), [[-1, 1]], atol=1e-6)
+    np.testing.assert_allclose(
+        model.prepare(jnp.array([[0, 255]], jnp.uint8)), [[-1, 1]], atol=1e-6
+    )
 
 
 class Dropped(nn.Module):
@@ -120,7 +133,10 @@ def test_an_nnx_modules_layers_are_its_attributes_in_order():
 @pytest.mark.parametrize("given", [True, False])
 def test_an_nnx_model_is_its_module(given):
     """Parameters of a key, or those of an instance, whatever the key; the gradient is that of nnx."""
-    instance, x = Halves(nnx.Rngs(jax.random.key(3))), jax.random.normal(jax.random.key(0), (5, 8, 8, 1))
+    instance, x = (
+        Halves(nnx.Rngs(jax.random.key(3))),
+        jax.random.normal(jax.random.key(0), (5, 8, 8, 1)),
+    )
     instance.eval()
     model = from_nnx(instance if given else Halves, (8, 8, 1))
     params = model.init(jax.random.key(7 if given else 3))
@@ -128,20 +144,30 @@ def test_an_nnx_model_is_its_module(given):
     assert model.classify is not None
     features = model.extract(params, x)
     head = {name: params[name] for name in model.head}
-    for found in (model.apply(params, x), model.classify(params, features), model.classify(head, features)):
+    for found in (
+        model.apply(params, x),
+        model.classify(params, features),
+        model.classify(head, features),
+    ):
         np.testing.assert_allclose(found, instance(x), rtol=1e-4, atol=1e-5)
     found = jax.jit(jax.grad(lambda params: jnp.sum(model.apply(params, x) ** 2)))(params)
     expected = nnx.grad(lambda module: jnp.sum(module(x) ** 2))(instance)
     for name, layer in (("z_first", expected["z_first"]), ("blocks_1", expected["blocks"][1])):
-        np.testing.assert_allclose(found[name]["kernel"], layer["kernel"][...], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            found[name]["kernel"], layer["kernel"][...], rtol=1e-3, atol=1e-4
+        )
 
 
-@pytest.mark.parametrize("model", [from_flax(Dropped(), (3,)), from_nnx(Halves, (8, 8, 1))], ids=["linen", "nnx"])
+@pytest.mark.parametrize(
+    "model", [from_flax(Dropped(), (3,)), from_nnx(Halves, (8, 8, 1))], ids=["linen", "nnx"]
+)
 def test_dropout_draws_in_training_alone_by_the_key(model):
     x = jnp.ones((64, *model.input_shape))
     params = model.init(jax.random.key(0))
     plain, again = model.apply(params, x), model.apply(params, x)
-    first, same, other = (jax.jit(model.apply)(params, x, jax.random.key(number)) for number in (1, 1, 2))
+    first, same, other = (
+        jax.jit(model.apply)(params, x, jax.random.key(number)) for number in (1, 1, 2)
+    )
     np.testing.assert_array_equal(plain, again)
     np.testing.assert_array_equal(first, same)
     assert np.any(np.asarray(first) != np.asarray(other))
@@ -155,7 +181,9 @@ def test_dropout_draws_in_training_alone_by_the_key(model):
 def test_an_nnx_model_trains():
     clients = small_clients()
     algorithm = dp_fedavg_fb(
-        from_nnx(Halves, (8, 8, 1)), head=LocalSGD(optax.sgd(0.1)), local=LocalSGD(optax.sgd(0.1), batch_size=4)
+        from_nnx(Halves, (8, 8, 1)),
+        head=LocalSGD(optax.sgd(0.1)),
+        local=LocalSGD(optax.sgd(0.1), batch_size=4),
     )
     result = simulate(jax.random.key(0), algorithm, clients, rounds=2, progress=False)
     assert np.isfinite(result.metrics[-1]["loss"])

@@ -21,7 +21,12 @@ MODELS = {
     "odd": functools.partial(digits_cnn, (9, 7, 2)),
     "resnet20": functools.partial(resnet20, (9, 7, 2)),
 }
-SHAPES = {"feddpa_mnist": (28, 28, 1), "digits_cnn": (8, 8, 1), "odd": (9, 7, 2), "resnet20": (9, 7, 2)}
+SHAPES = {
+    "feddpa_mnist": (28, 28, 1),
+    "digits_cnn": (8, 8, 1),
+    "odd": (9, 7, 2),
+    "resnet20": (9, 7, 2),
+}
 
 
 def images(name, count=3, seed=0):
@@ -39,9 +44,14 @@ def test_published_sizes():
     assert parameters(lenet_groupnorm()) == 62_006 - 22 + 2 * (6 + 16 + 120 + 84)
     assert parameters(mlp()) == 784 * 200 + 200 + 200 * 200 + 200 + 2010
     convolutions = 3 * 9 * 16 + 16 + 16 * 9 * 32 + 32 + 32 * 9 * 32 + 32
-    assert parameters(feddpa_cnn("cifar10")) == convolutions + 512 * 512 + 512 + 512 * 128 + 128 + 1290
+    assert (
+        parameters(feddpa_cnn("cifar10")) == convolutions + 512 * 512 + 512 + 512 * 128 + 128 + 1290
+    )
     assert parameters(resnet20()) == 269_072 + 650
-    assert parameters(feddpa_cnn("svhn_cropped")) == 3 * 9 * 32 + 32 + 32 * 9 * 64 + 64 + 12_544 * 128 + 128 + 1290
+    assert (
+        parameters(feddpa_cnn("svhn_cropped"))
+        == 3 * 9 * 32 + 32 + 32 * 9 * 64 + 64 + 12_544 * 128 + 128 + 1290
+    )
     for name, classes in (("mnist", 10), ("femnist", 62)):
         expected = 9 * 32 + 32 + 32 * 9 * 64 + 64 + 9216 * 128 + 128 + 129 * classes
         assert parameters(feddpa_cnn(name)) == expected
@@ -55,7 +65,9 @@ def test_forms_agree_in_values_and_gradients(name):
     target = jax.random.normal(jax.random.key(2), (3, 10))
 
     def value(model):
-        return jax.jit(jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target)))(params)
+        return jax.jit(
+            jax.value_and_grad(lambda p: jnp.sum(model.apply(p, model.prepare(x)) * target))
+        )(params)
 
     a, da = value(fast)
     for form in ("im2col", "lax", "grouped", "packed", "blocks"):
@@ -71,11 +83,15 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
 
     def operations(**form):
         model = make(**form)
-        x_shape, params = (jax.eval_shape(f, a) for f, a in ((model.prepare, x), (model.init, jax.random.key(0))))
+        x_shape, params = (
+            jax.eval_shape(f, a) for f, a in ((model.prepare, x), (model.init, jax.random.key(0)))
+        )
         return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(model.apply)(params, x_shape)))
 
     expected = {form: operations(form=form) for form in get_args(Form)}
-    own = {form: expected[form] for form in ("winograd", "im2col", "lax")}  # "pallas" is "lax" where nothing is fused
+    own = {
+        form: expected[form] for form in ("winograd", "im2col", "lax")
+    }  # "pallas" is "lax" where nothing is fused
     assert len(set(own.values())) == 3
     assert {form: "conv_general_dilated" in text for form, text in own.items()} == {
         "winograd": False, "im2col": False, "lax": True,
@@ -86,7 +102,9 @@ def test_a_model_without_a_form_has_the_backends(name, monkeypatch):
         assert operations() == expected[form]
 
 
-@pytest.mark.parametrize("form", [pytest.param("winograd", marks=pytest.mark.slow), "grouped", "packed"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("winograd", marks=pytest.mark.slow), "grouped", "packed"]
+)
 def test_clients_vectorised_equal_a_loop(form):
     model, count = digits_cnn(form=form), 10  # two groups of five are packed
     params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), count))
@@ -99,7 +117,11 @@ def test_clients_vectorised_equal_a_loop(form):
     together = jax.jit(jax.vmap(gradient))(params, x)
     for i in range(count):
         alone = gradient(jax.tree.map(lambda leaf, i=i: leaf[i], params), x[i])
-        jax.tree.map(lambda t, a, i=i: np.testing.assert_allclose(t[i], a, rtol=1e-4, atol=1e-5), together, alone)
+        jax.tree.map(
+            lambda t, a, i=i: np.testing.assert_allclose(t[i], a, rtol=1e-4, atol=1e-5),
+            together,
+            alone,
+        )
 
 
 @pytest.mark.slow
@@ -107,12 +129,16 @@ def test_clients_vectorised_equal_a_loop(form):
 def test_extract_and_classify_compose_to_apply(model):
     params, x = model.init(jax.random.key(0)), model.prepare(images("digits_cnn"))
     head = {name: params[name] for name in model.head}
-    np.testing.assert_allclose(model.classify(head, model.extract(params, x)), model.apply(params, x), rtol=1e-6)
+    np.testing.assert_allclose(
+        model.classify(head, model.extract(params, x)), model.apply(params, x), rtol=1e-6
+    )
 
 
 def test_flatten_order_is_channels_height_width():
     model, x = mlp((2, 3, 2), 4, hidden=()), jnp.arange(12.0).reshape(1, 2, 3, 2)
-    np.testing.assert_array_equal(model.prepare(x)[0], np.arange(12).reshape(2, 3, 2).transpose(2, 0, 1).ravel())
+    np.testing.assert_array_equal(
+        model.prepare(x)[0], np.arange(12).reshape(2, 3, 2).transpose(2, 0, 1).ravel()
+    )
 
 
 def test_vectors_are_taken_as_they_are():
@@ -127,7 +153,11 @@ def test_vectors_are_taken_as_they_are():
 @pytest.mark.slow
 def test_convolution_against_numpy():
     rng = np.random.default_rng(0)
-    x, kernel, bias = rng.normal(size=(2, 7, 6, 3)), rng.normal(size=(3, 3, 2, 4)), rng.normal(size=4)
+    x, kernel, bias = (
+        rng.normal(size=(2, 7, 6, 3)),
+        rng.normal(size=(3, 3, 2, 4)),
+        rng.normal(size=4),
+    )
     params = {"params": {"kernel": jnp.float32(kernel), "bias": jnp.float32(bias)}}
     padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     expected = np.zeros((4, 7, 6, 3))
@@ -137,7 +167,9 @@ def test_convolution_against_numpy():
     expected = np.maximum(expected, 0)
     for pool in (False, True):
         for form in ("winograd", "im2col", "lax", "grouped", "packed", "blocks"):
-            found = jnp.asarray(Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x)))
+            found = jnp.asarray(
+                Convolution(4, 3, padding=1, pool=pool, form=form).apply(params, jnp.float32(x))
+            )
             pooled = expected[:, :6].reshape(4, 3, 2, 3, 2, 3).max((2, 4)) if pool else expected
             np.testing.assert_allclose(found, pooled, rtol=1e-4, atol=1e-4)
 
@@ -146,18 +178,23 @@ def test_convolution_against_numpy():
 def test_the_first_maximum_of_a_tie_takes_the_gradient(form):
     layer = Convolution(1, 1, form=form)
     params = {"params": {"kernel": jnp.ones((1, 1, 1, 1)), "bias": jnp.zeros(1)}}
-    gradient = jax.grad(lambda x: jnp.sum(jnp.asarray(layer.apply(params, x))))(jnp.ones((1, 4, 4, 1)))
+    gradient = jax.grad(lambda x: jnp.sum(jnp.asarray(layer.apply(params, x))))(
+        jnp.ones((1, 4, 4, 1))
+    )
     expected = np.zeros((4, 4))
     expected[::2, ::2] = 1
     np.testing.assert_array_equal(gradient[0, :, :, 0], expected)
-    reference = jax.grad(lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum())(
-        jnp.ones((1, 4, 4, 1))
-    )
+    reference = jax.grad(
+        lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID").sum()
+    )(jnp.ones((1, 4, 4, 1)))
     np.testing.assert_array_equal(gradient, reference)
 
 
 def test_pooled_maps_that_are_no_number_or_infinite_stay_so():
-    layer, params = Convolution(1, 1, relu=False, form="lax"), {"kernel": jnp.ones((1, 1, 1, 1)), "bias": jnp.zeros(1)}
+    layer, params = (
+        Convolution(1, 1, relu=False, form="lax"),
+        {"kernel": jnp.ones((1, 1, 1, 1)), "bias": jnp.zeros(1)},
+    )
     x = jnp.array([[1.0, np.nan, -np.inf, -np.inf], [2.0, 0.0, -np.inf, -np.inf]])
     found = layer.apply({"params": params}, x[None, :, :, None])
     np.testing.assert_array_equal(np.asarray(found).ravel(), [np.nan, -np.inf])
@@ -190,7 +227,9 @@ def test_plain_form_has_forward_mode():
     tangent = jax.tree.map(jnp.ones_like, params)
     _, slope = jax.jvp(lambda p: model.apply(p, model.prepare(x)).sum(), (params,), (tangent,))
     gradient = jax.grad(lambda p: model.apply(p, model.prepare(x)).sum())(params)
-    assert float(slope) == pytest.approx(float(sum(leaf.sum() for leaf in jax.tree.leaves(gradient))), rel=1e-3)
+    assert float(slope) == pytest.approx(
+        float(sum(leaf.sum() for leaf in jax.tree.leaves(gradient))), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("make", [lenet, lenet_groupnorm])

@@ -24,7 +24,9 @@ RATES, MULTIPLIERS = st.floats(0.01, 0.99), st.floats(0.3, 4.0)
 
 def density(points: np.ndarray, update: np.ndarray, rate: float, z: float) -> np.ndarray:
     """(1 - q) N(0, z^2) + q N(u, z^2) at points [..., d]."""
-    here, moved = (np.prod(stats.norm.pdf(points - mean, scale=z), axis=-1) for mean in (0 * update, update))
+    here, moved = (
+        np.prod(stats.norm.pdf(points - mean, scale=z), axis=-1) for mean in (0 * update, update)
+    )
     return (1 - rate) * here + rate * moved
 
 
@@ -32,7 +34,9 @@ def hockey_stick(first, second, rate: float, z: float, alpha: float, steps: int)
     """Integral of max(0, P_u - alpha P_v) in the plane of both updates."""
     axes = [np.linspace(-1 - 9 * z, 1 + 9 * z, steps)] * len(first)
     points = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
-    excess = density(points, np.asarray(first), rate, z) - alpha * density(points, np.asarray(second), rate, z)
+    excess = density(points, np.asarray(first), rate, z) - alpha * density(
+        points, np.asarray(second), rate, z
+    )
     return float(np.maximum(excess, 0).sum() * (axes[0][1] - axes[0][0]) ** len(first))
 
 
@@ -62,20 +66,29 @@ def test_pld_of_two_rounds_is_the_integral_over_both(rate, z, delta):
     assert found == 0 or spent(0.99 * found - 2e-3) > delta
 
 
-@pytest.mark.parametrize(("rate", "z"), [(0.01, 0.8), (0.3, 2.0), (0.5, 0.5), (1e-4, 5.0), (0.9, 1.0)])
+@pytest.mark.parametrize(
+    ("rate", "z"), [(0.01, 0.8), (0.3, 2.0), (0.5, 0.5), (1e-4, 5.0), (0.9, 1.0)]
+)
 @pytest.mark.parametrize("order", [2, 5, 20, 64])
 def test_divergences_are_integrals(rate, z, order):
     def logarithm(x: float) -> float:
         near, up, down = (-0.5 * ((x - mean) / z) ** 2 for mean in (0.0, 1.0, -1.0))
-        first, second = (np.logaddexp(math.log1p(-rate) + near, math.log(rate) + far) for far in (up, down))
+        first, second = (
+            np.logaddexp(math.log1p(-rate) + near, math.log(rate) + far) for far in (up, down)
+        )
         return order * first + (1 - order) * second
 
     ends = -3 - 12 * z, order + 12 * z
     parts = np.linspace(ends[0], ends[1], 400)
     peak = max(map(logarithm, parts))
-    total = sum(integrate.quad(lambda x: math.exp(logarithm(x) - peak), a, b)[0] for a, b in itertools.pairwise(parts))
+    total = sum(
+        integrate.quad(lambda x: math.exp(logarithm(x) - peak), a, b)[0]
+        for a, b in itertools.pairwise(parts)
+    )
     expected = (math.log(total / (z * math.sqrt(2 * math.pi))) + peak) / (order - 1)
-    assert replaced_divergences(z, rate)[ORDERS.index(order)] == pytest.approx(expected, rel=1e-6, abs=1e-13)
+    assert replaced_divergences(z, rate)[ORDERS.index(order)] == pytest.approx(
+        expected, rel=1e-6, abs=1e-13
+    )
 
 
 def test_divergences_where_the_closed_form_is_known():
@@ -94,17 +107,26 @@ def test_divergences_where_the_closed_form_is_known():
 
 @pytest.mark.slow
 @settings(max_examples=12, deadline=None)
-@given(rate=RATES, z=st.floats(0.4, 6.0), rounds=st.integers(1, 60), plain=st.sampled_from([math.inf, 3.0, 20.0]))
+@given(
+    rate=RATES,
+    z=st.floats(0.4, 6.0),
+    rounds=st.integers(1, 60),
+    plain=st.sampled_from([math.inf, 3.0, 20.0]),
+)
 def test_rdp_of_examples_is_above_their_pld(rate, z, rounds, plain):
     """And both are above zero-out, and below no amplification."""
     numbers = plain, np.full(rounds, z), rate, 1e-5, 1
     for evaluate in (accountants.rdp_epsilon, accountants.pld_epsilon):
         whole = evaluate(*numbers[:2], 1.0, *numbers[3:], True)
         assert evaluate(*numbers, False) < evaluate(*numbers, True) <= whole * (1 + 1e-3)
-    assert accountants.pld_epsilon(*numbers, True) <= accountants.rdp_epsilon(*numbers, True) * (1 + 1e-2)
+    assert accountants.pld_epsilon(*numbers, True) <= accountants.rdp_epsilon(*numbers, True) * (
+        1 + 1e-2
+    )
 
 
-@pytest.mark.parametrize(("z", "rate"), [(0.02, 0.3), (0.3, 0.01), (1.0, 0.1), (1.0, 1.0), (30.0, 0.5), (200.0, 1e-3)])
+@pytest.mark.parametrize(
+    ("z", "rate"), [(0.02, 0.3), (0.3, 0.01), (1.0, 0.1), (1.0, 1.0), (30.0, 0.5), (200.0, 1e-3)]
+)
 def test_losses_are_the_librarys(z, rate):
     """Of the same grid: the hockey sticks of one round, and the epsilon of many."""
     interval = max(0.05 * rate / z, (10 / z + 0.5 / z**2) / 1e4)
@@ -121,7 +143,8 @@ def test_losses_are_the_librarys(z, rate):
 
 
 @pytest.mark.parametrize(
-    ("z", "rate", "rounds"), [(0.5, 0.5, 10), (1.0, 0.1, 100), (1.0, 0.5, 5), (3.0, 0.02, 300), (10.0, 0.5, 50)]
+    ("z", "rate", "rounds"),
+    [(0.5, 0.5, 10), (1.0, 0.1, 100), (1.0, 0.5, 5), (3.0, 0.02, 300), (10.0, 0.5, 50)],
 )
 def test_a_grid_adds_to_an_epsilon_what_it_says(z, rate, rounds):
     """Against the library on a grid eight times as fine: h^2 / 12 s^2, of a spacing of at most 0.05 s."""
@@ -135,7 +158,9 @@ def test_a_grid_adds_to_an_epsilon_what_it_says(z, rate, rounds):
     )
     share = (interval * z / rate) ** 2 / 12
     assert share < 2.1e-4
-    assert 1 - 1e-8 < found / fine.self_compose(rounds).get_epsilon_for_delta(1e-5) < 1 + 1.5 * share
+    assert (
+        1 - 1e-8 < found / fine.self_compose(rounds).get_epsilon_for_delta(1e-5) < 1 + 1.5 * share
+    )
 
 
 @pytest.mark.parametrize("rate", [1e-9, 1e-4, 0.3])
@@ -145,7 +170,9 @@ def test_divergences_of_sampling_are_their_polynomials(z, rate):
     two, three = math.expm1(1 / z**2), math.expm1(3 / z**2)
     found = accountants.sampled_divergences(z, rate)
     assert found[0] == pytest.approx(math.log1p(rate**2 * two), rel=1e-12)
-    assert found[1] == pytest.approx(math.log1p(3 * (1 - rate) * rate**2 * two + rate**3 * three) / 2, rel=1e-12)
+    assert found[1] == pytest.approx(
+        math.log1p(3 * (1 - rate) * rate**2 * two + rate**3 * three) / 2, rel=1e-12
+    )
     assert np.all(np.diff(found) >= -1e-12 * found[1:])  # divergences grow with the order
     library = RdpAccountant(ORDERS, NeighboringRelation.REPLACE_SPECIAL)
     library.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)))
@@ -178,9 +205,14 @@ def test_the_traps_of_replace_one():
     none = np.zeros(0)
     pld = accountants.pld_epsilon(1.0, none, 1.0, 1e-5, 100, True)
     assert pld == pytest.approx(accountants.pld_epsilon(0.5, none, 1.0, 1e-5, 100), rel=1e-9)
-    both = [accountants.rdp_epsilon(4.0, np.array([2.0]), rate, 1e-5, 3, True) for rate in (1.0, 1 - 1e-9)]
+    both = [
+        accountants.rdp_epsilon(4.0, np.array([2.0]), rate, 1e-5, 3, True)
+        for rate in (1.0, 1 - 1e-9)
+    ]
     assert both[0] == pytest.approx(both[1], rel=1e-6)
-    assert both[0] == pytest.approx(accountants.rdp_epsilon(2.0, np.array([1.0]), 1.0, 1e-5, 3), rel=1e-6)
+    assert both[0] == pytest.approx(
+        accountants.rdp_epsilon(2.0, np.array([1.0]), 1.0, 1e-5, 3), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(("z", "order"), [(0.7, 2), (1.0, 3), (2.0, 8)])
@@ -215,10 +247,14 @@ def test_one_bin_is_a_gaussian_and_many_are_poisson_sampling(z):
 def test_balls_in_bins_are_stated_by_epoch():
     """The bound is RDP's, at most that of one Gaussian an epoch, and a begun epoch counts."""
     mechanism = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=BallsInBins(50))
-    of_run = [epsilon(planned_ledger(mechanism, 1000, rounds), mechanism) for rounds in (50, 51, 100)]
+    of_run = [
+        epsilon(planned_ledger(mechanism, 1000, rounds), mechanism) for rounds in (50, 51, 100)
+    ]
     assert of_run[0].value < of_run[1].value == of_run[2].value
     assert "balls in bins, zero-out; RDP" in of_run[0].theorem
     once = Mechanism(clip=1.0, noise_multiplier=2.0)
     assert of_run[0].value < 0.2 * epsilon(planned_ledger(once, 1000, 1), once).value
     example = epsilon(planned_ledger(mechanism, 1000, 50), mechanism, unit="example").value
-    assert example == pytest.approx(epsilon(planned_ledger(once, 1000, 1), once, unit="example").value)
+    assert example == pytest.approx(
+        epsilon(planned_ledger(once, 1000, 1), once, unit="example").value
+    )

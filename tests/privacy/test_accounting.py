@@ -45,28 +45,40 @@ def ledger(m: Mechanism, present: np.ndarray, dp_sgd: DPSGD | None = None) -> Le
     """As the engine writes it, in single precision."""
     planned = planned_ledger(m, present.shape[1], len(present), dp_sgd)
     s, w, z = (
-        np.asarray(field, np.float32) for field in (planned.client_noise, planned.weights, planned.noise_multiplier)
+        np.asarray(field, np.float32)
+        for field in (planned.client_noise, planned.weights, planned.noise_multiplier)
     )
     added = (present * np.broadcast_to((w * s) ** 2, present.shape)).sum(axis=1)
     top_up = np.sqrt(np.maximum(0, (z * w.max(axis=1)) ** 2 - added))
-    return Ledger(present, s, w, top_up, z, example_noise=np.asarray(planned.example_noise, np.float32))
+    return Ledger(
+        present, s, w, top_up, z, example_noise=np.asarray(planned.example_noise, np.float32)
+    )
 
 
-def spent(m: Mechanism, rounds: int, clients: int = 4, *, accountant: Accountant = "rdp", **options) -> float:
+def spent(
+    m: Mechanism, rounds: int, clients: int = 4, *, accountant: Accountant = "rdp", **options
+) -> float:
     return epsilon(planned_ledger(m, clients, rounds), m, accountant=accountant, **options).value
 
 
 def poisson(z, rate: float, **fields) -> Mechanism:
-    return mechanism(z if np.ndim(z) == 0 else tuple(np.asarray(z).tolist()), sampling=Poisson(rate), **fields)
+    return mechanism(
+        z if np.ndim(z) == 0 else tuple(np.asarray(z).tolist()), sampling=Poisson(rate), **fields
+    )
 
 
 def poisson_event(rate: float, multipliers) -> dp_accounting.ComposedDpEvent:
     return dp_accounting.ComposedDpEvent(
-        [dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(float(z))) for z in multipliers]
+        [
+            dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(float(z)))
+            for z in multipliers
+        ]
     )
 
 
-def by_pld(event: dp_accounting.DpEvent, count: int = 1, delta: float = 1e-5, interval: float = 5e-4) -> float:
+def by_pld(
+    event: dp_accounting.DpEvent, count: int = 1, delta: float = 1e-5, interval: float = 5e-4
+) -> float:
     return PLDAccountant(ZERO_OUT, interval).compose(event, count).get_epsilon(delta)
 
 
@@ -85,7 +97,9 @@ def meets(target: float, value: float) -> bool:
     ],
 )
 def test_reference_epsilons(noise, rate, rounds, rdp, pld):
-    assert spent(poisson(noise, rate), rounds) == pytest.approx(rdp, rel=1e-2)  # its last digits depend on the orders
+    assert spent(poisson(noise, rate), rounds) == pytest.approx(
+        rdp, rel=1e-2
+    )  # its last digits depend on the orders
     assert spent(poisson(noise, rate), rounds, accountant="pld") == pytest.approx(pld, rel=3e-4)
 
 
@@ -115,12 +129,19 @@ def test_calibrate_gives_the_reference_multipliers(rounds, delta, rate, half, on
                 noise = calibrate(target, accountant=accountant, **options)
                 assert noise == pytest.approx(expected, rel=6e-3)
                 assert noise == float(f"{noise:.6g}")  # no digit that another processor has not
-                assert meets(target, spent(poisson(noise, rate), rounds, accountant=accountant, delta=delta))
+                assert meets(
+                    target, spent(poisson(noise, rate), rounds, accountant=accountant, delta=delta)
+                )
 
 
 @pytest.mark.parametrize(
     ("sigma", "delta", "total", "needed"),
-    [(0.508, 0.1, 37.9, 4.21), (0.852, 1e-5, 29.0, 14.4), (0.487, 0.1, 40.9, 4.21), (0.487, 1e-5, 64.7, 14.4)],
+    [
+        (0.508, 0.1, 37.9, 4.21),
+        (0.852, 1e-5, 29.0, 14.4),
+        (0.487, 0.1, 40.9, 4.21),
+        (0.487, 1e-5, 64.7, 14.4),
+    ],
 )
 def test_noise_meant_for_examples_protects_clients_little(sigma, delta, total, needed):
     m = mechanism(client_noise=sigma / math.sqrt(10))
@@ -135,30 +156,52 @@ def test_delta_follows_from_the_number_of_clients():
         run: dict[str, Any] = {"clients": clients, "rounds": 10}
         assert calibrate(1.0, **run) == calibrate(1.0, delta=delta, **run)
         one: dict[str, Any] = {"participations": 3}
-        assert calibrate_upload(1.0, clients=clients, **one) == calibrate_upload(1.0, delta=delta, **one)
+        assert calibrate_upload(1.0, clients=clients, **one) == calibrate_upload(
+            1.0, delta=delta, **one
+        )
     m = mechanism(3.0)
-    assert spent(m, 2, clients=10**6, accountant="pld") == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(2), 1e-7))
+    assert spent(m, 2, clients=10**6, accountant="pld") == pytest.approx(
+        get_epsilon_gaussian(3 / math.sqrt(2), 1e-7)
+    )
     assert running_epsilon(m, 10**6)(2).rdp == pytest.approx(spent(m, 2, clients=10**6), rel=1e-9)
 
 
 def test_uploads_under_replace_one():
-    for sigma, rounds, total in ((0.508, 15, 180), (0.852, 15, 79.4), (0.487, 15, 193), (8.34, 100, 12.5)):
+    for sigma, rounds, total in (
+        (0.508, 15, 180),
+        (0.852, 15, 79.4),
+        (0.487, 15, 193),
+        (8.34, 100, 12.5),
+    ):
         found = spent(mechanism(client_noise=sigma), rounds, observer="upload", accountant="pld")
         assert found == pytest.approx(total, rel=5e-3)
-    assert calibrate_upload(1.0, participations=100, accountant="pld") == pytest.approx(74.6, rel=1e-3)
+    assert calibrate_upload(1.0, participations=100, accountant="pld") == pytest.approx(
+        74.6, rel=1e-3
+    )
     for accountant in ("rdp", "pld"):
         noise = calibrate_upload(3.0, participations=7, accountant=accountant)
-        assert meets(3.0, spent(mechanism(client_noise=noise), 7, observer="upload", accountant=accountant))
+        assert meets(
+            3.0, spent(mechanism(client_noise=noise), 7, observer="upload", accountant=accountant)
+        )
 
 
 def test_calibrate_a_schedule():
     shares = np.array([0.097901, 0.142040, 0.245365, 0.514693])
     kappa = calibrate(1.0, clients=20, rounds=4, accountant="pld", shape=1 / shares)
-    np.testing.assert_allclose([kappa, *(kappa / shares)], [2.22238, 22.700, 15.646, 9.0575, 4.3179], rtol=1e-3)
+    np.testing.assert_allclose(
+        [kappa, *(kappa / shares)], [2.22238, 22.700, 15.646, 9.0575, 4.3179], rtol=1e-3
+    )
     for delta, sigma in ((1e-5, 3.7306), (0.05, 1.3328)):  # one Gaussian
-        assert calibrate(1.0, clients=3, rounds=1, delta=delta, accountant="pld") == pytest.approx(sigma, rel=1e-3)
+        assert calibrate(1.0, clients=3, rounds=1, delta=delta, accountant="pld") == pytest.approx(
+            sigma, rel=1e-3
+        )
     for accountant in ("rdp", "pld"):
-        run: dict[str, Any] = {"clients": 20, "rounds": 4, "sampling": Poisson(0.5), "accountant": accountant}
+        run: dict[str, Any] = {
+            "clients": 20,
+            "rounds": 4,
+            "sampling": Poisson(0.5),
+            "accountant": accountant,
+        }
         kappa = calibrate(2.0, shape=1 / shares, **run)
         assert meets(2.0, spent(poisson(kappa / shares, 0.5), 4, accountant=accountant))
 
@@ -170,13 +213,17 @@ def test_fixed_size_takes_the_better_of_two_bounds():
     plain = calibrate(1.0, **options)
     assert calibrate(1.0, sampling=FixedSize(10), **options) == pytest.approx(plain, rel=1e-3)
     assert calibrate(1.0, sampling=FixedSize(2), **options) == pytest.approx(16.8, rel=5e-3)
-    event = dp_accounting.SampledWithoutReplacementDpEvent(1000, 10, dp_accounting.GaussianDpEvent(1.5))
+    event = dp_accounting.SampledWithoutReplacementDpEvent(
+        1000, 10, dp_accounting.GaussianDpEvent(1.5)
+    )
     fresh = RdpAccountant(list(range(2, 65)), REPLACE_ONE).compose(event, 50).get_epsilon(1e-5)
     for noise in ({"noise_multiplier": 3.0}, {"client_noise": 3 / math.sqrt(10)}):
         m = mechanism(sampling=FixedSize(10), **noise)
         assert spent(m, 50, clients=1000) == pytest.approx(fresh, rel=1e-6)
         found = epsilons(planned_ledger(m, 1000, 50), m)
-        assert found["pld"].value == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(50), 1e-5), rel=1e-6)
+        assert found["pld"].value == pytest.approx(
+            get_epsilon_gaussian(3 / math.sqrt(50), 1e-5), rel=1e-6
+        )
         assert [own.theorem for own in found.values()] == [
             "Gaussian, zero-out; PLD",
             "sampling without replacement, replace-one; RDP",
@@ -198,7 +245,9 @@ def test_fixed_size_needs_no_more_noise_by_pld():
 def test_sampling_without_replacement_amplifies_nothing_for_clients_with_a_state():
     m = mechanism(3.0, sampling=FixedSize(10))
     exact = get_epsilon_gaussian(3 / math.sqrt(50), 1e-5)
-    assert spent(m, 50, clients=1000, accountant="pld", stateful=True) == pytest.approx(exact, rel=1e-6)
+    assert spent(m, 50, clients=1000, accountant="pld", stateful=True) == pytest.approx(
+        exact, rel=1e-6
+    )
     m = poisson(3.0, 0.01)
     assert spent(m, 5, stateful=True) == spent(m, 5)
 
@@ -210,21 +259,33 @@ def test_ledger_equals_a_fresh_computation(seed):
     rng = np.random.default_rng(seed)
     rate, z = rng.uniform(0.05, 0.5), rng.uniform(2, 6, 12)
     m = poisson(z, rate, client_noise=0.1)
-    record, running = ledger(m, rng.random((12, 30)) < rate), running_epsilon(m, 30, terms=Terms(delta=1e-6))
+    record, running = (
+        ledger(m, rng.random((12, 30)) < rate),
+        running_epsilon(m, 30, terms=Terms(delta=1e-6)),
+    )
     for done in (1, 12, 4):
-        part, event = jax.tree.map(lambda field, done=done: field[:done], record), poisson_event(rate, z[:done][::-1])
+        part, event = (
+            jax.tree.map(lambda field, done=done: field[:done], record),
+            poisson_event(rate, z[:done][::-1]),
+        )
         fresh = RdpAccountant(list(range(2, 65)), ZERO_OUT).compose(event).get_epsilon(1e-6)
         rdp = epsilon(part, m, accountant="rdp", delta=1e-6).value
         assert fresh * (1 - 5e-3) <= rdp <= fresh * (1 + 1e-6)
-        assert epsilon(part, m, delta=1e-6).value == pytest.approx(by_pld(event, delta=1e-6), rel=1e-3)
+        assert epsilon(part, m, delta=1e-6).value == pytest.approx(
+            by_pld(event, delta=1e-6), rel=1e-3
+        )
         assert running(done).rdp == pytest.approx(rdp, rel=1e-6)
-    assert epsilon(jax.tree.map(lambda field: field[:0], record), m).value == running(0).epsilon == 0
+    assert (
+        epsilon(jax.tree.map(lambda field: field[:0], record), m).value == running(0).epsilon == 0
+    )
 
 
 def test_rounds_with_and_without_amplification_compose():
     """Client noise of 3 on 4 clients exceeds the floor in two rounds of four."""
     m = poisson(2.0, 0.1, client_noise=np.array([[0.5], [3.0], [0.5], [3.0]]))
-    event = dp_accounting.ComposedDpEvent([poisson_event(0.1, [2, 2]), *[dp_accounting.GaussianDpEvent(3.0)] * 2])
+    event = dp_accounting.ComposedDpEvent(
+        [poisson_event(0.1, [2, 2]), *[dp_accounting.GaussianDpEvent(3.0)] * 2]
+    )
     assert spent(m, 4, accountant="pld") == pytest.approx(by_pld(event), rel=1e-3)
     fresh = RdpAccountant(accountants.ORDERS, ZERO_OUT).compose(event).get_epsilon(1e-5)
     assert [spent(m, 4), running_epsilon(m, 4)(4).rdp] == pytest.approx([fresh, fresh], rel=1e-9)
@@ -243,7 +304,9 @@ def test_monotone(accountant):
         assert own() >= value()
     for options in ({}, {"z": 0.8}, {"z": 20.0, "q": 0.7}, {"q": 0.01, "rounds": 1}):
         assert value(accountant="pld", **options) <= value(accountant="rdp", **options)
-    assert value(z=(4.0, 1.5, 3.0), rounds=3, one_round=True) == pytest.approx(value(z=1.5, rounds=1), rel=1e-3)
+    assert value(z=(4.0, 1.5, 3.0), rounds=3, one_round=True) == pytest.approx(
+        value(z=1.5, rounds=1), rel=1e-3
+    )
 
 
 def test_tiny_and_huge_epsilons():
@@ -261,7 +324,9 @@ def test_many_kinds_of_rounds_stay_upper_bounds(accountant):
     """Between schedules of 35 levels with a little more noise and a little less."""
     z = np.geomspace(2, 16, 700)
     schedules = np.repeat(z[19::20], 20), z, np.repeat(z[::20], 20)
-    more, found, less = (spent(poisson(noise, 0.02), 700, accountant=accountant) for noise in schedules)
+    more, found, less = (
+        spent(poisson(noise, 0.02), 700, accountant=accountant) for noise in schedules
+    )
     assert more < found < less < 1.2 * more
 
 
@@ -271,7 +336,9 @@ def test_running_epsilon():
         assert running(0).epsilon == running(0).rdp == 0
         for done in (30, 10):
             assert running(done).rdp == pytest.approx(spent(m, done), rel=1e-9)
-            tightest = min(spent(m, done, observer=who, accountant="pld") for who in ("aggregate", "upload"))
+            tightest = min(
+                spent(m, done, observer=who, accountant="pld") for who in ("aggregate", "upload")
+            )
             assert running(done).epsilon == pytest.approx(tightest, rel=1e-9)
     assert running_epsilon(Mechanism(), 4)(1).epsilon == math.inf
 
@@ -292,7 +359,9 @@ def test_running_epsilon_accounts_for_the_most_exposed_client_alone(monkeypatch)
     """One distribution of losses, not one for each weight, and the epsilon of all clients to the last bit."""
     m = poisson(2.0, 0.2, weights=np.linspace(0.5, 1.0, 40))
     evaluate, asked = accountants._pld_epsilon, []
-    monkeypatch.setattr(accountants, "_pld_epsilon", lambda *given: asked.append(given) or evaluate(*given))
+    monkeypatch.setattr(
+        accountants, "_pld_epsilon", lambda *given: asked.append(given) or evaluate(*given)
+    )
     found = running_epsilon(m, 40)(6)
     assert len(asked) == 1
     assert found.epsilon == epsilon(planned_ledger(m, 40, 6), m).value
@@ -308,7 +377,11 @@ def test_many_kinds_of_clients_stay_upper_bounds():
         assert exact * (1 - 1e-6) <= found.per_client[i] <= 1.02 * exact
     m = poisson((2.0, 3.0, 4.0), 0.1, weights=1 / noise[:100])
     found = epsilon(planned_ledger(m, 100, 3), m, accountant="rdp")
-    assert found.per_client.min() == found.value == pytest.approx(spent(poisson((2.0, 3.0, 4.0), 0.1), 3), rel=1e-9)
+    assert (
+        found.per_client.min()
+        == found.value
+        == pytest.approx(spent(poisson((2.0, 3.0, 4.0), 0.1), 3), rel=1e-9)
+    )
 
 
 @BOTH
@@ -320,7 +393,11 @@ def test_uploads_count_the_rounds_a_client_took_part_in(accountant):
     found = epsilon(ledger(m, present), m, observer="upload", accountant=accountant)
     for i in range(4):
         exact = get_epsilon_gaussian((4 / noise[present[:, i], i] ** 2).sum() ** -0.5, 1e-5)
-        assert exact * (1 - 1e-5) <= found.per_client[i] <= exact * (1 + 1e-5 if accountant == "pld" else 1.15)
+        assert (
+            exact * (1 - 1e-5)
+            <= found.per_client[i]
+            <= exact * (1 + 1e-5 if accountant == "pld" else 1.15)
+        )
     assert found.per_client[4] == 0
     assert found.value == found.per_client.max()
     loud = mechanism(client_noise=np.where(np.arange(5) == 0, 0, noise), sampling=Poisson(0.5))
@@ -335,14 +412,19 @@ def test_smaller_weights_are_better_protected(accountant, rate):
     weights = np.array([0.3, 0.1, 0.0, 0.2])
     m = poisson(2.0, rate, weights=weights)
     found = epsilon(planned_ledger(m, 4, 10), m, accountant=accountant).per_client
-    alone = [spent(poisson(2 * 0.3 / w, rate), 10, accountant=accountant) if w else 0 for w in weights]
+    alone = [
+        spent(poisson(2 * 0.3 / w, rate), 10, accountant=accountant) if w else 0 for w in weights
+    ]
     np.testing.assert_allclose(found, alone, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("fields", "multipliers"),
     [  # weights dilute: sigma sqrt(sum p^2 / N) / max p is 0.42328 sigma here, and sigma for equal weights
-        ({"client_noise": 2 / math.sqrt(10), "weights": np.array([0.3, 0.2] + [0.0625] * 8)}, [0.42328 * 2]),
+        (
+            {"client_noise": 2 / math.sqrt(10), "weights": np.array([0.3, 0.2] + [0.0625] * 8)},
+            [0.42328 * 2],
+        ),
         ({"client_noise": 2 / math.sqrt(10), "weights": np.full(10, 0.1)}, [2] * 10),
         # fixed size: the quietest company; Poisson: its own noise
         (
@@ -354,7 +436,9 @@ def test_smaller_weights_are_better_protected(accountant, rate):
 )
 def test_noise_that_clients_add(fields, multipliers):
     m = mechanism(**fields)
-    found = epsilon(planned_ledger(m, max(len(multipliers), m.weight_table.shape[1]), 1), m, accountant="pld")
+    found = epsilon(
+        planned_ledger(m, max(len(multipliers), m.weight_table.shape[1]), 1), m, accountant="pld"
+    )
     expected = [get_epsilon_gaussian(float(z), 1e-5) for z in multipliers]
     np.testing.assert_allclose(found.per_client[: len(expected)], expected, rtol=1e-4)
 
@@ -362,10 +446,26 @@ def test_noise_that_clients_add(fields, multipliers):
 @pytest.mark.parametrize(
     ("m", "equal", "theorem"),
     [  # amplified only where the cohort cannot be told from the noise: at zC/sqrt(qN) each, large ones are noisier
-        (poisson(2.0, 0.1, client_noise=2 / math.sqrt(50)), poisson(2.0, 0.1), "Poisson-sampled Gaussian, rate 0.1"),
-        (poisson(2.0, 0.1, client_noise=2 / math.sqrt(5)), mechanism(2.0), "because the clients' noise can exceed"),
-        (poisson(2.0, 0.1, denominator="participants"), mechanism(2.0), "because the denominator shows the cohort"),
-        (mechanism(2.0, sampling=FixedSize(5), denominator="participants"), mechanism(2.0), "Gaussian, zero-out"),
+        (
+            poisson(2.0, 0.1, client_noise=2 / math.sqrt(50)),
+            poisson(2.0, 0.1),
+            "Poisson-sampled Gaussian, rate 0.1",
+        ),
+        (
+            poisson(2.0, 0.1, client_noise=2 / math.sqrt(5)),
+            mechanism(2.0),
+            "because the clients' noise can exceed",
+        ),
+        (
+            poisson(2.0, 0.1, denominator="participants"),
+            mechanism(2.0),
+            "because the denominator shows the cohort",
+        ),
+        (
+            mechanism(2.0, sampling=FixedSize(5), denominator="participants"),
+            mechanism(2.0),
+            "Gaussian, zero-out",
+        ),
     ],
 )
 def test_amplification(m, equal, theorem):
@@ -376,10 +476,16 @@ def test_amplification(m, equal, theorem):
         assert spent(m, 10, clients=50) < spent(equal, 10, clients=50)
 
 
-@pytest.mark.parametrize(("sampling", "z"), [(Poisson(0.4), 2.0), (Poisson(0.4), 0.0), (FixedSize(2), 2.0)])
+@pytest.mark.parametrize(
+    ("sampling", "z"), [(Poisson(0.4), 2.0), (Poisson(0.4), 0.0), (FixedSize(2), 2.0)]
+)
 def test_aggregate_does_not_depend_on_the_coins_drawn(sampling, z):
-    m = mechanism(z, client_noise=np.random.default_rng(3).uniform(0.1, 0.9, (1, 6)), sampling=sampling)
-    values = [epsilon(ledger(m, np.roll(np.eye(6, dtype=bool), k, 0)[:4]), m).value for k in range(3)]
+    m = mechanism(
+        z, client_noise=np.random.default_rng(3).uniform(0.1, 0.9, (1, 6)), sampling=sampling
+    )
+    values = [
+        epsilon(ledger(m, np.roll(np.eye(6, dtype=bool), k, 0)[:4]), m).value for k in range(3)
+    ]
     assert values == pytest.approx([epsilon(planned_ledger(m, 6, 4), m).value] * 3, rel=1e-6)
 
 
@@ -401,7 +507,13 @@ def test_aggregate_does_not_depend_on_the_coins_drawn(sampling, z):
 )
 def test_no_finite_epsilon(m, observer, reason, accountant):
     for one_round in (False, True):
-        found = epsilon(planned_ledger(m, 4, 3), m, observer=observer, accountant=accountant, one_round=one_round)
+        found = epsilon(
+            planned_ledger(m, 4, 3),
+            m,
+            observer=observer,
+            accountant=accountant,
+            one_round=one_round,
+        )
         assert (found.value, found.theorem) == (math.inf, "none")
         assert reason in str(found.reason)
 
@@ -415,8 +527,12 @@ def test_pld_is_asked_for_replace_one_of_sampled_examples_alone(monkeypatch):
     """It doubles the sensitivity itself: 9.9973 in place of 4.3772, and RDP does not."""
     event = dp_accounting.GaussianDpEvent(10)
     for relation, pld in ((ZERO_OUT, 4.3772), (REPLACE_ONE, 9.9973)):
-        assert PLDAccountant(relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(pld, rel=1e-4)
-        assert RdpAccountant(None, relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(4.7285, rel=1e-4)
+        assert PLDAccountant(relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(
+            pld, rel=1e-4
+        )
+        assert RdpAccountant(None, relation).compose(event, 100).get_epsilon(1e-5) == pytest.approx(
+            4.7285, rel=1e-4
+        )
     asked = set()
     accountants._pld_epsilon.cache_clear()
 
@@ -433,7 +549,9 @@ def test_pld_is_asked_for_replace_one_of_sampled_examples_alone(monkeypatch):
             spent(m, 2, observer=observer, accountant="pld")
     assert asked == {False}
     for sampling in (Full(), FixedSize(2), Poisson(0.5)):
-        spent(mechanism(3.0, client_noise=1.0, sampling=sampling), 2, accountant="pld", unit="example")
+        spent(
+            mechanism(3.0, client_noise=1.0, sampling=sampling), 2, accountant="pld", unit="example"
+        )
     assert asked == {False, True}
 
 
@@ -454,7 +572,9 @@ def test_calibrate_takes_weights_by_round():
     run: dict[str, Any] = {"clients": 2, "rounds": 3, "accountant": "rdp"}
     noise = calibrate(2.0, mechanism=mechanism(1.0, weights=weights), **run)
     assert meets(2.0, spent(mechanism(noise, weights=weights), 3, clients=2, accountant="rdp"))
-    assert calibrate(2.0, mechanism=mechanism(1.0, weights=np.ones((3, 2))), **run) == calibrate(2.0, **run)
+    assert calibrate(2.0, mechanism=mechanism(1.0, weights=np.ones((3, 2))), **run) == calibrate(
+        2.0, **run
+    )
 
 
 PLAN = planned_ledger(mechanism(1.0), 2, 2)
@@ -465,16 +585,27 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
     [
         (lambda: calibrate(0.0, clients=4, rounds=2), r"epsilon=0.0: give a finite number above 0"),
         (lambda: calibrate(math.inf, clients=4, rounds=2), r"epsilon=inf: give a finite number"),
-        (lambda: calibrate(1.0, clients=4, rounds=2, delta=1.0), r"delta=1.0: give a number in \(0, 1\)"),
-        (lambda: calibrate(1.0, clients=4, rounds=0), r"rounds=0: give a whole number of at least 1"),
+        (
+            lambda: calibrate(1.0, clients=4, rounds=2, delta=1.0),
+            r"delta=1.0: give a number in \(0, 1\)",
+        ),
+        (
+            lambda: calibrate(1.0, clients=4, rounds=0),
+            r"rounds=0: give a whole number of at least 1",
+        ),
         (lambda: calibrate(1.0, clients=0, rounds=2), r"clients=0"),
         (
             lambda: calibrate(1.0, clients=4, rounds=2, sampling=FixedSize(9)),
             r"size=9: give a whole number from 1 to 4",
         ),
-        (lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]), r"shape=.* numbers above 0"),
         (
-            lambda: calibrate(1.0, clients=2, rounds=4, mechanism=mechanism(1.0, weights=np.ones((3, 2)))),
+            lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]),
+            r"shape=.* numbers above 0",
+        ),
+        (
+            lambda: calibrate(
+                1.0, clients=2, rounds=4, mechanism=mechanism(1.0, weights=np.ones((3, 2)))
+            ),
             r"mechanism\.weights=.*of 3 rounds: give one, or 4",
         ),
         (lambda: calibrate_upload(1.0, participations=0), r"participations=0"),
@@ -507,11 +638,21 @@ def test_examples_are_composed_over_the_steps_of_their_clients_rounds(accountant
     present[:, 0], present[:7, 1] = True, True
     found = example_epsilon(ledger(Mechanism(), present, steps_of), steps_of, accountant=accountant)
     for client, steps in ((0, 100), (1, 35)):
-        fresh = RdpAccountant(accountants.ORDERS, ZERO_OUT) if accountant == "rdp" else PLDAccountant(ZERO_OUT)
-        fresh.compose(dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0)), steps)
+        fresh = (
+            RdpAccountant(accountants.ORDERS, ZERO_OUT)
+            if accountant == "rdp"
+            else PLDAccountant(ZERO_OUT)
+        )
+        fresh.compose(
+            dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.0)), steps
+        )
         assert found.per_client[client] == pytest.approx(fresh.get_epsilon(1e-5), rel=2e-3)
     assert found.per_client[2] == 0
-    assert found.value == found.per_client[0] == pytest.approx({"rdp": 7.904, "pld": 7.047}[accountant], rel=1e-2)
+    assert (
+        found.value
+        == found.per_client[0]
+        == pytest.approx({"rdp": 7.904, "pld": 7.047}[accountant], rel=1e-2)
+    )
 
 
 @BOTH
@@ -523,7 +664,9 @@ def test_whole_batches_are_plain_gaussians(accountant):
 @pytest.mark.slow
 def test_examples_of_clients_with_their_own_noise():
     own = of_examples(private_steps(np.array([1.0, 2.0, 4.0])), 3, 4).per_client
-    np.testing.assert_allclose(own, [of_examples(private_steps(z), 3, 4).value for z in (1.0, 2.0, 4.0)])
+    np.testing.assert_allclose(
+        own, [of_examples(private_steps(z), 3, 4).value for z in (1.0, 2.0, 4.0)]
+    )
     bounds = of_examples(private_steps(np.geomspace(1, 4, 300)), 300, 4).per_client
     assert np.all(np.diff(bounds) <= 0)
     assert bounds[0] == own[0]

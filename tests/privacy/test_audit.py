@@ -83,11 +83,15 @@ def test_transforms_are_those_of_a_hadamard_matrix(count):
     rows, size = _rows(count), 150
     matrix = scipy.linalg.hadamard(rows)
     values = np.random.default_rng(0).normal(size=rows).astype(np.float32)
-    np.testing.assert_allclose(_hadamard(jnp.asarray(values)), matrix @ values, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        _hadamard(jnp.asarray(values)), matrix @ values, rtol=1e-4, atol=1e-4
+    )
     tall = np.tile(matrix, (-(-size // rows), 1))[:size]
     np.testing.assert_allclose(_repeat(jnp.asarray(values), size), np.tile(values, 200)[:size])
     flat = np.random.default_rng(1).normal(size=size).astype(np.float32)
-    np.testing.assert_allclose(_hadamard(_fold(jnp.asarray(flat), rows)), tall.T @ flat, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        _hadamard(_fold(jnp.asarray(flat), rows)), tall.T @ flat, rtol=1e-3, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("mechanism", [
@@ -107,7 +111,9 @@ def test_canaries_are_in_the_sum_and_scores_are_products(mechanism):
     x = u @ released[0] * denominator / (0.5 * weight)
     np.testing.assert_allclose(scores.sum, x, rtol=2e-4, atol=2e-4)
     np.testing.assert_allclose(scores.most, x, rtol=2e-4, atol=2e-4)
-    plain, _ = scores_of(dataclasses.replace(mechanism, clip=0.25), count, size=size)  # the same noise over C
+    plain, _ = scores_of(
+        dataclasses.replace(mechanism, clip=0.25), count, size=size
+    )  # the same noise over C
     assert 0.6 < x[scores.taken].mean() - x[~scores.taken].mean() < 1.4
     np.testing.assert_allclose(plain.sum, scores.sum, atol=0.02)
 
@@ -173,7 +179,9 @@ def test_one_honest_run_in_a_hundred_is_hinted_at():
 )
 def test_canaries_take_part_as_often_as_clients(sampling):
     rounds, rate = 12, sampling.expected(11) / 11
-    scores, _ = scores_of(Mechanism(clip=1.0, noise_multiplier=0.01, sampling=sampling), 2000, rounds, size=100_000)
+    scores, _ = scores_of(
+        Mechanism(clip=1.0, noise_multiplier=0.01, sampling=sampling), 2000, rounds, size=100_000
+    )
     inside, outside = scores.sum[scores.taken], scores.sum[~scores.taken]
     expected = rounds * rate
     assert inside.mean() - outside.mean() == pytest.approx(expected, rel=0.1)
@@ -188,14 +196,23 @@ def test_canaries_take_part_as_often_as_clients(sampling):
 @pytest.mark.parametrize("name", ["dp_fedavg", "feddpa", "padpfl", "dp_pfeddsu_paper"])
 def test_an_audit_runs_with_many_methods_on_both_stores(name):
     algorithm = ALGORITHMS[name]()
-    device, host = (simulate(KEY, algorithm, small_clients(), states=store, **RUN) for store in ("device", "host"))
+    device, host = (
+        simulate(KEY, algorithm, small_clients(), states=store, **RUN)
+        for store in ("device", "host")
+    )
     assert device.audit is not None
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), device.audit, host.audit)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        device.audit,
+        host.audit,
+    )
     assert device.statement["mechanism"] == type(algorithm.mechanism).__name__
     assert "audited from below with 60 canaries" in format_statement(device.statement)
     plain = simulate(KEY, algorithm, small_clients(), **{**RUN, "audit": None})
     assert device.statement["honest"] == plain.statement["honest"]
-    jax.tree.map(np.testing.assert_array_equal, device.ledger.participants, plain.ledger.participants)
+    jax.tree.map(
+        np.testing.assert_array_equal, device.ledger.participants, plain.ledger.participants
+    )
     assert jax.tree.structure(device.memory) == jax.tree.structure(plain.memory)
 
 
@@ -204,7 +221,9 @@ def test_an_audit_is_swept_and_kept_in_its_folder(tmp_path):
     def build(noise_multiplier):
         return dp_fedavg(MODEL, clip=0.2, noise_multiplier=noise_multiplier, sampling=Poisson(0.6))
 
-    runs = sweep(KEY, build, {"noise_multiplier": [0.5, 4.0]}, small_clients(), paired_noise=True, **RUN)
+    runs = sweep(
+        KEY, build, {"noise_multiplier": [0.5, 4.0]}, small_clients(), paired_noise=True, **RUN
+    )
     alone = simulate(KEY, build(4.0), small_clients(), folder=tmp_path, **RUN)
     np.testing.assert_allclose(runs[1].audit.sum, alone.audit.sum, rtol=1e-3, atol=1e-3)
     assert runs[0].audit.sum.std() < runs[1].audit.sum.std()
@@ -224,11 +243,18 @@ def test_an_audit_is_swept_and_kept_in_its_folder(tmp_path):
 )
 def test_the_final_model_is_scored_by_how_far_it_moved(optimizer, linear, tmp_path):
     """By dense directions; under a plain server it is the sum, under an adaptive one it is not."""
-    options = {"clip": 0.3, "noise_multiplier": 0.5, "sampling": Poisson(0.6), "server_optimizer": optimizer}
+    options = {
+        "clip": 0.3,
+        "noise_multiplier": 0.5,
+        "sampling": Poisson(0.6),
+        "server_optimizer": optimizer,
+    }
     algorithm = dp_fedavg(MODEL, **options)
     result = simulate(KEY, algorithm, small_clients(), folder=tmp_path, **RUN)
     first = algorithm.init(jax.random.split(KEY, 3)[0], 11)[0]
-    before, after = (np.asarray(ravel_pytree(s.params)[0], np.float64) for s in (first, result.server))
+    before, after = (
+        np.asarray(ravel_pytree(s.params)[0], np.float64) for s in (first, result.server)
+    )
     expected = directions(result.audit, 60, len(before)) @ (after - before)
     np.testing.assert_allclose(result.audit.final, expected, rtol=1e-3, atol=1e-6)
     like_sum = result.audit.final * (0.6 * 11) / (0.3 * 0.5)
@@ -246,7 +272,9 @@ def test_the_model_is_the_first_part_with_the_shapes_of_an_update():
     first, last = ({"a": start + jnp.arange(3.0), "b": jnp.ones(2)} for start in (0, 5))
     np.testing.assert_array_equal(model_in((jnp.ones(()), [first, last]), update), [0, 1, 2, 1, 1])
     assert model_in({"c": jnp.zeros(3), "b": jnp.zeros(2)}, update) is None
-    scores = Scores((), jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, jnp.zeros(5), jnp.zeros(5), jnp.zeros(5))
+    scores = Scores(
+        (), jnp.zeros(2, jnp.uint32), jnp.arange(5) < 2, jnp.zeros(5), jnp.zeros(5), jnp.zeros(5)
+    )
     assert with_final(scores, None, None).final is None
 
 

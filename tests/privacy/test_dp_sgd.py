@@ -30,11 +30,18 @@ ONE_BY_ONE = MODEL._replace(ghost_norms=None)
 
 
 def fit(data, private, key=KEY, model=ONE_BY_ONE, params=None, **options):
-    return private.train(key, model, MODEL.init(jax.random.key(0)) if params is None else params, data, **options)
+    return private.train(
+        key, model, MODEL.init(jax.random.key(0)) if params is None else params, data, **options
+    )
 
 
 def steps(number=1, **options):
-    defaults: dict[str, Any] = {"clip": 0.5, "noise_multiplier": 0.0, "rate": 0.4, "optimizer": optax.sgd(1.0)}
+    defaults: dict[str, Any] = {
+        "clip": 0.5,
+        "noise_multiplier": 0.0,
+        "rate": 0.4,
+        "optimizer": optax.sgd(1.0),
+    }
     return DPSGD(**defaults | options, steps=number)
 
 
@@ -44,7 +51,10 @@ def test_equals_numpy_one_example_at_a_time():
     clipped, own = 0, jax.random.split(KEY)[1]
     for step in range(3):
         batch_key, _ = jax.random.split(jax.random.fold_in(own, step))
-        coins = np.asarray(jax.random.bits(batch_key, (13, 2)), np.float64)[:9] @ [2.0**-32, 2.0**-64]
+        coins = np.asarray(jax.random.bits(batch_key, (13, 2)), np.float64)[:9] @ [
+            2.0**-32,
+            2.0**-64,
+        ]
         drawn = 100 + np.flatnonzero(coins < 0.4)
         total = jax.tree.map(np.zeros_like, params)
         for row in drawn:
@@ -54,22 +64,33 @@ def test_equals_numpy_one_example_at_a_time():
             total = jax.tree.map(lambda t, g, f=min(1, 0.5 / norm): t + f * g, total, slope)
         params = jax.tree.map(lambda p, t: p - t / (0.4 * 9), params, total)
     assert clipped > 3
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), fitted, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), fitted, params
+    )
     assert info["steps"] == 3
 
 
 @pytest.mark.parametrize("private", [steps(4, chunk=1), steps(4, chunk=64)])
 def test_chunk_and_padding_change_nothing(private):
     expected, found = fit(client(9, 9), steps(4, chunk=3)), fit(client(9, 40), private)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), expected, found
+    )
 
 
 @pytest.mark.slow
 def test_convolutions_are_differentiated_one_by_one():
     # With everything in the batch and no example clipped, it is the mean gradient.
     model, data = lenet((8 * 4, 32, 1), 10), client(5, 5)
-    data = dataclasses.replace(data, _inputs=jnp.repeat(jnp.repeat(data._inputs, 4, axis=1), 4, axis=2))
-    found, _ = fit(data, steps(rate=1.0, clip=1e6), model=model._replace(ghost_norms=None), params=model.init(KEY))
+    data = dataclasses.replace(
+        data, _inputs=jnp.repeat(jnp.repeat(data._inputs, 4, axis=1), 4, axis=2)
+    )
+    found, _ = fit(
+        data,
+        steps(rate=1.0, clip=1e6),
+        model=model._replace(ghost_norms=None),
+        params=model.init(KEY),
+    )
     whole, _ = LocalSGD(optax.sgd(1.0), 5).train(KEY, model, model.init(KEY), data)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, whole)
 
@@ -88,7 +109,9 @@ def counting(data, private, key):
 
 def test_batches_are_poisson():
     data, draws = client(60, 70), 400
-    moved = jax.vmap(lambda key: counting(data, steps(rate=0.3, clip=1.0), key))(jax.random.split(KEY, draws))
+    moved = jax.vmap(lambda key: counting(data, steps(rate=0.3, clip=1.0), key))(
+        jax.random.split(KEY, draws)
+    )
     sizes = np.asarray(moved) * 0.3 * 60
     np.testing.assert_allclose(sizes, np.rint(sizes), atol=1e-4)
     assert sizes.mean() == pytest.approx(18, abs=4 * math.sqrt(60 * 0.21 / draws))
@@ -99,11 +122,18 @@ def test_layers_draw_nothing_that_batches_and_noise_are_drawn_from(monkeypatch):
     met = []
 
     def spy(key, params, *arguments, drawing, **options):
-        met.extend([*jax.random.split(key), *(jax.random.fold_in(drawing, position) for position in range(8))])
+        met.extend(
+            [
+                *jax.random.split(key),
+                *(jax.random.fold_in(drawing, position) for position in range(8)),
+            ]
+        )
         return jnp.zeros(()), optax.tree.zeros_like(params)
 
     def loop(first, end, body, carry):
-        return functools.reduce(lambda carry, i: body(jnp.int32(i), carry), range(first, int(end)), carry)
+        return functools.reduce(
+            lambda carry, i: body(jnp.int32(i), carry), range(first, int(end)), carry
+        )
 
     monkeypatch.setattr(dp_sgd, "noisy_gradient", spy)
     monkeypatch.setattr(dp_sgd, "lax", types.SimpleNamespace(fori_loop=loop))  # keys can be read
@@ -119,10 +149,18 @@ def test_a_round_gives_private_steps_a_key_apart_from_the_clients_own():
         message, state, info = method.client_update(key, server, state, data)
         # Whoever splits the own key has none of the other's streams either.
         own, others = ([given, *jax.random.split(given, 8)] for given in (key, data.noise.key))
-        same = [jnp.all(jax.random.key_data(a) == jax.random.key_data(b)) for a in own for b in others]
+        same = [
+            jnp.all(jax.random.key_data(a) == jax.random.key_data(b)) for a in own for b in others
+        ]
         return message, state, info | {"same": jnp.any(jnp.array(same)).astype(jnp.float32)}
 
-    run = {"rounds": 2, "eval_every": 1, "progress": False, "devices": jax.devices()[:1], "chunk": 1}
+    run = {
+        "rounds": 2,
+        "eval_every": 1,
+        "progress": False,
+        "devices": jax.devices()[:1],
+        "chunk": 1,
+    }
     result = simulate(KEY, method._replace(client_update=client_update), small_clients(), **run)
     assert [row["same"] for row in result.metrics] == [0, 0]
 
@@ -132,11 +170,21 @@ def test_private_steps_take_the_noise_that_is_accounted():
     quieter = steps(2, noise_multiplier=1e-6)
 
     def client_update(key, server, state, data):
-        params, info = quieter.train(key, MODEL, server.params, dataclasses.replace(data, noise=None))
+        params, info = quieter.train(
+            key, MODEL, server.params, dataclasses.replace(data, noise=None)
+        )
         return Message(optax.tree.sub(params, server.params)), state, info
 
-    with pytest.raises(ValueError, match="takes their noise from elsewhere than the data that it is given"):
-        simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
+    with pytest.raises(
+        ValueError, match="takes their noise from elsewhere than the data that it is given"
+    ):
+        simulate(
+            KEY,
+            method._replace(client_update=client_update),
+            small_clients(),
+            rounds=1,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +206,13 @@ def test_a_round_makes_the_steps_that_are_accounted(trained, said):
         return Message(optax.tree.sub(params, server.params)), state, info
 
     with pytest.raises(ValueError, match=f"client_update of 'fedavg' {said}.*: train"):
-        simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
+        simulate(
+            KEY,
+            method._replace(client_update=client_update),
+            small_clients(),
+            rounds=1,
+            progress=False,
+        )
 
 
 def trained_inside(around):
@@ -173,7 +227,9 @@ def trained_inside(around):
     population = place(small_clients(), jax.devices()[:1])
     center, states = jax.eval_shape(functools.partial(first_states, method, KEY, KEY, population))
     return jax.eval_shape(
-        functools.partial(one_round, method, population, 4, all_keys(KEY), jnp.int32(0)), center, states
+        functools.partial(one_round, method, population, 4, all_keys(KEY), jnp.int32(0)),
+        center,
+        states,
     )
 
 
@@ -205,22 +261,33 @@ def perhaps(train, start):
 
 
 REPEATED: dict[str, tuple[Any, str]] = {
-    "fori_loop": (lambda train, start: lax.fori_loop(0, 2, lambda i, own: train(own), start), "2 times"),
+    "fori_loop": (
+        lambda train, start: lax.fori_loop(0, 2, lambda i, own: train(own), start),
+        "2 times",
+    ),
     "open_loop": (
         lambda train, start: lax.while_loop(lambda own: own["head"]["bias"][0] < 1, train, start),
         "in a loop",
     ),
-    "scan": (lambda train, start: lax.scan(lambda own, _: (train(own), None), start, None, length=3)[0], "3 times"),
+    "scan": (
+        lambda train, start: lax.scan(lambda own, _: (train(own), None), start, None, length=3)[0],
+        "3 times",
+    ),
     "map": (mapped, "2 times"),
     "vmap": (over_lanes, "2 times"),
     "vmap_of_jit": (lambda train, start: over_lanes(jax.jit(train), start), "2 times"),
     "vmap_of_a_closure": (over_penalties, "3 times"),
     "jit": (twice_compiled, "2 times"),
     "jit_of_a_loop": (
-        lambda train, start: jax.jit(lambda own: lax.fori_loop(0, 5, lambda i, own: train(own), own))(start),
+        lambda train, start: jax.jit(
+            lambda own: lax.fori_loop(0, 5, lambda i, own: train(own), own)
+        )(start),
         "5 times",
     ),
-    "checkpoint": (lambda train, start: jax.checkpoint(train)(jax.checkpoint(train)(start)), "2 times"),
+    "checkpoint": (
+        lambda train, start: jax.checkpoint(train)(jax.checkpoint(train)(start)),
+        "2 times",
+    ),
     "cond_and_after": (lambda train, start: train(perhaps(train, start)), "2 times"),
 }
 
@@ -228,7 +295,9 @@ REPEATED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("kind", REPEATED)
 def test_private_steps_that_repeat_their_noise_are_refused(kind):
     around, said = REPEATED[kind]
-    with pytest.raises(ValueError, match=f"trains by private steps {said}: train by its `train`, once in a round"):
+    with pytest.raises(
+        ValueError, match=f"trains by private steps {said}: train by its `train`, once in a round"
+    ):
         trained_inside(around)
 
 
@@ -239,7 +308,9 @@ ONCE: dict[str, Any] = {
     "checkpoint": lambda train, start: jax.checkpoint(train)(start),
     "cond": perhaps,
     "either": lambda train, start: lax.cond(start["head"]["bias"][0] > 0, train, train, start),
-    "scan_of_one": lambda train, start: lax.scan(lambda own, _: (train(own), None), start, None, length=1)[0],
+    "scan_of_one": lambda train, start: lax.scan(
+        lambda own, _: (train(own), None), start, None, length=1
+    )[0],
 }
 
 
@@ -258,7 +329,13 @@ def test_a_helper_that_was_compiled_before_is_counted_as_well():
 
     for _ in range(2):  # the second time the helper is traced no more
         with pytest.raises(ValueError, match="trains by private steps 2 times"):
-            simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
+            simulate(
+                KEY,
+                method._replace(client_update=client_update),
+                small_clients(),
+                rounds=1,
+                progress=False,
+            )
 
 
 def test_noise_has_the_stated_std():
@@ -268,15 +345,21 @@ def test_noise_has_the_stated_std():
     for data, z in ((plain, 3.0), (given, np.full(4, 7.0))):  # the engine's number counts
         noisy = fit(data, steps(noise_multiplier=z), params=start)[0]
         quiet = fit(plain, steps(noise_multiplier=0.0), params=start)[0]
-        noise = np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(optax.tree.sub(noisy, quiet))])
-        assert noise.std() == pytest.approx(3.0 * 0.5 / (0.4 * 9), rel=4 / math.sqrt(2 * noise.size))
+        noise = np.concatenate(
+            [leaf.ravel() for leaf in jax.tree.leaves(optax.tree.sub(noisy, quiet))]
+        )
+        assert noise.std() == pytest.approx(
+            3.0 * 0.5 / (0.4 * 9), rel=4 / math.sqrt(2 * noise.size)
+        )
 
 
 def test_one_example_moves_a_step_by_at_most_the_bound():
     data = client(9, 9)
     moved = []
     for seed in range(8):
-        other = dataclasses.replace(data, _labels=jnp.asarray(data._labels).at[104].set((data._labels[104] + 1) % 10))
+        other = dataclasses.replace(
+            data, _labels=jnp.asarray(data._labels).at[104].set((data._labels[104] + 1) % 10)
+        )
         a, b = (fit(each, steps(clip=0.1), jax.random.key(seed))[0] for each in (data, other))
         moved.append(float(optax.tree.norm(optax.tree.sub(a, b))) * 0.4 * 9)
     assert max(moved) <= 2 * 0.1 * (1 + 1e-4)  # replaced, not zeroed out
@@ -286,7 +369,9 @@ def test_one_example_moves_a_step_by_at_most_the_bound():
 
 def test_empty_batches_and_clients():
     start = MODEL.init(jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, fit(client(0, 5), steps(3, noise_multiplier=1.0))[0], start)
+    jax.tree.map(
+        np.testing.assert_array_equal, fit(client(0, 5), steps(3, noise_multiplier=1.0))[0], start
+    )
     alone, _ = fit(client(1, 5), steps(rate=1e-6))
     jax.tree.map(np.testing.assert_array_equal, alone, start)
     noisy, _ = fit(client(1, 5), steps(rate=1e-6, noise_multiplier=1e-3))
@@ -295,8 +380,12 @@ def test_empty_batches_and_clients():
 
 def test_penalties_are_neither_clipped_nor_noised():
     start = MODEL.init(jax.random.key(0))
-    pulled, _ = fit(client(1, 5), steps(rate=1e-6), penalty=lambda p: 0.5 * optax.tree.norm(p, squared=True))
-    jax.tree.map(lambda p, s: np.testing.assert_allclose(p, jnp.zeros_like(s), atol=1e-6), pulled, start)
+    pulled, _ = fit(
+        client(1, 5), steps(rate=1e-6), penalty=lambda p: 0.5 * optax.tree.norm(p, squared=True)
+    )
+    jax.tree.map(
+        lambda p, s: np.testing.assert_allclose(p, jnp.zeros_like(s), atol=1e-6), pulled, start
+    )
 
 
 def test_sharpness_aware_steps_are_refused():
@@ -315,11 +404,17 @@ def test_the_norms_of_a_model_are_its_own_networks():
 
 
 def test_noise_fits_the_clients():
-    for noise, table in ((2.0, [2.0]), (np.array([2.0]), [2.0]), (np.array([1.0, 3.0]), [1.0, 3.0])):
+    for noise, table in (
+        (2.0, [2.0]),
+        (np.array([2.0]), [2.0]),
+        (np.array([1.0, 3.0]), [1.0, 3.0]),
+    ):
         private = steps(noise_multiplier=noise)
         assert private.noise_table.tolist() == table
         private.check_fits(2)
-    with pytest.raises(ValueError, match=r"dp_sgd\.noise_multiplier has shape \(2,\): it must fit 3 clients"):
+    with pytest.raises(
+        ValueError, match=r"dp_sgd\.noise_multiplier has shape \(2,\): it must fit 3 clients"
+    ):
         private.check_fits(3)
 
 
@@ -327,7 +422,11 @@ def test_noise_fits_the_clients():
 def test_gradients_clipped_by_their_norms_are_the_same(chunk):
     expected, a = fit(client(9, 13), steps(3, chunk=1))
     found, b = fit(client(9, 13), steps(3, chunk=chunk), model=MODEL)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), (expected, a), (found, b))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6),
+        (expected, a),
+        (found, b),
+    )
 
 
 @pytest.mark.parametrize("model", [ONE_BY_ONE, MODEL])
@@ -338,11 +437,15 @@ def test_an_example_without_a_finite_gradient_contributes_nothing(model):
     data = dataclasses.replace(data, _inputs=inputs.at[103].set(jnp.inf))
     whole = steps(rate=1.0, chunk=4)
     found, info = fit(data, whole, model=model)
-    rest = dataclasses.replace(data, _rows=jnp.delete(jnp.asarray(data._rows), 3), size=jnp.int32(8))
+    rest = dataclasses.replace(
+        data, _rows=jnp.delete(jnp.asarray(data._rows), 3), size=jnp.int32(8)
+    )
     expected, _ = fit(rest, whole)
     start = MODEL.init(jax.random.key(0))
     eight_ninths = jax.tree.map(lambda s, e: s + (e - s) * 8 / 9, start, expected)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, eight_ninths)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, eight_ninths
+    )
     assert np.isfinite(info["loss"])
 
 
@@ -358,4 +461,10 @@ def test_private_steps_have_no_derivative():
         return Message(tangent), state, {}
 
     with pytest.raises(ValueError, match="private steps must not be differentiated"):
-        simulate(KEY, method._replace(client_update=client_update), small_clients(), rounds=1, progress=False)
+        simulate(
+            KEY,
+            method._replace(client_update=client_update),
+            small_clients(),
+            rounds=1,
+            progress=False,
+        )

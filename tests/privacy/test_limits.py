@@ -64,7 +64,9 @@ def test_limits_charge_a_strategy_for_the_worst_of_all_schedules(seed):
     falling = np.sort(rng.random(rounds))[::-1]
     for strategy, exact in ((narrow, True), (falling, True), (rng.random(rounds), False)):
         matrix = toeplitz(strategy, rounds)
-        worst = max(np.linalg.norm(matrix[:, chosen].sum(axis=1)) for chosen in schedules(rounds, most, gap))
+        worst = max(
+            np.linalg.norm(matrix[:, chosen].sum(axis=1)) for chosen in schedules(rounds, most, gap)
+        )
         found = worst_exposure(np.r_[strategy, np.zeros(rounds)], turns)
         assert found >= worst * (1 - 1e-12)
         assert not exact or found == pytest.approx(worst, rel=1e-12)
@@ -86,7 +88,9 @@ def test_limits_charge_independent_noise_for_the_worst_of_all_schedules(seed):
         if len(set(noise)) == 1:
             assert spent == pytest.approx(worst)
             alike = planned_exposure(Mechanism(clip=1.0, noise_multiplier=2.0), 5, rounds, **limits)
-            assert alike.epsilons(5, 1e-5)["pld"].value == pytest.approx(get_epsilon_gaussian(worst**-0.5, 1e-5))
+            assert alike.epsilons(5, 1e-5)["pld"].value == pytest.approx(
+                get_epsilon_gaussian(worst**-0.5, 1e-5)
+            )
 
 
 def test_a_server_that_limits_participations_needs_the_square_root_of_their_number():
@@ -104,7 +108,9 @@ def test_limits_that_the_sampler_keeps_anyway_change_nothing():
     options = {"clients": 100, "rounds": 40}
     for sampling in (Poisson(0.2), MinSeparation(5, 8)):
         kept = {"participations": 40, "separation": 1}
-        assert calibrate(2.0, sampling=sampling, **options) == calibrate(2.0, sampling=sampling, **options, **kept)
+        assert calibrate(2.0, sampling=sampling, **options) == calibrate(
+            2.0, sampling=sampling, **options, **kept
+        )
 
 
 def mechanisms():
@@ -115,9 +121,13 @@ def mechanisms():
         yield Mechanism(clip=1.0, noise_multiplier=3.0, sampling=sampling)
         yield BANDED(bands=5, sampling=sampling)
         yield BANDED(bands=10, coefficients=WIDE, sampling=sampling)
-        yield BLTNoise(clip=1.0, noise_multiplier=3.0, scales=(0.4, 0.1), decays=(0.5, 0.9), sampling=sampling)
+        yield BLTNoise(
+            clip=1.0, noise_multiplier=3.0, scales=(0.4, 0.1), decays=(0.5, 0.9), sampling=sampling
+        )
     yield AdaptiveClip(clip=1.0, noise_multiplier=3.0, sampling=Poisson(0.2))
-    yield Mechanism(clip=1.0, noise_multiplier=tuple(np.linspace(2, 4, 30)), sampling=MinSeparation(3, 7))
+    yield Mechanism(
+        clip=1.0, noise_multiplier=tuple(np.linspace(2, 4, 30)), sampling=MinSeparation(3, 7)
+    )
 
 
 @pytest.mark.parametrize("rounds", [4, 30])
@@ -138,11 +148,22 @@ def test_plans_agree_with_the_ledger_of_all_clients(rounds):
 def test_ten_times_the_clients_in_ten_times_the_cohort_have_the_same_plan():
     kinds = ("poisson", "balls in bins", "banded", "separated")
     one, ten = (
-        plan(clients=100 * times, cohort=10 * times, rounds=25, noise_multiplier=3.0, delta=1e-6, kinds=kinds)
+        plan(
+            clients=100 * times,
+            cohort=10 * times,
+            rounds=25,
+            noise_multiplier=3.0,
+            delta=1e-6,
+            kinds=kinds,
+        )
         for times in (1, 10)
     )
     for each, larger in zip(one, ten, strict=True):
-        assert (each.kind, each.pld.value, each.rdp.value) == (larger.kind, larger.pld.value, larger.rdp.value)
+        assert (each.kind, each.pld.value, each.rdp.value) == (
+            larger.kind,
+            larger.pld.value,
+            larger.rdp.value,
+        )
         assert each.error == pytest.approx(10 * larger.error)
     for sampling in (MinSeparation(2, 7), CyclicPoisson(0.02, 7), Poisson(0.1)):
         options = {"rounds": 45, "delta": 1e-6, "sampling": sampling}
@@ -172,7 +193,9 @@ def test_billions_of_rounds_end_in_a_result_or_name_the_rounds():
     # Between the central limit, z sqrt(T) q, and RDP's usual excess over it.
     assert 1 < calibrate(2.0, sampling=Poisson(0.01), **options) / (z / 100) < 1.1
     mechanism = Mechanism(clip=1.0, noise_multiplier=z / 90, sampling=Poisson(0.01))
-    assert planned_exposure(mechanism, 1000, 10**9).epsilons(1000, 1e-6)["pld"].theorem.endswith("RDP")
+    assert (
+        planned_exposure(mechanism, 1000, 10**9).epsilons(1000, 1e-6)["pld"].theorem.endswith("RDP")
+    )
     with pytest.raises(ValueError, match="rounds must be at most 10000000 with correlated noise"):
         calibrate(2.0, mechanism=BandedNoise(clip=1.0, bands=4), **options)
 
@@ -183,12 +206,16 @@ def test_a_million_sampled_rounds_need_the_noise_of_the_central_limit():
     assert 1 < z / math.log1p(get_sigma_gaussian(2.0, 1e-6) ** -2.0) ** -0.5 < 1.002
 
 
-@pytest.mark.parametrize(("target", "rate", "rounds"), [(0.5, 0.3, 20), (8.0, 0.2, 30), (3.0, 0.02, 300)])
+@pytest.mark.parametrize(
+    ("target", "rate", "rounds"), [(0.5, 0.3, 20), (8.0, 0.2, 30), (3.0, 0.02, 300)]
+)
 def test_sampled_noise_is_found_with_few_evaluations(monkeypatch, target, rate, rounds):
     """Within 0.1% of the target by an accountant of its own; most evaluations are on wide grids."""
     grids = []
     evaluate = accountants._pld_epsilon
-    monkeypatch.setattr(accountants, "_pld_epsilon", lambda *given: grids.append(given[-1]) or evaluate(*given))
+    monkeypatch.setattr(
+        accountants, "_pld_epsilon", lambda *given: grids.append(given[-1]) or evaluate(*given)
+    )
     z = calibrate(target, clients=200, rounds=rounds, sampling=Poisson(rate))
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 2e-4)
     accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(z)), rounds)
@@ -220,7 +247,15 @@ def test_noise_that_protects_nobody_has_a_plan():
 
 
 def test_limited_plans_compare_what_needs_no_coins():
-    found = plan(clients=10_000, cohort=100, rounds=60, epsilon=2.0, delta=1e-6, participations=3, separation=10)
+    found = plan(
+        clients=10_000,
+        cohort=100,
+        rounds=60,
+        epsilon=2.0,
+        delta=1e-6,
+        participations=3,
+        separation=10,
+    )
     assert {each.kind for each in found} == {"separated", "blt"}
     for each in found:
         assert 1.998 < each.epsilon <= 2.0
@@ -229,15 +264,27 @@ def test_limited_plans_compare_what_needs_no_coins():
         strategy = each.mechanism.strategy(60)
         matrix = toeplitz(strategy, 60)
         exposed = float(np.linalg.norm(matrix[:, [0, 10, 20]].sum(axis=1)))
-        assert get_epsilon_gaussian(each.noise_multiplier / exposed, 1e-6) == pytest.approx(each.epsilon, rel=1e-6)
+        assert get_epsilon_gaussian(each.noise_multiplier / exposed, 1e-6) == pytest.approx(
+            each.epsilon, rel=1e-6
+        )
         assert each.error == pytest.approx(each.noise_multiplier / 100 * prefix_error(strategy))
         assert each.over_rounds([20])[0] < each.epsilon
-    often = plan(clients=10_000, cohort=100, rounds=60, epsilon=2.0, delta=1e-6, kinds=("separated",), separation=10)
+    often = plan(
+        clients=10_000,
+        cohort=100,
+        rounds=60,
+        epsilon=2.0,
+        delta=1e-6,
+        kinds=("separated",),
+        separation=10,
+    )
     assert found[0].error < often[0].error
     with pytest.raises(ValueError, match="separation must be at most 100"):
         plan(clients=10_000, cohort=100, rounds=60, epsilon=2.0, separation=101)
     with pytest.raises(ValueError, match="under participations=3"):
-        plan(clients=10_000, cohort=100, rounds=60, epsilon=2.0, participations=3, kinds=("poisson",))
+        plan(
+            clients=10_000, cohort=100, rounds=60, epsilon=2.0, participations=3, kinds=("poisson",)
+        )
 
 
 def test_turns_are_the_samplers_table():
@@ -250,5 +297,7 @@ def test_turns_are_the_samplers_table():
 
 
 def test_a_cohort_that_no_group_holds_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="at most 2083, the clients in each of 144 groups of 300000 clients"):
+    with pytest.raises(
+        ValueError, match="at most 2083, the clients in each of 144 groups of 300000 clients"
+    ):
         MinSeparation(5000, 144).expected(300_000)

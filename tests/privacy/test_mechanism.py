@@ -11,7 +11,14 @@ from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import Mechanism, PrivacyFilter
 from jaxfl.privacy.mechanisms.gaussian import round_numbers, server_noise
 from jaxfl.privacy.noise import add_gaussian
-from jaxfl.privacy.sampling import BallsInBins, CyclicPoisson, FixedSize, Full, MinSeparation, Poisson
+from jaxfl.privacy.sampling import (
+    BallsInBins,
+    CyclicPoisson,
+    FixedSize,
+    Full,
+    MinSeparation,
+    Poisson,
+)
 
 
 def test_clip_closed_forms():
@@ -31,7 +38,9 @@ def test_clip_is_joint_over_tensors():
 
 
 def test_noise_moments():
-    noisy = add_gaussian(jax.random.key(0), {"a": jnp.zeros(40_000), "b": jnp.ones((100, 400))}, jnp.float32(3.0))
+    noisy = add_gaussian(
+        jax.random.key(0), {"a": jnp.zeros(40_000), "b": jnp.ones((100, 400))}, jnp.float32(3.0)
+    )
     for leaf, mean in ((noisy["a"], 0), (noisy["b"], 1)):
         assert float(leaf.mean()) == pytest.approx(mean, abs=4 * 3 / 200)
         assert float(leaf.std()) == pytest.approx(3, rel=4 / math.sqrt(80_000))
@@ -57,7 +66,9 @@ def test_rounds_of_a_client_are_separated(sampling):
         assert set(sizes) == {30}
     else:
         assert sizes.mean() == pytest.approx(50, abs=4 * math.sqrt(1001 * 0.05 * 0.8 / 24))
-    share = drawn[:4].any(axis=0).reshape(7, 143).mean(axis=1)  # neighbours in number are not in one group
+    share = (
+        drawn[:4].any(axis=0).reshape(7, 143).mean(axis=1)
+    )  # neighbours in number are not in one group
     assert share.std() < 0.06
 
 
@@ -87,7 +98,9 @@ def test_samplers_draw_what_they_say(sampling):
 
 
 def test_server_tops_up_to_the_target():
-    mechanism = Mechanism(clip=2.0, noise_multiplier=3.0, client_noise=1.0, weights=np.array([1.0, 2.0]))
+    mechanism = Mechanism(
+        clip=2.0, noise_multiplier=3.0, client_noise=1.0, weights=np.array([1.0, 2.0])
+    )
     numbers = round_numbers(mechanism, 2, jnp.int32(5))
     assert server_noise(numbers, jnp.float32(5.0)) == pytest.approx(math.sqrt(36 - 5))
     assert server_noise(numbers, jnp.float32(40.0)) == 0
@@ -95,7 +108,9 @@ def test_server_tops_up_to_the_target():
 
 
 def test_tables_by_round():
-    mechanism = Mechanism(clip=1.0, noise_multiplier=(1.0, 2.0, 4.0), client_noise=np.array([0.1, 0.2, 0.3]))
+    mechanism = Mechanism(
+        clip=1.0, noise_multiplier=(1.0, 2.0, 4.0), client_noise=np.array([0.1, 0.2, 0.3])
+    )
     numbers = [round_numbers(mechanism, 7, jnp.int32(t)) for t in range(3)]
     assert [float(n.noise_multiplier) for n in numbers] == [1, 2, 4]
     np.testing.assert_allclose([n.client_noise[0] for n in numbers], [0.1, 0.2, 0.3], rtol=1e-6)
@@ -111,11 +126,20 @@ def test_tables_by_round():
         ({"clip": 1.0, "noise_multiplier": -1.0}, "noise_multiplier"),
         ({"clip": 1.0, "noise_multiplier": math.nan}, "noise_multiplier"),
         ({"clip": 1.0, "client_noise": math.inf}, "client_noise"),
-        ({"clip": 1.0, "noise_multiplier": 1e9}, r"noise_multiplier=1000000000.0: give at most 1e\+08"),
+        (
+            {"clip": 1.0, "noise_multiplier": 1e9},
+            r"noise_multiplier=1000000000.0: give at most 1e\+08",
+        ),
         ({"weights": np.array([-1.0])}, "weights"),
         # single precision squares these to 0 or infinity, and the ledger's check would tell after the last round
-        ({"clip": 1.0, "noise_multiplier": 1e-30}, r"noise_multiplier: 1e-30 vanishes or overflows"),
-        ({"clip": 1.0, "noise_multiplier": (1.0, 1e20)}, r"noise_multiplier: 1e\+20 .*give 0, or numbers from"),
+        (
+            {"clip": 1.0, "noise_multiplier": 1e-30},
+            r"noise_multiplier: 1e-30 vanishes or overflows",
+        ),
+        (
+            {"clip": 1.0, "noise_multiplier": (1.0, 1e20)},
+            r"noise_multiplier: 1e\+20 .*give 0, or numbers from",
+        ),
         ({"clip": 1.0, "client_noise": np.array([[1.0, 1e-25]])}, "client_noise: 1e-25"),
         ({"weights": np.array([0.0, 1e-25])}, "weights: 1e-25"),
         ({"weights": np.array([1.0, 1e30])}, r"weights: 1e\+30"),

@@ -53,7 +53,9 @@ def sends(update, mechanism, rounds, clients=None, devices=1):
     )
     population = place(clients or small_clients(), jax.devices()[:devices])
     step = compile_rounds(algorithm, population, chunk=1, segment=rounds)
-    center, _, records = jax.device_get(step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population)))
+    center, _, records = jax.device_get(
+        step(KEY, 0, rounds, *initialize(KEY, KEY, algorithm, population))
+    )
     return center.server, center.memory, records
 
 
@@ -62,7 +64,10 @@ def sends(update, mechanism, rounds, clients=None, devices=1):
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_any_algorithm_on_both_stores(name, method):
     algorithm = ALGORITHMS[method]()._replace(mechanism=MECHANISMS[name])
-    device, host = (simulate(KEY, algorithm, small_clients(), states=store, **RUN) for store in ("device", "host"))
+    device, host = (
+        simulate(KEY, algorithm, small_clients(), states=store, **RUN)
+        for store in ("device", "host")
+    )
     left = [(run.server, run.memory, run.scores, run.ledger) for run in (device, host)]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *left)
     assert (device.statement["honest"]["aggregate"]["epsilon"] == "inf") == (name in ROBUST)
@@ -71,9 +76,21 @@ def test_any_algorithm_on_both_stores(name, method):
 @pytest.mark.slow
 def test_a_memory_is_swept_and_checkpointed(tmp_path):
     def build(clip, quantile):
-        return fedavg(MODEL, mechanism=AdaptiveClip(clip=clip, noise_multiplier=1.0, quantile=quantile, bit_noise=2.0))
+        return fedavg(
+            MODEL,
+            mechanism=AdaptiveClip(
+                clip=clip, noise_multiplier=1.0, quantile=quantile, bit_noise=2.0
+            ),
+        )
 
-    runs = sweep(KEY, build, {"clip": [0.1, 0.3], "quantile": [0.5, 0.9]}, small_clients(), paired_noise=True, **RUN)
+    runs = sweep(
+        KEY,
+        build,
+        {"clip": [0.1, 0.3], "quantile": [0.5, 0.9]},
+        small_clients(),
+        paired_noise=True,
+        **RUN,
+    )
     alone = simulate(KEY, build(0.3, 0.9), small_clients(), folder=tmp_path, **RUN)
     bounds = [float(run.memory.clip) for run in (*runs, alone)]
     assert bounds[0] != bounds[1] == pytest.approx(bounds[2], rel=1e-5)
@@ -97,7 +114,9 @@ def test_update_and_bit_share_one_gaussian():
     mechanism = AdaptiveClip(clip=2.0, noise_multiplier=1.0, bit_noise=5.0, rate=0.0)
     aggregates, memory, records = sends(lambda i: jnp.zeros(20_000), mechanism, rounds=2)
     assert float(memory.scale) * 5 == pytest.approx(1.00504, abs=5e-6)
-    assert aggregates.std() * len(SIZES) == pytest.approx(2 * 1.00504, rel=4 / math.sqrt(2 * aggregates.size))
+    assert aggregates.std() * len(SIZES) == pytest.approx(
+        2 * 1.00504, rel=4 / math.sqrt(2 * aggregates.size)
+    )
     plain = Mechanism(clip=2.0, noise_multiplier=1.0)
     for m in (mechanism, plain):
         stated = epsilon(jax.tree.map(np.asarray, records.ledger), m).value
@@ -124,10 +143,15 @@ def test_banded_noise_has_the_covariance_of_its_factorisation():
     running = running_epsilon(mechanism, len(SIZES))
     for done in (1, rounds):
         part = jax.tree.map(lambda leaf, done=done: np.asarray(leaf)[:done], records.ledger)
-        assert running(done).rdp == pytest.approx(epsilon(part, mechanism, accountant="rdp").value, rel=1e-6)
+        assert running(done).rdp == pytest.approx(
+            epsilon(part, mechanism, accountant="rdp").value, rel=1e-6
+        )
     one_band = BandedNoise(clip=0.5, noise_multiplier=2.0, bands=1)
     plan = planned_ledger(one_band, 4, 5)
-    assert epsilon(plan, one_band).value == epsilon(plan, Mechanism(clip=0.5, noise_multiplier=2.0)).value
+    assert (
+        epsilon(plan, one_band).value
+        == epsilon(plan, Mechanism(clip=0.5, noise_multiplier=2.0)).value
+    )
 
 
 def in_single_precision(coefficients, rounds):
@@ -143,7 +167,9 @@ def in_single_precision(coefficients, rounds):
     return math.sqrt(np.mean((again - fresh[-1]) ** 2))
 
 
-@pytest.mark.parametrize(("coefficients", "rounds"), [((0.9, 0.0, 1.5), 20), ((2.0,), 15), ((1.0,), 200)])
+@pytest.mark.parametrize(
+    ("coefficients", "rounds"), [((0.9, 0.0, 1.5), 20), ((2.0,), 15), ((1.0,), 200)]
+)
 def test_the_rounding_of_correlated_noise_is_bounded(coefficients, rounds):
     found = in_single_precision(coefficients, rounds)
     bound = rounding_error(np.pad([1.0, *coefficients], (0, rounds))[:rounds], rounds)
@@ -153,10 +179,14 @@ def test_the_rounding_of_correlated_noise_is_bounded(coefficients, rounds):
 def test_noise_that_single_precision_cannot_hold_is_refused():
     exploding = BandedNoise(clip=1.0, noise_multiplier=1.0, bands=4, coefficients=(0.9, 0.0, 1.5))
     exploding.check_fits(11, 10)  # a few rounds move it by 7e-6
-    with pytest.raises(ValueError, match=r"coefficients=\(0.9, 0.0, 1.5\): the strategy's inverse grows"):
+    with pytest.raises(
+        ValueError, match=r"coefficients=\(0.9, 0.0, 1.5\): the strategy's inverse grows"
+    ):
         exploding.check_fits(11, 40)
     with pytest.raises(ValueError, match="float32 holds over 40 rounds"):
-        simulate(KEY, fedavg(MODEL, mechanism=exploding), small_clients(), rounds=40, progress=False)
+        simulate(
+            KEY, fedavg(MODEL, mechanism=exploding), small_clients(), rounds=40, progress=False
+        )
     slowly = BandedNoise(clip=1.0, noise_multiplier=1.0, bands=2, coefficients=(1.001,))
     slowly.check_fits(11, 1000)
     with pytest.raises(ValueError, match="100000 rounds"):
@@ -181,11 +211,19 @@ def test_correlated_noise_is_charged_for_the_rounds_of_each_client():
     rng = np.random.default_rng(0)
     present = rng.random((6, 9)) < 0.4
     present[:, 4] = False
-    for mechanism in (BandedNoise(clip=1.0, noise_multiplier=3.0, bands=3), BLTNoise(clip=1.0, noise_multiplier=3.0)):
+    for mechanism in (
+        BandedNoise(clip=1.0, noise_multiplier=3.0, bands=3),
+        BLTNoise(clip=1.0, noise_multiplier=3.0),
+    ):
         strategy = mechanism.strategy(6)
         matrix = np.sum([c * np.eye(6, k=-k) for k, c in enumerate(strategy)], axis=0)
         signs = np.array(np.meshgrid(*[[-1, 1]] * 6)).reshape(6, -1)
-        moved = np.array([np.linalg.norm(matrix @ (signs * column[:, None]), axis=0).max() for column in present.T])
+        moved = np.array(
+            [
+                np.linalg.norm(matrix @ (signs * column[:, None]), axis=0).max()
+                for column in present.T
+            ]
+        )
         np.testing.assert_allclose(exposures(strategy, present), moved, rtol=1e-9, atol=1e-12)
         ledger = planned_ledger(mechanism, 9, 6)._replace(participants=present)
         stated = epsilon(ledger, mechanism).per_client
@@ -215,32 +253,44 @@ def test_cyclic_poisson_amplifies_bands():
     turns = Mechanism(clip=1.0, noise_multiplier=2.0, sampling=Poisson(0.04))
     for accountant in ("pld", "rdp"):
         alike = [
-            epsilon(planned_ledger(m, 100, r), m, accountant=accountant).value for m, r in ((banded, 40), (turns, 10))
+            epsilon(planned_ledger(m, 100, r), m, accountant=accountant).value
+            for m, r in ((banded, 40), (turns, 10))
         ]
         assert alike[0] == pytest.approx(alike[1], rel=1e-6)
     wide = BandedNoise(clip=1.0, noise_multiplier=2.0, bands=5, sampling=sampling)
-    assert "matrix factorisation" in epsilon(planned_ledger(wide, 100, 40), wide).theorem  # not amplified
+    assert (
+        "matrix factorisation" in epsilon(planned_ledger(wide, 100, 40), wide).theorem
+    )  # not amplified
     z = calibrate(1.5, clients=100, rounds=40, mechanism=banded)
     reached = BandedNoise(clip=1.0, noise_multiplier=z, bands=4, sampling=sampling)
     assert 1.498 < epsilon(planned_ledger(reached, 100, 40), reached).value <= 1.5
 
 
-@pytest.mark.parametrize("mechanism", [BLTNoise(clip=1.0, noise_multiplier=1.0, scales=(0.3, 0.1), decays=(0.5, 0.9))])
+@pytest.mark.parametrize(
+    "mechanism", [BLTNoise(clip=1.0, noise_multiplier=1.0, scales=(0.3, 0.1), decays=(0.5, 0.9))]
+)
 def test_blt_noise_has_the_covariance_of_its_factorisation(mechanism):
     rounds, size = 6, 40_000
     aggregates, memory, _ = sends(lambda i: jnp.zeros(size), mechanism, rounds)
     strategy = np.r_[1.0, [0.3 * 0.5**k + 0.1 * 0.9**k for k in range(rounds - 1)]]
     matrix = np.sum([c * np.eye(rounds, k=-k) for k, c in enumerate(strategy)], axis=0)
     inverse = np.linalg.inv(matrix)
-    np.testing.assert_allclose(np.cov(aggregates * len(SIZES)), inverse @ inverse.T, atol=5 * 1.5 / math.sqrt(size))
+    np.testing.assert_allclose(
+        np.cov(aggregates * len(SIZES)), inverse @ inverse.T, atol=5 * 1.5 / math.sqrt(size)
+    )
     assert jax.tree.leaves(memory)[0].shape == (2, size)
 
 
 def test_blt_beats_what_it_contains():
     numbers = blt(3, 300, separation=60)
     turns = (np.arange(300) % 60 == 0)[:, None]
-    strategy = BLTNoise(clip=1.0, noise_multiplier=1.0, scales=numbers.scales, decays=numbers.decays).strategy(300)
-    cost = [prefix_error(s) * exposures(s, turns)[0] for s in (strategy, square_root(300), np.eye(300)[0])]
+    strategy = BLTNoise(
+        clip=1.0, noise_multiplier=1.0, scales=numbers.scales, decays=numbers.decays
+    ).strategy(300)
+    cost = [
+        prefix_error(s) * exposures(s, turns)[0]
+        for s in (strategy, square_root(300), np.eye(300)[0])
+    ]
     assert cost[0] < min(cost[1:])
 
 
@@ -248,7 +298,9 @@ def test_extrapolated_noise_is_the_means_of_the_deployment():
     """z C / m' on the mean; epsilon of the run is that of z m / m'."""
     mechanism = Extrapolated(clip=0.5, noise_multiplier=2.0, cohort=110, population=1100)
     aggregates, _, records = sends(lambda i: jnp.zeros(40_000), mechanism, rounds=2)
-    assert aggregates.std() == pytest.approx(2.0 * 0.5 / 110, rel=4 / math.sqrt(2 * aggregates.size))
+    assert aggregates.std() == pytest.approx(
+        2.0 * 0.5 / 110, rel=4 / math.sqrt(2 * aggregates.size)
+    )
     ledger = jax.tree.map(np.asarray, records.ledger)
     stated = epsilon(ledger, mechanism).value
     assert stated == pytest.approx(get_epsilon_gaussian(0.2 / math.sqrt(2), 1e-5), rel=1e-5)
@@ -273,10 +325,14 @@ def test_the_public_cifar_10_workload_states_two_epsilons():
 def test_trimmed_mean_of_those_who_take_part(devices):
     updates = np.asarray(jax.random.normal(KEY, (len(SIZES), 7)))
     mechanism = TrimmedMean(clip=100.0, sampling=Poisson(0.7), share=0.25)
-    aggregates, _, records = sends(lambda i: jnp.asarray(updates)[i], mechanism, rounds=4, devices=devices)
+    aggregates, _, records = sends(
+        lambda i: jnp.asarray(updates)[i], mechanism, rounds=4, devices=devices
+    )
     for aggregate, present in zip(aggregates, records.ledger.participants, strict=True):
         ordered, cut = np.sort(updates[present], axis=0), int(0.25 * present.sum())
-        np.testing.assert_allclose(aggregate, ordered[cut : len(ordered) - cut].mean(axis=0), rtol=2e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            aggregate, ordered[cut : len(ordered) - cut].mean(axis=0), rtol=2e-6, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("keep", [1, 3])
@@ -337,7 +393,10 @@ def test_median_of_those_who_take_part(devices):
     ("make", "message"),
     [
         (lambda: AdaptiveClip(noise_multiplier=0.0), "give a finite first bound"),
-        (lambda: AdaptiveClip(clip=1.0, noise_multiplier=(1.0, 2.0)), "one multiplier for all rounds"),
+        (
+            lambda: AdaptiveClip(clip=1.0, noise_multiplier=(1.0, 2.0)),
+            "one multiplier for all rounds",
+        ),
         (lambda: AdaptiveClip(clip=1.0, quantile=1.5), "quantile=1.5"),
         (lambda: BandedNoise(clip=1.0, noise_multiplier=1.0, bands=0), "bands=0"),
         (lambda: BandedNoise(clip=1.0, client_noise=1.0), "correlated noise is the server's"),
@@ -345,7 +404,10 @@ def test_median_of_those_who_take_part(devices):
         (lambda: BLTNoise(clip=1.0, scales=(0.5, 0.5)), "as many of either"),
         (lambda: BLTNoise(clip=1.0, decays=(1.0,)), "numbers below 1"),
         (lambda: TrimmedMean(clip=1.0, share=0.5), "less than a half"),
-        (lambda: Extrapolated(clip=1.0, cohort=10, population=5), "a cohort of at most the population"),
+        (
+            lambda: Extrapolated(clip=1.0, cohort=10, population=5),
+            "a cohort of at most the population",
+        ),
         (lambda: CyclicPoisson(0.5, 4), "a rate of at most 0.25"),
         (lambda: Median(clip=1.0, noise_multiplier=1.0), "takes neither noise nor weights"),
         (lambda: Median(weights=np.ones(3)), "takes neither noise nor weights"),

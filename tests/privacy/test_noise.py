@@ -75,12 +75,18 @@ def probe(update, mechanism, like=None, clients=None):
     def init(key, number):
         data = ClientData(clients.inputs, clients.labels, clients.train[0], clients.train_size[0])
         shapes = jax.eval_shape(update, key, data)
-        return {"sum": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes), "weights": like}, ()
+        return {
+            "sum": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes),
+            "weights": like,
+        }, ()
 
     return fedavg(MODEL, mechanism=mechanism)._replace(
         init=init,
         client_update=lambda key, server, client, data: (Message(update(key, data)), client, {}),
-        server_update=lambda server, aggregate: {"sum": aggregate, "weights": server["weights"] + 0.5},
+        server_update=lambda server, aggregate: {
+            "sum": aggregate,
+            "weights": server["weights"] + 0.5,
+        },
     )
 
 
@@ -94,8 +100,12 @@ def aggregate(algorithm, clients=None, *, chunk=1, devices=1, key=KEY):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("who", ["server", "clients"])
 def test_noise_is_single_precision_whatever_the_parameters(dtype, who):
-    mechanism = Mechanism(clip=0.5, noise_multiplier=2.0 * (who == "server"), client_noise=2.0 * (who == "clients"))
-    algorithm = probe(lambda key, data: {"w": jnp.zeros(20_000, dtype)}, mechanism, jnp.ones(3, dtype))
+    mechanism = Mechanism(
+        clip=0.5, noise_multiplier=2.0 * (who == "server"), client_noise=2.0 * (who == "clients")
+    )
+    algorithm = probe(
+        lambda key, data: {"w": jnp.zeros(20_000, dtype)}, mechanism, jnp.ones(3, dtype)
+    )
     server = aggregate(algorithm)
     std = 0.5 * 2 / 11 * (1 if who == "server" else math.sqrt(11))
     is_gaussian(server["sum"]["w"], std)
@@ -137,7 +147,9 @@ def crowd(values):
     number = len(values)
     rows, nobody = np.arange(number, dtype=np.int32)[:, None], np.zeros(number, np.int32)
     train, test = Lists.of(rows), Lists.of(rows[:, :0])
-    return Clients(values.astype(np.float32), nobody, train, np.ones(number, np.int32), test, nobody)
+    return Clients(
+        values.astype(np.float32), nobody, train, np.ones(number, np.int32), test, nobody
+    )
 
 
 def change(algorithm, clients, neighbours, *, devices, chunk):
@@ -156,7 +168,9 @@ def change(algorithm, clients, neighbours, *, devices, chunk):
     found = []
     for each in (clients, neighbours):
         update = jax.device_get(total(place(each, jax.devices()[:devices]).clients))
-        rows = np.reshape(update.high, (devices, -1)).astype(object) * 2**32 + np.reshape(update.low, (devices, -1))
+        rows = np.reshape(update.high, (devices, -1)).astype(object) * 2**32 + np.reshape(
+            update.low, (devices, -1)
+        )
         found.append(rows.sum(axis=0))
     return math.hypot(*(float(a - b) for a, b in zip(*found))) / 2**30
 
@@ -164,7 +178,11 @@ def change(algorithm, clients, neighbours, *, devices, chunk):
 @pytest.mark.parametrize(("chunk", "power"), [(1, 18), (100, 11)])
 def test_one_of_a_million_clients_changes_the_sum_by_its_clip_bound(chunk, power):
     """Two sums, just below a power of two and at it, drift apart in single precision: by 3,718 bounds, and by 0.36."""
-    own, below, step = 500_000, chunk * 2**power, 2.0 ** (power - 24)  # of a device; `step`: floats below the power
+    own, below, step = (
+        500_000,
+        chunk * 2**power,
+        2.0 ** (power - 24),
+    )  # of a device; `step`: floats below the power
     turns = np.arange(own - below) // chunk
     one = np.concatenate([np.ones(below), np.where(turns % 2 == 0, 1.1 * step, -0.6 * step)])
     values = np.tile(one, 2)[:, None]
@@ -177,14 +195,21 @@ def test_one_of_a_million_clients_changes_the_sum_by_its_clip_bound(chunk, power
 
 
 def test_the_most_noise_there_is_fits_the_sum():
-    algorithm = probe(lambda key, data: jnp.zeros(20_000), Mechanism(clip=2.0, noise_multiplier=1e8))
+    algorithm = probe(
+        lambda key, data: jnp.zeros(20_000), Mechanism(clip=2.0, noise_multiplier=1e8)
+    )
     is_gaussian(aggregate(algorithm)["sum"], 2e8 / 11)
 
 
 def test_wide_sums_are_those_of_whole_numbers():
     rng = np.random.default_rng(0)
     values = (rng.normal(size=(700, 3)) * 2.0 ** rng.integers(-3, 55, (700, 3))).astype(np.float32)
-    values[:4] = [[0, -1, 2**31], [-0.5, 1, -(2.0**32)], [1.5, -(2.0**31), 2.0**32], [2.5, 0, -(2.0**62)]]
+    values[:4] = [
+        [0, -1, 2**31],
+        [-0.5, 1, -(2.0**32)],
+        [1.5, -(2.0**31), 2.0**32],
+        [2.5, 0, -(2.0**62)],
+    ]
     total = jax.jit(lambda x: sums.add_up(sums.widen({"a": x})))(values)
     expected = [sum(int(v) for v in np.round(column.astype(np.float64))) for column in values.T]
     found = total["a"]
@@ -208,7 +233,14 @@ def test_thresholds_are_the_tails_of_a_rounded_gaussian():
     for k in (1, 2, 500, 20_000, 50_000, 100_000, 150_000, 190_000):
         expected = scipy.special.erfc((k - 0.5) / noise.STEPS / math.sqrt(2))
         assert threshold(k) / 2**95 == pytest.approx(expected, rel=3e-14)
-    for k in (1, 2, 20_000, 50_000, 100_000, 180_000):  # a density over 2^30 cells, by Simpson's rule
+    for k in (
+        1,
+        2,
+        20_000,
+        50_000,
+        100_000,
+        180_000,
+    ):  # a density over 2^30 cells, by Simpson's rule
         x = (k + np.array([-0.5, 0, 0.5])) / noise.STEPS
         density = np.exp(-(x**2) / 2) * math.sqrt(2 / math.pi)
         expected = density @ [1, 4, 1] / 6 / noise.STEPS
@@ -226,7 +258,11 @@ def test_a_draw_depends_on_its_bits_alone(guess, monkeypatch):
     if guess is not None:
         monkeypatch.setattr(noise, "_guess", lambda bits: jnp.full(bits.shape[1], guess))
     sizes = [1, 2, 77, 30_000, 65_536, 150_000, 250_000, 330_000]
-    drawn = [(threshold(k) + below, k - (below >= 0)) for k in sizes for below in (0, 1, -1, -2, 2**33, -(2**33))]
+    drawn = [
+        (threshold(k) + below, k - (below >= 0))
+        for k in sizes
+        for below in (0, 1, -1, -2, 2**33, -(2**33))
+    ]
     drawn = [(u, k) for u, k in drawn if threshold(k + 1) <= u < (threshold(k) if k else 2**95)]
     last = np.flatnonzero(noise._thresholds().any(axis=0))[-1]
     drawn += [(0, last), (2**95 - 1, 0), (2**95 - 2**40, 0)]
@@ -242,16 +278,22 @@ def test_a_draw_depends_on_its_bits_alone(guess, monkeypatch):
 
 def test_grid_noise_is_a_rounded_gaussian():
     mesh = place(small_clients()).mesh
-    drawn = jax.jit(lambda key: noise.add_grid_noise(key, {"a": jnp.zeros((3, 333_333), jnp.int32)}, mesh))(KEY)["a"]
+    drawn = jax.jit(
+        lambda key: noise.add_grid_noise(key, {"a": jnp.zeros((3, 333_333), jnp.int32)}, mesh)
+    )(KEY)["a"]
     values = np.ravel(drawn).astype(np.float64) / noise.STEPS
     assert drawn.dtype == jnp.int32
     assert values.std() == pytest.approx(1, rel=4 / math.sqrt(2e6))
     assert abs(values.mean()) < 4e-3
     edges = np.round(np.linspace(-4, 4, 161) * noise.STEPS) + 0.5
-    share = np.diff(scipy.stats.norm.cdf(np.concatenate([[-np.inf], edges / noise.STEPS, [np.inf]])))
+    share = np.diff(
+        scipy.stats.norm.cdf(np.concatenate([[-np.inf], edges / noise.STEPS, [np.inf]]))
+    )
     counts = np.histogram(drawn, np.concatenate([[-(2**31)], edges, [2**31]]))[0]
     assert scipy.stats.chisquare(counts, share / share.sum() * counts.sum()).pvalue > 1e-3
-    fine = np.bincount(np.ravel(drawn) % 64)  # the low bits are even: no coarser grid is inside this one
+    fine = np.bincount(
+        np.ravel(drawn) % 64
+    )  # the low bits are even: no coarser grid is inside this one
     assert scipy.stats.chisquare(fine).pvalue > 1e-3
 
 
@@ -268,7 +310,9 @@ def test_grid_noise_is_a_rounded_gaussian():
 def test_the_bound_holds_after_rounding(seed, kind, bits, norm):
     update = adversary(np.random.default_rng(seed), kind)
     radius = np.float32(2**bits)
-    found = rounded(update, norm * np.linalg.norm(update), radius / max(1, np.linalg.norm(update)), radius)
+    found = rounded(
+        update, norm * np.linalg.norm(update), radius / max(1, np.linalg.norm(update)), radius
+    )
     assert sum(int(n) ** 2 for n in found) <= float(radius) ** 2
 
 
@@ -288,7 +332,9 @@ def adversary(rng, kind):
 @jax.jit
 def rounded(update, norm, scale, radius):
     half = {"a": update[:100].reshape(10, 10), "b": update[100:]}
-    out = round_within(jax.tree.map(jnp.float32, half), jnp.float32(norm), jnp.float32(scale), jnp.float32(radius))
+    out = round_within(
+        jax.tree.map(jnp.float32, half), jnp.float32(norm), jnp.float32(scale), jnp.float32(radius)
+    )
     return jnp.concatenate([out["a"].ravel(), out["b"]])
 
 
@@ -299,7 +345,9 @@ def test_rounding_is_to_the_nearest_where_the_bound_allows():
     np.testing.assert_array_equal(inside, np.round(1000 * update.astype(np.float32)))
     at_bound = rounded(update, norm, 1000.0, 1000 * norm)
     assert np.linalg.norm(at_bound) == pytest.approx(1000 * norm, rel=3e-3)
-    longest = np.asarray(rounded(update, norm, 1e6, 1e6 * norm))  # 24 bits, of which the check reads 16
+    longest = np.asarray(
+        rounded(update, norm, 1e6, 1e6 * norm)
+    )  # 24 bits, of which the check reads 16
     assert np.linalg.norm(longest.astype(np.float64)) == pytest.approx(1e6 * norm, rel=1e-3)
 
 
@@ -354,7 +402,10 @@ def test_what_is_released_lies_on_one_grid_with_and_without_a_client():
     unit = np.float32(40 / noise.STEPS) / np.float32(11)
     update = lambda key, data: jnp.where(data.size == 7, 1.0, 0.3) * whole(key, data)["a"]  # noqa: E731
     for present in (1.0, 0.0):
-        algorithm = probe(lambda key, data, p=present: jnp.where(data.size == 7, p, 1.0) * update(key, data), mechanism)
+        algorithm = probe(
+            lambda key, data, p=present: jnp.where(data.size == 7, p, 1.0) * update(key, data),
+            mechanism,
+        )
         found = aggregate(algorithm)["sum"]
         steps = np.round(found / unit)
         np.testing.assert_array_equal(found, steps.astype(np.float32) * unit)
@@ -363,7 +414,9 @@ def test_what_is_released_lies_on_one_grid_with_and_without_a_client():
 
 def test_grid_noise_has_the_stated_std():
     weights = np.linspace(0.5, 2, 11)
-    algorithm = probe(lambda key, data: jnp.zeros(20_000), dataclasses.replace(GRID, weights=weights))
+    algorithm = probe(
+        lambda key, data: jnp.zeros(20_000), dataclasses.replace(GRID, weights=weights)
+    )
     is_gaussian(aggregate(algorithm)["sum"], 2.0 * 2 / (0.7 * weights.sum()))
 
 
@@ -381,7 +434,11 @@ def test_methods_run_on_the_grid(name):
 def test_sweeps_and_schedules_run_on_the_grid():
     def build(clip, scale):
         base = dp_fedavg(
-            MODEL, clip=clip, noise_multiplier=1.0, sampling=Full(), local=LocalSGD(optax.sgd(0.05), batch_size=4)
+            MODEL,
+            clip=clip,
+            noise_multiplier=1.0,
+            sampling=Full(),
+            local=LocalSGD(optax.sgd(0.05), batch_size=4),
         )
         table = scale * jnp.array([1.0, 2.0])
         return on_grid(base._replace(mechanism=Mechanism(clip=clip, noise_multiplier=table)))
@@ -420,5 +477,7 @@ def test_a_filter_takes_no_grid():
 
 def test_a_grid_too_coarse_for_the_network_is_refused():
     algorithm = on_grid(dp_fedavg(MODEL, clip=1.0, noise_multiplier=1700.0, sampling=Full()))
-    with pytest.raises(ValueError, match=r"noise_multiplier=1700.0: over 1210 coordinates.*at most 1632"):
+    with pytest.raises(
+        ValueError, match=r"noise_multiplier=1700.0: over 1210 coordinates.*at most 1632"
+    ):
         aggregate(algorithm)

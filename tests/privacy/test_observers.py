@@ -48,8 +48,13 @@ def spent(m: Mechanism, updates: list[np.ndarray], value: float, attacker: int |
     weights, noise = m.weight_table[0], m.client_noise_table[0]
     clients = len(updates[0])
     weights, noise = np.broadcast_to(weights, clients), np.broadcast_to(noise, clients)
-    shares, floor = (weights * noise) ** 2, (float(m.noise_multiplier_table[0]) * weights.max()) ** 2
-    x = np.linspace(-4 - 9 * math.sqrt(floor + shares.sum()), 4 + 9 * math.sqrt(floor + shares.sum()), 2001)
+    shares, floor = (
+        (weights * noise) ** 2,
+        (float(m.noise_multiplier_table[0]) * weights.max()) ** 2,
+    )
+    x = np.linspace(
+        -4 - 9 * math.sqrt(floor + shares.sum()), 4 + 9 * math.sqrt(floor + shares.sum()), 2001
+    )
     seen: dict[Any, np.ndarray] = {}
     for coins, probability in cohorts(m.sampling, clients).items():
         took = np.array(coins)
@@ -64,14 +69,20 @@ def spent(m: Mechanism, updates: list[np.ndarray], value: float, attacker: int |
             continue
         density = np.exp(-0.5 * (x - means) ** 2 / variance) / math.sqrt(2 * math.pi * variance)
         seen[known] = seen.get(known, 0) + probability * density
-    pairs = [both for p, q in seen.values() for both in [(p - math.exp(value) * q, q - math.exp(value) * p)]]
+    pairs = [
+        both
+        for p, q in seen.values()
+        for both in [(p - math.exp(value) * q, q - math.exp(value) * p)]
+    ]
     return max(sum(np.maximum(pair[k], 0).sum() for pair in pairs) for k in (0, 1)) * (x[1] - x[0])
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     data=st.data(),
-    sampling=st.sampled_from([Full(), FixedSize(1), FixedSize(2), FixedSize(3), Poisson(0.1), Poisson(0.4)]),
+    sampling=st.sampled_from(
+        [Full(), FixedSize(1), FixedSize(2), FixedSize(3), Poisson(0.1), Poisson(0.4)]
+    ),
     z=st.sampled_from([0.0, 1.0, 2.5, 6.0]),
     denominator=st.sampled_from(["expected", "participants"]),
     unit=st.sampled_from(["client", "example"]),
@@ -79,9 +90,14 @@ def spent(m: Mechanism, updates: list[np.ndarray], value: float, attacker: int |
 )
 def test_stated_is_never_below_the_truth(data, sampling, z, denominator, unit, observer):
     clients = 4
-    several = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=clients, max_size=clients).map(np.array)
+    several = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=clients, max_size=clients).map(
+        np.array
+    )
     same = st.sampled_from([0.0, 0.7, 1.5]).map(lambda s: np.full(clients, s))
-    noise, weights = data.draw(st.one_of(same, several)), data.draw(st.one_of(st.just(np.ones(clients)), several))
+    noise, weights = (
+        data.draw(st.one_of(same, several)),
+        data.draw(st.one_of(st.just(np.ones(clients)), several)),
+    )
     m = Mechanism(
         clip=1.0,
         noise_multiplier=z,
@@ -93,7 +109,9 @@ def test_stated_is_never_below_the_truth(data, sampling, z, denominator, unit, o
     found = epsilon(planned_ledger(m, clients, 1), m, unit=unit, observer=observer, delta=DELTA)
     if math.isinf(found.value):
         return
-    others = np.array(data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=clients, max_size=clients)))
+    others = np.array(
+        data.draw(st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=clients, max_size=clients))
+    )
     for client in range(clients):
         first, second = others.copy(), others.copy()
         first[client], second[client] = 1.0, 0.0 if unit == "client" else -1.0
@@ -125,7 +143,10 @@ def test_stated_is_the_truth_where_all_clients_are_alike(m, observer, unit, atta
 
 def test_one_client_alone_has_no_others():
     m = Mechanism(1.0, client_noise=2.0)
-    assert epsilon(planned_ledger(m, 1, 3), m, observer="client").value == epsilon(planned_ledger(m, 1, 3), m).value
+    assert (
+        epsilon(planned_ledger(m, 1, 3), m, observer="client").value
+        == epsilon(planned_ledger(m, 1, 3), m).value
+    )
 
 
 def test_nothing_is_left_where_one_client_adds_all_the_noise():

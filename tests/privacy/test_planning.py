@@ -4,10 +4,23 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, get_epsilon_gaussian
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    get_epsilon_gaussian,
+)
 from dp_accounting.pld import PLDAccountant
 
-from jaxfl.privacy import Mechanism, Poisson, epsilon, largest_cohort, most_rounds, plan, planned_ledger
+from jaxfl.privacy import (
+    Mechanism,
+    Poisson,
+    epsilon,
+    largest_cohort,
+    most_rounds,
+    plan,
+    planned_ledger,
+)
 from jaxfl.privacy.planning import KINDS, noise_error
 
 SMALL = {"clients": 1000, "cohort": 50, "rounds": 60}
@@ -27,11 +40,15 @@ def test_every_plan_keeps_the_budget_and_the_best_comes_first(plans):
         assert each.delta == 1e-5
         stated = epsilon(planned_ledger(each.mechanism, 1000, 60), each.mechanism)
         assert stated.value == pytest.approx(each.epsilon)
-        assert each.error == pytest.approx(each.noise_multiplier / 50 * noise_error(each.mechanism, 60))
+        assert each.error == pytest.approx(
+            each.noise_multiplier / 50 * noise_error(each.mechanism, 60)
+        )
 
 
 def test_noise_on_the_model_is_that_of_prefix_sums():
-    assert noise_error(Mechanism(), 60) == pytest.approx(np.linalg.norm(np.tril(np.ones((60, 60)))) / math.sqrt(60))
+    assert noise_error(Mechanism(), 60) == pytest.approx(
+        np.linalg.norm(np.tril(np.ones((60, 60)))) / math.sqrt(60)
+    )
 
 
 @pytest.mark.slow
@@ -64,7 +81,11 @@ def test_rounds_and_cohort_for_a_budget_are_the_largest():
     assert at(cohort, 20) <= 1.0 < at(cohort + 1, 20)
     assert most_rounds(0.01, noise_multiplier=0.5, clients=1000, cohort=50) == 0
     full = most_rounds(5.0, noise_multiplier=10.0, clients=50, cohort=50)
-    assert get_epsilon_gaussian(10 / math.sqrt(full), 1e-5) <= 5 < get_epsilon_gaussian(10 / math.sqrt(full + 1), 1e-5)
+    assert (
+        get_epsilon_gaussian(10 / math.sqrt(full), 1e-5)
+        <= 5
+        < get_epsilon_gaussian(10 / math.sqrt(full + 1), 1e-5)
+    )
 
 
 @pytest.mark.slow
@@ -80,7 +101,9 @@ def test_rounds_and_cohort_for_a_budget_are_the_largest():
 def test_correlated_noise_is_for_large_populations(deployment, banded, separated):
     """Ratios to Poisson sampling with independent noise at one epsilon, computed elsewhere to two digits."""
     names = dict(zip(("clients", "cohort", "rounds", "epsilon"), deployment))
-    by_kind = {each.kind: each.error for each in plan(**names, kinds=("poisson", "banded", "separated"))}
+    by_kind = {
+        each.kind: each.error for each in plan(**names, kinds=("poisson", "banded", "separated"))
+    }
     assert by_kind["banded"] / by_kind["poisson"] == pytest.approx(banded, abs=0.025)
     if separated:
         assert by_kind["separated"] / by_kind["poisson"] == pytest.approx(separated, abs=0.01)
@@ -105,10 +128,18 @@ def test_what_cannot_be_planned_is_refused(arguments, message):
 
 
 def test_a_plan_for_clients_with_a_state_prices_them_everywhere():
-    (found,) = plan(clients=1000, cohort=10, rounds=50, epsilon=2.0, kinds=("fixed size",), stateful=True)
-    assert found.over_delta([found.delta])[0] == found.over_rounds([50])[0] == pytest.approx(found.epsilon)
+    (found,) = plan(
+        clients=1000, cohort=10, rounds=50, epsilon=2.0, kinds=("fixed size",), stateful=True
+    )
+    assert (
+        found.over_delta([found.delta])[0]
+        == found.over_rounds([50])[0]
+        == pytest.approx(found.epsilon)
+    )
 
 
 def test_more_bins_than_can_be_drawn_are_left_out():
-    found = plan(clients=10**6, cohort=10, rounds=1, noise_multiplier=1.0, kinds=("poisson", "balls in bins"))
+    found = plan(
+        clients=10**6, cohort=10, rounds=1, noise_multiplier=1.0, kinds=("poisson", "balls in bins")
+    )
     assert [each.kind for each in found] == ["poisson"]

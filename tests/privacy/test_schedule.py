@@ -34,7 +34,9 @@ SCHEDULES = {
 
 
 def test_round_budgets_by_hand():
-    np.testing.assert_allclose(round_budgets(1.0, 4), [0.097901, 0.142040, 0.245365, 0.514693], atol=1e-6)
+    np.testing.assert_allclose(
+        round_budgets(1.0, 4), [0.097901, 0.142040, 0.245365, 0.514693], atol=1e-6
+    )
     np.testing.assert_allclose(round_budgets(1.0, 4, beta=0.0), 0.25)
     long = round_budgets(1.0, 100)
     assert (round(long[0], 5), round(long[-1], 4)) == (0.00368, 0.0306)
@@ -52,7 +54,9 @@ def test_budgets_add_up(total, rounds, beta):
 
 
 def test_the_printed_schedule_overspends():
-    np.testing.assert_allclose(round_budgets(1.0, 4, beta=0.0, form="printed"), [0.25, 0.5, 0.375, -0.5])
+    np.testing.assert_allclose(
+        round_budgets(1.0, 4, beta=0.0, form="printed"), [0.25, 0.5, 0.375, -0.5]
+    )
     assert round_budgets(1.0, 100, beta=2.0, form="printed").sum() == pytest.approx(-15.3, abs=0.05)
     assert round_budgets(1.0, 100, beta=5.0, form="printed").sum() == pytest.approx(7522, abs=0.5)
     with pytest.raises(ValueError, match=r"budgets=.*-0\.5.*above 0"):
@@ -64,12 +68,16 @@ def test_noise_of_a_schedule():
     np.testing.assert_allclose(z, [22.700, 15.646, 9.0575, 4.3179], rtol=1e-3)
     z = round_noise(round_budgets(1.0, 100), 1.0, clients=20, sampling=Full(), accountant="pld")
     np.testing.assert_allclose([z[0], z[-1]], [123.44, 14.853], rtol=1e-3)
-    z = round_noise(round_budgets(1.0, 100, beta=0.0), 1.0, clients=20, sampling=Full(), accountant="pld")
+    z = round_noise(
+        round_budgets(1.0, 100, beta=0.0), 1.0, clients=20, sampling=Full(), accountant="pld"
+    )
     np.testing.assert_allclose(z, 37.306, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("sampling", "accountant"), [(Full(), "rdp"), (Full(), "pld"), (Poisson(0.1), "rdp")])
+@pytest.mark.parametrize(
+    ("sampling", "accountant"), [(Full(), "rdp"), (Full(), "pld"), (Poisson(0.1), "rdp")]
+)
 def test_every_schedule_composes_to_the_stated_epsilon(name, sampling, accountant):
     rounds = 8
     options = {"clients": 30, "sampling": sampling, "accountant": accountant}
@@ -77,14 +85,20 @@ def test_every_schedule_composes_to_the_stated_epsilon(name, sampling, accountan
     m = Mechanism(clip=1.0, noise_multiplier=z, sampling=sampling)
     assert 1.99 < epsilon(planned_ledger(m, 30, rounds), m, accountant=accountant).value <= 2.0
     plan = client_noise(SCHEDULES[name](rounds), 2.0, participation=1.0, accountant=accountant)
-    m = Mechanism(clip=1.0, client_noise=np.array(plan.noise))  # not filtered: composed round by round
+    m = Mechanism(
+        clip=1.0, client_noise=np.array(plan.noise)
+    )  # not filtered: composed round by round
     found = epsilon(planned_ledger(m, 30, rounds), m, observer="upload", accountant=accountant)
     assert 1.99 < found.value <= 2.0
 
 
-@pytest.mark.parametrize(("rule", "single"), [("classic", math.sqrt(2 * math.log(1.25e5))), ("analytic", 3.7306)])
+@pytest.mark.parametrize(
+    ("rule", "single"), [("classic", math.sqrt(2 * math.log(1.25e5))), ("analytic", 3.7306)]
+)
 def test_published_rules_are_for_one_round(rule, single):
-    noise = paper_noise(fixed_budgets(100.0, 100), rule=rule)  # the reading "epsilon in every round": 1 each
+    noise = paper_noise(
+        fixed_budgets(100.0, 100), rule=rule
+    )  # the reading "epsilon in every round": 1 each
     np.testing.assert_allclose(noise, single, rtol=1e-4)
     m = Mechanism(clip=1.0, client_noise=noise)
     record = planned_ledger(m, 1, 100)
@@ -118,18 +132,24 @@ def test_honest_epsilon_of_the_published_scheme(present, in_all, zero_out, repla
     m = Mechanism(clip=1.0, client_noise=paper_noise(budgets))
     record = planned_ledger(m, 1, present)
     assert epsilon(record, m, accountant="pld").value == pytest.approx(zero_out, rel=1e-2)
-    assert epsilon(record, m, observer="upload", accountant="pld").value == pytest.approx(replace_one, rel=1e-2)
+    assert epsilon(record, m, observer="upload", accountant="pld").value == pytest.approx(
+        replace_one, rel=1e-2
+    )
 
 
 def test_shares_of_clients():
-    np.testing.assert_allclose(0.1 * client_shares(jnp.array([1.0, 2.0, 4.0])), [0.1, 0.05, 0.025], rtol=1e-6)
+    np.testing.assert_allclose(
+        0.1 * client_shares(jnp.array([1.0, 2.0, 4.0])), [0.1, 0.05, 0.025], rtol=1e-6
+    )
     np.testing.assert_array_equal(client_shares(jnp.zeros(3)), [1, 1, 1])  # round 1
     np.testing.assert_allclose(client_shares(jnp.array([0.0, 2.0, 4.0])), [1, 1, 0.5])
 
 
 def test_noise_of_clients_splits_the_cost():
     """Half of 8 rounds: uploads 4 * 4 / s^2, releases 4 / r^2, together the cost of one Gaussian of epsilon."""
-    plan = client_noise(fixed_budgets(1.0, 8), 3.0, participation=0.5, release_share=0.25, accountant="pld")
+    plan = client_noise(
+        fixed_budgets(1.0, 8), 3.0, participation=0.5, release_share=0.25, accountant="pld"
+    )
     single = get_sigma_gaussian(3.0, 1e-5)
     assert plan.least_total == pytest.approx(single, rel=2e-3)
     uploads, releases = 4 * 4 / plan.noise[0] ** 2, 4 / plan.release_noise**2
@@ -150,12 +170,16 @@ def play(mechanism: Mechanism, releases: np.ndarray, coins: np.ndarray) -> Ledge
         rows = np.zeros(clients, np.float32)
         rows[: took.sum()] = releases[t][took]
         total = Total({}, jnp.zeros(()), jnp.float32(took.sum()), jnp.asarray(rows))
-        _, _, accounts = mechanism.aggregate(key, accounts, cohort._replace(sampled=jnp.asarray(took)), total, mesh)
+        _, _, accounts = mechanism.aggregate(
+            key, accounts, cohort._replace(sampled=jnp.asarray(took)), total, mesh
+        )
         present.append(took)
         noises.append(jnp.broadcast_to(cohort.numbers.client_noise, clients))
     planned = planned_ledger(mechanism, clients, rounds)
     noise = np.array(noises)
-    server = np.sqrt(np.maximum(0, planned.noise_multiplier**2 - (np.array(present) * noise**2).sum(1)))
+    server = np.sqrt(
+        np.maximum(0, planned.noise_multiplier**2 - (np.array(present) * noise**2).sum(1))
+    )
     return planned._replace(participants=np.array(present), client_noise=noise, server_noise=server)
 
 
@@ -176,10 +200,14 @@ def test_adversarial_risks_never_exceed_epsilon(data):
     releases = np.exp(seed.uniform(-9, 9, (rounds, clients))).astype(np.float32)
     coins = seed.random((rounds, clients)) < data.draw(st.floats(0.1, 1.0))
     release = Release(lambda r: boost * client_shares(r), 1e-6, 1e6, plan.release_noise)
-    m = PrivacyFilter(clip=1.0, client_noise=np.array(plan.noise), release=release, least_total=plan.least_total)
+    m = PrivacyFilter(
+        clip=1.0, client_noise=np.array(plan.noise), release=release, least_total=plan.least_total
+    )
     ledger = play(m, releases, coins)
     # Composed by hand, in double precision, from what was drawn.
-    sent = ledger.participants * (4 / ledger.client_noise.astype(np.float64) ** 2 + plan.release_noise**-2.0)
+    sent = ledger.participants * (
+        4 / ledger.client_noise.astype(np.float64) ** 2 + plan.release_noise**-2.0
+    )
     for spent in sent.sum(axis=0):
         assert spent == 0 or get_epsilon_gaussian(spent**-0.5, 1e-5) <= target
     for observer in ("upload", "aggregate"):
@@ -195,29 +223,46 @@ def test_adversarial_risks_never_exceed_epsilon(data):
 
 def filtered(**fields) -> PrivacyFilter:
     release = Release(client_shares, 1.0, 2.0, noise=3.0)
-    defaults: dict[str, Any] = {"clip": 1.0, "client_noise": 4.0, "release": release, "least_total": 1.0}
+    defaults: dict[str, Any] = {
+        "clip": 1.0,
+        "client_noise": 4.0,
+        "release": release,
+        "least_total": 1.0,
+    }
     return PrivacyFilter(**defaults | fields)
 
 
 def test_a_filter_states_what_it_promises_and_not_what_was_spent():
     m = filtered()
-    ledger = play(m, np.ones((2, 3)), np.ones((2, 3), bool))  # 2 of the 2.8 rounds that the budget buys
+    ledger = play(
+        m, np.ones((2, 3)), np.ones((2, 3), bool)
+    )  # 2 of the 2.8 rounds that the budget buys
     assert ledger.participants.all()
     for accountant in ("rdp", "pld"):
         found = epsilon(ledger, m, accountant=accountant)
         assert "Feldman and Zrnic" in found.theorem
         assert found.theorem.endswith(accountant.upper())
         exact = get_epsilon_gaussian(1.0, 1e-5)
-        assert exact * (1 - 1e-6) <= found.value <= exact * (1 + 1e-6 if accountant == "pld" else 1.15)
+        assert (
+            exact * (1 - 1e-6) <= found.value <= exact * (1 + 1e-6 if accountant == "pld" else 1.15)
+        )
         exact = get_epsilon_gaussian((4 / 16 + 1 / 9) ** -0.5, 1e-5)
         for observer in ("upload", "aggregate"):
-            alone = epsilon(ledger, m, observer=observer, accountant=accountant, one_round=True).value
+            alone = epsilon(
+                ledger, m, observer=observer, accountant=accountant, one_round=True
+            ).value
             assert exact * (1 - 1e-6) <= alone <= exact * (1.001 if accountant == "pld" else 1.15)
     running = running_epsilon(m, 3)
-    assert [running(done).rdp for done in (0, 1, 9)] == [0, *[epsilon(ledger, m, accountant="rdp").value] * 2]
+    assert [running(done).rdp for done in (0, 1, 9)] == [
+        0,
+        *[epsilon(ledger, m, accountant="rdp").value] * 2,
+    ]
     text = " ".join(format_statement(privacy_statement(ledger, m, 3)).split())
     assert "Rényi filter" in text
-    assert "adds up to a multiplier of at least 1; released numbers have noise 3 of their range" in text
+    assert (
+        "adds up to a multiplier of at least 1; released numbers have noise 3 of their range"
+        in text
+    )
     assert "no finite epsilon" not in text
 
 
@@ -235,7 +280,9 @@ def test_a_filter_stops_a_client_for_good_where_it_must():
 def test_a_ledger_that_the_filter_should_have_stopped_is_refused():
     m = filtered()
     ledger = planned_ledger(m, 3, 6)._replace(participants=np.ones((6, 3), bool))
-    with pytest.raises(ValueError, match=r"least_total=1.0, but all that client 0 sent adds up to 0\.67"):
+    with pytest.raises(
+        ValueError, match=r"least_total=1.0, but all that client 0 sent adds up to 0\.67"
+    ):
         epsilon(ledger, m)
 
 
@@ -249,7 +296,10 @@ def test_a_filter_of_zero_stops_nobody_and_promises_nothing():
 
 def test_public_budgets_with_a_filter_need_no_release():
     m = PrivacyFilter(clip=1.0, client_noise=np.array([[4.0, 8.0]]), least_total=1.0)
-    assert planned_ledger(m, 2, 20).participants.sum(0).tolist() == [3, 15]  # 1/4 and 1/16 a round: rounding costs one
+    assert planned_ledger(m, 2, 20).participants.sum(0).tolist() == [
+        3,
+        15,
+    ]  # 1/4 and 1/16 a round: rounding costs one
 
 
 @pytest.mark.parametrize(
@@ -259,12 +309,24 @@ def test_public_budgets_with_a_filter_need_no_release():
         (lambda: round_budgets(1.0, 0), "rounds=0"),
         (lambda: round_budgets(1.0, 4, beta=-1.0), "beta=-1.0"),
         (lambda: client_noise(fixed_budgets(1.0, 4), 1.0, participation=0.0), "participation=0.0"),
-        (lambda: client_noise(fixed_budgets(1.0, 4), 1.0, participation=1.0, release_share=1.0), "release_share=1.0"),
-        (lambda: round_noise(np.array([1.0, 0.0]), 1.0, clients=3, sampling=Full()), r"budgets=.*above 0"),
+        (
+            lambda: client_noise(fixed_budgets(1.0, 4), 1.0, participation=1.0, release_share=1.0),
+            "release_share=1.0",
+        ),
+        (
+            lambda: round_noise(np.array([1.0, 0.0]), 1.0, clients=3, sampling=Full()),
+            r"budgets=.*above 0",
+        ),
         (lambda: Release(client_shares, 0.0, 1.0, noise=1.0), "low=0.0"),
         (lambda: Release(client_shares, 1.0, math.inf, noise=1.0), "high=inf"),
-        (lambda: Release(client_shares, 2.0, 1.0, noise=1.0), "high=1.0: give a number above low=2.0"),
-        (lambda: filtered(release=Release(client_shares)), "noise that follows from private numbers needs"),
+        (
+            lambda: Release(client_shares, 2.0, 1.0, noise=1.0),
+            "high=1.0: give a number above low=2.0",
+        ),
+        (
+            lambda: filtered(release=Release(client_shares)),
+            "noise that follows from private numbers needs",
+        ),
         (lambda: filtered(least_total=-1.0), "least_total=-1.0"),
     ],
 )

@@ -15,11 +15,18 @@ from jaxfl.privacy.accounting import epsilon, planned_ledger
 from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.mechanisms import AdaptiveClip, Mechanism
 from jaxfl.privacy.sampling import FixedSize, Full, Poisson
-from jaxfl.privacy.statement import format_statement, privacy_statement, split_clients, without_clients
+from jaxfl.privacy.statement import (
+    format_statement,
+    privacy_statement,
+    split_clients,
+    without_clients,
+)
 from jaxfl.types import Terms
 
 
-def state(m: Mechanism, clients: int = 20, rounds: int = 100, *, dp_sgd: DPSGD | None = None, **terms: Any) -> dict:
+def state(
+    m: Mechanism, clients: int = 20, rounds: int = 100, *, dp_sgd: DPSGD | None = None, **terms: Any
+) -> dict:
     ledger = planned_ledger(m, clients, rounds, dp_sgd)
     return privacy_statement(ledger, m, clients, terms=Terms(**terms), dp_sgd=dp_sgd)
 
@@ -39,24 +46,33 @@ def test_states_both_observers_by_both_accountants():
     record = planned_ledger(m, 20, 100)
     assert aggregate["rdp"]["total"] == epsilon(record, m, accountant="rdp").value
     assert upload["rdp"]["total"] == epsilon(record, m, observer="upload", accountant="rdp").value
-    assert (aggregate["epsilon"], upload["epsilon"]) == (aggregate["pld"]["total"], upload["pld"]["total"])
+    assert (aggregate["epsilon"], upload["epsilon"]) == (
+        aggregate["pld"]["total"],
+        upload["pld"]["total"],
+    )
     assert aggregate["by"] == aggregate["pld"]["theorem"] == "Gaussian, zero-out; PLD"
 
 
 def test_each_number_has_its_own_theorem():
     """Fixed size: only RDP has a theorem of sampling without replacement, and PLD's number rests on another."""
-    statement = state(Mechanism(clip=1.0, noise_multiplier=3.0, sampling=FixedSize(10)), clients=1000, rounds=50)
+    statement = state(
+        Mechanism(clip=1.0, noise_multiplier=3.0, sampling=FixedSize(10)), clients=1000, rounds=50
+    )
     seen = statement["honest"]["aggregate"]
     assert seen["epsilon"] == seen["rdp"]["total"] == pytest.approx(0.534, rel=1e-3)
     assert seen["by"] == seen["rdp"]["theorem"] == "sampling without replacement, replace-one; RDP"
-    assert seen["pld"]["total"] == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(50), 1e-5), rel=1e-6)
+    assert seen["pld"]["total"] == pytest.approx(
+        get_epsilon_gaussian(3 / math.sqrt(50), 1e-5), rel=1e-6
+    )
     assert seen["pld"]["theorem"] == "Gaussian, zero-out; PLD"
     # Replace-one of a client covers one of its examples: it was stated 60 times as large.
     assert seen["example"] == {"epsilon": seen["epsilon"], "by": seen["by"], "reason": None}
     text = format_statement(statement)
     assert f"epsilon {seen['epsilon']:.4g} in total" in text
     assert "also: 12.26 and 1.271 (Gaussian, zero-out; PLD)" in text
-    kept = privacy_statement(planned_ledger(m := Mechanism(clip=1.0, noise_multiplier=3.0), 4, 2), m, 4, stateful=True)
+    kept = privacy_statement(
+        planned_ledger(m := Mechanism(clip=1.0, noise_multiplier=3.0), 4, 2), m, 4, stateful=True
+    )
     assert "clients keep no state" not in format_statement(kept)
     assert any("clients keep no state" in item for item in statement["assumed"])
 
@@ -65,12 +81,19 @@ def test_one_example_may_move_the_whole_update_both_ways():
     # Twice the change that zero-out makes: 10 rounds at 4 are one Gaussian at 4 / sqrt(10), and 2 / sqrt(10) here.
     m = Mechanism(clip=1.0, noise_multiplier=4.0)
     found = state(m, rounds=10)["honest"]["aggregate"]
-    assert found["pld"]["example"] == pytest.approx(get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3)
+    assert found["pld"]["example"] == pytest.approx(
+        get_epsilon_gaussian(2.0 / math.sqrt(10), 1e-5), rel=1e-3
+    )
     # Sampling of clients amplifies it, since the client's coin does not depend on its examples: not 1,827.
     m = Mechanism(clip=1.0, noise_multiplier=0.8, sampling=Poisson(0.01))
     found = state(m, clients=100, rounds=500, delta=1e-6)["honest"]["aggregate"]
     assert found["example"]["epsilon"] == found["pld"]["example"] == pytest.approx(3.53, abs=5e-3)
-    assert found["epsilon"] < found["pld"]["example"] < found["rdp"]["example"] < 1.2 * found["pld"]["example"]
+    assert (
+        found["epsilon"]
+        < found["pld"]["example"]
+        < found["rdp"]["example"]
+        < 1.2 * found["pld"]["example"]
+    )
     # Noise of the clients alone, everyone there: the sum shows what the uploads show, or less.
     honest = state(Mechanism(clip=1.0, client_noise=5.0, noise_multiplier=5.0))["honest"]
     for accountant in ("rdp", "pld"):
@@ -98,7 +121,10 @@ def test_the_headline_is_never_above_a_bound_that_covers_it(noise, floor, sampli
         assert seen["one_round"] <= seen["epsilon"] * (1 + 1e-3)
         assert seen["example"]["epsilon"] <= upload["epsilon"]
     assert aggregate["epsilon"] <= aggregate["example"]["epsilon"] * (1 + 1e-3)
-    assert aggregate["against_client"]["epsilon"] >= aggregate["pld"]["total"] * (1 - 1e-3) or sampling != Full()
+    assert (
+        aggregate["against_client"]["epsilon"] >= aggregate["pld"]["total"] * (1 - 1e-3)
+        or sampling != Full()
+    )
 
 
 def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
@@ -107,11 +133,15 @@ def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
     record = planned_ledger(m, 10, 10)._replace(participants=np.eye(10, dtype=bool))
     honest = privacy_statement(record, m, 10)["honest"]
     aggregate, once = honest["aggregate"], get_epsilon_gaussian(1.5, 1e-5)
-    assert aggregate["pld"]["total"] == pytest.approx(get_epsilon_gaussian(3 / math.sqrt(10), 1e-5), rel=1e-6)
+    assert aggregate["pld"]["total"] == pytest.approx(
+        get_epsilon_gaussian(3 / math.sqrt(10), 1e-5), rel=1e-6
+    )
     assert aggregate["pld"]["total"] > once
     for least in (aggregate, aggregate["example"], honest["upload"]):
         assert least["epsilon"] == pytest.approx(once, rel=1e-6)
-    assert aggregate["by"].startswith("of the uploads, which bounds that of sums: Gaussian, replace-one")
+    assert aggregate["by"].startswith(
+        "of the uploads, which bounds that of sums: Gaussian, replace-one"
+    )
 
 
 def test_another_client_knows_its_own_noise():
@@ -122,7 +152,9 @@ def test_another_client_knows_its_own_noise():
     against = get_epsilon_gaussian(2.25 / math.sqrt(2), 1e-5)
     assert seen["against_client"]["epsilon"] == pytest.approx(against, rel=1e-6)
     statement = state(m, clients=2, rounds=1)
-    assert f"against another client, who knows its own noise: {against:.4g}" in format_statement(statement)
+    assert f"against another client, who knows its own noise: {against:.4g}" in format_statement(
+        statement
+    )
     assert any("pool nothing" in item for item in statement["assumed"])
     silent = state(Mechanism(clip=1.0, noise_multiplier=3.0))
     assert "against_client" not in silent["honest"]["aggregate"]
@@ -132,7 +164,9 @@ def test_another_client_knows_its_own_noise():
 def test_where_the_noise_comes_from():
     m = Mechanism(clip=1.0, noise_multiplier=9.0)
     record = planned_ledger(m, 20, 2)
-    seed, secret = (privacy_statement(record, m, 20, randomness=source) for source in ("seed", "secret"))
+    seed, secret = (
+        privacy_statement(record, m, 20, randomness=source) for source in ("seed", "secret")
+    )
     known = "noise from a known seed: a simulation; not to be published for real data"
     assert known in seed["warnings"][0]
     assert secret["warnings"] == []
@@ -163,7 +197,9 @@ def test_noise_on_a_grid_leaves_less_uncovered():
     m = Mechanism(clip=1.0, noise_multiplier=9.0, noise="grid")
     assert "float32" not in format_statement(state(m))
     covered = next(item for item in state(m)["not_covered"] if "one grid" in item)
-    assert f"{95} bits" in covered  # a first word of 32, then 31 of a word whose last bit is the sign, then 32
+    assert (
+        f"{95} bits" in covered
+    )  # a first word of 32, then 31 of a word whose last bit is the sign, then 32
 
 
 def test_private_steps_keep_their_warning_of_single_precision_under_a_grid():
@@ -183,17 +219,24 @@ def test_an_adaptive_bound_says_what_updates_and_bits_get():
     assert "quantile 0.7" in moves
     assert f"updates get {1 / math.sqrt(1 / 9 - 1 / 16):.4g} times" in split
     assert "a std of 2" in split
-    assert "noise multiplier 3 covers update and bit together" in " ".join(format_statement(state(m)).split())
+    assert "noise multiplier 3 covers update and bit together" in " ".join(
+        format_statement(state(m)).split()
+    )
     found = planned_ledger(m, 20, 3)._replace(notes={"clip": np.array([2.0, 0.5, 1.0])})
     assert "here from 0.5 to 2" in m.describe(found)[0]
     default = AdaptiveClip(clip=2.0, noise_multiplier=1.0)
-    assert "a std of 5" in state(default, clients=100)["details"][1]  # a 20th of the expected cohort
+    assert (
+        "a std of 5" in state(default, clients=100)["details"][1]
+    )  # a 20th of the expected cohort
     assert len(state(AdaptiveClip(clip=2.0))["details"]) == 1
 
 
 def test_weights_are_said_to_be_public():
     weighted = state(Mechanism(clip=1.0, noise_multiplier=9.0, weights=np.arange(1.0, 21.0)))
-    assert any("weights are public" in item and "numbers of examples" in item for item in weighted["assumed"])
+    assert any(
+        "weights are public" in item and "numbers of examples" in item
+        for item in weighted["assumed"]
+    )
 
 
 def test_lines_are_short():
@@ -213,12 +256,21 @@ def test_the_same_is_accounted_once(monkeypatch):
 
 
 def test_says_what_was_run():
-    statement = state(Mechanism(clip=0.5, noise_multiplier=(3.0, 1.5), sampling=Poisson(0.1)), rounds=2)
+    statement = state(
+        Mechanism(clip=0.5, noise_multiplier=(3.0, 1.5), sampling=Poisson(0.1)), rounds=2
+    )
     assert statement["sampling"] == {"kind": "poisson", "rate": 0.1}
     assert statement["noise_multiplier"] == {"min": 1.5, "max": 3.0}
-    assert (statement["clip"], statement["denominator"], statement["rounds"]) == (0.5, "expected", 2)
+    assert (statement["clip"], statement["denominator"], statement["rounds"]) == (
+        0.5,
+        "expected",
+        2,
+    )
     assert statement["unit"].startswith("client")
-    assert state(Mechanism(clip=1.0, noise_multiplier=9.0, sampling=FixedSize(3)))["sampling"]["size"] == 3
+    assert (
+        state(Mechanism(clip=1.0, noise_multiplier=9.0, sampling=FixedSize(3)))["sampling"]["size"]
+        == 3
+    )
 
 
 def test_no_finite_epsilon_is_said_with_its_reason():
@@ -232,8 +284,14 @@ def test_no_finite_epsilon_is_said_with_its_reason():
 
 
 def test_a_claim_stays_a_claim():
-    statement = state(Mechanism(clip=1.0, noise_multiplier=0.5), claim=(1.0, "accounted per example"))
-    assert statement["claim"] == {"epsilon": 1.0, "rule": "accounted per example", "status": "claimed, not verified"}
+    statement = state(
+        Mechanism(clip=1.0, noise_multiplier=0.5), claim=(1.0, "accounted per example")
+    )
+    assert statement["claim"] == {
+        "epsilon": 1.0,
+        "rule": "accounted per example",
+        "status": "claimed, not verified",
+    }
     text = format_statement(statement)
     assert "claimed, not verified: epsilon 1 (accounted per example)" in text
     assert "guarantee against an observer of" in text
@@ -254,7 +312,11 @@ def test_warns_of_a_delta_of_one_over_clients():
 
 def test_delta_follows_from_the_number_of_clients():
     m = Mechanism(clip=1.0, noise_multiplier=9.0)
-    assert [state(m, clients=n, rounds=1)["delta"] for n in (20, 10_000, 1_000_000)] == [1e-5, 1e-5, 1e-7]
+    assert [state(m, clients=n, rounds=1)["delta"] for n in (20, 10_000, 1_000_000)] == [
+        1e-5,
+        1e-5,
+        1e-7,
+    ]
     many = state(m, clients=1_000_000, rounds=1)["honest"]["aggregate"]["epsilon"]
     assert many == pytest.approx(get_epsilon_gaussian(9.0, 1e-7), rel=1e-6)
     loose = state(m, clients=1_000_000, rounds=1, delta=1e-5)
@@ -269,7 +331,10 @@ def test_epsilons_by_client():
     assert own["max"] == upload["total"] == "inf"
     assert 0 < own["min"] < own["median"] < math.inf
     assert "by client: " in format_statement(state(m, clients=3, rounds=2))
-    assert "per_client" not in state(Mechanism(clip=1.0, noise_multiplier=9.0))["honest"]["aggregate"]["rdp"]
+    assert (
+        "per_client"
+        not in state(Mechanism(clip=1.0, noise_multiplier=9.0))["honest"]["aggregate"]["rdp"]
+    )
 
 
 def test_epsilons_by_client_are_arrays_and_the_rest_of_the_statement_stays():
@@ -279,7 +344,9 @@ def test_epsilons_by_client_are_arrays_and_the_rest_of_the_statement_stays():
     assert arrays.keys() >= {"epsilon_upload_pld", "epsilon_upload_rdp"}
     own = whole["honest"]["upload"]["pld"]["per_client"]
     assert arrays["epsilon_upload_pld"].tolist() == [float(value) for value in own["values"]]
-    assert rest["honest"]["upload"]["pld"]["per_client"] == {name: own[name] for name in ("min", "median", "max")}
+    assert rest["honest"]["upload"]["pld"]["per_client"] == {
+        name: own[name] for name in ("min", "median", "max")
+    }
     assert {name: rest[name] for name in rest if name != "honest"} == {
         name: whole[name] for name in whole if name != "honest"
     }
@@ -291,14 +358,23 @@ def test_examples_are_stated_beside_clients():
     statement = state(m, clients=2, rounds=10, dp_sgd=steps)
     own = statement["examples"]
     assert own["pld"]["total"] == pytest.approx(7.047, rel=1e-3)
-    assert own["rdp"]["per_client"]["values"][1] < own["rdp"]["per_client"]["values"][0] == own["rdp"]["total"]
-    assert (own["rate"], own["steps"], own["noise_multiplier"]) == (0.1, 10, {"min": 1.0, "max": 2.0})
+    assert (
+        own["rdp"]["per_client"]["values"][1]
+        < own["rdp"]["per_client"]["values"][0]
+        == own["rdp"]["total"]
+    )
+    assert (own["rate"], own["steps"], own["noise_multiplier"]) == (
+        0.1,
+        10,
+        {"min": 1.0, "max": 2.0},
+    )
     assert statement["honest"]["upload"]["rdp"]["total"] == "inf"  # of the whole client
     text = format_statement(statement)
     assert "guarantee for one example, against an observer of every upload" in text
     assert own["epsilon"] == own["pld"]["total"]
     assert (
-        "epsilon 7.047 in total\n    by: Poisson-sampled Gaussian, rate 0.1, zero-out, 10 steps per round; PLD" in text
+        "epsilon 7.047 in total\n    by: Poisson-sampled Gaussian, rate 0.1, zero-out, 10 steps per round; PLD"
+        in text
     )
     assert f"also: {own['rdp']['total']:.4g} (Poisson-sampled Gaussian" in text
     assert state(Mechanism(clip=1.0, noise_multiplier=9.0))["examples"] is None
@@ -337,7 +413,11 @@ def test_markdown_says_the_same_in_nested_lists():
     assert r"a\_rule of \<b\>\*ours\*\</b\> \[1\] \| 2" in text
 
     def words(said):
-        return re.sub(r"\\(?=\W|_)|\*\*(?=Priv|$)", "", " ".join(said.replace("\n", " ").replace("- ", " ").split()))
+        return re.sub(
+            r"\\(?=\W|_)|\*\*(?=Priv|$)",
+            "",
+            " ".join(said.replace("\n", " ").replace("- ", " ").split()),
+        )
 
     assert words("\n".join([title[2:-2], *items])) == words(plain)
 

@@ -55,7 +55,9 @@ class AdaptiveClip(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.noise_multiplier_table.size > 1 or (not traced(self.clip) and self.clip == float("inf")):
+        if self.noise_multiplier_table.size > 1 or (
+            not traced(self.clip) and self.clip == float("inf")
+        ):
             raise ValueError(
                 f"clip={self.clip!r}, noise_multiplier={show(self.noise_multiplier)}: give a finite first bound, and "
                 "one multiplier for all rounds"
@@ -76,7 +78,9 @@ class AdaptiveClip(Mechanism):
         scale = jnp.where(on_update > 0, on_update / bits, 1.0)
         return Bound(jnp.float32(self.clip), scale.astype(jnp.float32))
 
-    def draw(self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int) -> Cohort:
+    def draw(
+        self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int
+    ) -> Cohort:
         """Also note the bound."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
@@ -90,20 +94,31 @@ class AdaptiveClip(Mechanism):
         return bounded, norm, memory.clip
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Bound, client: Participant, sent: Message, norm: Float[Array, ""]
+        self,
+        key: Key[Array, "*S"],
+        memory: Bound,
+        client: Participant,
+        sent: Message,
+        norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
         """Add the bit."""
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
-        return super().contribute(key, memory, client, sent._replace(update={"update": sent.update, "bit": bit}), norm)
+        return super().contribute(
+            key, memory, client, sent._replace(update={"update": sent.update, "bit": bit}), norm
+        )
 
     def insert(self, memory: Bound, update: Tree, count: Float[Array, ""]) -> Tree:
         """Inserted norms meet the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
 
-    def in_units(self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
+    def in_units(
+        self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
+    ) -> Tree:
         """The norm is that of update and bit together."""
         bit = 0.5 * memory.scale * memory.clip
-        return super().in_units(memory, contribution, jnp.hypot(jnp.minimum(norm, memory.clip), bit), scale)
+        return super().in_units(
+            memory, contribution, jnp.hypot(jnp.minimum(norm, memory.clip), bit), scale
+        )
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Bound, cohort: Cohort, total: Total, mesh: Mesh
@@ -123,7 +138,10 @@ class AdaptiveClip(Mechanism):
             f"of the updates' norms, by one noisy bit of each participant{seen}"
         ]
         if self.server_noisy:
-            bits, z = self._bit_noise(ledger.participants.shape[1]), float(self.noise_multiplier_table[0])
+            bits, z = (
+                self._bit_noise(ledger.participants.shape[1]),
+                float(self.noise_multiplier_table[0]),
+            )
             lines.append(
                 f"noise multiplier {z:.4g} covers update and bit together: updates get {_on_update(z, bits):.4g} times "
                 f"the round's clip, and the sum of bits gets a std of {bits:.4g}"

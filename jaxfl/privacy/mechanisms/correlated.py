@@ -104,7 +104,9 @@ class CorrelatedNoise(Mechanism):
         noise, memory = self.correlate(memory, fresh)
         return add(update, widen(jax.tree.map(lambda leaf: leaf * std, noise))), memory
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """One Gaussian for the run, or the amplified turns of a client."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         rounds = len(ledger.participants)
@@ -125,7 +127,9 @@ class CorrelatedNoise(Mechanism):
         rounds = max(1, len(ledger.participants))
         error = prefix_error(self.strategy(rounds))
         plain = prefix_error(np.ones(1), rounds)
-        return [f"correlated noise: its root mean square in the model is {error / plain:.3g} of independent noise's"]
+        return [
+            f"correlated noise: its root mean square in the model is {error / plain:.3g} of independent noise's"
+        ]
 
 
 def _check_coefficients(name: str, value: Any) -> tuple[float, ...] | None:
@@ -171,11 +175,15 @@ class BandedNoise(CorrelatedNoise):
         super().__post_init__()
         given = self.coefficients
         if given is not None and len(given) != self.bands - 1:
-            raise ValueError(f"coefficients={given!r}: give {self.bands - 1} numbers for {self.bands} bands")
+            raise ValueError(
+                f"coefficients={given!r}: give {self.bands - 1} numbers for {self.bands} bands"
+            )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
         """The b coefficients, then zeros."""
-        first = square_root(self.bands) if self.coefficients is None else np.r_[1.0, self.coefficients]
+        first = (
+            square_root(self.bands) if self.coefficients is None else np.r_[1.0, self.coefficients]
+        )
         return np.pad(first, (0, max(0, rounds - self.bands)))[:rounds]
 
     @property
@@ -191,8 +199,12 @@ class BandedNoise(CorrelatedNoise):
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
         """The last noises, newest first."""
         before = jnp.asarray(self.strategy(self.bands)[1:], jnp.float32)
-        noise = jax.tree.map(lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory)
-        memory = jax.tree.map(lambda leaf, past: jnp.concatenate([leaf[None], past])[: len(past)], noise, memory)
+        noise = jax.tree.map(
+            lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory
+        )
+        memory = jax.tree.map(
+            lambda leaf, past: jnp.concatenate([leaf[None], past])[: len(past)], noise, memory
+        )
         return noise, memory
 
 
@@ -221,7 +233,9 @@ class BLTNoise(CorrelatedNoise):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.scales) != len(self.decays):
-            raise ValueError(f"scales={self.scales!r}, decays={self.decays!r}: give as many of either, one per buffer")
+            raise ValueError(
+                f"scales={self.scales!r}, decays={self.decays!r}: give as many of either, one per buffer"
+            )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
         """The coefficients of that many rounds."""
@@ -240,7 +254,9 @@ class BLTNoise(CorrelatedNoise):
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
         """By buffers."""
         scales, decays = (jnp.asarray(values, jnp.float32) for values in (self.scales, self.decays))
-        noise = jax.tree.map(lambda leaf, buffers: leaf - jnp.tensordot(scales, buffers, 1), fresh, memory)
+        noise = jax.tree.map(
+            lambda leaf, buffers: leaf - jnp.tensordot(scales, buffers, 1), fresh, memory
+        )
 
         def aged(buffers: Float[Array, "B *S"], leaf: Float[Array, "*S"]) -> Float[Array, "B *S"]:
             return decays.reshape(-1, *[1] * leaf.ndim) * buffers + leaf[None]
@@ -277,17 +293,23 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
     def cost(point: Float[np.ndarray, "P"]) -> float:
         scales, decays = numbers(point)
         above, below = _ratio(scales, decays)
-        error = prefix_error(above, rounds, below) * worst_exposure(_blt(scales, decays, rounds), turns)
+        error = prefix_error(above, rounds, below) * worst_exposure(
+            _blt(scales, decays, rounds), turns
+        )
         return math.log(error) if math.isfinite(error) else 1e9
 
     span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
     start = np.r_[np.log(0.4 / np.arange(1, buffers + 1) ** 2), np.log(span)]
-    best = scipy.optimize.minimize(cost, start, method="Nelder-Mead", options={"maxiter": 400 * buffers, "fatol": 1e-6})
+    best = scipy.optimize.minimize(
+        cost, start, method="Nelder-Mead", options={"maxiter": 400 * buffers, "fatol": 1e-6}
+    )
     scales, decays = numbers(best.x)
     return BLT(tuple(scales.tolist()), tuple(decays.tolist()))
 
 
-def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[Any, "T C"]) -> Float[np.ndarray, "#C"]:
+def exposures(
+    strategy: Float[np.ndarray, "T"], participants: Bool[Any, "T C"]
+) -> Float[np.ndarray, "#C"]:
     r"""Most clip bounds by which each client moves :math:`S x`: :math:`\|S \mathbf{1}_P\|_2` of its rounds P.
 
     One number for all clients, the largest, where a plan knows no more than their turns, or all have the same rounds.
@@ -306,7 +328,9 @@ def exposures(strategy: Float[np.ndarray, "T"], participants: Bool[Any, "T C"]) 
     patterns = bits[first]
     norms = np.empty(len(patterns))
     for start in range(0, len(patterns), 4096):
-        rows = np.unpackbits(patterns[start : start + 4096], axis=1, count=rounds).astype(np.float64)
+        rows = np.unpackbits(patterns[start : start + 4096], axis=1, count=rounds).astype(
+            np.float64
+        )
         moved = scipy.signal.fftconvolve(rows, strategy[None, :rounds], axes=1)[:, :rounds]
         norms[start : start + 4096] = np.linalg.norm(moved, axis=1)
     norms[norms < 0.5] = 0.0  # clients without a round; all others have at least 1
@@ -359,7 +383,9 @@ def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:
 
 
 def prefix_error(
-    strategy: Float[np.ndarray, "b"], rounds: int | None = None, over: Float[np.ndarray, "d"] | None = None
+    strategy: Float[np.ndarray, "b"],
+    rounds: int | None = None,
+    over: Float[np.ndarray, "d"] | None = None,
 ) -> float:
     r"""Root mean square of the noise in the prefix sums, over z C: :math:`\|A S^{-1}\|_F / \sqrt{T}`.
 
@@ -370,7 +396,9 @@ def prefix_error(
     """
     rounds = len(strategy) if rounds is None else rounds
     impulse = np.r_[1.0, np.zeros(rounds - 1)]
-    prefix = np.cumsum(scipy.signal.lfilter([1.0] if over is None else over, np.trim_zeros(strategy, "b"), impulse))
+    prefix = np.cumsum(
+        scipy.signal.lfilter([1.0] if over is None else over, np.trim_zeros(strategy, "b"), impulse)
+    )
     return math.sqrt(np.sum(prefix**2 * np.arange(rounds, 0, -1)) / rounds)
 
 
@@ -385,7 +413,9 @@ def square_root(bands: int) -> Float[np.ndarray, "b"]:
     return np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
 
 
-def _ratio(scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]) -> tuple[np.ndarray, np.ndarray]:
+def _ratio(
+    scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""Return the polynomials whose ratio is :math:`\sum_k c_k x^k = 1 + \sum_i \omega_i x / (1 - \theta_i x)`.
 
     With them, the inverse of a strategy costs as much in each round as there are buffers.
@@ -399,6 +429,8 @@ def _ratio(scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]) -> tu
     return above, below
 
 
-def _blt(scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"], rounds: int) -> Float[np.ndarray, "T"]:
+def _blt(
+    scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"], rounds: int
+) -> Float[np.ndarray, "T"]:
     with np.errstate(under="ignore"):
         return np.r_[1.0, scales @ decays[:, None] ** np.arange(rounds - 1)]

@@ -45,7 +45,9 @@ class Extrapolated(Mechanism):
                 f"noise={self.noise!r}: give a cohort of at most the population, and the server's noise, in 'float'"
             )
 
-    def draw(self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int) -> Cohort:
+    def draw(
+        self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int
+    ) -> Cohort:
         """Scale the round's multiplier."""
         drawn = super().draw(key, memory, index, clients)
         scaled = drawn.numbers.noise_multiplier * self._share(clients)
@@ -54,7 +56,9 @@ class Extrapolated(Mechanism):
     def planned(self, clients: int, rounds: int) -> Ledger:
         """At the scaled multiplier."""
         plan, share = super().planned(clients, rounds), self._share(clients)
-        return plan._replace(noise_multiplier=plan.noise_multiplier * share, server_noise=plan.server_noise * share)
+        return plan._replace(
+            noise_multiplier=plan.noise_multiplier * share, server_noise=plan.server_noise * share
+        )
 
     def describe(self, ledger: Ledger) -> list[str]:
         """The deployment's epsilon."""

@@ -23,9 +23,26 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
-from jaxfl._validate import Check, check_count, check_noise, check_numbers, checked, show, traced, up_to_infinity
+from jaxfl._validate import (
+    Check,
+    check_count,
+    check_noise,
+    check_numbers,
+    checked,
+    show,
+    traced,
+    up_to_infinity,
+)
 from jaxfl.privacy.clip import clip, round_within
-from jaxfl.privacy.noise import CLIENT_NOISE, SAMPLE, SERVER_NOISE, STEPS, add_gaussian, add_grid_noise, derive
+from jaxfl.privacy.noise import (
+    CLIENT_NOISE,
+    SAMPLE,
+    SERVER_NOISE,
+    STEPS,
+    add_gaussian,
+    add_grid_noise,
+    derive,
+)
 from jaxfl.privacy.observers import Observer, View, brought, one_gaussian, sum_noise, upload_view
 from jaxfl.privacy.sampling import FixedSize, Full, MinSeparation, Sampling
 from jaxfl.privacy.sums import add, narrow, widen
@@ -159,7 +176,9 @@ class Mechanism:
         del key, update, clients
         return ()
 
-    def draw(self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int) -> Cohort:
+    def draw(
+        self, key: Key[Array, "*S"], memory: Tree, index: Int[Array, ""], clients: int
+    ) -> Cohort:
         """Who takes part in round `index`, and its numbers; the key is that of the run's cohorts."""
         del memory
         cohort_key = derive(key, index // self.sampling.period, SAMPLE)
@@ -177,7 +196,12 @@ class Mechanism:
         return bounded, norm, self.contribution_bound(memory)
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Tree, client: Participant, sent: Message, norm: Float[Array, ""]
+        self,
+        key: Key[Array, "*S"],
+        memory: Tree,
+        client: Participant,
+        sent: Message,
+        norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
         """A client's contribution to the sum, of norm at most C, and its row.
 
@@ -201,7 +225,9 @@ class Mechanism:
         del memory, count
         return update
 
-    def add_client_noise(self, key: Key[Array, "*S"], memory: Tree, client: Participant, update: Tree) -> Tree:
+    def add_client_noise(
+        self, key: Key[Array, "*S"], memory: Tree, client: Participant, update: Tree
+    ) -> Tree:
         """Add a client's noise, also to a dropped update: the accountant counts it."""
         if not self.clients_noisy:
             return update
@@ -217,7 +243,9 @@ class Mechanism:
         if self.server_noisy:
             std = self.top_up(numbers, total)
             absolute = std * self.contribution_bound(memory) / unit
-            update, memory = self.add_server_noise(derive(key, SERVER_NOISE), memory, update, absolute, mesh)
+            update, memory = self.add_server_noise(
+                derive(key, SERVER_NOISE), memory, update, absolute, mesh
+            )
         share = unit / self.divisor(numbers, total.weight)
         return jax.tree.map(lambda leaf: leaf * share, narrow(update)), std, memory
 
@@ -227,7 +255,11 @@ class Mechanism:
 
     def divisor(self, numbers: RoundNumbers, weight: Float[Array, ""]) -> Float[Array, ""]:
         """The denominator of the aggregate, given the realised sum of weights."""
-        return numbers.denominator if self.denominator == "expected" else jnp.where(weight > 0, weight, 1.0)
+        return (
+            numbers.denominator
+            if self.denominator == "expected"
+            else jnp.where(weight > 0, weight, 1.0)
+        )
 
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
@@ -238,7 +270,9 @@ class Mechanism:
         zero = jax.tree.map(jnp.zeros_like, narrow(update))
         return add(update, widen(add_gaussian(key, zero, std))), memory
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """What an observer learns about a client.
 
         Args:
@@ -256,14 +290,20 @@ class Mechanism:
             return upload_view(ledger)
         fair = self.denominator == "expected"
         insider = observer == "client"
-        return self.sampling.view(sum_noise(ledger, hides_cohort=fair, replaced=replaced, insider=insider))
+        return self.sampling.view(
+            sum_noise(ledger, hides_cohort=fair, replaced=replaced, insider=insider)
+        )
 
     def planned(self, clients: int, rounds: int) -> Ledger:
         """Worst-case ledger of a planned run: every client participates in every round it can."""
         self.check_fits(clients, rounds)
-        noise, weights = (_rows(table, rounds) for table in (self.client_noise_table, self.weight_table))
+        noise, weights = (
+            _rows(table, rounds) for table in (self.client_noise_table, self.weight_table)
+        )
         multiplier = _rows(self.noise_multiplier_table, rounds)
-        return topped_up(Ledger(self.sampling.turns(clients, rounds), noise, weights, multiplier, multiplier))
+        return topped_up(
+            Ledger(self.sampling.turns(clients, rounds), noise, weights, multiplier, multiplier)
+        )
 
     def describe(self, ledger: Ledger) -> list[str]:
         """Sentences of a privacy statement about what this mechanism adds to clip, noise, weights and sampling."""
@@ -277,7 +317,9 @@ class Mechanism:
         bound = self.contribution_bound(memory) * jnp.max(numbers.weights)
         return bound * (numbers.noise_multiplier / STEPS if self.noise == "grid" else 2.0**-30)
 
-    def in_units(self, memory: Tree, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]) -> Tree:
+    def in_units(
+        self, memory: Tree, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
+    ) -> Tree:
         """A contribution times `scale`; on the grid, in whole steps within the bound."""
         if self.noise == "float":
             return jax.tree.map(lambda leaf: leaf * scale, contribution)
@@ -293,12 +335,18 @@ class Mechanism:
     def _check_single_precision(self) -> None:
         """Reject values that vanish or overflow in squares and products."""
         check_clip("clip", self.clip)
-        weights = extremes("weights", self.weight_table.max(axis=1))  # smaller weights share the largest's noise
+        weights = extremes(
+            "weights", self.weight_table.max(axis=1)
+        )  # smaller weights share the largest's noise
         for name in ("noise_multiplier", "client_noise"):
             if not traced(getattr(self, name)):
-                on_sum = np.outer(extremes(name, np.asarray(getattr(self, name), np.float64)), weights)
+                on_sum = np.outer(
+                    extremes(name, np.asarray(getattr(self, name), np.float64)), weights
+                )
                 if np.max(getattr(self, name)) > _MOST_NOISE:  # else noise exceeds a sum's 64 bits
-                    raise ValueError(f"{name}={show(getattr(self, name))}: give at most {_MOST_NOISE:g}")
+                    raise ValueError(
+                        f"{name}={show(getattr(self, name))}: give at most {_MOST_NOISE:g}"
+                    )
                 extremes(f"{name} times weights", on_sum)
 
     def _check_grid(self) -> None:
@@ -359,7 +407,9 @@ class Mechanism:
     @property
     def weight_table(self) -> Float[np.ndarray, "T C"]:
         """Weights w by round and client, axes of length 1 where constant."""
-        return np.atleast_2d(np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64))
+        return np.atleast_2d(
+            np.ones(1) if self.weights is None else np.asarray(self.weights, np.float64)
+        )
 
     def check_fits(self, clients: int, rounds: int) -> None:
         """Require tables that cover `rounds` rounds of `clients` clients, and a possible cohort."""
@@ -370,9 +420,13 @@ class Mechanism:
         tables["noise_multiplier"] = self.noise_multiplier_table[:, None]
         for name, table in tables.items():
             if table.shape[0] not in (1, rounds) or table.shape[1] not in (1, clients):
-                raise ValueError(f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients")
+                raise ValueError(
+                    f"{name} has shape {table.shape}: it must fit {rounds} rounds and {clients} clients"
+                )
         if not np.all(self.weight_table.max(axis=1) > 0):
-            raise ValueError(f"weights={self.weights!r}: every round needs a client with a weight above 0")
+            raise ValueError(
+                f"weights={self.weights!r}: every round needs a client with a weight above 0"
+            )
 
 
 def round_numbers(mechanism: Mechanism, clients: int, index: Int[Array, ""]) -> RoundNumbers:
@@ -417,7 +471,9 @@ def noise_share(noise_multiplier: Any, sampling: Sampling, clients: int) -> Any:
 def check_clip(name: str, value: Number) -> None:
     """Require a clip bound that single precision can square."""
     if not traced(value) and not _LEAST_CLIP <= value <= _LARGE and not math.isinf(value):
-        raise ValueError(f"{name}={value!r}: give a number from {_LEAST_CLIP:g} to {_LARGE:.3g}, as float32 squares it")
+        raise ValueError(
+            f"{name}={value!r}: give a number from {_LEAST_CLIP:g} to {_LARGE:.3g}, as float32 squares it"
+        )
 
 
 def extremes(name: str, values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,15 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int, Key
 
 from jaxfl._validate import at_least_0, check_positive, checked, up_to_infinity
-from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Participant, Total, extremes, topped_up
+from jaxfl.privacy.mechanisms.gaussian import (
+    FIELDS,
+    Cohort,
+    Mechanism,
+    Participant,
+    Total,
+    extremes,
+    topped_up,
+)
 from jaxfl.privacy.noise import RELEASE, add_gaussian, derive
 from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian, shown_by, upload_costs
 from jaxfl.types import Ledger, Message, Tree
@@ -87,7 +95,9 @@ class PrivacyFilter(Mechanism):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise == "grid":
-            raise ValueError(f"noise='grid' with {type(self).__name__}: clients add the noise, give noise='float'")
+            raise ValueError(
+                f"noise='grid' with {type(self).__name__}: clients add the noise, give noise='float'"
+            )
         extremes("least_total", np.asarray(self.least_total, np.float64))
         if self.least_total and self.release is not None and not self.release.noise:
             raise ValueError(
@@ -105,32 +115,52 @@ class PrivacyFilter(Mechanism):
         del key, update
         return Accounts(jnp.zeros(clients), jnp.zeros(clients))
 
-    def draw(self, key: Key[Array, "*S"], memory: Accounts, index: Int[Array, ""], clients: int) -> Cohort:
+    def draw(
+        self, key: Key[Array, "*S"], memory: Accounts, index: Int[Array, ""], clients: int
+    ) -> Cohort:
         """The drawn clients that can afford the round, with noise set by past releases."""
         drawn = super().draw(key, memory, index, clients)
         sampled, numbers, notes = drawn.sampled, drawn.numbers, drawn.notes
         if self.release is not None:
             noise = numbers.client_noise / self.release.shares(memory.released)
-            numbers, notes = numbers._replace(client_noise=noise), {"release_noise": jnp.float32(self.release.noise)}
+            numbers, notes = (
+                numbers._replace(client_noise=noise),
+                {"release_noise": jnp.float32(self.release.noise)},
+            )
         if self.least_total:
-            sampled &= memory.spent + self._costs(numbers.client_noise) <= self.least_total**-2 * (1 - ROUNDING)
+            sampled &= memory.spent + self._costs(numbers.client_noise) <= self.least_total**-2 * (
+                1 - ROUNDING
+            )
         return Cohort(sampled, numbers, notes)
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Accounts, client: Participant, sent: Message, norm: Float[Array, ""]
+        self,
+        key: Key[Array, "*S"],
+        memory: Accounts,
+        client: Participant,
+        sent: Message,
+        norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
         """The noised update, and the released number."""
         number, release = sent.extra, self.release
         if (number is None) != (release is None):
-            raise ValueError(f"message.extra={number!r} with release={release!r}: send a number where it is released")
+            raise ValueError(
+                f"message.extra={number!r} with release={release!r}: send a number where it is released"
+            )
         update, _ = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         if release is None:
             return update, ()
         # A dropped update releases the least number, which hides that it was dropped.
-        number = jnp.clip(jnp.where(jnp.isfinite(number), number, release.low), release.low, release.high)
+        number = jnp.clip(
+            jnp.where(jnp.isfinite(number), number, release.low), release.low, release.high
+        )
         if release.noise:
             std = jnp.float32(release.noise * (release.high - release.low))
-            number = jnp.clip(add_gaussian(derive(key, RELEASE, client.number), number, std), release.low, release.high)
+            number = jnp.clip(
+                add_gaussian(derive(key, RELEASE, client.number), number, std),
+                release.low,
+                release.high,
+            )
         return update, number
 
     def aggregate(
@@ -146,7 +176,9 @@ class PrivacyFilter(Mechanism):
             spent = spent + jnp.where(cohort.sampled, self._costs(cohort.numbers.client_noise), 0.0)
         return aggregate, std, Accounts(released, spent)
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """The filter's bound, for every observer: sums count as their uploads."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         if view.whole:  # nothing is sent, or nothing is bounded
@@ -164,7 +196,11 @@ class PrivacyFilter(Mechanism):
         plan = super().planned(clients, rounds)
         if self.release is not None:
             plan = plan._replace(notes={"release_noise": np.full(rounds, self.release.noise)})
-        return topped_up(plan._replace(participants=self._affordable(plan))) if self.least_total else plan
+        return (
+            topped_up(plan._replace(participants=self._affordable(plan)))
+            if self.least_total
+            else plan
+        )
 
     def describe(self, ledger: Ledger) -> list[str]:
         """The filter and the noise on released numbers."""
@@ -193,7 +229,9 @@ class PrivacyFilter(Mechanism):
     def _check(self, ledger: Ledger) -> None:
         """Require that each client's messages compose to a multiplier of at least `least_total`."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            spent = np.where(ledger.participants, upload_costs(ledger, _beside(ledger)), 0.0).sum(axis=0)
+            spent = np.where(ledger.participants, upload_costs(ledger, _beside(ledger)), 0.0).sum(
+                axis=0
+            )
             over = spent > np.float64(self.least_total) ** -2.0
         if over.any():
             client = int(np.argmax(spent))

@@ -29,15 +29,24 @@ class PrivateMask(Mechanism):
     """
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Tree, client: Participant, sent: Message, norm: Float[Array, ""]
+        self,
+        key: Key[Array, "*S"],
+        memory: Tree,
+        client: Participant,
+        sent: Message,
+        norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
         """The noised update on the mask."""
         del norm
         if sent.extra is None:
-            raise ValueError("message.extra=None: a private mask is missing, give one, or another mechanism")
+            raise ValueError(
+                "message.extra=None: a private mask is missing, give one, or another mechanism"
+            )
         return keep(sent.extra, self.add_client_noise(key, memory, client, sent.update)), ()
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """No protection at all."""
         del ledger, observer, replaced, one_round
         return one_gaussian(0.0, "none", _BROKEN)

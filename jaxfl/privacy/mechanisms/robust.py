@@ -35,10 +35,17 @@ class Robust(Mechanism):
 
     def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
         """Nothing is summed."""
-        raise ValueError(f"audit with {type(self).__name__}: it adds nothing up, and has no epsilon; leave audit out")
+        raise ValueError(
+            f"audit with {type(self).__name__}: it adds nothing up, and has no epsilon; leave audit out"
+        )
 
     def contribute(
-        self, key: Key[Array, "*S"], memory: Tree, client: Participant, sent: Message, norm: Float[Array, ""]
+        self,
+        key: Key[Array, "*S"],
+        memory: Tree,
+        client: Participant,
+        sent: Message,
+        norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
         """A row, and nothing in the sum."""
         update, _ = super().contribute(key, memory, client, sent, norm)
@@ -52,9 +59,15 @@ class Robust(Mechanism):
         count = jnp.sum(cohort.sampled)
         present = jnp.arange(len(jax.tree.leaves(total.rows)[0])) < count
         combined = self.combine(total.rows, present, jnp.maximum(count, 1))
-        return jax.tree.map(lambda leaf: jnp.where(count > 0, leaf, 0.0), combined), jnp.zeros(()), memory
+        return (
+            jax.tree.map(lambda leaf: jnp.where(count > 0, leaf, 0.0), combined),
+            jnp.zeros(()),
+            memory,
+        )
 
-    def view(self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False) -> View:
+    def view(
+        self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
+    ) -> View:
         """No protection."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         reason = f"{type(self).__name__}: how far one client moves it depends on the others, and it has no noise"
@@ -72,7 +85,9 @@ class Median(Robust):
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
         """The mean of middle values."""
-        middle = _ordered(rows, present, lambda ordered: ordered[(count - 1) // 2] + ordered[count // 2])
+        middle = _ordered(
+            rows, present, lambda ordered: ordered[(count - 1) // 2] + ordered[count // 2]
+        )
         return jax.tree.map(lambda leaf: 0.5 * leaf, middle)
 
 
@@ -102,7 +117,9 @@ class TrimmedMean(Robust):
         kept = (rank >= cut) & (rank < count - cut)
 
         def mean(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
-            return jnp.sum(jnp.where(_column(kept, ordered), ordered, 0.0), axis=0) / (count - 2 * cut)
+            return jnp.sum(jnp.where(_column(kept, ordered), ordered, 0.0), axis=0) / (
+                count - 2 * cut
+            )
 
         return _ordered(rows, present, mean)
 
@@ -128,7 +145,9 @@ class Krum(Robust):
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
         """Average the best updates."""
-        flat = jnp.concatenate([leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)], axis=1)
+        flat = jnp.concatenate(
+            [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)], axis=1
+        )
         # By differences: |a|^2 + |b|^2 - 2 a b loses the digits of close updates.
         distances = jax.lax.map(lambda row: jnp.sum((flat - row[None]) ** 2, axis=1), flat)
         other = present[None] & ~jnp.eye(len(flat), dtype=bool)
@@ -138,13 +157,16 @@ class Krum(Robust):
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
         kept = present & (rank < self.keep)
         return jax.tree.map(
-            lambda leaf: jnp.sum(jnp.where(_column(kept, leaf), leaf, 0.0), axis=0) / jnp.sum(kept), rows
+            lambda leaf: jnp.sum(jnp.where(_column(kept, leaf), leaf, 0.0), axis=0) / jnp.sum(kept),
+            rows,
         )
 
 
 def _ordered(rows: Tree, present: Bool[Array, "R"], use: Callable[[Array], Array]) -> Tree:
     """Apply `use` to each coordinate's values, ascending, with infinity beyond the participants."""
-    return jax.tree.map(lambda leaf: use(jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.inf), axis=0)), rows)
+    return jax.tree.map(
+        lambda leaf: use(jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.inf), axis=0)), rows
+    )
 
 
 def _column(values: Array, like: Array) -> Array:

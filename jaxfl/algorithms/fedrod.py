@@ -1,4 +1,4 @@
-"""FedRoD: a shared model trained as if all classes were equally frequent, and a personal head on top."""
+"""FedRoD: a shared model trained for balanced classes, and a personal head for each client."""
 
 import functools
 
@@ -30,37 +30,45 @@ def fedrod(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""Build FedRoD: logits :math:`g(x) = \phi(x) w` for all clients, and :math:`g(x) + \phi(x) \theta_i` for one.
+    r"""Build FedRoD: a shared model for balanced classes, and a personal head for each client.
 
-    A client with :math:`n_i(y)` examples of class y takes steps on the sum of two losses:
+    The shared model has the logits :math:`g(x) = \phi(x) w`. Client i adds a head
+    :math:`\theta_i`, so that its logits are :math:`g(x) + \phi(x) \theta_i`. A client with
+    :math:`n_i(y)` examples of class y takes steps on the sum of two losses:
 
     .. math::
-        L(\phi, w) = - \log \frac{n_i(y) \, e^{g_y(x)}}{\sum_k n_i(k) \, e^{g_k(x)}}, \qquad
-        L(\theta_i) = - \log \frac{e^{g_y(x) + \phi(x) \theta_{iy}}}{\sum_k e^{g_k(x) + \phi(x) \theta_{ik}}}
+        L(\phi, w) &= - \log \frac{n_i(y) \, e^{g_y(x)}}{\sum_k n_i(k) \, e^{g_k(x)}} \\
+        L(\theta_i) &= - \log \frac{e^{g_y(x) + \phi(x) \theta_{iy}}}
+            {\sum_k e^{g_k(x) + \phi(x) \theta_{ik}}}
 
-    The first is the balanced softmax, which trains the shared model as if the client had equally many examples of each
-    class. The second trains the personal head alone: neither :math:`\phi` nor w follows its gradient.
+    The first loss is the balanced softmax. It trains the shared model as if the client had equally
+    many examples of each class. The second loss trains only the personal head: neither
+    :math:`\phi` nor w follows its gradient.
 
     Args:
         model: A network for classification, with a head.
-        clip: C, L2 bound on a client's update of :math:`(\phi, w)` jointly.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: Who takes part.
-        local: How a client trains both in a round.
-        server_optimizer: Takes the negative aggregate as its gradient.
-        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+        clip: C, L2 bound on the joint norm of a client's update of :math:`(\phi, w)`.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round.
+        local: Optimizer, batches and epochs with which a client trains both parts in a round.
+        server_optimizer: Optimizer that takes the negative aggregate as its gradient. The default
+            adds the aggregate to the shared model.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
-        against all others (joint privacy): its own head depends on its own data. Publishing heads voids it.
-    Deviations from the paper: Updates are clipped and noised, with a fixed denominator. Heads are added as parameters,
-        which for heads of one linear layer adds their logits. The head is linear in the features, without the
-        hypernetwork that the paper tries as well.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts. Heads have joint privacy: each client is protected against all other
+        clients, but its head depends on its own data. Publishing heads voids the guarantee.
+    Deviations from the paper: Updates are clipped and noised, and their sum has a fixed
+        denominator. Heads are added as parameters, which for heads of one linear layer adds their
+        logits. The head is linear in the features. The paper also tries a hypernetwork.
 
     Raises:
         ValueError: The model has no head, or its task is not classification.
 
-    References: Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image Classification, ICLR
-        2022 (arXiv:2107.00778), equations 5 to 8.
+    References: Chen and Chao, On Bridging Generic and Personalized Federated Learning for Image
+        Classification, ICLR 2022 (arXiv:2107.00778), equations 5 to 8.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson

@@ -12,6 +12,7 @@ from jaxfl.local.train import LocalSGD, fit_layers
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 
 _BEFORE = 2**31 + 11
+"""Number that derives the key of the method's own `personalize` from a client's key."""
 
 
 @checked(parts=not_empty(check_layers))
@@ -23,23 +24,24 @@ def fine_tuned(
 ) -> Algorithm:
     """Evaluate a method after every client has trained its model further on its own examples.
 
-    A client starts from the model that the method would evaluate it with, and takes the steps of
-    `local` in the layers of `parts` alone. Every client does so, participant or not, and nothing of
-    it is kept.
+    Each client starts from the model with which the method would evaluate it. The steps of `local`
+    then change only the layers that `parts` names. Every client trains, whether or not it took part
+    in a round, and discards the result after the evaluation.
 
     Args:
-        algorithm: any method; best one that shares a model.
-        local: how a client trains before evaluation.
-        parts: names of the layers that train; None: all of them. With those of the head,
-            `model.head`, around `dp_fedavg` it is `dp_fedavg_fb`.
+        algorithm: Any method. Methods that share a model gain the most.
+        local: Optimizer, batches and epochs of the training before an evaluation.
+        parts: Names of the layers that train. None trains all of them. With the head's layers,
+            `model.head`, a fine-tuned `dp_fedavg` is `dp_fedavg_fb`.
 
-    Guarantee: the method's, whose messages are sent; for each client against all others (joint
-        privacy): its fine-tuned model depends on its own data. Publishing it voids this.
+    Guarantee: The guarantee of the method, which sends the same messages as without fine-tuning.
+        Fine-tuned models have joint privacy: each client is protected against all other clients,
+        but its model depends on its own data. Publishing fine-tuned models voids the guarantee.
     References: Yu, Bagdasaryan, Shmatikov, Salvaging Federated Learning by Local Adaptation, 2020
         (arXiv:2002.04758).
 
     Raises:
-        ValueError: a part is no layer of the model.
+        ValueError: One of the `parts` is not a layer of the model.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
@@ -48,9 +50,11 @@ def fine_tuned(
     """
     model = algorithm.model
     layers = model.layers if parts is None else parts
-    if unknown := [name for name in layers if name not in model.layers]:
+    unknown = [name for name in layers if name not in model.layers]
+    if unknown:
         raise ValueError(
-            f"parts must be layers of model={model.name!r}, got {unknown[0]!r}. Choose from {', '.join(model.layers)}."
+            f"parts must be layers of model={model.name!r}, got {unknown[0]!r}. "
+            f"Choose from {', '.join(model.layers)}."
         )
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:

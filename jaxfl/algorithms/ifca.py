@@ -1,4 +1,4 @@
-"""IFCA: several shared models, of which every client chooses the one that fits its examples best."""
+"""IFCA: several shared models, and clients that choose the one with the least loss."""
 
 import math
 
@@ -29,33 +29,39 @@ def ifca(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""Build IFCA: the server keeps k models, and a client trains the one with the least loss on its own examples.
+    r"""Build IFCA: k shared models, each trained by the clients for which its loss is the least.
 
     .. math::
         j_i = \arg\min_j F_i(\theta_j), \qquad
         \theta_j \leftarrow \theta_j + \frac{\eta_g k}{q N} \Big(
             \sum_{i \in \Omega_t : j_i = j} \mathrm{clip}_C(\Delta_i) + N(0, z^2 C^2 I) \Big)
 
-    A message holds an update for every model, of which all but one are 0, so that its norm is that of one update, and
-    who chose which model is hidden by the noise. Evaluation chooses again, and clients keep nothing.
+    A message holds an update for every model. All of them but one are 0, so that the message has
+    the norm of one update. The noise hides which client chose which model. At an evaluation each
+    client chooses again. Clients keep nothing between rounds.
 
     Args:
-        model: The network. Each of the k models starts from a random draw of its own.
+        model: The network. Each of the k models starts from its own random draw.
         clusters: k, the number of models.
-        local: How a client trains the chosen model in a round.
-        clip: C, L2 bound on a client's update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: Who takes part.
-        server_optimizer: Takes the negative aggregate of all k models as its gradient.
-        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+        local: Optimizer, batches and epochs with which a client trains its model in a round.
+        clip: C, L2 bound on a client's update. Infinity clips nothing.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        server_optimizer: Optimizer that takes the negative aggregate of all k models as its
+            gradient. The default adds the aggregate to the models.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
-        against all others (joint privacy): its choice depends on its own data. Publishing choices voids this.
-    Deviations from the paper: Updates are clipped and noised. The sum of a cluster is divided by the clients that a
-        round expects in it if all clusters are equally large, in place of those that it has. All layers belong to a
-        cluster, without the paper's option of sharing some of them.
-    References: Ghosh, Chung, Yin, Ramchandran, An Efficient Framework for Clustered Federated Learning, NeurIPS 2020
-        (arXiv:2006.04088), Algorithm 1 with model averaging.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts. Choices have joint privacy: each client is protected against all other
+        clients, but its choice depends on its own data. Publishing choices voids the guarantee.
+    Deviations from the paper: Updates are clipped and noised. The sum of a cluster is divided by
+        the number of clients that a round expects in it if all clusters are equally large. The
+        paper divides by the number of clients that chose it. All layers belong to a cluster. The
+        paper can also share some layers.
+    References: Ghosh, Chung, Yin, Ramchandran, An Efficient Framework for Clustered Federated
+        Learning, NeurIPS 2020 (arXiv:2006.04088), Algorithm 1 with model averaging.
 
     >>> from jaxfl.models import mlp
     >>> ifca(mlp((8, 8, 1), 10, hidden=(16,)), clusters=2).name
@@ -68,7 +74,7 @@ def ifca(
         return init_server(several, server_optimizer), ()
 
     def choice(several: Params, data: ClientData) -> Int[Array, ""]:
-        """Return the number of the model with the least loss. A model whose loss is NaN is chosen last."""
+        """Return the index of the model with the least loss, where NaN counts as infinite."""
 
         def losses(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "k"]:
             outputs = jax.vmap(lambda params: model.apply(params, x))(several)
@@ -107,5 +113,5 @@ def ifca(
 
 
 def _one_of(several: Params, number: Int[Array, ""]) -> Params:
-    """Return one of several models."""
+    """Return one of several stacked models."""
     return jax.tree.map(lambda leaf: leaf[number], several)

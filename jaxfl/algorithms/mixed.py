@@ -1,4 +1,4 @@
-"""Predictions mixed of a client's own model and a method's, around any method."""
+"""Mixtures of a method's predictions and those of a client's own model, around any method."""
 
 import dataclasses
 import functools
@@ -19,16 +19,23 @@ from jaxfl.models.extended import extended
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 
 Mix: TypeAlias = Callable[[Array, Array, Array], Array]
-"""From the own model's weight, its outputs, and the method's outputs, to mixed ones."""
+"""Function from the weight of the own model, its outputs and the method's outputs to mixed ones."""
 
 _ENTRY = "mixture"
-"""What a client's parameters have beside the layers."""
+"""Name of the entry that a client's parameters have in addition to their layers."""
 
-_INIT, _TRAINING, _FOLDS = range(2**31 + 13, 2**31 + 16)
+_INIT = 2**31 + 13
+"""Number that derives the key of the own model's start from a client's key."""
+
+_TRAINING = 2**31 + 14
+"""Number that derives the key of the own model's training."""
+
+_FOLDS = 2**31 + 15
+"""Number that derives the key that draws the folds."""
 
 
 class Mixture(NamedTuple):
-    """A client's own model, and the weight of its predictions."""
+    """A client's own model, and the weight of this model's predictions."""
 
     own: Params
     weight: Any
@@ -47,8 +54,9 @@ def mixed(
     .. math::
         p_i(y | x) = \lambda_i \, p(y | x; v_i) + (1 - \lambda_i) \, p(y | x; \theta_i)
 
-    :math:`v_i` is trained from a random start on the client's examples, and :math:`\theta_i` is the
-    method's model for the client. The weight is the best of 0, 0.1, ..., 1 for examples left out:
+    The client trains its own model :math:`v_i` from a random start on its examples.
+    :math:`\theta_i` is the method's model for the client. The weight is the one of 0, 0.1, ..., 1
+    that gives the least loss on examples that are left out:
 
     .. math::
         \lambda_i = \arg\min_\lambda \sum_k \sum_{(x, y) \in D_{ik}}
@@ -56,32 +64,34 @@ def mixed(
             + (1 - \lambda) \, p(y | x; \theta_i^{-k}) \big)
 
     :math:`v_i^{-k}` and :math:`\theta_i^{-k}` are made in the same way without the examples
-    :math:`D_{ik}` of fold k. Folds are drawn; in a classification they divide each class as evenly
-    as can be, and the only example of a class is in no fold, because no model would know the class
-    without it. A client without an example in a fold has the method's predictions.
+    :math:`D_{ik}` of fold k. Folds are random. For a classification they divide each class as
+    evenly as possible. The only example of a class is in no fold, because no model would know the
+    class without it. A client without an example in any fold has the method's predictions.
 
-    At each evaluation every client trains `folds` + 1 models, and nothing of them is kept.
+    At each evaluation every client trains `folds` + 1 models, and discards them afterwards.
 
     Args:
-        algorithm: any method for a classification, a next token, or a regression, of which outputs
-            are mixed, and weighed by the squared error.
-        local: how a client trains its own model, with as many epochs as training alone takes.
-        folds: number of parts of a client's examples, each of which is left out once.
-        pick: whether the weight is 0 or 1: each client picks one of the two models.
+        algorithm: Any method for a classification, a next token, or a regression. For a regression
+            the outputs are mixed, and the weight minimises the squared error.
+        local: Optimizer, batches and epochs of a client's own model. Give as many epochs as
+            training alone takes.
+        folds: Number of parts of a client's examples. Each part is left out once.
+        pick: Whether the only weights are 0 and 1, so that each client picks one of the two models.
 
-    Guarantee: the method's, whose messages are sent; for each client against all others (joint
-        privacy): its own model and the weight depend on its own data. Publishing them voids this.
-    Deviations from the paper: the method does not train for the mixture, as Mansour et al. and
-        APFL do. kNN-Per mixes with neighbours in place of a model. What a method's clients keep
-        from rounds, such as a personal model, has seen the examples of all folds: weights lean
-        towards it.
+    Guarantee: The guarantee of the method, which sends the same messages as without a mixture. Own
+        models and weights have joint privacy: each client is protected against all other clients,
+        but its model and weight depend on its own data. Publishing them voids the guarantee.
+    Deviations from the paper: The method does not train for the mixture, as Mansour et al. and
+        APFL do. kNN-Per mixes with neighbours, not with a model. A state that the method's clients
+        keep between rounds, such as a personal model, has seen the examples of all folds. The
+        weights then favour the method.
     References: Mansour et al., Three Approaches for Personalization with Applications to Federated
         Learning, 2020 (arXiv:2002.10619); Deng, Kamani, Mahdavi, Adaptive Personalized Federated
         Learning, 2020 (arXiv:2003.13461); Marfoq et al., Personalized Federated Learning through
         Local Memorization, ICML 2022 (arXiv:2111.09360).
 
     Raises:
-        ValueError: the task is another one.
+        ValueError: The model has another task.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
@@ -97,14 +107,15 @@ def mixed(
         )
     by_class = model.task.name == "classification"
     mix = functools.partial(_mixture, _MIXTURES[model.task.name])
-    weights = np.array([0.0, 1.0] if pick else np.arange(11) / 10, np.float32)
+    choices = [0.0, 1.0] if pick else np.arange(11) / 10
+    weights = np.array(choices, np.float32)
 
     def layers_from(key: Key[Array, ""]) -> Params:
         params = model.init(key)
         return {name: params[name] for name in model.layers}
 
     def losses_of(own: Params, shared: Params, data: ClientData) -> Float[Array, "W"]:
-        """Return the sum of losses over a client's examples, by weight."""
+        """Return the sum of the losses of a client's examples for each weight [W]."""
 
         def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Float[Array, "W"]:
             outputs = model.apply(own, x)
@@ -126,12 +137,12 @@ def mixed(
             own, _ = local.train(jax.random.fold_in(key, _TRAINING), model, start, data)
             return own, algorithm.personalize(key, server, client, data)
 
-        def leave_out(number: Int[Array, ""], carry: tuple) -> tuple:
-            """Train without one fold; the last number is no fold's, and leaves nothing out."""
+        def leave_out(index: Int[Array, ""], carry: tuple) -> tuple:
+            """Train without the fold of this index. The last index, `folds`, leaves nothing out."""
             *_, losses = carry
-            kept, left = _divided(data, fold == number)
+            kept, left_out = _divided(data, fold == index)
             own, shared = fit(kept)
-            return own, shared, losses + losses_of(own, shared, left)
+            return own, shared, losses + losses_of(own, shared, left_out)
 
         shapes = jax.eval_shape(fit, data)
         unfitted = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -146,13 +157,14 @@ def mixed(
     def unmixed(key: Key[Array, ""]) -> Mixture:
         return Mixture(layers_from(key), jnp.zeros(()))
 
-    # Of features no own model makes outputs.
-    whole = extended(model, _ENTRY, unmixed, change)._replace(extract=None, classify=None)
-    return algorithm._replace(name=f"mixed({algorithm.name})", model=whole, personalize=personalize)
+    # The model cannot be split at its head, because the own model reads inputs, not features.
+    mixture = extended(model, _ENTRY, unmixed, change)._replace(extract=None, classify=None)
+    name = f"mixed({algorithm.name})"
+    return algorithm._replace(name=name, model=mixture, personalize=personalize)
 
 
 def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool) -> Int[Array, "N"]:
-    """Return each position's fold, or -1 where it has none: padding, the only one of a class."""
+    """Return the fold of each position: -1 for padding, and for the only example of a class."""
     positions = jnp.arange(data.padded)
     real = positions < data.size
     drawn = jax.random.uniform(key, positions.shape)
@@ -162,26 +174,34 @@ def _folds(key: Key[Array, ""], data: ClientData, folds: int, *, by_class: bool)
     _, labels = data.take(positions)
     order = jnp.lexsort((drawn, labels, ~real))
     ordered = jnp.where(real, labels[order].astype(jnp.int32), -1)
-    other = ordered[1:] != ordered[:-1]
+    changes = ordered[1:] != ordered[:-1]
     edge = jnp.ones(1, bool)
-    first = jnp.concatenate([edge, other])
-    last = jnp.concatenate([other, edge])
+    first = jnp.concatenate([edge, changes])
+    last = jnp.concatenate([changes, edge])
+    # An example that is both the first and the last of its class is the only one.
     fold = jnp.where(real & ~(first & last), positions % folds, -1)
     return fold[jnp.argsort(order)]
 
 
 def _divided(data: ClientData, out: Bool[Array, "N"]) -> tuple[ClientData, ClientData]:
-    """Return the client without some of its examples, in their order, and with those alone."""
+    """Return the client's data without some examples, and the data of these examples only.
+
+    Args:
+        data: The client.
+        out: Whether the first data leave out the example of each position [N]. Examples keep their
+            order.
+    """
     real = jnp.arange(data.padded) < data.size
     order = jnp.argsort(jnp.where(real, out, 2), stable=True)
-    whole = data.in_order(order)
+    ordered = data.in_order(order)
     kept = data.size - jnp.sum(out)
-    return dataclasses.replace(whole, size=kept), whole.part(kept, data.padded)
+    return dataclasses.replace(ordered, size=kept), ordered.part(kept, data.padded)
 
 
 def _of_probabilities(weight: Float[Array, ""], own: Array, method: Array) -> Array:
     r"""Return :math:`\log(\lambda p + (1 - \lambda) q)` of two models' probabilities."""
-    inside = jnp.clip(weight, 0.01, 0.99)  # the ends have no logarithm
+    # The weights 0 and 1 have an infinite logarithm. `_mixture` replaces their outputs.
+    inside = jnp.clip(weight, 0.01, 0.99)
     first = jax.nn.log_softmax(own) + jnp.log(inside)
     second = jax.nn.log_softmax(method) + jnp.log1p(-inside)
     return jnp.logaddexp(first, second)
@@ -193,7 +213,11 @@ def _of_outputs(weight: Float[Array, ""], own: Array, method: Array) -> Array:
 
 
 def _mixture(mix: Mix, weight: Float[Array, ""], own: Array, method: Array) -> Array:
-    """Return mixed outputs: exactly one model's where the other has no weight, and may be NaN."""
+    """Return mixed outputs.
+
+    If one model has no weight, the outputs are exactly those of the other one, even if the first
+    model's outputs are NaN.
+    """
     between = mix(weight, own.astype(jnp.float32), method.astype(jnp.float32))
     outputs = jnp.where(weight == 0, method, between.astype(method.dtype))
     return jnp.where(weight == 1, own, outputs)
@@ -204,4 +228,4 @@ _MIXTURES: dict[str, Mix] = {
     "next_token": _of_probabilities,
     "regression": _of_outputs,
 }
-"""By task, how outputs are mixed."""
+"""Functions that mix outputs, by the name of the task."""

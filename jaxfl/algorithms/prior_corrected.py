@@ -1,4 +1,4 @@
-"""Predictions that know how often a client has each class, around any method."""
+"""Correction of predictions by how often a client has each class, around any method."""
 
 import contextlib
 import functools
@@ -17,26 +17,29 @@ from jaxfl.tasks import logits_offset
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
 _ENTRY = "log_prior"
-"""What a client's parameters have beside the layers."""
+"""Name of the entry that a client's parameters have in addition to their layers."""
 
 _NEVER = -1e30
-"""The offset of a class that is ruled out: finite, because the padding's loss times 0 must be 0."""
+"""Offset of a class that is ruled out.
+
+It is finite, so that the loss of a padding example times its weight 0 is 0.
+"""
 
 _LEAST = 0.1
-"""Least share of a class in a released count, over a uniform one: noise may leave none."""
+"""Least released share of a class, relative to a uniform share. Noise may leave less than this."""
 
 _SUMS = (Mechanism, BandedNoise, BLTNoise, Extrapolated)
-"""Mechanisms that add up messages of any structure, clipped to a bound that a client knows."""
+"""Mechanisms that sum messages of any structure, which are clipped to a bound that clients know."""
 
 
 class Counted(NamedTuple):
-    """The method's server, and what the rounds released about labels."""
+    """State of the method's server, and sums of the shares of classes that rounds released."""
 
     method: Tree
     total: Float[Array, "K"]
-    """Sum over rounds of the released shares of classes, as sent."""
+    """Sum over rounds of the released shares of classes, in the scale of the messages."""
     squares: Float[Array, ""]
-    """Sum over rounds of the released shares' squared norm."""
+    """Sum over rounds of the squared norm of the released shares."""
     rounds: Float[Array, ""]
 
 
@@ -57,61 +60,65 @@ def prior_corrected(
         p_i(y | x) \propto p(y | x) \frac{\pi_i(y)}{\pi(y)}, \qquad
         \pi_i(y) = \frac{n_i(y) + s}{n_i + s K}
 
-    where :math:`n_i(y)` of a client's :math:`n_i` training examples are of class y, one of K. On
-    logits it is the offset :math:`\log \pi_i(y) - \log \pi(y)`. By default
-    :math:`\pi(y) = 1 / K`, and a client with equally many examples of each class has the method's
-    predictions. So has a client without any.
+    where :math:`n_i(y)` of a client's :math:`n_i` training examples are of class y, one of K. The
+    correction adds the offset :math:`\log \pi_i(y) - \log \pi(y)` to the logits. By default
+    :math:`\pi(y) = 1 / K`. A client that has no examples, or equally many of each class, then has
+    the method's predictions.
 
-    With `released` w above 0, :math:`\pi` comes from all clients' labels. A participant with the
-    shares :math:`h_i(y) = n_i(y) / n_i` and the update :math:`\Delta_i` sends one vector:
+    With `released` w above 0, :math:`\pi` comes from the labels of all clients. A participant with
+    the shares :math:`h_i(y) = n_i(y) / n_i` and the update :math:`\Delta_i` sends one vector:
 
     .. math::
         (\Delta_i, \; w C h_i \max(1, |\Delta_i| / C_i)), \qquad
         C_i = C \sqrt{1 - w^2 |h_i|^2}
 
-    The mechanism clips this vector to its bound C, which leaves
+    The mechanism clips this vector to its bound C. The clipped vector is
     :math:`(\mathrm{clip}_{C_i}(\Delta_i), \, w C h_i)`. The mean r of the released shares over T
-    rounds has noise of std :math:`z / (w \, q N \sqrt{T})` for cohorts of qN clients, if rounds have
-    independent noise. The server shrinks r towards uniform shares by its squared standard error v,
-    estimated from the rounds as if they were independent:
+    rounds has noise of std :math:`z / (w \, q N \sqrt{T})`, if cohorts have qN clients and rounds
+    have independent noise. The server shrinks r towards uniform shares by its squared standard
+    error v, estimated from the rounds as if they were independent:
 
     .. math::
         \pi(y) &\propto \max \Big( \lambda r(y) + \frac{1 - \lambda}{K}, \; \frac{1}{10 K} \Big) \\
         \lambda &= \max \Big( 0, \; 1 - \frac{v}{\sum_k (r(k) - \bar r)^2} \Big)
 
-    After one round nothing is known of v, and 0 stands for it.
+    After one round v cannot be estimated, and is taken to be 0.
 
     Args:
-        algorithm: any method for a classification.
-        smoothing: s, examples that are added to every class. 0 predicts no class but the client's
-            own: another one has probability 0 (1e30 in the loss, in place of infinity).
-        train: whether local training has the offset too, in rounds and before evaluation. The
-            shared model then learns what counts of labels do not tell (logit adjustment; with
-            s = 0, the restricted softmax). False suits methods that evaluate a shared model: one
-            trained on the client's own examples knows its classes, and would be corrected twice.
+        algorithm: Any method for a classification.
+        smoothing: s, number of examples that are added to every class. With 0 the client predicts
+            only its own classes. Every other class has probability 0, and a loss of 1e30, not
+            infinity.
+        train: Whether local training adds the offset too, in rounds and before an evaluation. The
+            shared model then learns what the counts of labels leave open (logit adjustment, or the
+            restricted softmax with s = 0). False suits methods that evaluate a shared model. A
+            model that is trained on the client's own examples knows its classes, and would be
+            corrected twice.
         released: w, the largest norm of a client's shares over the clip bound, below 1. A larger
-            w leaves less noise on the shares and a tighter bound, :math:`C_i`, to the update. Where
-            nothing is clipped, 1 stands for C. 0 sends nothing about labels.
+            w leaves less noise on the shares, but a tighter bound :math:`C_i` for the update. If
+            the mechanism does not clip, 1 replaces C. With 0 clients send nothing about labels.
 
-    Guarantee: the method's, with the same mechanism and epsilon. With `released` 0, counts of
-        labels stay with the client. Otherwise they are a part of its message, whose joint norm is
-        at most C. Noise of the same multiplier covers all of it, and pi is post-processing of what
-        is released. With `train` the update depends on the counts, and the mechanism clips it as
-        ever. For each client against all others (joint privacy): its offset depends on its own
-        data. Publishing it voids this.
-    Deviations from the paper: by default pi is uniform, as if the shared model had seen all classes
+    Guarantee: The guarantee of the method, with the same mechanism and epsilon. If `released` is 0,
+        counts of labels stay with the client. Otherwise they are a part of its message, whose joint
+        norm is at most C. Noise of the same multiplier covers the message, and pi is
+        post-processing of the released sums. With `train` the update depends on the counts, and the
+        mechanism clips the update as before. Offsets have joint privacy: each client is protected
+        against all other clients, but its offset depends on its own data. Publishing offsets voids
+        the guarantee.
+    Deviations from the paper: By default pi is uniform, as if the shared model had seen all classes
         equally often. The released count weighs clients as the mechanism does, not by their
-        examples. FedRS scales the weights of missing classes, which s = 0 leaves out.
+        numbers of examples. FedRS scales the weights of missing classes. With s = 0 these classes
+        are ruled out.
     References: Saerens, Latinne, Decaestecker, Adjusting the Outputs of a Classifier to New a
         Priori Probabilities, Neural Computation 2002; Menon et al., Long-Tail Learning via Logit
         Adjustment, ICLR 2021; Li and Zhan, FedRS: Federated Learning with Restricted Softmax for
         Label Distribution Non-IID Data, KDD 2021.
 
     Raises:
-        ValueError: the task is no classification, or the outputs are not one logit for each class;
-            `train` with private local steps, or with a method that has a loss of its own;
-            `released` with `train`, with private local steps, with a method that sends weights or
-            nothing, or with a mechanism that does not add up whatever it is sent.
+        ValueError: The task is not a classification, or the outputs are not one logit for each
+            class. `train` comes with private local steps, or with a method that has its own loss.
+            `released` comes with `train`, with private local steps, with a method that sends
+            weights or nothing, or with a mechanism that does more than sum messages.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
@@ -126,8 +133,8 @@ def prior_corrected(
     if train and algorithm.dp_sgd is not None:
         raise ValueError(
             f"train must be False with private local steps, got True with "
-            f"algorithm={algorithm.name!r}. Leave train out: each example would change the "
-            "gradients of a client's other ones, which no noise hides."
+            f"algorithm={algorithm.name!r}. Leave train out, because each example would "
+            "change the gradients of the client's other examples, and no noise hides that."
         )
 
     def offset_of(data: ClientData) -> Float[Array, "K"]:
@@ -143,7 +150,8 @@ def prior_corrected(
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         offset = offset_of(data)
-        with logits_offset(offset) if train else contextlib.nullcontext():
+        correction = logits_offset(offset) if train else contextlib.nullcontext()
+        with correction:
             params = algorithm.personalize(key, server, client, data)
         return {**params, _ENTRY: offset}
 
@@ -169,8 +177,11 @@ def prior_corrected(
         return updated
 
     def init(key: Key[Array, ""], number: int) -> tuple[Counted, Tree]:
-        server, clients = algorithm.init(key, number)
-        return Counted(server, jnp.zeros(classes), jnp.zeros(()), jnp.zeros(())), clients
+        method, clients = algorithm.init(key, number)
+        server = Counted(
+            method, total=jnp.zeros(classes), squares=jnp.zeros(()), rounds=jnp.zeros(())
+        )
+        return server, clients
 
     def send_shares(key: Key[Array, ""], server: Counted, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server.method, client, data)
@@ -182,7 +193,8 @@ def prior_corrected(
         method = algorithm.server_update(server.method, aggregate["update"])
         shares = aggregate["shares"]
         squares = server.squares + jnp.sum(shares**2)
-        return Counted(method, server.total + shares, squares, server.rounds + 1)
+        total = server.total + shares
+        return Counted(method, total, squares, server.rounds + 1)
 
     corrected = algorithm._replace(
         name=f"prior_corrected({algorithm.name})",
@@ -213,7 +225,7 @@ def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> N
         reason = "for a method that sends nothing"
     elif type(mechanism) not in _SUMS:
         kind = type(mechanism).__name__
-        reason = f"with the mechanism {kind}, which does more than add up what clients send"
+        reason = f"with the mechanism {kind}, which does more than sum messages"
     else:
         return
     got = f"got {released} with algorithm={algorithm.name!r}"
@@ -221,12 +233,16 @@ def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> N
 
 
 def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
-    """Return an update joined by shares, which clipping to the bound turns into the bound times `shares`.
+    r"""Return a message that holds an update and a client's shares of classes.
+
+    Clipping the message to the bound C leaves the shares h times C. The update is then clipped to
+    :math:`C \sqrt{1 - |h|^2}`.
 
     Args:
-        update: any tree of arrays.
-        shares: of norm below 1.
-        bound: the clip bound of both; infinity stands for 1, and clips nothing.
+        update: Any tree of arrays.
+        shares: h, the shares [K] times w, with a norm below 1.
+        bound: C, the clip bound of the message. If it is infinite, nothing is clipped, and the
+            factor of the shares is 1.
 
     >>> joint = with_shares({"w": jnp.array([30.0, 40.0])}, jnp.array([0.6, 0.0]), 2.0)
     >>> clip(joint, 2.0)[0]["shares"]
@@ -234,29 +250,31 @@ def with_shares(update: Tree, shares: Float[Array, "K"], bound: Number) -> Tree:
     """
     _, norm = clip(update, math.inf)
     room = bound * jnp.sqrt(1 - jnp.sum(shares**2))
-    longer = jnp.maximum(1, norm / room)
-    return {"update": update, "shares": unit_of(bound) * shares * longer}
+    # Clipping divides the message by this factor, which therefore cancels in the shares.
+    excess = jnp.maximum(1, norm / room)
+    return {"update": update, "shares": unit_of(bound) * shares * excess}
 
 
 def unit_of(bound: Number) -> Float[Array, ""]:
-    """Return the bound, or 1 for infinity."""
+    """Return the bound, or 1 if the bound is infinite."""
     return jnp.where(jnp.isinf(bound), 1.0, bound)
 
 
 def classes_of(argument: str, model: Model) -> int:
-    """Return the number of classes that a model has logits for.
+    """Return the number of classes for which a model has logits.
 
     Args:
-        argument: the one that the model comes from, for errors.
-        model: the network.
+        argument: Name of the argument that holds the model, for error messages.
+        model: The network.
 
     Raises:
-        ValueError: its task is no classification, or its outputs are not one logit for each class.
+        ValueError: The task is not a classification, or the outputs are not one logit for each
+            class.
     """
     if model.task.name != "classification":
         raise ValueError(
             f"{argument} must be for a classification, got model={model.name!r} with "
-            f"task={model.task.name!r}. Choose another method: only classes have shares."
+            f"task={model.task.name!r}. Choose another method, because only classes have shares."
         )
     outputs = outputs_of(model)
     if len(outputs.shape) != 2:
@@ -277,19 +295,23 @@ def class_counts(data: ClientData, classes: int) -> Float[Array, "K"]:
 
 
 def log_prior(data: ClientData, classes: int, smoothing: Number = 0.0) -> Float[Array, "K"]:
-    """Return the logarithms of a client's shares of classes, over the largest share.
+    """Return the logarithms of a client's shares of classes, relative to the largest share.
 
-    `smoothing` examples are added to every class first.
+    Args:
+        data: The client.
+        classes: K, the number of classes.
+        smoothing: Number of examples that are added to every class first.
     """
     return _log_over_largest(class_counts(data, classes) + smoothing)
 
 
 def released_log_prior(server: Counted, unit: Number) -> Float[Array, "K"]:
-    """Return the logarithms of pi, made of released shares, over the largest one.
+    """Return the logarithms of pi relative to its largest entry, from released shares.
 
     Args:
-        server: after some rounds.
-        unit: what stands for 1 in the released shares; 0 for a point of a sweep that sends none.
+        server: State of the server, with the sums of all rounds so far.
+        unit: Factor with which clients send their shares, w C. A point of a sweep that sends no
+            shares has 0.
 
     >>> after_one = Counted((), jnp.array([3.0, 1.5, -0.5]), jnp.array(11.5), jnp.array(1.0))
     >>> released_log_prior(after_one, 4.0).round(2)
@@ -297,6 +319,7 @@ def released_log_prior(server: Counted, unit: Number) -> Float[Array, "K"]:
     """
     classes = len(server.total)
     rounds = jnp.maximum(server.rounds, 1)
+    # Without released shares the scale is 0, so that pi is uniform.
     scale = jnp.where(unit > 0, 1 / jnp.where(unit > 0, unit, 1), 0)
     mean = scale * server.total / rounds
     spread = scale**2 * server.squares / rounds - jnp.sum(mean**2)
@@ -308,10 +331,10 @@ def released_log_prior(server: Counted, unit: Number) -> Float[Array, "K"]:
 
 
 def _log_over_largest(counts: Float[Array, "K"]) -> Float[Array, "K"]:
-    """Return the logarithms of counts over the largest count.
+    """Return the logarithms of counts, relative to the largest count.
 
-    A factor of all classes changes no prediction. By this one the logarithms are exactly 0 where
-    all counts are equal, also where all are 0.
+    A common factor of all counts changes no prediction. This factor makes the logarithms exactly 0
+    if all counts are equal, even if all counts are 0.
     """
     most = jnp.max(counts)
     shares = jnp.where(most > 0, counts / jnp.maximum(most, 1e-30), 1.0)

@@ -1,7 +1,7 @@
 """Tasks: what outputs and labels mean, as a loss to train and metrics to evaluate.
 
-Nothing else in the library knows of classes or cross-entropy: training takes the mean loss of a batch, private steps
-and Fisher information that of each example, and an evaluation merges a metric's sums over a client's batches.
+Training takes the mean loss of a batch. Private steps and Fisher information take the loss of each
+example. An evaluation merges a metric's sums over a client's batches.
 """
 
 import contextlib
@@ -18,18 +18,30 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
 Loss: TypeAlias = Callable[[Array, Array], Float[Array, "B"]]
-"""From a batch's outputs and labels to the loss of each example."""
+"""Function from a batch's outputs and labels to the loss of each example."""
 
 RESERVED = {
-    "round", "epsilon", "epsilon_rdp", "epsilon_upload", "epsilon_example", "participants", "nonfinite", "update_norm",
-    "clipped", "train_loss", "unseen",
-}  # fmt: skip
-"""Names in a row of metrics besides the task's and an algorithm's infos; its `loss` is shown as `train_loss`."""
+    "round",
+    "epsilon",
+    "epsilon_rdp",
+    "epsilon_upload",
+    "epsilon_example",
+    "participants",
+    "nonfinite",
+    "update_norm",
+    "clipped",
+    "train_loss",
+    "unseen",
+}
+"""Names in a row of metrics besides those of the task and of an algorithm's infos.
+
+An info `loss` is shown as `train_loss`.
+"""
 
 _OFFSET = jax.make_user_context(None)
 
 _BINS = 256
-"""Thresholds of the area under an ROC curve."""
+"""Number of thresholds for the area under an ROC curve."""
 
 
 def _ratio(sums: tuple[Array, Array]) -> Array:
@@ -42,12 +54,16 @@ def _added(first: Any, second: Any) -> Any:
 
 
 class Metric(NamedTuple):
-    """A score of one client: `value(sums)`, with `sums(outputs, labels, weights)` merged over its batches.
+    """A score of one client, computed from sums over its examples.
 
-    Weights `[B]` are 1, or 0 for padding, which must not count. By default sums are (sum, count), and the value their
-    ratio. A value that is not defined (no positive example) is NaN, and the client is left out of the mean.
-    `merge(first, second)` makes the sums of two batches into those of both; zeros stand for no example. By default the
-    sums are added. A spread needs another `merge`, because a difference of sums of squares loses its digits.
+    - `sums(outputs, labels, weights)` returns the sums of a batch. Weights `[B]` are 1, or 0 for
+      padding, which must not count.
+    - `value(sums)` returns the score. By default sums are (sum, count), and the score is their
+      ratio. An undefined score, such as one that needs a positive example, is NaN. The client is
+      then left out of the mean over clients.
+    - `merge(first, second)` returns the sums of two batches together, and adds them by default.
+      Zeros stand for a batch without examples. A spread needs another `merge`, because a
+      difference of sums of squares loses its digits.
     """
 
     sums: Callable[[Array, Array, Float[Array, "B"]], Any]
@@ -57,34 +73,38 @@ class Metric(NamedTuple):
 
 
 def average(score: Loss, *, lower_is_better: bool = False) -> Metric:
-    """The mean of a score of each example.
+    """Return the metric that is the mean of a score over a client's examples.
 
     >>> error = average(lambda outputs, labels: abs(outputs[:, 0] - labels), lower_is_better=True)
-    >>> float(error.value(error.sums(jnp.array([[1.0], [2.0]]), jnp.array([3.0, 2.0]), jnp.ones(2))))
+    >>> sums = error.sums(jnp.array([[1.0], [2.0]]), jnp.array([3.0, 2.0]), jnp.ones(2))
+    >>> float(error.value(sums))
     1.0
     """
 
     def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
-        return _weighted(score(outputs, labels).astype(jnp.float32), weights), jnp.sum(weights)
+        scores = score(outputs, labels).astype(jnp.float32)
+        return _weighted(scores, weights), jnp.sum(weights)
 
     return Metric(sums, lower_is_better=lower_is_better)
 
 
 def _anything(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
-    """No requirement."""
+    """Accept any outputs and labels."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a model's outputs are for.
+    """The meaning of a model's outputs and labels: a loss, and metrics.
 
     Args:
-        name: for reports.
-        loss: of each example, from a batch's outputs and labels.
-        metrics: by name; the first is the headline, whose worst tenth of clients is reported. Names are identifiers
-            of Python, because reports, files and trackers use them.
-        check: raises a ValueError where outputs (shape and dtype, for a batch of 2) do not fit the labels of all
-            examples.
+        name: Name of the task in reports.
+        loss: Function from a batch's outputs and labels to the loss of each example.
+        metrics: Metrics by name. The first is the headline, and reports have its mean over the
+            worst tenth of clients. A name must be an identifier of Python, because reports, files
+            and trackers use it.
+        check: Function that raises a ValueError where outputs do not fit the labels of all
+            examples. Its first argument has the shape and dtype of the outputs for a batch of 2. A
+            run puts the model and its inputs before the message. The default accepts everything.
 
     >>> late = average(lambda outputs, labels: outputs[:, 0] > labels, lower_is_better=True)
     >>> task = Task("delay", lambda outputs, labels: (outputs[:, 0] - labels) ** 2, {"late": late})
@@ -103,7 +123,8 @@ class Task:
             where = f"task={self.name!r}: metrics[{name!r}]"
             if not isinstance(name, str) or not name.isidentifier():
                 raise ValueError(
-                    f"{where} must be named by an identifier, got {name!r}. Use letters, digits and _."
+                    f"{where} must be named by an identifier, got {name!r}. "
+                    "Use letters, digits and _."
                 )
             if not isinstance(metric, Metric):
                 raise TypeError(
@@ -112,49 +133,51 @@ class Task:
             own = _columns(name, headline=name == self.headline)
             if own & taken:
                 raise ValueError(
-                    f"{where} must have a name of its own, got {name!r}, and reports have {min(own & taken)!r} "
-                    "already. Choose another name."
+                    f"{where} must have a name of its own, got {name!r}, and reports have "
+                    f"{min(own & taken)!r} already. Choose another name."
                 )
             taken |= own
 
     @property
     def headline(self) -> str:
-        """Name of the first metric."""
+        """The name of the first metric."""
         return next(iter(self.metrics))
 
     def mean_loss(
         self, outputs: Array, labels: Array, weights: Float[Array, "B"]
     ) -> Float[Array, ""]:
-        """Mean loss over the examples of weight 1; weight 0 is padding."""
+        """Return the mean loss over the examples of weight 1. Weight 0 marks padding."""
         return mean(self.loss(outputs, labels), weights)
 
 
 def columns(task: Task) -> set[str]:
     """Return the names that the task's metrics take in a row of a run's metrics."""
-    return {"loss"}.union(
-        *(_columns(name, headline=name == task.headline) for name in task.metrics)
-    )
+    by_metric = [_columns(name, headline=name == task.headline) for name in task.metrics]
+    return {"loss"}.union(*by_metric)
 
 
 def _columns(name: str, *, headline: bool) -> set[str]:
     """Return the names that a metric takes in a row."""
-    return {name, f"{name}_std", f"{name}_worst10"} | ({f"{name}_examples"} if headline else set())
+    names = {name, f"{name}_std", f"{name}_worst10"}
+    if headline:
+        names.add(f"{name}_examples")
+    return names
 
 
 def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, ""]:
-    """Mean over the examples of weight 1, and 0 without any."""
+    """Return the mean over the examples of weight 1, or 0 if there are none."""
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
 def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Return -log softmax(outputs) at the label; `logits_offset` may add to the outputs."""
+    """Return -log softmax(outputs) at the label, after `logits_offset` if there is one."""
     return optax.softmax_cross_entropy_with_integer_labels(_with_offset(outputs), labels)
 
 
 class Offset:
     """Numbers that are added to logits, and whether a loss has read them."""
 
-    # Compared by identity: JAX's caches must tell a client's numbers from those of any other.
+    # Offsets compare by identity, so that JAX's caches distinguish one client's from another's.
     def __init__(self, values: Float[Array, "K"]) -> None:
         self.values = values
         self.read = False
@@ -162,9 +185,10 @@ class Offset:
 
 @contextlib.contextmanager
 def logits_offset(values: Float[Array, "K"]) -> Iterator[Offset]:
-    """Let `cross_entropy` add numbers to all logits, in whatever is traced within.
+    """Let `cross_entropy` add numbers to all logits in code that is traced inside the context.
 
-    A method holds its model, and with it the loss: a wrapper reaches neither by arguments.
+    A wrapper of a method cannot pass the numbers as an argument, because the method holds its model
+    and the model's loss.
     """
     offset = Offset(values)
     with _OFFSET(offset):
@@ -180,43 +204,59 @@ def _with_offset(outputs: Float[Array, "B K"]) -> Float[Array, "B K"]:
 
 
 def one_hot_error(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Mean over classes of the squared error to the targets 0.9 (the label) and -0.1 (others)."""
-    return jnp.mean((outputs - (jax.nn.one_hot(labels, outputs.shape[-1]) - 0.1)) ** 2, axis=-1)
+    """Return the mean over classes of the squared error to 0.9 (the label) and -0.1 (others)."""
+    targets = jax.nn.one_hot(labels, outputs.shape[-1]) - 0.1
+    return jnp.mean((outputs - targets) ** 2, axis=-1)
 
 
 def classification(*metrics: str) -> Task:
-    """One of K classes: outputs are logits `[B, K]`, labels `[D]` whole numbers below K.
+    """Return the task of predicting one of K classes, by cross-entropy.
+
+    Outputs are logits `[B, K]`, and labels `[D]` are whole numbers below K.
 
     Args:
-        metrics: any of "accuracy"; "f1", the mean over classes, seen or predicted, of 2 TP / (2 TP + FP + FN); "auc",
-            the mean over classes of P(p_k of an example of class k > p_k of another), by 256 thresholds. Default:
-            accuracy.
+        metrics: Names of metrics: "accuracy", "f1" and "auc". "f1" is the mean of
+            2 TP / (2 TP + FP + FN) over the classes that are seen or predicted. "auc" is the mean
+            over classes of P(p_k of an example of class k > p_k of another example), by 256
+            thresholds. The default is accuracy.
 
     >>> classification("accuracy", "f1").metrics.keys()
     dict_keys(['accuracy', 'f1'])
     """
+
+    def confusion(outputs: Array, labels: Array, weights: Array) -> tuple[Array, Array]:
+        predicted = _hot(jnp.argmax(outputs, -1), outputs)
+        return _confusion(predicted, _hot(labels, outputs), weights)
+
+    def histograms(outputs: Array, labels: Array, weights: Array) -> Array:
+        return _histograms(jax.nn.softmax(outputs), _hot(labels, outputs), weights)
+
     known = {
         "accuracy": average(lambda outputs, labels: jnp.argmax(outputs, axis=-1) == labels),
-        "f1": Metric(
-            lambda o, y, w: _confusion(_hot(jnp.argmax(o, -1), o), _hot(y, o), w), _macro_f1
-        ),
-        "auc": Metric(lambda o, y, w: _histograms(jax.nn.softmax(o), _hot(y, o), w), _mean_auc),
+        "f1": Metric(confusion, _macro_f1),
+        "auc": Metric(histograms, _mean_auc),
     }
 
     def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
         if len(outputs.shape) != 2:
-            raise ValueError(f"gives {outputs.shape} for a batch of 2: give logits [B, classes]")
+            raise ValueError(
+                f"must give logits [B, classes], got {outputs.shape} for a batch of 2. "
+                "Give one output for each class."
+            )
         _check_labels(labels, 1, outputs.shape[1], "one whole number per example")
 
     return Task("classification", cross_entropy, _chosen(known, metrics or ("accuracy",)), check)
 
 
 def multi_label(*metrics: str) -> Task:
-    """Any of K labels: outputs are logits `[B, K]`, labels `[D, K]` of 0 and 1; the mean binary cross-entropy.
+    """Return the task of predicting any of K labels, by the mean binary cross-entropy.
+
+    Outputs are logits `[B, K]`, and labels `[D, K]` are 0 or 1.
 
     Args:
-        metrics: any of "f1" and "auc" (as for `classification`, by label) and "accuracy" (share of right labels).
-            Default: all three.
+        metrics: Names of metrics: "f1", "auc" and "accuracy". "f1" and "auc" are means over labels,
+            defined like those of `classification`. "accuracy" is the share of right labels. The
+            default is all three.
     """
     known = {
         "f1": Metric(lambda o, y, w: _confusion(o > 0, y > 0, w), _macro_f1),
@@ -230,29 +270,33 @@ def multi_label(*metrics: str) -> Task:
     def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
         if len(outputs.shape) != 2 or outputs.shape[1:] != labels.shape[1:]:
             raise ValueError(
-                f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give logits "
-                f"[B, K] and labels [D, K]"
+                f"must give logits [B, K] for labels [D, K], got {outputs.shape} for a batch of 2, "
+                f"and clients.labels of shape {labels.shape}. Give one output for each label."
             )
-        if not np.isin(labels, (0, 1)).all():
+        known_values = np.isin(labels, (0, 1))
+        if not known_values.all():
             raise ValueError(
-                f"clients.labels hold {labels[~np.isin(labels, (0, 1))][0]}: give 0 and 1"
+                f"needs clients.labels of 0 and 1, got {labels[~known_values][0]}. "
+                "Give 1 for the labels of an example, and 0 for others."
             )
 
     return Task("multi_label", loss, _chosen(known, metrics or tuple(known)), check)
 
 
 def regression(*metrics: str) -> Task:
-    """Numbers: outputs `[B, ...]` and labels `[D, ...]` of one shape (or `[B, 1]` and `[D]`); the squared error.
+    """Return the task of predicting numbers, by the mean squared error.
+
+    Outputs `[B, ...]` and labels `[D, ...]` have one shape, or are `[B, 1]` and `[D]`.
 
     Args:
-        metrics: any of "mse", "mae", and "r2", 1 - sum of squared errors / sum of squares about the client's own mean,
-            which is NaN for a client whose labels are all equal. Default: all three.
+        metrics: Names of metrics: "mse", "mae" and "r2". "r2" is 1 - sum of squared errors / sum of
+            squares about the client's own mean. It is NaN for a client whose labels are all equal.
+            The default is all three.
     """
 
     def errors(outputs: Array, labels: Array) -> Float[Array, "B F"]:
-        return (outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)).astype(
-            jnp.float32
-        )
+        difference = outputs.reshape(len(outputs), -1) - labels.reshape(len(labels), -1)
+        return difference.astype(jnp.float32)
 
     def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
         return jnp.mean(errors(outputs, labels) ** 2, axis=-1)
@@ -261,16 +305,18 @@ def regression(*metrics: str) -> Task:
         flat = labels.reshape(len(labels), -1).astype(jnp.float32)
         each = weights[:, None]
         count = jnp.sum(weights)
-        # Differences to a label of the batch are exact where labels are close, and 0 where all are equal.
+        # A difference to a label of the batch is exact where labels are close, and 0 where all are
+        # equal.
         origin = flat[jnp.argmax(weights > 0)]
-        apart = flat - origin[None]
-        offset = _weighted(apart, each, axis=0) / jnp.maximum(count, 1)
+        difference = flat - origin[None]
+        offset = _weighted(difference, each, axis=0) / jnp.maximum(count, 1)
         return {
             "count": count,
-            # The mean in two parts: their sum would lose the digits of small differences between large labels.
+            # The mean is origin + offset. One number for both would lose the digits of small
+            # differences between large labels.
             "origin": jnp.where(count > 0, origin, 0),
             "offset": offset,
-            "spread": _weighted((apart - offset[None]) ** 2, each, axis=0),
+            "spread": _weighted((difference - offset[None]) ** 2, each, axis=0),
             "error": _weighted(errors(outputs, labels) ** 2, each, axis=0),
         }
 
@@ -278,14 +324,15 @@ def regression(*metrics: str) -> Task:
         """Return the moments of both batches (Chan, Golub and LeVeque 1979)."""
         count = first["count"] + second["count"]
         share = second["count"] / jnp.maximum(count, 1)
-        either = functools.partial(jnp.where, first["count"] > 0)
+        # A first batch without examples has zeros, so the second one's mean is the mean of both.
+        unless_empty = functools.partial(jnp.where, first["count"] > 0)
         between_origins = second["origin"] - first["origin"]
-        apart = either(between_origins + second["offset"] - first["offset"], 0)
-        between = apart**2 * first["count"] * share
+        between_means = unless_empty(between_origins + second["offset"] - first["offset"], 0)
+        between = between_means**2 * first["count"] * share
         return {
             "count": count,
-            "origin": either(first["origin"], second["origin"]),
-            "offset": either(first["offset"] + apart * share, second["offset"]),
+            "origin": unless_empty(first["origin"], second["origin"]),
+            "offset": unless_empty(first["offset"] + between_means * share, second["offset"]),
             "spread": first["spread"] + second["spread"] + between,
             "error": first["error"] + second["error"],
         }
@@ -301,44 +348,51 @@ def regression(*metrics: str) -> Task:
     }
 
     def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
-        of_one = (outputs.shape[1:], labels.shape[1:])
-        if of_one[0] != of_one[1] and of_one != ((1,), ()):
+        output_shape = outputs.shape[1:]
+        label_shape = labels.shape[1:]
+        one_number = output_shape == (1,) and label_shape == ()
+        if output_shape != label_shape and not one_number:
             raise ValueError(
-                f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give outputs "
-                f"of the labels' shape, or [B, 1] for labels [D]"
+                f"must give outputs of the labels' shape, got {outputs.shape} for a batch of 2, "
+                f"and clients.labels of shape {labels.shape}. "
+                "Give outputs of that shape, or [B, 1] for labels [D]."
             )
 
     return Task("regression", loss, _chosen(known, metrics or tuple(known)), check)
 
 
 def next_token(*metrics: str, ignore: int = -1) -> Task:
-    """One of V tokens at each position: outputs are logits `[B, L, V]`, labels `[D, L]` whole numbers below V.
+    """Return the task of predicting one of V tokens at each position, by cross-entropy.
 
-    The loss of an example is the mean over its positions.
+    Outputs are logits `[B, L, V]`, and labels `[D, L]` are whole numbers below V. The loss of an
+    example is the mean over its positions.
 
     Args:
-        metrics: any of "accuracy" and "perplexity", over all positions of a client. Default: both.
-        ignore: a label that does not count, for padding.
+        metrics: Names of metrics: "accuracy" and "perplexity", over all positions of a client. The
+            default is both.
+        ignore: Label of positions that do not count, such as padding.
     """
 
     def tokens(outputs: Array, labels: Array) -> tuple[Float[Array, "B L"], Bool[Array, "B L"]]:
+        """Return the loss of each token, and which tokens count."""
         counts = labels != ignore
-        return optax.softmax_cross_entropy_with_integer_labels(
-            outputs, jnp.where(counts, labels, 0)
-        ), counts
+        inside = jnp.where(counts, labels, 0)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, inside), counts
 
     def loss(outputs: Array, labels: Array) -> Float[Array, "B"]:
         losses, counts = tokens(outputs, labels)
-        return jnp.sum(jnp.where(counts, losses, 0), axis=-1) / jnp.maximum(
-            jnp.sum(counts, axis=-1), 1
-        )
+        total = jnp.sum(jnp.where(counts, losses, 0), axis=-1)
+        return total / jnp.maximum(jnp.sum(counts, axis=-1), 1)
 
     def added(
         part: Callable[[Array, Array], Array],
     ) -> Callable[[Array, Array, Array], tuple[Array, Array]]:
+        """Return the sums of a score of each token over the tokens that count."""
+
         def sums(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> tuple[Array, Array]:
             counts = (labels != ignore) * weights[:, None]
-            return _weighted(part(outputs, labels).astype(jnp.float32), counts), jnp.sum(counts)
+            scores = part(outputs, labels).astype(jnp.float32)
+            return _weighted(scores, counts), jnp.sum(counts)
 
         return sums
 
@@ -354,15 +408,17 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
     def check(outputs: jax.ShapeDtypeStruct, labels: np.ndarray) -> None:
         if len(outputs.shape) != 3 or labels.ndim != 2 or outputs.shape[1] != labels.shape[1]:
             raise ValueError(
-                f"gives {outputs.shape} for a batch of 2, and clients.labels have shape {labels.shape}: give logits "
-                f"[B, L, V] and labels [D, L]"
+                f"must give logits [B, L, V] for labels [D, L], got {outputs.shape} for a batch of "
+                f"2, and clients.labels of shape {labels.shape}. "
+                "Give one output for each token, at each position of the labels."
             )
         counted = labels[labels != ignore]
         if counted.size and counted.dtype.kind == "i" and counted.min() < 0:
+            least = counted.min()
             raise ValueError(
-                f"needs clients.labels of at least 0, or of {ignore} where a position does not count, got "
-                f"{counted.min()}. If {counted.min()} marks such positions, give the model "
-                f"task=jaxfl.tasks.next_token(ignore={counted.min()}), otherwise number the tokens from 0."
+                f"needs clients.labels of at least 0, or of {ignore} where a position does not "
+                f"count, got {least}. If {least} marks such positions, give the model "
+                f"task=jaxfl.tasks.next_token(ignore={least}), otherwise number the tokens from 0."
             )
         _check_labels(counted, 1, outputs.shape[2], "whole numbers")
 
@@ -371,28 +427,37 @@ def next_token(*metrics: str, ignore: int = -1) -> Task:
 
 def _chosen(known: dict[str, Metric], names: tuple[str, ...]) -> dict[str, Metric]:
     if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"metrics={unknown[0]!r}: choose from {', '.join(map(repr, known))}")
+        choices = ", ".join(map(repr, known))
+        raise ValueError(
+            f"metrics must be among {choices}, got {unknown[0]!r}. Give one of these names."
+        )
     if len(set(names)) < len(names):
-        raise ValueError(f"metrics must be different ones, got {names}. Leave the second one out.")
+        raise ValueError(f"metrics must be distinct, got {names}. Name each metric once.")
     return {name: known[name] for name in names}
 
 
 def _check_labels(labels: np.ndarray, axes: int, classes: int, wanted: str) -> None:
+    """Require whole-number labels with this number of axes, from 0 to below `classes`."""
     if labels.ndim != axes or labels.dtype.kind not in "iu":
         raise ValueError(
-            f"fits no clients.labels of {labels.dtype} and shape {labels.shape}: give {wanted}"
+            f"needs clients.labels of {wanted}, got {labels.dtype} of shape {labels.shape}. "
+            "Convert the labels, or give the model another task."
         )
     if labels.size and labels.min() < 0:
-        raise ValueError(f"fits no clients.labels of {labels.min()}: give labels from 0")
+        raise ValueError(
+            f"needs clients.labels of at least 0, got {labels.min()}. Number the classes from 0."
+        )
     if labels.size and labels.max() >= classes:
         most = labels.max()
         raise ValueError(
-            f"has {classes} outputs, and clients.labels go up to {most}: give a model of at least {most + 1} classes"
+            f"must have an output for each class, got {classes} outputs for clients.labels up to "
+            f"{most}. Give a model of at least {most + 1} classes."
         )
 
 
 def _weighted(values: Array, weights: Array, axis: int | None = None) -> Array:
-    """Sum where weights are 1: NaN times 0 would be NaN."""
+    """Return the sum of the values whose weights are 1."""
+    # A product with the weights would be NaN where the value of padding is NaN.
     return jnp.sum(jnp.where(weights > 0, values, 0), axis=axis)
 
 
@@ -403,7 +468,7 @@ def _hot(classes: Int[Array, "B"], outputs: Float[Array, "B K"]) -> Bool[Array, 
 def _confusion(
     predicted: Bool[Array, "B K"], true: Bool[Array, "B K"], weights: Float[Array, "B"]
 ) -> tuple[Float[Array, "K"], Float[Array, "K"]]:
-    """2 TP, and 2 TP + FP + FN, by class."""
+    """Return 2 TP, and 2 TP + FP + FN, by class."""
     right = 2.0 * _weighted(predicted & true, weights[:, None], axis=0)
     both = predicted.astype(jnp.float32) + true
     return right, _weighted(both, weights[:, None], axis=0)
@@ -416,14 +481,17 @@ def _macro_f1(sums: tuple[Float[Array, "K"], Float[Array, "K"]]) -> Float[Array,
 def _histograms(
     scores: Float[Array, "B K"], true: Shaped[Array, "B K"], weights: Float[Array, "B"]
 ) -> Float[Array, "2 K bins"]:
-    """Numbers of positive and of negative examples by score in [0, 1]."""
-    bins = jax.nn.one_hot(jnp.clip((scores * _BINS).astype(jnp.int32), 0, _BINS - 1), _BINS)
+    """Count the positive and the negative examples in each bin of scores from 0 to 1."""
+    bin_of_score = jnp.clip((scores * _BINS).astype(jnp.int32), 0, _BINS - 1)
+    bins = jax.nn.one_hot(bin_of_score, _BINS)
     split = jnp.stack([true, ~true]) * weights[None, :, None]
     return jnp.einsum("sbk,bkt->skt", split.astype(jnp.float32), bins)
 
 
 def _mean_auc(histograms: Float[Array, "2 K bins"]) -> Float[Array, ""]:
     positive, negative = histograms
+    # Half of the negative examples in the same bin count as below.
     below = jnp.cumsum(negative, axis=-1) - negative / 2
     pairs = jnp.sum(positive, -1) * jnp.sum(negative, -1)
-    return jnp.nanmean(_ratio((jnp.sum(positive * below, axis=-1), pairs)))
+    ordered_pairs = jnp.sum(positive * below, axis=-1)
+    return jnp.nanmean(_ratio((ordered_pairs, pairs)))

@@ -179,7 +179,7 @@ def test_a_dataset_with_something_replaced_is_checked(change, named):
         ({"inputs": None}, "clients.inputs=None"),
         ({"labels": CLIENTS.labels[:-1]}, "clients.labels.shape=(1796,)"),
         ({"labels": CLIENTS.labels - 1}, "clients.labels holds -1"),
-        ({"labels": CLIENTS.labels + 1}, "clients.labels go up to 10"),
+        ({"labels": CLIENTS.labels + 1}, "clients.labels up to 10"),
         ({"train": [[0, 1], [2, 3]]}, "clients.train must be an array, got [[0, 1], [2, 3]]"),
         ({"train_size": [1, 2]}, "clients.train_size must be an array, got [1, 2]"),
         ({"train": Lists(CLIENTS.train.flat + 5000, CLIENTS.train.start)}, "clients.train=5000"),
@@ -217,7 +217,7 @@ def test_clients_with_something_replaced_are_checked(change, named, never_runs):
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (mlp((8, 8, 1), 9, hidden=(4,)), "has 9 outputs, and clients.labels go up to 9"),
+        (mlp((8, 8, 1), 9, hidden=(4,)), "got 9 outputs for clients.labels up to 9"),
         (
             lenet((28, 28, 1)),
             "model='lenet' takes inputs of shape (28, 28, 1), and clients.inputs are of shape (8, 8, 1)",

@@ -179,11 +179,11 @@ def test_private_steps_and_fisher_take_any_task(name):
             np.arange(64) % 4,
             tasks.classification(),
             nn.Dense(3),
-            "3 outputs, and clients.labels go up to 3",
+            "got 3 outputs for clients.labels up to 3",
         ),
         (np.ones(64), tasks.classification(), nn.Dense(3), "whole number"),
         (np.ones((64, 2)), tasks.regression(), nn.Dense(3), "outputs of the labels' shape"),
-        (np.full((64, 3), 2), tasks.multi_label(), nn.Dense(3), "give 0 and 1"),
+        (np.full((64, 3), 2), tasks.multi_label(), nn.Dense(3), "clients.labels of 0 and 1"),
         (np.ones((64, 2), int), tasks.multi_label(), nn.Dense(3), "labels"),
         (np.ones((64, 2), int), tasks.next_token(), nn.Dense(3), "logits"),
     ],
@@ -369,7 +369,7 @@ def test_a_negative_label_of_tokens_gets_the_advice_that_fits():
 )
 @pytest.mark.parametrize("name", ["loss", ""])
 def test_unknown_metrics_are_refused(make, name):
-    with pytest.raises(ValueError, match="metrics="):
+    with pytest.raises(ValueError, match="metrics must be among"):
         make(name)
 
 
@@ -416,5 +416,5 @@ def test_the_contract_holds_for_other_tasks(name, method):
 
 
 def test_one_metric_twice_raises_an_error():
-    with pytest.raises(ValueError, match="metrics must be different ones"):
+    with pytest.raises(ValueError, match="metrics must be distinct"):
         tasks.classification("accuracy", "accuracy")

@@ -156,7 +156,7 @@ def test_newcomers_of_a_method_that_keeps_models_have_the_first_one():
         ({"rounds": 0}, "rounds=0"),
         (
             {"clients": small_clients()._replace(labels=small_clients().labels + 1)},
-            "clients.labels go up to 10",
+            "clients.labels up to 10",
         ),
     ],
 )

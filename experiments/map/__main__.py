@@ -66,7 +66,8 @@ def run(place: Place, options: Options) -> Result:
     for name in mixed_families({name: parts[name] for name in known}, epsilons):
         tuned = parts[name]["tuning"]
         make = functools.partial(tuning.mixtures, known[name], place, tuned, seeds, epsilons)
-        of_mixture = facts | {"tuning": tuned, "alone": alone}
+        ways = list(known[name].mixtures)
+        of_mixture = facts | {"tuning": tuned, "alone": alone, "ways": ways}
         parts[f"{name}, mixed"] = _kept(
             place.name, f"{name}, mixed", facts=of_mixture, make=make, options=options
         )

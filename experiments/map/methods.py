@@ -265,9 +265,8 @@ def families(
 
     def average(network: Model) -> Family:
         method = averaged(place, network)
-        return family(
-            method, of_average, tuned_ways(network), ("fine_tuned_corrected",), ceiling=True
-        )
+        mixed_ways = ("fine_tuned", "fine_tuned_corrected")
+        return family(method, of_average, tuned_ways(network), mixed_ways, ceiling=True)
 
     return {
         "DP-FedAvg": average(model),

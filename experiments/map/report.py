@@ -23,6 +23,7 @@ WAYS = {
     "mixed_plain": ", mixed",
     "mixed_corrected": ", corrected and mixed",
     "mixed_own_classes": ", corrected and mixed",
+    "mixed_fine_tuned": ", fine-tuned and mixed",
     "mixed_fine_tuned_corrected": ", fine-tuned, corrected and mixed",
 }
 """What a method's name is followed by, by the way in which it is evaluated."""
@@ -31,7 +32,8 @@ WITHDRAWN = pathlib.Path(__file__).with_name("withdrawn.json")
 """What an earlier map found: training alone, and its best private method, chosen on test examples."""
 
 ALONE = ("local-only", "linear local-only")
-RECIPE = "linear DP-FedAvg, fine-tuned, corrected and mixed"
+RECIPE = "recipe"
+RECIPE_PART = "linear DP-FedAvg, mixed"
 CORRECTED = "linear DP-FedAvg, corrected"
 
 TEXT = """{clients:,} clients, of whom {participants:,} may take part; {rounds} rounds with {share:.0%} of the clients
@@ -52,7 +54,12 @@ def comparison(result: Result) -> Comparison:
 
 
 def _label(method: str, way: str) -> str:
-    """Return the name of a method in tables. A mixture's part has the method's name and the word mixed."""
+    """Return the name of a method in tables. A mixture's part has the method's name and the word mixed.
+
+    The recipe has one name, whether it is corrected or not, which is chosen on validation examples.
+    """
+    if method == RECIPE_PART:
+        return RECIPE
     return method.removesuffix(", mixed") + WAYS[way]
 
 
@@ -191,6 +198,8 @@ def settings(result: Result) -> str:
             if method in ALONE:
                 point["pass"] = (row["evaluation"] + 1) * passes_between(result["place"]["passes"])
             text = ", ".join(f"{name} {value:.3g}" for name, value in point.items())
+            if method == RECIPE_PART:
+                text = f"{WAYS[row['way']].removeprefix(', ')}: {text}"
             score = f"{100 * row['validation']:.1f}% of {row['points']}"
             cells.setdefault(_label(method, row["way"]), {})[row["epsilon"]] = f"{text} ({score})"
     epsilons = sorted({epsilon for own in cells.values() for epsilon in own})
@@ -320,7 +329,7 @@ def _row(result: Result, method: str, epsilon: float) -> dict[str, Any]:
 def _rival(result: Result, epsilon: float) -> str:
     """Return the method that is best on validation examples among those that are not DP-FedAvg's."""
     scores = validation(result, epsilon)
-    rivals = [name for name in scores if "DP-FedAvg" not in name]
+    rivals = [name for name in scores if name != RECIPE and "DP-FedAvg" not in name]
     return max(rivals, key=lambda name: (scores[name], name))
 
 

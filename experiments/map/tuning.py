@@ -13,7 +13,7 @@ from experiments.map.methods import Family
 from experiments.map.places import Place, clients_for_tuning, clients_of, passes_between
 from jaxfl import sweep
 from jaxfl.privacy import Sampling, calibrate
-from jaxfl.types import Clients
+from jaxfl.types import Algorithm, Clients
 
 TUNING_SEEDS = (100, 101)
 SHORT_LIST = 5
@@ -21,6 +21,9 @@ SHORT_LIST = 5
 
 BEYOND = 2.0
 """Factor between values that are tried beyond the end of a grid."""
+
+MEMORY = 2**31
+"""Bytes of clients' states that one program may hold."""
 
 Point = tuple[tuple[str, float], ...]
 """Numbers of a point by name, and its epsilon."""
@@ -162,9 +165,24 @@ def _mean_of(values: np.ndarray) -> float:
 def _run(
     family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int
 ) -> Scores:
-    """Run points in one program and return the scores of all clients."""
+    """Run points in one program and return the scores of all clients.
+
+    Points whose clients' states need more memory than `MEMORY` together run one group after another.
+    """
     if not points:
         return {}
+    group = max(1, MEMORY // max(1, _state_bytes(place, family)))
+    found: Scores = {}
+    for start in range(0, len(points), group):
+        part = points[start : start + group]
+        found |= _run_together(family, place, points=part, clients=clients, seed=seed)
+    return found
+
+
+def _run_together(
+    family: Family, place: Place, *, points: Sequence[Point], clients: Clients, seed: int
+) -> Scores:
+    """Run points in one program, which holds the states of all of them."""
     numbers = [dict(point) for point in points]
     columns = {name: [own[name] for own in numbers] for name in family.points}
     if family.private:
@@ -196,25 +214,35 @@ def _run(
 
 def family_ways(family: Family) -> tuple[str, ...]:
     """Return the ways in which a family is evaluated."""
-    numbers = {name: column[0] for name, column in family.points.items()}
+    return tuple(_example_of(family).model.task.metrics)
+
+
+def _example_of(family: Family) -> Algorithm:
+    """Return the method at the first point, with noise of 1 if it is private."""
+    first = {name: column[0] for name, column in family.points.items()}
     noise = {"noise_multiplier": 1.0} if family.private else {}
-    return tuple(family.build(**numbers, **noise).model.task.metrics)
+    return family.build(**first, **noise)
+
+
+def _states(place: Place, family: Family) -> Any:
+    """Return the shapes of what all clients keep from one round to the next."""
+    method = _example_of(family)
+    return jax.eval_shape(lambda: method.init(jax.random.key(0), place.clients))[1]
+
+
+def _state_bytes(place: Place, family: Family) -> int:
+    """Return the memory of what all clients of a point keep."""
+    leaves = jax.tree.leaves(_states(place, family))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _noise(place: Place, family: Family, epsilon: float) -> float:
     """Return the noise multiplier that meets an epsilon. A mixture has the noise of what it mixes."""
     if math.isinf(epsilon):
         return 0.0
-    first = {name: column[0] for name, column in family.points.items()}
-    method = family.build(**first, noise_multiplier=1.0)
-    states = jax.eval_shape(lambda: method.init(jax.random.key(0), place.clients))[1]
-    return _calibrated(
-        epsilon,
-        place.clients,
-        family.rounds,
-        method.mechanism.sampling,
-        bool(jax.tree.leaves(states)),
-    )
+    sampling = _example_of(family).mechanism.sampling
+    stateful = bool(jax.tree.leaves(_states(place, family)))
+    return _calibrated(epsilon, place.clients, family.rounds, sampling, stateful)
 
 
 @functools.cache

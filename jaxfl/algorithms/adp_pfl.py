@@ -1,4 +1,4 @@
-"""ADP-PFL: budgets by round and by client, and updates on the coordinates of large Fisher information."""
+"""ADP-PFL: privacy budgets by round and by client, and updates masked by Fisher information."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -33,23 +33,39 @@ from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
+# A run's fingerprint holds this text: another wording would make stored runs look different.
 _BROKEN = (
-    "each client's noise scale follows from its leakage risk, an exact function of its private data that the server is "
-    "told: neighbouring data give another scale, which a vector of many coordinates shows"
+    "each client's noise scale follows from its leakage risk, an exact function of its private "
+    "data that the server is told: neighbouring data give another scale, which a vector of many "
+    "coordinates shows"
 )
+"""Reason why the published method with private risks has no finite epsilon."""
 
 MaskFn: TypeAlias = Callable[[Key[Array, ""], Model, Params, Tree, ClientData], Tree]
-"""From a key, the model, its trained parameters, an update and the client's data to the mask of what is sent."""
+"""Function that returns the mask of coordinates to send.
+
+Its arguments are a key, the model, the trained parameters, the update (or weights) before masking,
+and the client's data.
+"""
+
 RiskFn: TypeAlias = Callable[[Key[Array, ""], Model, Params, ClientData], Float[Array, ""]]
+"""Function from a key, the model, the trained parameters and the client's data to its risk."""
+
 Square: TypeAlias = Literal["examples", "mean"]
-"""Fisher information: the mean of squared per-example gradients, or the square of their mean, as (13) is printed."""
+"""Estimate of the Fisher information.
+
+"examples" is the mean of squared per-example gradients. "mean" is the square of the mean gradient,
+as (13) is printed.
+"""
+
 _FISHER = {"examples": client_fisher, "mean": squared_gradient}
+"""Functions that estimate a client's Fisher information, by the name of the estimate."""
 
 
 def _check_percentile(name: str, value: Any) -> Any:
     value = check_positive(name, value, zero=True)
     if not traced(value) and value >= 100:
-        raise ValueError(f"{name}={value!r}: give a number in [0, 100)")
+        raise ValueError(f"{name} must be in [0, 100), got {value!r}. Give a lower percentile.")
     return value
 
 
@@ -59,70 +75,106 @@ def _check_threshold(name: str, value: Any) -> Any:
     number = float(check_numbers(name, value, axes=(0,), negative=True))
     if number >= 1:
         raise ValueError(
-            f"{name} must be below 1, got {number:g}. Give a number from 0; one below it selects all."
+            f"{name} must be below 1, got {number:g}. Give a number in [0, 1), or a negative one "
+            "to select all coordinates."
         )
     return number
 
 
 @checked(percentile=_check_percentile)
 def fisher_percentile(percentile: Number, square: Square = "examples") -> MaskFn:
-    """Coordinates whose Fisher information in the trained model is above a percentile of all, per client."""
+    """Build a mask of the coordinates whose Fisher information is above a percentile.
+
+    Each client takes the percentile over all coordinates of its own trained model.
+
+    Args:
+        percentile: Percentile in [0, 100).
+        square: Estimate of the Fisher information (see `Square`).
+    """
     fisher = _FISHER[square]
-    return lambda key, model, params, sent, data: top_percentile_mask(
-        fisher(model, params, data), percentile
-    )
-
-
-@checked(threshold=_check_threshold)
-def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
-    """Select coordinates whose Fisher information, min-max scaled over all to [0, 1] (14), is above tau, below 1."""
 
     def select(
         key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
     ) -> Tree:
-        return jax.tree.map(
-            lambda f: f > threshold, normalize_over_all(_FISHER[square](model, params, data))
-        )
+        return top_percentile_mask(fisher(model, params, data), percentile)
+
+    return select
+
+
+@checked(threshold=_check_threshold)
+def fisher_threshold(threshold: Number, square: Square = "examples") -> MaskFn:
+    r"""Build a mask of the coordinates whose scaled Fisher information is above :math:`\tau`.
+
+    Each client scales its Fisher information to [0, 1] by the least and the greatest value over
+    all coordinates (14).
+
+    Args:
+        threshold: :math:`\tau`, below 1. A negative number selects all coordinates.
+        square: Estimate of the Fisher information (see `Square`).
+    """
+    fisher = _FISHER[square]
+
+    def select(
+        key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
+    ) -> Tree:
+        scaled = normalize_over_all(fisher(model, params, data))
+        return jax.tree.map(lambda f: f > threshold, scaled)
 
     return select
 
 
 @checked(percentile=_check_percentile)
 def largest(percentile: Number) -> MaskFn:
-    """The largest coordinates of what is sent, those above a percentile of all."""
-    return lambda key, model, params, sent, data: top_percentile_mask(sent, percentile)
+    """Build a mask of the coordinates whose magnitude is above a percentile.
 
-
-@checked(percentile=_check_percentile)
-def random_share(percentile: Number) -> MaskFn:
-    """Random coordinates, as many as are above a percentile of all."""
+    Args:
+        percentile: Percentile in [0, 100) of all magnitudes in what a client would send.
+    """
 
     def select(
         key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
     ) -> Tree:
-        return top_percentile_mask(
-            optax.tree.random_like(key, sent, jax.random.uniform), percentile
-        )
+        return top_percentile_mask(sent, percentile)
+
+    return select
+
+
+@checked(percentile=_check_percentile)
+def random_share(percentile: Number) -> MaskFn:
+    """Build a mask of random coordinates, as many as there are above a percentile.
+
+    Args:
+        percentile: Percentile in [0, 100). For example, 80 keeps about a fifth of the coordinates.
+    """
+
+    def select(
+        key: Key[Array, ""], model: Model, params: Params, sent: Tree, data: ClientData
+    ) -> Tree:
+        drawn = optax.tree.random_like(key, sent, jax.random.uniform)
+        return top_percentile_mask(drawn, percentile)
 
     return select
 
 
 def _check_noise(name: str, value: Any) -> Any:
-    return value if isinstance(value, ClientNoise) else check_noise(name, value)
+    if isinstance(value, ClientNoise):
+        return value
+    return check_noise(name, value)
 
 
 def _check_risks(name: str, value: Any) -> Any:
-    return (
-        check_choice(name, value, ("private",))
-        if isinstance(value, str)
-        else check_numbers(name, value)
-    )
+    if isinstance(value, str):
+        return check_choice(name, value, ("private",))
+    return check_numbers(name, value)
 
 
 def _check_bounds(name: str, value: Any) -> tuple[float, ...]:
     bounds = tuple(check_numbers(name, value).tolist())
     if len(bounds) != 2 or bounds[1] <= bounds[0]:
-        raise ValueError(f"{name}={show(value)}: give the least and the greatest risk")
+        raise ValueError(
+            f"{name} must be the least and the greatest risk, got {show(value)}. Give two numbers "
+            "above 0, the smaller one first."
+        )
     return bounds
 
 
@@ -147,7 +199,7 @@ def adp_pfl(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""ADP-PFL: one global model; noise follows from budgets by round and, optionally, by client.
+    r"""Build ADP-PFL: one global model, with budgets by round and, optionally, by client.
 
     In a round a client
 
@@ -156,72 +208,98 @@ def adp_pfl(
     3. keeps the coordinates :math:`M = [\hat F > \tau]` of large Fisher information, by (13)-(15),
     4. sends :math:`\mathrm{clip}_C(M \odot \Delta_i)`, with noise on **all** coordinates.
 
-    A client whose trained weights are not finite measures nothing, and its update is dropped, whatever the mask keeps.
+    If a client's trained weights are not finite, it measures no risk, and its update is dropped
+    whatever the mask keeps.
 
-    The noise is that of the round's budget (10), (11), and of the client's share of it,
-    :math:`\epsilon_i^t = \epsilon^t \min_j R_j / R_i` (12): until its risk is known, all of it.
-    `jaxfl.privacy.schedule` derives the noise from an epsilon: `round_noise`, `client_noise`.
+    The noise follows from the round's budget (10), (11) and from the client's share of this budget,
+    :math:`\epsilon_i^t = \epsilon^t \min_j R_j / R_i` (12). A client whose risk is not known yet
+    has the full budget. `jaxfl.privacy.schedule` derives the noise from an epsilon by `round_noise`
+    and `client_noise`.
 
     Args:
-        model: the network.
-        sampling: who takes part.
-        noise: std over C of the server's noise on the sum, a number or one per round; with `risks`, what each client
-            adds when it has the whole budget of the round, with a filter and the noise on a released risk
-            (`client_noise`).
-        risks: budgets by client: None: equal; numbers above 0 `[C]`: public risks, fixed; "private": measured,
-            clipped to `risk_bounds`, and released with noise.
-        risk_bounds: least and greatest risk that is released; the least above 0.
-        risk_fn: how a client measures its risk; `functools.partial(client_risk, ...)` for other probes or readings.
-        clip: C, L2 bound on a client's whole update.
-        mask: what is sent of an update: `fisher_percentile`, `fisher_threshold`, `largest`, `random_share`, or a
-            function of your own; None: all.
-        local: how a client trains in a round.
-        server_optimizer: takes the negative averaged update as its gradient.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        sampling: The sampler, which draws the participants of each round.
+        noise: Standard deviation of the server's noise on the sum, divided by C: one number, or one
+            per round `[T]`. With `risks`, the result of `client_noise`: the noise that a client
+            with the full budget adds in each round, the filter's bound, and the noise on released
+            risks.
+        risks: Leakage risks, which set the clients' budgets. None gives all clients the same
+            budget. Numbers above 0 `[C]` are public and fixed risks. With "private" each client
+            measures its risk, clips it to `risk_bounds`, and releases it with noise.
+        risk_bounds: The least and the greatest risk that is released, both above 0. Give them for
+            "private" risks only.
+        risk_fn: Function that measures a client's risk. Use `functools.partial(client_risk, ...)`
+            to change the number of probes or the reading of (8).
+        clip: C, the L2 bound on a client's full update.
+        mask: Function that selects the coordinates to send: `fisher_percentile`,
+            `fisher_threshold`, `largest`, `random_share`, or your own. None sends all.
+        local: Local training of a client in one round.
+        server_optimizer: Optimizer of the server, whose gradient is the negative averaged update.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, sensitivity C: masks cut the update before it is clipped, noise is on all coordinates.
-        Without `risks`: zero-out, for the aggregate observer. With `risks`: replace-one, for the upload observer and so
-        for the other, by a filter: given everything that was sent before, an update is a Gaussian mechanism with
-        multiplier s / 2 and a released risk one with r; a client stops before they add up to less than
-        `noise.least_total`, and fully adaptive composition gives the epsilon of that one Gaussian.
-    Deviations from the paper: updates are sent, not weights; the noise is not scaled by the sparsity (Theorems 1 and 2
-        do not hold: supports differ between neighbours); uniform weights, or public ones by
-        `dataclasses.replace(method.mechanism, weights=...)`; Fisher information is the mean of squared per-example
-        gradients unless `fisher_percentile(80.0, square="mean")`; of equal values at the percentile some are kept.
-        The minimum in (12) is over the clients whose risk is known. A rule's noise for :math:`\epsilon_i^t` is
-        that for :math:`\epsilon^t` over the share, which is exact for the classic rule.
-    References: ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation and Sparsification.
+    Guarantee:
+        Client-level privacy, where the clipped update has norm at most C. The mask cuts the update
+        before it is clipped, and the noise is on all coordinates.
+
+        Without `risks` the adjacency is zero-out, for the aggregate observer. With `risks` it is
+        replace-one, for the upload observer and therefore for the aggregate observer too. Given
+        all earlier messages, an update is a Gaussian mechanism with multiplier s / 2, and a
+        released risk is one with multiplier r. A filter stops each client before its messages
+        compose to a multiplier below `noise.least_total`. Fully adaptive composition then gives
+        the epsilon of one Gaussian mechanism with this multiplier.
+
+    Deviations from the paper:
+        Clients send updates, not weights. The noise is not scaled by the sparsity, because
+        Theorems 1 and 2 do not hold: masks of neighbouring data have different supports. Weights
+        are uniform, or public ones by `dataclasses.replace(method.mechanism, weights=...)`. The
+        Fisher information is the mean of squared per-example gradients, unless the mask is
+        `fisher_percentile(80.0, square="mean")`. Ties at the percentile go to the lower index. The
+        minimum in (12) is over the clients whose risk is known. The noise for
+        :math:`\epsilon_i^t` is the rule's noise for :math:`\epsilon^t` over the client's share,
+        which is exact for the classic rule.
+
+    References:
+        ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation and
+        Sparsification.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
     >>> from jaxfl.privacy.schedule import client_noise, round_budgets
     >>> plan = client_noise(round_budgets(1.0, 4), 1.0, participation=1.0, release_share=0.1)
     >>> network = mlp((8, 8, 1), 10, hidden=(16,))
-    >>> method = adp_pfl(network, sampling=Full(), noise=plan, risks="private", risk_bounds=(0.1, 10.0))
-    >>> method.mechanism.release.high
+    >>> options = {"noise": plan, "risks": "private", "risk_bounds": (0.1, 10.0)}
+    >>> adp_pfl(network, sampling=Full(), **options).mechanism.release.high
     10.0
     """
     if isinstance(noise, ClientNoise) != (risks is not None):
         raise ValueError(
-            f"noise={noise!r} with risks={risks!r}: give a `client_noise` with risks, and only then"
+            "noise must be the result of `client_noise` with risks, and plain numbers without, got "
+            f"{noise!r} with risks={risks!r}. Change noise, or risks."
         )
     if isinstance(risks, str) != (risk_bounds is not None):
         raise ValueError(
-            f"risk_bounds={risk_bounds!r} with risks={risks!r}: give (least, greatest) of private ones"
+            "risk_bounds must be (least, greatest) with risks='private', and None otherwise, got "
+            f"{risk_bounds!r} with risks={risks!r}. Change risk_bounds, or risks."
         )
     bounded: dict[str, Any] = {"clip": clip, "sampling": sampling}
     if not isinstance(noise, ClientNoise):
-        by_round = not traced(noise) and np.ndim(noise) > 0
-        z: Any = tuple(np.asarray(noise, float).tolist()) if by_round else noise
-        mechanism = Mechanism(noise_multiplier=z, **bounded)
+        multiplier: Any = noise
+        if not traced(noise) and np.ndim(noise) > 0:
+            multiplier = tuple(np.asarray(noise, float).tolist())
+        mechanism = Mechanism(noise_multiplier=multiplier, **bounded)
     elif risk_bounds is None:
         mechanism = PrivacyFilter(
-            client_noise=_public(noise.noise, risks), least_total=noise.least_total, **bounded
+            client_noise=_public(noise.noise, risks),
+            least_total=noise.least_total,
+            **bounded,
         )
     else:
-        bounded["release"] = Release(client_shares, *risk_bounds, noise=noise.release_noise)
         mechanism = PrivacyFilter(
-            client_noise=np.asarray(noise.noise), least_total=noise.least_total, **bounded
+            client_noise=np.asarray(noise.noise),
+            least_total=noise.least_total,
+            release=Release(client_shares, *risk_bounds, noise=noise.release_noise),
+            **bounded,
         )
     base = fedavg(
         model,
@@ -256,31 +334,43 @@ def adp_pfl_paper(
     delta: float | None = None,
     claim: float | None = None,
 ) -> Algorithm:
-    """ADP-PFL as published: each client adds noise by its share of the round's budget, and of its exact risk.
+    """Build ADP-PFL as published: clients add noise by their budgets and their exact risks.
 
     Args:
-        model: the network.
-        sampling: who takes part.
-        noise: std over the sensitivity of what each client adds when it has the whole budget of the round, a number or
-            one per round (`jaxfl.privacy.paper_noise`, with the `sparsity` of theorem 2).
-        sensitivity: "C/m": what one of m participants moves their mean by, at most (22), though it adds this noise to
-            an upload that it moves by C; `sampling` must fix m. "C": of an upload.
-        risks: budgets by client: None: equal; numbers above 0 `[C]`: public risks, fixed; "private": measured, and
-            sent to the server unchanged.
-        risk_fn: as in `adp_pfl`.
-        clip: C, L2 bound on a client's whole update.
-        mask: as in `adp_pfl`.
-        upload: what is sent and averaged: updates, or the masked weights of (16).
-        local: as in `adp_pfl`.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        claim: the epsilon that the paper states for `noise`.
+        model: The network.
+        sampling: The sampler, which draws the participants of each round.
+        noise: Standard deviation, divided by the sensitivity, of the noise that a client with the
+            full budget of the round adds: one number, or one per round `[T]`. `paper_noise` of
+            `jaxfl.privacy.schedule` gives it, with the `sparsity` of theorem 2.
+        sensitivity: The sensitivity that the noise is scaled by. "C/m" is the bound on how far one
+            of m participants moves their mean (22), although the client adds this noise to an
+            upload that it moves by C. Here `sampling` must fix m. "C" is the sensitivity of an
+            upload.
+        risks: Leakage risks, which set the clients' budgets. None gives all clients the same
+            budget. Numbers above 0 `[C]` are public and fixed risks. With "private" each client
+            measures its risk and sends it to the server unchanged.
+        risk_fn: Function that measures a client's risk.
+        clip: C, the L2 bound on a client's full update.
+        mask: Function that selects the coordinates to send, as in `adp_pfl`. None sends all.
+        upload: What clients send and the server averages: updates, or the masked weights of (16).
+        local: Local training of a client in one round.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
+        claim: The epsilon that the paper states for `noise`. None means no claim.
 
-    Guarantee: client-level, what the noise gives without private risks; with them: none. The statement has the epsilon
-        of the noise that is drawn: with "C/m" that is an m-th of what the rule asks for an upload.
-    Deviations from the paper: those of `adp_pfl`, but for what is sent. "C/m" is the paper's (22), and gives
-        accuracies like those of its table 2; its line 15 has C. Theorem 2 is in the noise that you give: a share p of
-        masked coordinates that follows from data (`fisher_threshold`) would make the noise follow from it.
-    References: as for `adp_pfl`.
+    Guarantee:
+        Client-level privacy by the noise that is drawn, and none with private risks. The statement
+        has the epsilon of this noise. With "C/m" it is an m-th of the noise that the rule asks for
+        an upload.
+
+    Deviations from the paper:
+        Those of `adp_pfl`, except for what is sent. "C/m" is the paper's (22) and gives accuracies
+        like those of its table 2, but its line 15 has C. Theorem 2 is part of `noise`: if the share
+        of masked coordinates followed from data (`fisher_threshold`), the noise would too.
+
+    References:
+        ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation and
+        Sparsification.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import FixedSize
@@ -288,28 +378,36 @@ def adp_pfl_paper(
     >>> float(method.mechanism.client_noise)
     0.9
     """
-    m = 1 if sensitivity == "C" else sampling.size if isinstance(sampling, FixedSize) else None
-    if m is None:
-        raise ValueError(
-            f"sampling={sampling!r} with sensitivity='C/m': give FixedSize(m), or sensitivity='C'"
-        )
-    denominator, private = (
-        "expected" if upload == "updates" else "participants",
-        isinstance(risks, str),
-    )
-    bounded: dict[str, Any] = {"clip": clip, "sampling": sampling, "denominator": denominator}
-    stds: Any = noise if traced(noise) else np.asarray(noise, np.float64)
-    added = stds / m
-    if private:
-        mechanism = PrivacyFilter(client_noise=added, release=Release(client_shares), **bounded)
+    if sensitivity == "C":
+        divisor = 1
+    elif isinstance(sampling, FixedSize):
+        divisor = sampling.size
     else:
-        mechanism = Mechanism(
-            client_noise=added if risks is None else _public(added, risks), **bounded
+        raise ValueError(
+            f"sampling must be a FixedSize with sensitivity='C/m', got {sampling!r}. "
+            "Give FixedSize(m), or sensitivity='C'."
         )
+    private = isinstance(risks, str)
+    bounded: dict[str, Any] = {
+        "clip": clip,
+        "sampling": sampling,
+        "denominator": "expected" if upload == "updates" else "participants",
+    }
+    stds: Any = noise if traced(noise) else np.asarray(noise, np.float64)
+    client_noise = stds / divisor
+    if private:
+        release = Release(client_shares)
+        mechanism = PrivacyFilter(client_noise=client_noise, release=release, **bounded)
+    elif risks is None:
+        mechanism = Mechanism(client_noise=client_noise, **bounded)
+    else:
+        mechanism = Mechanism(client_noise=_public(client_noise, risks), **bounded)
+    # A run's fingerprint holds this text: another wording would make stored runs look different.
     rule = (
         f"sensitivity {sensitivity}; budgets taken for epsilons that add up, or for their maximum"
     )
-    terms = Terms(delta, None if claim is None else (claim, rule), _BROKEN if private else None)
+    claimed = None if claim is None else (claim, rule)
+    terms = Terms(delta, claimed, _BROKEN if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")
     return _masked(base, local, mask, risk_fn if private else None, weights=upload == "weights")
 
@@ -322,35 +420,42 @@ def _masked(
     *,
     weights: bool = False,
 ) -> Algorithm:
-    """FedAvg whose clients measure a risk (None: none), and send masked updates or weights."""
-    model, sends = base.model, sends_weights(base) if weights else base
+    """Return `base` with clients that measure a risk and mask their updates.
+
+    Args:
+        base: FedAvg with a mechanism.
+        local: Local training of `base`.
+        mask: Function that selects the coordinates to send. None sends all.
+        risk_fn: Function that measures the risk. None measures and sends no risk.
+        weights: Whether clients send masked weights and not masked updates.
+    """
+    model = base.model
+    method = sends_weights(base) if weights else base
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
-        (sent, _), client, info = sends.client_update(key, server, client, data)
-        params, risk = sent if weights else optax.tree.add(server.params, sent), None
+        (sent, _), client, info = method.client_update(key, server, client, data)
+        params = sent if weights else optax.tree.add(server.params, sent)
         lost = ~jnp.isfinite(optax.tree.sum(params))
-        data = dataclasses.replace(
-            data, size=jnp.where(lost, 0, data.size)
-        )  # no risk or mask of a dropped update
-        unused = (
-            local.epochs if local.steps is None else local.steps
-        )  # training used the numbers below
+        # An update that will be dropped needs neither a risk nor a mask.
+        data = dataclasses.replace(data, size=jnp.where(lost, 0, data.size))
+        # Training folds smaller numbers than this one into the key, so the draws are independent.
+        unused = local.epochs if local.steps is None else local.steps
         masking, probing = jax.random.split(jax.random.fold_in(key, unused))
+        risk = None
         if risk_fn is not None:
             risk = risk_fn(probing, model, params, data)
             info |= {"risk": risk}
         if mask is not None:
             kept = mask(masking, model, params, sent, data)
             sent = sparsify(kept, sent)
-            info |= {
-                "kept": optax.tree.sum(kept) / sum(leaf.size for leaf in jax.tree.leaves(kept))
-            }
+            size = sum(leaf.size for leaf in jax.tree.leaves(kept))
+            info |= {"kept": optax.tree.sum(kept) / size}
         return Message(sent, risk), client, info
 
-    return sends._replace(client_update=client_update)
+    return method._replace(client_update=client_update)
 
 
 def _public(noise: Any, risks: Any) -> Float[np.ndarray, "#T C"]:
-    """Noise by round and client, in proportion to public risks."""
+    """Return the noise by round and client, which is in proportion to public risks."""
     risks = np.asarray(risks, np.float64)
     return np.atleast_1d(noise)[:, None] * (risks / risks.min())

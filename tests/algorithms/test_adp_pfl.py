@@ -277,21 +277,27 @@ def test_dp_lg_of_one_client_without_noise_trains_alone():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"risks": np.array([1.0, 2.0])}, r"risks=.*give a `client_noise`"),
+        (
+            {"risks": np.array([1.0, 2.0])},
+            r"noise must be the result of `client_noise` with risks, .*got 1.0 with",
+        ),
         (
             {"risks": np.array([1.0, 0.0]), "noise": ClientNoise((1.0,), 1.0, 0.0)},
             "risks=.* above 0",
         ),
         (
             {"noise": ClientNoise((1.0,), 1.0, 0.0)},
-            "risks=None: give a `client_noise` with risks, and only then",
+            "noise must be .* plain numbers without, got ClientNoise.*with risks=None",
         ),
-        ({"risks": "private", "noise": ClientNoise((1.0,), 1.0, 1.0)}, "risk_bounds=None"),
+        (
+            {"risks": "private", "noise": ClientNoise((1.0,), 1.0, 1.0)},
+            "risk_bounds must be .*got None with risks='private'",
+        ),
         (
             {"risks": "private", "noise": ClientNoise((1.0,), 1.0, 0.0), "risk_bounds": (1.0, 2.0)},
             "needs noise on them",
         ),
-        ({"risk_bounds": (1.0, 2.0)}, "risks=None: give .least, greatest. of private ones"),
+        ({"risk_bounds": (1.0, 2.0)}, r"risk_bounds must be .*got \(1.0, 2.0\) with risks=None"),
     ],
 )
 def test_wrong_arguments(options, message):
@@ -320,7 +326,7 @@ def test_by_default_an_mth_of_the_noise_is_drawn_and_counted():
 
 def test_the_number_of_participants_must_be_known():
     with pytest.raises(
-        ValueError, match=r"sampling=Poisson.*give FixedSize\(m\), or sensitivity='C'"
+        ValueError, match=r"sampling must be .*got Poisson.*Give FixedSize\(m\), or sensitivity='C'"
     ):
         adp_pfl_paper(MODEL, noise=1.0, **PRIVATE)
 
@@ -385,5 +391,5 @@ def test_a_threshold_that_no_scaled_information_exceeds_is_an_error(threshold):
 
 @pytest.mark.parametrize("build", [fisher_percentile, largest, random_share])
 def test_the_hundredth_percentile_keeps_nothing(build):
-    with pytest.raises(ValueError, match=r"percentile=100\.0"):
+    with pytest.raises(ValueError, match=r"percentile must be in \[0, 100\), got 100\.0"):
         build(100.0)

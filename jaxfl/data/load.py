@@ -1,7 +1,7 @@
 """Examples: named image datasets, or your own arrays.
 
 Datasets other than `digits` are read from folders that TensorFlow Datasets (TFDS) prepared in its
-array_record format. Reading needs neither TensorFlow nor a network; nothing is ever downloaded.
+array_record format. Reading needs neither TensorFlow nor a network, and downloads nothing.
 """
 
 import contextlib
@@ -38,16 +38,24 @@ NAMES = (
 )
 
 _CACHE_FORMAT = 1
+"""Version of the form of cached arrays, part of their key."""
+
 _BLOCK = 4096
+"""Number of examples that are checked or decoded at a time."""
+
 _MOST_CLASSES = 2**24
-"""Labels are counted by class, and outputs are one for each class; larger labels are other numbers by mistake."""
+"""Largest number of classes that labels may imply.
+
+Larger labels are other numbers by mistake: each class would need an output and a count.
+"""
 
 
 class Dataset(NamedTuple):
     """Training and test examples of one task.
 
-    Labels `[n]` of whole numbers are classes, 0 to classes - 1; other labels, `[n]` of floating numbers or `[n, ...]`,
-    have `classes` 0 and a model with another task (see `jaxfl.tasks`).
+    Labels `[n]` of whole numbers are classes, from 0 to classes - 1. Other labels are floating
+    numbers `[n]`, or `[n, ...]`. Their `classes` is 0, and they need a model with another task (see
+    `jaxfl.tasks`).
     """
 
     train_inputs: Integer[np.ndarray, "n ..."] | Float32[np.ndarray, "n ..."]
@@ -57,127 +65,153 @@ class Dataset(NamedTuple):
     classes: int
     name: str
     owner: Int32[np.ndarray, "n"] | None = None
-    """Of each training example, where they have natural ones (see `jaxfl.data.by_owner`)."""
+    """Owner of each training example, if examples have natural owners (`jaxfl.data.by_owner`)."""
     test_owner: Int32[np.ndarray, "m"] | None = None
+    """Owner of each test example."""
 
 
 def check_labels(
     name: str, labels: Any, length: int | None = None, classes: int | None = None
 ) -> Int32[np.ndarray, "n"]:
-    """Require a vector of whole numbers from 0 (below `classes`), `length` of them; return it as int32."""
+    """Require a vector of whole numbers from 0, and return it as int32.
+
+    Args:
+        name: Name of the argument, for errors.
+        labels: Labels of classes, or other whole numbers such as owners.
+        length: Number of labels. None accepts any number.
+        classes: Number above every label. None accepts all numbers of 32 bits.
+    """
     labels = check_array(name, labels)
     if labels.ndim != 1 or (length is not None and len(labels) != length):
-        wanted = (
-            "one label per example"
-            if length is None
-            else f"one label for each of the {length} inputs"
+        numbers = "whole numbers" if length is None else f"{length} whole numbers"
+        raise ValueError(
+            f"{name} must be a vector of {numbers}, got shape {labels.shape}. "
+            "Give one number for each example."
         )
-        raise ValueError(f"{name}.shape={labels.shape}: give {wanted}")
     if labels.size and not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
-            f"{name}.dtype={labels.dtype}: give whole numbers, e.g. {name}.astype(np.int32)"
+            f"{name} must be whole numbers, got {labels.dtype}. "
+            f"Convert them, for instance by {name}.astype(np.int32)."
         )
     most = np.iinfo(np.int32).max if classes is None else classes - 1
     wrong = labels[(labels < 0) | (labels > most)]
     if len(wrong):
-        limits = (
-            "from 0, or floating numbers for a regression"
-            if classes is None
-            else f"from 0 to classes - 1 = {most}"
-        )
-        raise ValueError(f"{name} holds {wrong[0]}: give labels {limits}")
+        if classes is None:
+            limits = f"from 0 to {most}"
+            remedy = "Number them from 0, or give floating numbers if they are no classes."
+        else:
+            limits = f"from 0 to classes - 1 = {most}"
+            remedy = "Number the classes from 0, or give more classes."
+        raise ValueError(f"{name} must be {limits}, got {wrong[0]}. {remedy}")
     return labels.astype(np.int32)
 
 
 def check_targets(name: str, labels: Any, length: int | None = None) -> np.ndarray:
-    """Require labels `[n]` of classes, or other finite numbers `[n, ...]`; return them in 32 bits."""
+    """Require classes `[n]`, or other finite numbers `[n, ...]`, and return them in 32 bits."""
     labels = check_array(name, labels)
     if labels.ndim == 1 and labels.dtype.kind != "f":
         return check_labels(name, labels, length)
     if labels.ndim < 1 or 0 in labels.shape[1:] or (length is not None and len(labels) != length):
+        examples = "example" if length is None else f"of the {length} inputs"
         raise ValueError(
-            f"{name}.shape={labels.shape}: give one row for each of the {length} inputs"
+            f"{name} must have one row of numbers for each {examples}, got shape {labels.shape}. "
+            "Give labels [n] or [n, ...]."
         )
-    labels = _in_32_bits(name, labels.astype(np.int32) if labels.dtype.kind == "b" else labels)
+    if labels.dtype.kind == "b":
+        labels = labels.astype(np.int32)
+    labels = _in_32_bits(name, labels)
     return labels if labels.dtype.kind == "f" else labels.astype(np.int32, copy=False)
 
 
 def check_inputs(name: str, inputs: Any) -> np.ndarray:
-    """Require examples [n, ...] without empty axes, finite; return them in at most 32 bits."""
+    """Require finite examples [n, ...] without empty axes, and return them in at most 32 bits."""
     inputs = check_array(name, inputs)
     if inputs.ndim < 2 or 0 in inputs.shape[1:]:
         raise ValueError(
-            f"{name}.shape={inputs.shape}: give one row per example, [n, ...], of numbers"
+            f"{name} must be examples [n, ...] without empty axes, got shape {inputs.shape}. "
+            "Give one row of numbers for each example."
         )
     return _in_32_bits(name, inputs)
 
 
 def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
-    """Finite numbers in at most 32 bits."""
+    """Require finite numbers, and return them in at most 32 bits."""
     if np.issubdtype(values.dtype, np.integer):
         if values.dtype.itemsize < 4 or values.dtype == np.int32:
             return values
         for part in _parts(values):
             wide = part[(part < np.iinfo(np.int32).min) | (part > np.iinfo(np.int32).max)]
             if wide.size:
-                raise ValueError(f"{name} holds {wide[0]}: give whole numbers of 32 bits")
+                raise ValueError(
+                    f"{name} must be whole numbers of 32 bits, got {wide[0]}. Give smaller numbers."
+                )
         return values.astype(np.int32, copy=False)
     if not np.issubdtype(values.dtype, np.floating):
         raise ValueError(
-            f"{name}.dtype={values.dtype}: give whole or floating numbers, e.g. {name}.astype(np.float32)"
+            f"{name} must be whole or floating numbers, got {values.dtype}. "
+            f"Convert them, for instance by {name}.astype(np.float32)."
         )
+    # Numbers beyond single precision become infinite, which is found below.
     with np.errstate(over="ignore"):
         values = values.astype(np.float32, copy=False)
     axes = tuple(range(1, values.ndim))
     bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in _parts(values)])
     if bad.any():
         raise ValueError(
-            f"{name} has NaN or infinite values in {bad.sum()} rows, first row {bad.argmax()}: drop them"
+            f"{name} must be finite, got NaN or infinite values in {bad.sum()} rows, first in row "
+            f"{bad.argmax()}. Drop these rows."
         )
     return values
 
 
 def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive rows of an array of any length, which may be a file that is larger than memory."""
+    """Yield consecutive rows of an array, which may be a file that is larger than memory."""
     for start in range(0, max(1, len(values)), _BLOCK):
         yield values[start : start + _BLOCK]
 
 
 def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
-    """Require a vector of rows from 0 below `length` for each client; return them as int32."""
+    """Require a vector of row numbers below `length` for each client, and return them as int32."""
     for i, rows in enumerate(lists):
         if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
             raise ValueError(
-                f"{name}[{i}] is {rows.dtype} of shape {rows.shape}: give a vector of whole numbers"
+                f"{name}[{i}] must be a vector of whole numbers, got {rows.dtype} of shape "
+                f"{rows.shape}. Give the row numbers of the examples."
             )
     flat = np.concatenate([np.zeros(0, np.int64), *(rows for rows in lists if rows.size)])
     wrong = flat[(flat < 0) | (flat >= length)]
     if wrong.size:
         i = next(i for i, rows in enumerate(lists) if np.any(rows == wrong[0]))
-        raise ValueError(f"{name}[{i}] has row {wrong[0]}: give rows from 0 to {length - 1}")
+        raise ValueError(
+            f"{name}[{i}] must have rows from 0 to {length - 1}, got row {wrong[0]}. "
+            "Leave out rows beyond the data."
+        )
     return [rows.astype(np.int32, copy=False) for rows in lists]
 
 
 @checked(name=functools.partial(check_choice, choices=NAMES), data_dir=check_path)
 def load(name: str, data_dir: str | os.PathLike[str] | None = None) -> Dataset:
-    """Load a dataset by name; images are uint8 [n, H, W, C].
+    """Load a dataset of images by name.
 
-    `digits` (8x8x1, scaled from 0..16 to 0..255, one fixed stratified split) is
-    always available. The others are TFDS folders `<data_dir>/<name>/<version>`; the highest version counts.
-    `emnist` is `emnist/digits`. EMNIST images, which TFDS keeps transposed, are turned upright, and the
-    labels of `emnist/letters`, which start at 1 there, start at 0.
+    Images are uint8 `[n, H, W, C]`. `digits` is always available: images 8x8x1, scaled from 0..16
+    to 0..255, with one fixed stratified split. Other datasets are TFDS folders
+    `<data_dir>/<name>/<version>`, of which the highest version is read.
 
-    Decoded arrays are kept in a cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a
+    `emnist` is `emnist/digits`. TFDS keeps EMNIST images transposed, and here they are upright. The
+    labels of `emnist/letters` start at 1 there, and here at 0.
+
+    Decoded arrays are cached in a folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a
     key of the name, the version, and the sizes and times of the source files.
 
     Args:
-        name: One of `jaxfl.data.NAMES`.
-        data_dir: Folder of prepared datasets; by default the environment's `JAXFL_DATA_DIR`, then
-            `TFDS_DATA_DIR`, then TFDS's own default `~/tensorflow_datasets`.
+        name: Name of the dataset, one of `jaxfl.data.NAMES`.
+        data_dir: Folder of prepared datasets. The default is the environment's `JAXFL_DATA_DIR`,
+            then `TFDS_DATA_DIR`, then TFDS's own default `~/tensorflow_datasets`.
 
     Raises:
-        ValueError: Unknown name; no prepared copy in the folder (the message has the command that
-            prepares one); or a copy that is damaged, short, or in another file format.
+        ValueError: The name is unknown, or the folder has no prepared copy, or a copy that is
+            damaged, short, or in another file format. The message has the command that prepares
+            one.
 
     Example:
         >>> digits = load("digits")
@@ -222,57 +256,57 @@ def from_arrays(
     """Make a dataset of your own arrays.
 
     Args:
-        train_inputs: `[n, ...]` bytes (images), floating numbers (kept as float32), or other whole numbers (kept,
-            in 32 bits at most).
-        train_labels: `[n]` classes, integers from 0; or, for another task than classification, `[n]` floating numbers
-            or `[n, ...]` of any numbers.
-        test_inputs: `[m, ...]` with the dtype and example shape of `train_inputs`; m may be 0.
-        test_labels: like `train_labels`.
-        classes: Number of classes; by default the largest label plus one, and 0 where labels are not classes.
+        train_inputs: Training inputs `[n, ...]`: bytes (images), floating numbers, or other whole
+            numbers. Floating numbers become float32, and whole numbers have 32 bits at most.
+        train_labels: Classes `[n]`, whole numbers from 0. Labels of another task than
+            classification are floating numbers `[n]`, or any numbers `[n, ...]`.
+        test_inputs: Test inputs `[m, ...]` with the dtype and example shape of `train_inputs`. The
+            number m may be 0.
+        test_labels: Labels of the test inputs, with the dtype and shape of `train_labels`.
+        classes: Number of classes. The default is the largest label plus one, and 0 if labels are
+            not classes.
         name: Name of the dataset in reports.
-        owner: `[n]` owner of each training example, integers from 0, for `by_owner`.
-        test_owner: `[m]` owner of each test example.
+        owner: Owner `[n]` of each training example, whole numbers from 0, for `by_owner`.
+        test_owner: Owner `[m]` of each test example.
 
     Raises:
-        ValueError: Lengths, shapes or dtypes that do not fit, NaN or infinite inputs, labels out of range.
+        ValueError: Lengths, shapes or dtypes do not fit, inputs are NaN or infinite, or labels are
+            out of range.
 
     Example:
         >>> inputs = np.zeros((4, 8, 8, 1), np.uint8)
         >>> from_arrays(inputs, np.array([0, 1, 2, 1]), inputs[:1], np.array([2])).classes
         3
     """
-    for which, given, count in (
-        ("owner", owner, len(train_labels)),
-        ("test_owner", test_owner, len(test_labels)),
-    ):
-        if given is not None and len(given) != count:
-            raise ValueError(
-                f"{which}.shape={given.shape}: give one owner for each of the {count} labels"
-            )
+    _check_owner("owner", owner, len(train_labels))
+    _check_owner("test_owner", test_owner, len(test_labels))
     if not len(train_inputs):
-        raise ValueError(f"train_inputs has shape {train_inputs.shape}: give at least one example")
-    example, other = (
-        (str(train_inputs.dtype), train_inputs.shape[1:]),
-        (str(test_inputs.dtype), test_inputs.shape[1:]),
-    )
-    if example != other:
         raise ValueError(
-            f"test_inputs has examples {other}: give the dtype and shape of train_inputs, {example}"
+            f"train_inputs must have at least one example, got shape {train_inputs.shape}. "
+            "Give the training examples."
+        )
+    train_kind = _kind_of_rows(train_inputs)
+    test_kind = _kind_of_rows(test_inputs)
+    if train_kind != test_kind:
+        raise ValueError(
+            f"test_inputs must have examples of the dtype and shape of train_inputs, {train_kind}, "
+            f"got {test_kind}. Convert or reshape one of them."
         )
     if train_labels.ndim > 1 or train_labels.dtype.kind == "f":
         if classes:
             raise ValueError(
-                f"classes={classes} with labels of {train_labels.dtype}: leave it out, or give classes"
+                f"classes must be left out with labels of {train_labels.dtype}, got {classes}. "
+                "Leave it out, or give whole numbers as labels."
             )
         train_labels = check_targets("train_labels", train_labels, len(train_inputs))
         test_labels = check_targets("test_labels", test_labels, len(test_inputs))
-        kind, other = (
-            (str(labels.dtype), labels.shape[1:]) for labels in (train_labels, test_labels)
-        )
-        if kind != other:
+        train_kind = _kind_of_rows(train_labels)
+        test_kind = _kind_of_rows(test_labels)
+        if train_kind != test_kind:
             raise ValueError(
-                f"test_labels has rows {other}, and train_labels {kind}: give both of one dtype and shape; classes are "
-                "whole numbers, e.g. train_labels.astype(np.int32)"
+                f"test_labels must have rows of the dtype and shape of train_labels, {train_kind}, "
+                f"got {test_kind}. Convert one of them. Classes are whole numbers, for instance "
+                "train_labels.astype(np.int32)."
             )
         return Dataset(
             train_inputs, train_labels, test_inputs, test_labels, 0, name, owner, test_owner
@@ -291,12 +325,31 @@ def from_arrays(
     )
 
 
+def _check_owner(name: str, owner: np.ndarray | None, count: int) -> None:
+    """Require an owner for each label, if there are owners."""
+    if owner is not None and len(owner) != count:
+        raise ValueError(
+            f"{name} must have one owner for each of the {count} labels, got shape {owner.shape}. "
+            f"Give {count} whole numbers."
+        )
+
+
+def _kind_of_rows(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of an array's rows."""
+    return str(array.dtype), array.shape[1:]
+
+
 def _digits() -> Dataset:
-    """Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (CC BY 4.0): scikit-learn's part."""
+    """Return scikit-learn's part of the handwritten digits, with a fixed stratified split.
+
+    References:
+        Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI, 1998 (CC BY 4.0).
+    """
     with np.load(Path(__file__).with_name("digits.npz")) as file:
         images = np.rint(file["images"] * (255 / 16)).astype(np.uint8)[..., None]
         labels = file["labels"].astype(np.int32)
-    rng, is_test = np.random.default_rng(0), np.zeros(len(labels), bool)
+    rng = np.random.default_rng(0)
+    is_test = np.zeros(len(labels), bool)
     for k in range(10):
         rows = rng.permutation(np.flatnonzero(labels == k))
         is_test[rows[: round(len(rows) / 5)]] = True
@@ -306,42 +359,48 @@ def _digits() -> Dataset:
 
 
 def find_prepared(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder of the highest prepared version of `name`."""
+    """Return the folder of the highest prepared version of `name`."""
     named = data_dir or os.environ.get("JAXFL_DATA_DIR") or os.environ.get("TFDS_DATA_DIR")
     given = named or "~/tensorflow_datasets"
     expanded = os.path.expanduser(given)
     if os.fspath(expanded).startswith("~"):
         raise ValueError(
-            f"data_dir must be a folder, got {given!r} of a user without a home. Set JAXFL_DATA_DIR."
+            f"data_dir must be a folder, got {given!r} of a user without a home. "
+            "Set JAXFL_DATA_DIR."
         )
     root = Path(expanded).absolute()
     versions = [info.parent for info in (root / name).glob("*/dataset_info.json")]
     versions = [folder for folder in versions if re.fullmatch(r"\d+\.\d+\.\d+", folder.name)]
     if not versions:
         raise ValueError(
-            f"data_dir={str(root)!r}: no prepared copy of {name!r} (no {root / name}/<version>/dataset_info.json). "
-            f"Give another data_dir, set JAXFL_DATA_DIR, or use 'digits', which needs no files. {_remedy(name, root)}"
+            f"data_dir must hold a prepared copy of {name!r}, got {str(root)!r} without "
+            f"{root / name}/<version>/dataset_info.json. Give another data_dir, set "
+            f"JAXFL_DATA_DIR, or use 'digits', which needs no files. {_remedy(name, root)}"
         )
     return max(versions, key=lambda folder: tuple(map(int, folder.name.split("."))))
 
 
 def _remedy(name: str, root: Path) -> str:
-    code = f"tfds.builder({name!r}, data_dir={str(root)!r}, file_format='array_record').download_and_prepare()"
+    """Return the commands that prepare a copy of a dataset."""
+    builder = f"tfds.builder({name!r}, data_dir={str(root)!r}, file_format='array_record')"
+    code = f"{builder}.download_and_prepare()"
     return (
-        "To prepare a copy, run this on a machine with internet (preparing needs TensorFlow, reading does not), then "
-        f"copy the folder:\n    pip install tensorflow tensorflow-datasets array-record scipy\n"
+        "To prepare a copy, run this on a machine with internet (preparing needs TensorFlow, "
+        "reading does not), then copy the folder:\n"
+        "    pip install tensorflow tensorflow-datasets array-record scipy\n"
         f'    python -c "import tensorflow_datasets as tfds; {code}"'
     )
 
 
 def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
-    """Decode a TFDS folder, or say what is wrong with it."""
+    """Decode a TFDS folder, or raise an error that names what is wrong with it."""
     try:
         import array_record  # noqa: F401
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise ValueError(
-            f"{folder}: reading it needs {error.name}: pip install 'jaxfl[data]'"
+            f"data_dir must be read by the package {error.name}, got {folder} without it. "
+            "Install it: pip install 'jaxfl[data]'."
         ) from None
     try:
         builder = tfds.builder_from_directory(folder)
@@ -357,13 +416,15 @@ def _read_prepared(name: str, folder: Path) -> dict[str, Any]:
         raise
     except Exception as error:
         root = folder.parents[name.count("/") + 1]
+        reason = str(error).removesuffix(".")
         raise ValueError(
-            f"{folder}: not a usable copy of {name!r}: {error}. "
+            f"data_dir must hold a usable copy of {name!r}, got {folder}: {reason}. "
             f"Remove it, or give another data_dir. {_remedy(name, root)}"
         ) from error
 
 
 def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the decoded images and the labels of a split."""
     import tensorflow_datasets as tfds
     from PIL import Image
 
@@ -372,10 +433,12 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     files = builder.info.splits[split].file_instructions
     for file in files:
         _check_file(file.filename, file.examples_in_shard)
-    # The images stay encoded here: decoding them below is faster, and TFDS does not warn about OpenCV.
+    # The images stay encoded here, because decoding them below is faster, and because TFDS would
+    # warn about OpenCV.
     source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
     shape = builder.info.features["image"].shape
-    inputs, labels = np.empty((len(source), *shape), np.uint8), np.empty(len(source), np.int32)
+    inputs = np.empty((len(source), *shape), np.uint8)
+    labels = np.empty(len(source), np.int32)
     try:
         for start in range(0, len(source), _BLOCK):
             records = source.__getitems__(range(start, min(start + _BLOCK, len(source))))
@@ -383,17 +446,19 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
                 image = np.asarray(Image.open(io.BytesIO(record["image"])))
                 if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):
                     raise ValueError(
-                        f"example {row} is {image.dtype} {image.shape}, dataset_info says uint8 {shape}"
+                        f"example {row} is {image.dtype} {image.shape}, "
+                        f"dataset_info says uint8 {shape}"
                     )
-                inputs[row], labels[row] = image.reshape(shape), record["label"]
+                inputs[row] = image.reshape(shape)
+                labels[row] = record["label"]
     except Exception as error:
-        raise ValueError(
-            f"cannot read {', '.join(str(file.filename) for file in files)}: {error}"
-        ) from error
+        names = ", ".join(str(file.filename) for file in files)
+        raise ValueError(f"cannot read {names}: {error}") from error
     return inputs, labels
 
 
 def _check_file(path: str, expected: int) -> None:
+    """Require a complete file with the expected number of examples."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     if not os.path.isfile(path):
@@ -410,36 +475,35 @@ def _check_file(path: str, expected: int) -> None:
 
 
 def _upright(name: str, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Undo the transposition and the label offset that TFDS keeps from EMNIST's files, and check the labels."""
+    """Turn EMNIST's images upright, count its labels from 0, and check the labels of any dataset.
+
+    TFDS keeps the transposed images, and the labels of letters from 1, of EMNIST's files.
+    """
     first = 1 if name == "emnist/letters" else 0
-    # TFDS counts 37 classes of letters; the files hold 1 to 26.
-    arrays["classes"] = 26 if first else arrays["classes"]
+    if first:
+        # TFDS counts 37 classes of letters, but the files have labels from 1 to 26 only.
+        arrays["classes"] = 26
     for split in ("train", "test"):
+        images = f"{split}_inputs"
         if name.startswith("emnist/"):
-            arrays[f"{split}_inputs"] = np.ascontiguousarray(
-                arrays[f"{split}_inputs"].swapaxes(1, 2)
-            )
+            arrays[images] = np.ascontiguousarray(arrays[images].swapaxes(1, 2))
         labels = arrays[f"{split}_labels"] - first
-        arrays[f"{split}_labels"] = check_labels(
-            f"{split}_labels", labels, classes=arrays["classes"]
-        )
+        checked_labels = check_labels(f"{split}_labels", labels, classes=arrays["classes"])
+        arrays[f"{split}_labels"] = checked_labels
     return arrays
 
 
 def _cache_file(name: str, folder: Path) -> str:
+    """Return the name of the cached arrays' file, which changes with any file of the folder."""
     stats = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
-    facts = (
-        _CACHE_FORMAT,
-        name,
-        folder.name,
-        [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats],
-    )
+    files = [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    facts = (_CACHE_FORMAT, name, folder.name, files)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     return f"{name.replace('/', '-')}-{folder.name}-{key}.npz"
 
 
 def _read_cache(cached: str) -> dict[str, Any] | None:
-    """The cached arrays; None where there are none, or they are damaged (a zip file checks itself)."""
+    """Return the cached arrays, or None if there are none or if their zip file is damaged."""
     try:
         with opened(cache_folder() / cached) as raw, np.load(raw) as file:
             return {field: file[field] for field in (*Dataset._fields[:4], "classes")}
@@ -448,7 +512,7 @@ def _read_cache(cached: str) -> dict[str, Any] | None:
 
 
 def _write_cache(cached: str, arrays: dict[str, Any]) -> None:
-    """Write all or nothing; a folder that cannot be had or written is no error."""
+    """Write all arrays or none. A folder that cannot be made or written is not an error."""
     with contextlib.suppress(OSError):
         path = cache_folder() / cached
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,15 +80,15 @@ def test_a_dataset_serves_as_well_as_arrays():
     [
         ([[0]], [[0], [1]], "1 train_lists and 2 test_lists"),
         ([], [], "0 train_lists"),
-        ([[0], [12]], [[], []], r"train_lists\[1\] has row 12: give rows from 0 to 11"),
-        ([[0], [1]], [[], [-1]], r"test_lists\[1\] has row -1"),
-        ([[0], [1]], [[6], []], r"test_lists\[0\] has row 6"),
+        ([[0], [12]], [[], []], r"train_lists\[1\] must have rows from 0 to 11, got row 12"),
+        ([[0], [1]], [[], [-1]], r"test_lists\[1\] must .* got row -1"),
+        ([[0], [1]], [[6], []], r"test_lists\[0\] must .* got row 6"),
         ([[0, 2], [1, 2]], [[], []], r"train_lists\[0\] and \[1\] both have row 2"),
         ([[0], [2, 1, 2]], [[], []], r"train_lists\[1\] has row 2 twice"),
         ([[0], [1]], [[3, 3], []], r"test_lists\[0\] has row 3 twice"),
         ([[], []], [[0], []], "train_lists are all empty"),
-        ([[0.5]], [[]], r"train_lists\[0\] is float64"),
-        ([np.zeros((2, 1), int)], [[]], r"train_lists\[0\] is int64 of shape \(2, 1\)"),
+        ([[0.5]], [[]], r"train_lists\[0\] must .* got float64"),
+        ([np.zeros((2, 1), int)], [[]], r"train_lists\[0\] must .* got int64 of shape \(2, 1\)"),
     ],
 )
 def test_wrong_lists_are_named(train, test, message):
@@ -241,7 +241,7 @@ def test_examples_that_are_not_finite_are_counted_in_every_part():
     inputs = np.zeros((10_000, 2), np.float32)
     inputs[[5_000, 9_999], 1] = np.nan
     data = inputs, np.zeros(10_000, int), inputs[:0], np.zeros(0, int)
-    with pytest.raises(ValueError, match="NaN or infinite values in 2 rows, first row 5000"):
+    with pytest.raises(ValueError, match="NaN or infinite values in 2 rows, first in row 5000"):
         make_clients(data, [[0]], [[]])
 
 

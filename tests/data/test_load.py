@@ -171,13 +171,13 @@ def test_folders_are_looked_up_in_order(tmp_path, monkeypatch):
 
 def test_absent_data_end_in_one_message_with_the_remedy(tmp_path):
     start = time.perf_counter()
-    with pytest.raises(ValueError, match="no prepared copy of 'svhn_cropped'") as caught:
+    with pytest.raises(ValueError, match="hold a prepared copy of 'svhn_cropped'") as caught:
         load("svhn_cropped", tmp_path)
     assert time.perf_counter() - start < 5
     assert str(tmp_path / "svhn_cropped") in str(caught.value)
     remedy = f"tfds.builder('svhn_cropped', data_dir='{tmp_path}', file_format='array_record').download_and_prepare()"
     assert remedy in str(caught.value)
-    with pytest.raises(ValueError, match=r"data_dir='.*home/tensorflow_datasets'"):
+    with pytest.raises(ValueError, match=r"data_dir must .*home/tensorflow_datasets'"):
         load("emnist")
     with pytest.raises(ValueError, match="name='imagenet': choose one of 'digits'"):
         load("imagenet")
@@ -209,9 +209,9 @@ def overwrite(folder):
             lambda folder: (folder / "mnist-train.array_record-00000-of-00002").unlink(),
             "00000-of-00002 is missing",
         ),
-        (lambda folder: (folder / "features.json").unlink(), "not a usable copy"),
+        (lambda folder: (folder / "features.json").unlink(), "must hold a usable copy"),
         (lambda folder: (folder / "dataset_info.json").write_text("{"), "JSON"),
-        (lambda folder: (folder / "dataset_info.json").write_text("{}"), "not a usable copy"),
+        (lambda folder: (folder / "dataset_info.json").write_text("{}"), "must hold a usable copy"),
     ],
 )
 def test_damaged_copies_are_named(tmp_path, damage, message):
@@ -234,7 +234,7 @@ def test_damaged_copies_are_named(tmp_path, damage, message):
             {"shape": (28, 28, 1)},
             r"example 0 is uint8 \(8, 6, 3\), dataset_info says uint8 \(28, 28, 1\)",
         ),
-        ({"classes": 9}, "train_labels holds 9: give labels from 0 to classes - 1 = 8"),
+        ({"classes": 9}, "train_labels must be from 0 to classes - 1 = 8, got 9"),
     ],
 )
 def test_foreign_copies_are_named(tmp_path, options, message):
@@ -362,35 +362,41 @@ def spoil(value):
     [
         (
             {"train_labels": LABELS[:3]},
-            r"train_labels.shape=\(3,\): give one label for each of the 4 inputs",
+            r"train_labels must be a vector of 4 whole numbers, got shape \(3,\)",
         ),
-        ({"test_labels": LABELS[:, None]}, r"test_labels.shape=\(4, 1\)"),
-        ({"train_labels": LABELS * 1.0}, r"train_labels \('float32', \(\)\): .*astype\(np.int32\)"),
-        ({"train_labels": LABELS - 1}, "train_labels holds -1"),
+        ({"test_labels": LABELS[:, None]}, r"test_labels must be .* got shape \(4, 1\)"),
+        (
+            {"train_labels": LABELS * 1.0},
+            r"train_labels, \('float32', \(\)\), got .*astype\(np.int32\)",
+        ),
+        ({"train_labels": LABELS - 1}, "train_labels must be .* got -1"),
         (
             {"test_labels": LABELS + 1, "classes": 3},
-            "test_labels holds 3: give labels from 0 to classes - 1 = 2",
+            "test_labels must be from 0 to classes - 1 = 2, got 3",
         ),
-        ({"train_labels": LABELS + 2**40}, "train_labels holds 1099511627776"),
+        ({"train_labels": LABELS + 2**40}, "train_labels must be .* got 1099511627776"),
         ({"classes": 0}, "classes=0"),
         (
             {"train_inputs": spoil(np.nan)},
-            "train_inputs has NaN or infinite values in 1 rows, first row 2",
+            "train_inputs must be finite, got NaN or infinite values in 1 rows, first in row 2",
         ),
-        ({"test_inputs": spoil(np.inf)}, "test_inputs has NaN"),
-        ({"train_inputs": spoil(1e300)}, "train_inputs has NaN or infinite"),
-        ({"train_inputs": INPUTS.astype(np.complex64)}, "train_inputs.dtype=complex64"),
+        ({"test_inputs": spoil(np.inf)}, "test_inputs must be finite, got NaN"),
+        ({"train_inputs": spoil(1e300)}, "train_inputs must be finite"),
+        ({"train_inputs": INPUTS.astype(np.complex64)}, "train_inputs must be .* got complex64"),
         (
             {"train_inputs": INPUTS.astype(np.int64) + 2**31},
-            "train_inputs holds 2147483648: .* 32 bits",
+            "train_inputs must be whole numbers of 32 bits, got 2147483648",
         ),
-        ({"train_inputs": INPUTS[:, :0]}, r"train_inputs.shape=\(4, 0, 3, 1\)"),
-        ({"train_inputs": INPUTS[:, 0, 0, 0]}, r"train_inputs.shape=\(4,\)"),
-        ({"test_inputs": INPUTS[:, :2]}, r"test_inputs has examples \('float32', \(2, 3, 1\)\)"),
-        ({"test_inputs": INPUTS.astype(np.uint8)}, "test_inputs has examples"),
+        ({"train_inputs": INPUTS[:, :0]}, r"train_inputs must be .* got shape \(4, 0, 3, 1\)"),
+        ({"train_inputs": INPUTS[:, 0, 0, 0]}, r"train_inputs must be .* got shape \(4,\)"),
+        (
+            {"test_inputs": INPUTS[:, :2]},
+            r"test_inputs must have .* got \('float32', \(2, 3, 1\)\)",
+        ),
+        ({"test_inputs": INPUTS.astype(np.uint8)}, "test_inputs must have examples of the dtype"),
         (
             {"train_inputs": INPUTS[:0], "train_labels": LABELS[:0]},
-            r"train_inputs has shape \(0, 3, 3, 1\): give",
+            r"train_inputs must have at least one example, got shape \(0, 3, 3, 1\)",
         ),
     ],
 )

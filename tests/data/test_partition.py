@@ -298,8 +298,8 @@ def test_matching_balances_totals():
         (lambda: dirichlet(LABELS, 4, 0.0, seed=0), "alpha=0"),
         (lambda: dirichlet(LABELS, 4, float("nan"), seed=0), "alpha=nan"),
         (lambda: dirichlet(LABELS, 4, 1.0, seed=0, minimum=151), "minimum=151"),
-        (lambda: dirichlet(LABELS - 1, 4, 1.0, seed=0), "labels holds -1"),
-        (lambda: dirichlet(LABELS / 1, 4, 1.0, seed=0), r"labels.dtype=float64.*astype"),
+        (lambda: dirichlet(LABELS - 1, 4, 1.0, seed=0), "labels must be .* got -1"),
+        (lambda: dirichlet(LABELS / 1, 4, 1.0, seed=0), r"labels must be .* got float64.*astype"),
         (lambda: dirichlet(LABELS[:0], 4, 1.0, seed=0), "labels must have one entry at least"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 11, seed=0), "s=11"),
         (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"), "test='none'"),  # pyrefly: ignore[bad-argument-type]

@@ -1,6 +1,7 @@
-"""First states of server and clients, and the server's optimizer step, with or without public masks.
+"""First states of server and clients, and the server's step, with or without public masks.
 
-Adaptive optimizers of the server are transformations of optax; what sends updates takes any as `server_optimizer`.
+Methods that send updates take any optax transformation as `server_optimizer`. `fedadam`, `fedyogi`
+and `fedadagrad` are adaptive ones.
 """
 
 import functools
@@ -28,7 +29,7 @@ class Server(NamedTuple):
 
 
 class SparseServer(NamedTuple):
-    """A server, the masks that it broadcasts, and the data of the public key for random masks."""
+    """A server with the masks that it broadcasts, and the public key for random masks."""
 
     params: Params
     optimizer: Tree
@@ -37,29 +38,32 @@ class SparseServer(NamedTuple):
     support: Tree
     """Coordinates that are trained and sent."""
     public: UInt32[Array, "2"]
+    """Key data from which `public_key` derives the round's public key."""
 
 
 Masks = Callable[[Params, UInt32[Array, "2"]], tuple[Tree, Tree]]
-"""Forward mask and support of a round, from the broadcast parameters and the data of its public key."""
+"""Function from the broadcast parameters and `SparseServer.public` to the mask and the support."""
 
 
 def init_server(params: Params, optimizer: optax.GradientTransformation) -> Server:
-    """Start from `params` with a fresh optimizer state.
+    """Return a server with `params` and a fresh optimizer state.
 
     Raises:
-        ValueError: an optimizer whose steps do not end at the weights to evaluate.
+        ValueError: The optimizer is `optax.contrib.schedule_free`, which does not evaluate the
+            weights that it steps.
     """
     state = optimizer.init(params)
     if schedule_free(state):
         raise ValueError(
-            "server_optimizer must step the weights that clients are evaluated with, got optax.contrib.schedule_free. "
-            "Give the server optax.sgd(1.0), and optax.contrib.schedule_free to LocalSGD."
+            "server_optimizer must step the weights that clients are evaluated with, got "
+            "optax.contrib.schedule_free. Give the server optax.sgd(1.0), and "
+            "optax.contrib.schedule_free to LocalSGD."
         )
     return Server(params, state)
 
 
 def states_of(state: Tree, wanted: Callable[[Any], bool]) -> list[Any]:
-    """Return the wanted parts of an optimizer's state."""
+    """Return the parts of an optimizer's state for which `wanted` is true."""
     return [part for part in jax.tree.leaves(state, is_leaf=wanted) if wanted(part)]
 
 
@@ -69,18 +73,17 @@ def schedule_free(state: Tree) -> list[Any]:
 
 
 def init_clients(params: Params, number: int) -> Params:
-    """Client states [C, ...] that all start from `params`."""
+    """Return client states [C, ...] that all equal `params`."""
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), params)
 
 
 def server_step(optimizer: optax.GradientTransformation, server: Server, aggregate: Tree) -> Server:
-    r"""One optimizer step with the aggregated update as the negative gradient (FedOpt, Reddi et al. 2021).
+    r"""Take an optimizer step whose gradient is the negative aggregate (FedOpt, Reddi et al. 2021).
 
     `optax.sgd(eta_g)` is :math:`\theta \leftarrow \theta + \eta_g \, \mathrm{aggregate}`.
     """
-    updates, state = optimizer.update(
-        optax.tree.scale(-1, aggregate), server.optimizer, server.params
-    )
+    gradient = optax.tree.scale(-1, aggregate)
+    updates, state = optimizer.update(gradient, server.optimizer, server.params)
     return Server(optax.apply_updates(server.params, updates), state)
 
 
@@ -88,64 +91,80 @@ def server_step(optimizer: optax.GradientTransformation, server: Server, aggrega
 def fedadam(
     learning_rate: Number, beta1: Number = 0.9, beta2: Number = 0.99, tau: Number = 1e-3
 ) -> optax.GradientTransformation:
-    r"""FedAdam, a `server_optimizer`: :math:`v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2` for each coordinate.
+    r"""Build FedAdam, a `server_optimizer` that divides steps by root mean squares.
 
-    .. math:: m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t, \qquad
-        \theta_t = \theta_{t-1} + \eta \frac{m_t}{\sqrt{v_t} + \tau}, \qquad m_0 = 0, \quad v_0 = \tau^2
+    .. math::
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \Delta_t, \qquad
+        v_t = \beta_2 v_{t-1} + (1 - \beta_2) \Delta_t^2, \qquad
+        \theta_t = \theta_{t-1} + \eta \frac{m_t}{\sqrt{v_t} + \tau}
 
-    of the aggregate :math:`\Delta_t`. Unlike `optax.adam`, it corrects no bias, and v starts at :math:`\tau^2`.
+    Here :math:`\Delta_t` is the aggregate, :math:`m_0 = 0` and :math:`v_0 = \tau^2`. Every
+    coordinate has its own m and v. Unlike `optax.adam`, FedAdam does not correct the bias.
 
     Args:
-        learning_rate: :math:`\eta`.
-        beta1: momentum.
-        beta2: memory of the squares.
-        tau: adaptivity: the smaller, the more alike are the steps of all coordinates.
+        learning_rate: :math:`\eta`, the learning rate.
+        beta1: :math:`\beta_1`, the momentum.
+        beta2: :math:`\beta_2`, the decay rate of the squares.
+        tau: :math:`\tau`, the degree of adaptivity. A smaller value makes the steps of all
+            coordinates more similar in size.
 
-    Guarantee: a step is post-processing of the aggregate and costs no privacy; noise on it enters v, too.
-    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295), Algorithm 2.
+    Guarantee: A step is post-processing of the aggregate, so it costs no privacy. The noise on the
+        aggregate also enters v.
+    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295),
+        Algorithm 2.
 
     >>> optimizer = fedadam(0.1, tau=1.0)
     >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
     Array([0.0099], dtype=float32)
     """
-    return _adaptive(learning_rate, beta1, tau, lambda v, square: beta2 * v + (1 - beta2) * square)
+
+    def second_fn(v: Array, square: Array) -> Array:
+        return beta2 * v + (1 - beta2) * square
+
+    return _adaptive(learning_rate, beta1, tau, second_fn)
 
 
 @checked(beta1=_momentum, beta2=_momentum)
 def fedyogi(
     learning_rate: Number, beta1: Number = 0.9, beta2: Number = 0.99, tau: Number = 1e-3
 ) -> optax.GradientTransformation:
-    r"""FedYogi: FedAdam with :math:`v_t = v_{t-1} - (1-\beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)`.
+    r"""Build FedYogi, which is `fedadam` with additive changes of v.
+
+    .. math:: v_t = v_{t-1} - (1 - \beta_2) \Delta_t^2 \, \mathrm{sign}(v_{t-1} - \Delta_t^2)
 
     Args:
-        learning_rate: :math:`\eta`.
-        beta1: momentum.
-        beta2: how little of a square v moves by.
-        tau: as in `fedadam`.
+        learning_rate: :math:`\eta`, the learning rate.
+        beta1: :math:`\beta_1`, the momentum.
+        beta2: :math:`\beta_2`. In each step v moves by the share :math:`1 - \beta_2` of a square.
+        tau: :math:`\tau`, the degree of adaptivity (see `fedadam`).
 
-    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295), Algorithm 2.
+    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295),
+        Algorithm 2.
 
     >>> optimizer = fedyogi(0.1, tau=1.0)
     >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
     Array([0.0099], dtype=float32)
     """
-    return _adaptive(
-        learning_rate, beta1, tau, lambda v, square: v - (1 - beta2) * square * jnp.sign(v - square)
-    )
+
+    def second_fn(v: Array, square: Array) -> Array:
+        return v - (1 - beta2) * square * jnp.sign(v - square)
+
+    return _adaptive(learning_rate, beta1, tau, second_fn)
 
 
 @checked(beta1=_momentum)
 def fedadagrad(
     learning_rate: Number, beta1: Number = 0.0, tau: Number = 1e-3
 ) -> optax.GradientTransformation:
-    r"""FedAdagrad: FedAdam with :math:`v_t = v_{t-1} + \Delta_t^2`.
+    r"""Build FedAdagrad, which is `fedadam` with :math:`v_t = v_{t-1} + \Delta_t^2`.
 
     Args:
-        learning_rate: :math:`\eta`.
-        beta1: momentum.
-        tau: as in `fedadam`.
+        learning_rate: :math:`\eta`, the learning rate.
+        beta1: :math:`\beta_1`, the momentum.
+        tau: :math:`\tau`, the degree of adaptivity (see `fedadam`).
 
-    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295), Algorithm 2.
+    References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295),
+        Algorithm 2.
 
     >>> optimizer = fedadagrad(0.1, tau=1.0)
     >>> optimizer.update(jnp.array([-2.0]), optimizer.init(jnp.zeros(1)))[0].round(4)
@@ -155,6 +174,8 @@ def fedadagrad(
 
 
 class _Moments(NamedTuple):
+    """m and v of all coordinates."""
+
     first: Tree
     second: Tree
 
@@ -162,13 +183,12 @@ class _Moments(NamedTuple):
 def _adaptive(
     learning_rate: Number, beta1: Number, tau: Number, second_fn: Callable[[Array, Array], Array]
 ) -> optax.GradientTransformation:
-    """Algorithm 2, whose three methods differ in what becomes of v and the square of the aggregate."""
+    """Build Algorithm 2 with `second_fn`, which maps v and the squared aggregate to the next v."""
 
     def init(params: Params) -> _Moments:
-        return _Moments(
-            optax.tree.zeros_like(params),
-            jax.tree.map(lambda leaf: jnp.full_like(leaf, tau**2), params),
-        )
+        first = optax.tree.zeros_like(params)
+        second = jax.tree.map(lambda leaf: jnp.full_like(leaf, tau**2), params)
+        return _Moments(first, second)
 
     def update(updates: Tree, state: Tree, params: Params | None = None) -> tuple[Tree, Tree]:
         del params
@@ -183,25 +203,28 @@ def _adaptive(
 def init_sparse(
     key: Key[Array, ""], params: Params, optimizer: optax.GradientTransformation, masks: Masks
 ) -> SparseServer:
-    """Start from `params`, with a public key and the first round's masks."""
+    """Return a server with `params`, a public key and the first round's masks."""
     public = jax.random.bits(jax.random.fold_in(key, 1), (2,), jnp.uint32)
-    return SparseServer(*init_server(params, optimizer), *masks(params, public), public)
+    server = init_server(params, optimizer)
+    mask, support = masks(params, public)
+    return SparseServer(server.params, server.optimizer, mask, support, public)
 
 
 def sparse_step(
     optimizer: optax.GradientTransformation, server: SparseServer, aggregate: Tree, masks: Masks
 ) -> SparseServer:
-    """`server_step`, and the next round's public key and masks."""
+    """Take a `server_step`, and draw the next round's public key and masks."""
     params, state = server_step(optimizer, Server(server.params, server.optimizer), aggregate)
     public = jax.random.key_data(_split(server.public)[1])
-    return SparseServer(params, state, *masks(params, public), public)
+    mask, support = masks(params, public)
+    return SparseServer(params, state, mask, support, public)
 
 
 def public_key(public: UInt32[Array, "2"]) -> Key[Array, ""]:
-    """This round's public key."""
+    """Return the public key of this round."""
     return _split(public)[0]
 
 
 def _split(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
-    """This round's key, and the next round's."""
+    """Return the keys of this round and the next one."""
     return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))

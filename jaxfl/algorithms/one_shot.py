@@ -1,7 +1,7 @@
-"""A linear classifier from one noisy sum of statistics, in place of many rounds of gradients.
+"""Linear classifiers from one noisy sum of statistics.
 
-Clients send statistics of frozen features once. The server computes the head in closed form, and each client may
-correct that head with its own statistics, which it never sends.
+Clients send statistics of frozen features once. The server computes the head in closed form. Each
+client may correct this head by its own statistics, which stay with the client.
 """
 
 import collections
@@ -23,18 +23,24 @@ from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Statistics = Callable[[Float[Array, "B F"], Float[Array, "B K"]], Tree]
-"""Function from features and one-hot labels of a batch, both zero at padding, to sums over its examples."""
+"""Function from a batch's features and one-hot labels to sums over its examples.
+
+Features and labels of padding are 0.
+"""
 
 Linear = tuple[Float[Array, "F K"], Float[Array, "K"]]
 """Kernel and bias of a head."""
 
 
 class OneShotServer(NamedTuple):
-    """Parameters with the last head, and the sum of the aggregates of all rounds."""
+    """State of a server that sets the head to the solution of its summed aggregates."""
 
     params: Params
+    """Parameters with the head of the last round."""
     total: Tree
+    """Sum of the aggregates of all rounds."""
     rounds: Float[Array, ""]
+    """Number of rounds in the sum."""
 
 
 @checked(**GAUSSIAN)
@@ -52,39 +58,48 @@ def dp_ridge(
 ) -> Algorithm:
     r"""Build ridge regression on frozen features, from one noisy sum of second moments.
 
-    With features :math:`x = (\min(1, R / |\phi|) \, \phi, R)`, whose last entry stands for the bias, and one-hot labels
-    y, client i sends the means :math:`A_i = \frac{1}{n_i} \sum x x^\top` and :math:`B_i = \frac{1}{n_i} \sum x y^\top`,
-    clipped together to the norm C. The server solves, and every client corrects the solution by its own examples:
+    The features are :math:`x = (\min(1, R / |\phi|) \, \phi, R)`, whose last entry stands for the
+    bias. The labels y are one-hot. Client i sends the means
+    :math:`A_i = \frac{1}{n_i} \sum x x^\top` and :math:`B_i = \frac{1}{n_i} \sum x y^\top`, clipped
+    together to the norm C. The server solves for W, and every client corrects the solution by its
+    own examples:
 
     .. math::
         W = ([\bar A]_+ + \lambda I)^{-1} \bar B, \qquad
         W_i = (n_i A_i + \mu I)^{-1} (n_i B_i + \mu W)
 
-    where :math:`[\cdot]_+` replaces the negative eigenvalues, which only noise can cause, by 0. The second equation
-    minimises :math:`\sum |y - W_i^\top x|^2 + \mu |W_i - W|^2`. Run one round. The aggregates of further rounds are
-    averaged, at a further cost in privacy.
+    where :math:`[\cdot]_+` replaces the negative eigenvalues, which only noise can cause, by 0. The
+    second equation minimises :math:`\sum |y - W_i^\top x|^2 + \mu |W_i - W|^2`. Run one round.
+    Further rounds cost more privacy, and their aggregates are averaged.
 
     Args:
-        model: A network for classification whose head is one dense layer. Its other layers keep their first weights,
-            so give an extractor that was pretrained on public data, or a linear model.
-        clip: C, L2 bound on a client's statistics, which are at most :math:`R \sqrt{4 R^2 + 2}` long.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate` with rounds=1).
-        sampling: Who takes part. By default all clients do.
-        ridge: :math:`\lambda`, in units of squared features. More noise needs a larger one.
-        radius: R, public bound on the norm of a client's features. Only the statistics use it.
-        personal: :math:`\mu`, how many examples the server's head outweighs in a client's own head. None evaluates
-            every client with the server's head.
-        scale: Factor from outputs, about 0 to 1, to logits. It changes the loss and no prediction.
-        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+        model: A network for classification whose head is one dense layer. Its other layers keep
+            their first weights, so give an extractor that was pretrained on public data, or a
+            linear model.
+        clip: C, L2 bound on a client's statistics. Their norm is at most
+            :math:`R \sqrt{4 R^2 + 2}`.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate` with rounds=1).
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        ridge: :math:`\lambda`, in units of squared features. More noise needs a larger value.
+        radius: R, public bound on the norm of an example's features. Only the statistics use R.
+        personal: :math:`\mu`, weight of the server's head in a client's own head, as a number of
+            examples. None evaluates every client with the server's head.
+        scale: Factor from outputs, about 0 to 1, to logits. The factor changes the loss and no
+            prediction.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts. A client's own
-        head depends on its own data. Publishing such heads voids the guarantee.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts. A client's own head depends on its own data. Publishing own heads voids
+        the guarantee.
 
     Raises:
         ValueError: The model's head is not one dense layer, or its task is not classification.
 
-    References: The sums are the sufficient statistics of Vu and Slavkovic 2009 and Wang 2018 (Revisiting
-        differentially private linear regression, UAI), with the norm of a whole client bounded.
+    References: The sums are the sufficient statistics of Vu and Slavkovic 2009 and Wang 2018
+        (Revisiting differentially private linear regression, UAI). The norm is bounded for each
+        client, not for each example.
 
     >>> from jaxfl.models import mlp
     >>> dp_ridge(mlp((8, 8, 1), 10, hidden=()), clip=1.0, noise_multiplier=1.0).name
@@ -102,11 +117,11 @@ def dp_ridge(
 
     def correct(head: Linear, total: Tree) -> Linear:
         assert personal is not None
-        before = jnp.concatenate([head[0], head[1][None] / radius]) / scale
+        kernel, bias = head
+        before = jnp.concatenate([kernel, bias[None] / radius]) / scale
         second = total["second"] + personal * jnp.eye(len(before))
-        return _linear(
-            jax.scipy.linalg.solve(second, total["cross"] + personal * before, assume_a="pos")
-        )
+        cross = total["cross"] + personal * before
+        return _linear(jax.scipy.linalg.solve(second, cross, assume_a="pos"))
 
     def _linear(weights: Float[Array, "F1 K"]) -> Linear:
         return scale * weights[:-1], scale * radius * weights[-1]
@@ -137,38 +152,45 @@ def dp_prototypes(
 ) -> Algorithm:
     r"""Build a nearest-mean classifier on frozen features, from one noisy sum of class means.
 
-    With features :math:`x = \min(1, R / |\phi|) \, \phi`, client i sends, for each class k, the sum of its features
-    :math:`s_{ik} = \frac{1}{n_i} \sum_{y = k} x` and the share :math:`R \, p_{ik} = R \, n_{ik} / n_i` of its examples,
-    clipped together to the norm C. The server divides, and every client corrects the prototypes by its own examples:
+    The features are :math:`x = \min(1, R / |\phi|) \, \phi`. For each class k, client i sends the
+    sum of its features :math:`s_{ik} = \frac{1}{n_i} \sum_{y = k} x` and the share
+    :math:`R \, p_{ik} = R \, n_{ik} / n_i` of its examples, clipped together to the norm C. The
+    server divides the sums by the shares. Every client corrects the prototypes by its own examples:
 
     .. math::
         \mu_k = \frac{\bar s_k}{\max(\bar p_k, p_{\min})}, \qquad
         \mu_{ik} = \frac{n_i s_{ik} + \mu \, \mu_k}{n_{ik} + \mu}
 
-    The logit of class k is :math:`c \, (\mu_k \cdot \phi - |\mu_k|^2 / 2)`, largest at the nearest prototype. Run one
-    round. The aggregates of further rounds are averaged, at a further cost in privacy.
+    The logit of class k is :math:`c \, (\mu_k \cdot \phi - |\mu_k|^2 / 2)`, which is largest at the
+    nearest prototype. Run one round. Further rounds cost more privacy, and their aggregates are
+    averaged.
 
     Args:
-        model: A network for classification whose head is one dense layer. Its other layers keep their first weights,
-            so give an extractor that was pretrained on public data, or a linear model.
-        clip: C, L2 bound on a client's statistics, which are at most :math:`\sqrt{2} R` long.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate` with rounds=1).
-        sampling: Who takes part. By default all clients do.
-        least_share: :math:`p_{\min}`, least share of a class in the division, since noise may leave none.
-        radius: R, public bound on the norm of a client's features. Only the statistics use it.
-        personal: :math:`\mu`, how many examples a prototype of the server outweighs in a client's own one. None
-            evaluates every client with the server's prototypes.
-        scale: c, the factor of all logits. It changes the loss and no prediction.
-        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+        model: A network for classification whose head is one dense layer. Its other layers keep
+            their first weights, so give an extractor that was pretrained on public data, or a
+            linear model.
+        clip: C, L2 bound on a client's statistics. Their norm is at most :math:`\sqrt{2} R`.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate` with rounds=1).
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        least_share: :math:`p_{\min}`, least share of a class in the division, since noise may leave
+            a share of 0 or less.
+        radius: R, public bound on the norm of an example's features. Only the statistics use R.
+        personal: :math:`\mu`, weight of a prototype of the server in a client's own prototype, as a
+            number of examples. None evaluates every client with the server's prototypes.
+        scale: c, the factor of all logits. The factor changes the loss and no prediction.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts. A client's own
-        prototypes depend on its own data. Publishing them voids the guarantee.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts. A client's own prototypes depend on its own data. Publishing own
+        prototypes voids the guarantee.
 
     Raises:
         ValueError: The model's head is not one dense layer, or its task is not classification.
 
-    References: Snell et al., Prototypical Networks for Few-shot Learning, NeurIPS 2017; the sums of clients as in Tan
-        et al., FedProto, AAAI 2022.
+    References: Snell et al., Prototypical Networks for Few-shot Learning, NeurIPS 2017. The sums
+        of clients are as in Tan et al., FedProto, AAAI 2022.
 
     >>> from jaxfl.models import mlp
     >>> dp_prototypes(mlp((8, 8, 1), 10, hidden=()), clip=1.0, noise_multiplier=1.0).name
@@ -184,8 +206,10 @@ def dp_prototypes(
 
     def correct(head: Linear, total: Tree) -> Linear:
         assert personal is not None
+        kernel, _ = head
         count = total["share"][:, None] / radius
-        return _linear((total["features"] + personal * head[0].T / scale) / (count + personal))
+        features = total["features"] + personal * kernel.T / scale
+        return _linear(features / (count + personal))
 
     def _linear(prototypes: Float[Array, "K F"]) -> Linear:
         return scale * prototypes.T, -0.5 * scale * jnp.sum(prototypes**2, axis=1)
@@ -210,37 +234,45 @@ def _one_shot(
     mechanism: Mechanism,
     terms: Terms,
 ) -> Algorithm:
-    """Return the method that sends the mean of its clients' statistics, and sets the head to the solution."""
+    """Build the method whose clients send mean statistics and whose server solves for the head.
+
+    Args:
+        name: Name of the method.
+        model: The network, with one dense head.
+        statistics: Function that sums the statistics of a batch.
+        solve: Function from the mean of the aggregates to the server's head.
+        correct: Function from the server's head and a client's summed statistics to the client's
+            own head. None evaluates every client with the server's head.
+        mechanism: Sampling, clip bound and noise.
+        terms: Failure probability of the privacy statement.
+    """
     layer, features, classes = _dense_head(model)
     extract = model.extract
     assert extract is not None
-    rows = (
-        jax.ShapeDtypeStruct((1, features), jnp.float32),
-        jax.ShapeDtypeStruct((1, classes), jnp.float32),
-    )
-    shapes = jax.eval_shape(statistics, *rows)
+    one_input = jax.ShapeDtypeStruct((1, features), jnp.float32)
+    one_label = jax.ShapeDtypeStruct((1, classes), jnp.float32)
+    shapes = jax.eval_shape(statistics, one_input, one_label)
 
     def with_head(params: Params, head: Linear) -> Params:
         kernel, bias = head
         old = params[layer]
-        return {
-            **params,
-            layer: {
-                "kernel": kernel.astype(old["kernel"].dtype),
-                "bias": bias.astype(old["bias"].dtype),
-            },
+        new = {
+            "kernel": kernel.astype(old["kernel"].dtype),
+            "bias": bias.astype(old["bias"].dtype),
         }
+        return {**params, layer: new}
 
     def head_of(params: Params) -> Linear:
-        kernel, bias = params[layer]["kernel"], params[layer]["bias"]
+        kernel = params[layer]["kernel"]
+        bias = params[layer]["bias"]
         return kernel.astype(jnp.float32), bias.astype(jnp.float32)
 
     def sums(params: Params, data: ClientData) -> Tree:
         def of_batch(x: Array, labels: Array, real: Bool[Array, "B"]) -> Tree:
             features = extract(params, x).astype(jnp.float32)
             hot = jax.nn.one_hot(labels, classes)
-            known = real[:, None]
-            return statistics(jnp.where(known, features, 0), jnp.where(known, hot, 0))
+            kept = real[:, None]
+            return statistics(jnp.where(kept, features, 0), jnp.where(kept, hot, 0))
 
         return summed(model, data, of_batch)
 
@@ -268,33 +300,45 @@ def _one_shot(
         del key, client
         if correct is None:
             return server.params
-        return with_head(server.params, correct(head_of(server.params), sums(server.params, data)))
+        shared = head_of(server.params)
+        own = correct(shared, sums(server.params, data))
+        return with_head(server.params, own)
 
     return Algorithm(
-        name, model, init, client_update, server_update, personalize, mechanism, terms=terms
+        name=name,
+        model=model,
+        init=init,
+        client_update=client_update,
+        server_update=server_update,
+        personalize=personalize,
+        mechanism=mechanism,
+        terms=terms,
     )
 
 
 def _dense_head(model: Model) -> tuple[str, int, int]:
-    """Return the name of the model's one dense layer that is the head, and its numbers of features and classes."""
+    """Return the name, the number of features and the number of classes of the model's head.
+
+    Raises:
+        ValueError: The task is not classification, or the head is not one dense layer on features
+            that the model can extract.
+    """
     check_head(model)
     if model.task.name != "classification":
         raise ValueError(
-            f"model.task must be classification, got {model.task.name!r}. Give a model for classes."
+            f"model.task must be classification, got {model.task.name!r}. "
+            "Give a model for a classification."
         )
     params: dict[str, Any] = jax.eval_shape(model.init, key_of(0))
     layer = model.head[0]
     shapes = {name: leaf.shape for name, leaf in params[layer].items() if hasattr(leaf, "shape")}
     dense = shapes.keys() == {"kernel", "bias"} and len(shapes["kernel"]) == 2
-    if (
-        len(model.head) > 1
-        or not dense
-        or model.extract is None
-        or not _is_linear(model, layer, params[layer])
-    ):
+    single = len(model.head) == 1 and dense and model.extract is not None
+    if not single or not _is_linear(model, layer, params[layer]):
         raise ValueError(
-            f"model must end with one dense layer on features that it can extract, got {model.name!r} with the head "
-            f"{model.head!r}. Give a model of jaxfl.models, or a module with methods `extract` and `classify`."
+            f"model must end with one dense layer on features that it can extract, got "
+            f"{model.name!r} with the head {model.head!r}. Give a model of jaxfl.models, or a "
+            "module with methods `extract` and `classify`."
         )
     return layer, *shapes["kernel"]
 
@@ -309,11 +353,11 @@ _LINEAR = {
     "squeeze",
     "transpose",
 }
-"""Operations of features times a kernel plus a bias."""
+"""JAX primitives that may occur in the program for features times a kernel plus a bias."""
 
 
 def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
-    """Return whether the model does nothing to its features but multiply them by the kernel and add the bias."""
+    """Return whether the head only multiplies features by the kernel and adds the bias."""
     assert model.classify is not None
     classify = model.classify
     features = jax.ShapeDtypeStruct((2, shapes["kernel"].shape[0]), jnp.float32)
@@ -323,7 +367,7 @@ def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
 
 
 def _operations(program: core.Jaxpr) -> Iterator[str]:
-    """Yield the names of a program's operations, those inside its parts too."""
+    """Yield the names of a program's primitives, also of those inside nested programs."""
     for operation in program.eqns:
         parts = [
             value
@@ -333,11 +377,12 @@ def _operations(program: core.Jaxpr) -> Iterator[str]:
         if not parts:
             yield operation.primitive.name
         for part in parts:
-            yield from _operations(part.jaxpr if isinstance(part, core.ClosedJaxpr) else part)
+            inner = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
+            yield from _operations(inner)
 
 
 def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
-    """Scale each row down to a norm of `radius` where it is longer."""
+    """Scale longer rows down to the norm `radius`."""
     norm = jnp.linalg.norm(x, axis=1, keepdims=True)
     return x * jnp.minimum(1, radius / jnp.maximum(norm, 1e-30))
 
@@ -345,5 +390,10 @@ def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:
 def _extended(
     x: Float[Array, "B F"], hot: Float[Array, "B K"], radius: Number
 ) -> Float[Array, "B F1"]:
-    """Return clipped features with a last entry `radius`, which is 0 at padding, as the labels are."""
-    return jnp.concatenate([_clipped(x, radius), radius * hot.sum(axis=1, keepdims=True)], axis=1)
+    """Return clipped features with a last entry `radius`, or 0 for padding.
+
+    The one-hot labels of padding sum to 0.
+    """
+    clipped = _clipped(x, radius)
+    last = radius * hot.sum(axis=1, keepdims=True)
+    return jnp.concatenate([clipped, last], axis=1)

@@ -1,4 +1,4 @@
-"""Per-FedAvg: a shared model one step from every personal one."""
+"""Per-FedAvg: a shared model that one local step makes personal."""
 
 import math
 from typing import Any
@@ -30,63 +30,78 @@ def per_fedavg(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""Per-FedAvg, first order: FedAvg on :math:`F_i(w - \alpha \nabla F_i(w))`.
+    r"""Build first-order Per-FedAvg: FedAvg on :math:`F_i(w - \alpha \nabla F_i(w))`.
 
     .. math:: w \leftarrow w - \eta \nabla F_i(w - \alpha \nabla F_i(w; D); D')
 
-    where D is one half of a step's batch and D' the other. A client is evaluated after it has trained :math:`w^t` on
-    its own training examples.
+    where D is one half of a step's batch and D' the other half. A client is evaluated after it has
+    trained :math:`w^t` on its own training examples.
 
     Args:
-        model: the network.
-        inner_learning_rate: alpha; 0 is FedAvg on half batches.
-        local: how a client trains in a round; a batch of one example is both D and D'.
-        personal: how a client trains before evaluation; the paper's is one step of `optax.sgd(alpha)`.
-        clip: as in `dp_fedavg`.
-        noise_multiplier: as in `dp_fedavg`.
-        sampling: as in `dp_fedavg`.
-        server_optimizer: takes the negative aggregate as its gradient.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        inner_learning_rate: :math:`\alpha`, the rate of the inner step. 0 gives FedAvg on half
+            batches.
+        local: Optimizer, batches and epochs of a client's training in a round. A batch of one
+            example is both D and D'.
+        personal: Optimizer, batches and epochs of a client's training before an evaluation. The
+            paper takes one step of `optax.sgd(alpha)`.
+        clip: C, L2 bound on a client's update. Infinity clips nothing.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        server_optimizer: Optimizer that takes the negative aggregate as its gradient. The default
+            adds the aggregate to the shared model.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: `dp_fedavg`'s; personal models are made for evaluation and never sent.
-    Deviations from the paper: the factor :math:`I - \alpha \nabla^2 F_i` is left out, as in its "FO".
-    References: Fallah, Mokhtari, Ozdaglar, Personalized Federated Learning with Theoretical Guarantees: A
-        Model-Agnostic Meta-Learning Approach, NeurIPS 2020 (arXiv:2002.07948), Algorithm 1.
+    Guarantee: The guarantee of `dp_fedavg`. Personal models are made for evaluations, and are never
+        sent.
+    Deviations from the paper: The factor :math:`I - \alpha \nabla^2 F_i` is left out, as in the
+        paper's variant "FO".
+    References: Fallah, Mokhtari, Ozdaglar, Personalized Federated Learning with Theoretical
+        Guarantees: A Model-Agnostic Meta-Learning Approach, NeurIPS 2020 (arXiv:2002.07948),
+        Algorithm 1.
 
     >>> from jaxfl.models import mlp
     >>> per_fedavg(mlp((8, 8, 1), 10), inner_learning_rate=0.1).name
     'per_fedavg'
     """
-    private = {
-        "clip": clip,
-        "noise_multiplier": noise_multiplier,
-        "sampling": sampling,
-        "delta": delta,
-    }
-    base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
+    base = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
 
+    # The loss needs the parameters and inputs, since it applies the model at two points.
     def unapplied(*arguments: Any) -> Any:
         return arguments
 
     def loss(batch: tuple, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
-        params, *rest = batch
+        params, *inputs = batch
 
-        def half_loss(params: Params, part: Float[Array, "B"]) -> Float[Array, ""]:
-            return model.task.mean_loss(model.apply(params, *rest), labels, part)
+        def half_loss(params: Params, half: Float[Array, "B"]) -> Float[Array, ""]:
+            return model.task.mean_loss(model.apply(params, *inputs), labels, half)
 
+        # The halves are every other example, given as weights.
         first = jnp.where(jnp.arange(len(weights)) % 2 == 0, weights, 0)
         second = jnp.where(jnp.sum(weights) > 1, weights - first, first)
         step = lax.stop_gradient(jax.grad(half_loss)(params, first))
-        return half_loss(optax.tree.add_scale(params, -inner_learning_rate, step), second)
+        inner = optax.tree.add_scale(params, -inner_learning_rate, step)
+        return half_loss(inner, second)
 
     def client_update(
         key: Key[Array, ""], server: Server, client: tuple, data: ClientData
     ) -> tuple:
-        whole = model._replace(microbatch=None)  # a microbatch would take its own inner step
-        params, info = local.train(key, whole, server.params, data, apply=unapplied, loss=loss)
+        # A microbatch would take its own inner step.
+        undivided = model._replace(microbatch=None)
+        params, info = local.train(key, undivided, server.params, data, apply=unapplied, loss=loss)
         return Message(optax.tree.sub(params, server.params)), client, info
 
     def personalize(key: Key[Array, ""], server: Server, client: tuple, data: ClientData) -> Params:
-        return personal.train(key, model, server.params, data)[0]
+        params, _ = personal.train(key, model, server.params, data)
+        return params
 
     return base._replace(name="per_fedavg", client_update=client_update, personalize=personalize)

@@ -1,4 +1,4 @@
-"""pFedMe: personal models by the Moreau envelopes of the clients' losses."""
+"""pFedMe: personal models from the Moreau envelopes of the clients' losses."""
 
 import dataclasses
 import math
@@ -31,63 +31,82 @@ def pfedme(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""pFedMe: FedAvg on Moreau envelopes, :math:`\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w\|^2`.
+    r"""Build pFedMe: FedAvg on the Moreau envelopes of the clients' losses.
+
+    The envelope at w is :math:`\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w\|^2`. In a
+    round, a client alternates the first two steps, and the server takes the third:
 
     .. math::
-        \theta_i \approx \arg\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w_i\|^2, \qquad
-        w_i \leftarrow w_i - \eta \lambda (w_i - \theta_i), \qquad
-        w^{t+1} = w^t + \beta \, \mathrm{aggregate}(w_i - w^t)
+        \theta_i &\approx \arg\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w_i\|^2 \\
+        w_i &\leftarrow w_i - \eta \lambda (w_i - \theta_i) \\
+        w^{t+1} &= w^t + \beta \, \mathrm{aggregate}(w_i - w^t)
 
-    Each local step takes a batch, and K gradient steps on it for :math:`\theta_i`, from the previous :math:`\theta_i`,
-    in a round's first step from :math:`w^t`. A client keeps the last :math:`\theta_i`, and is evaluated with it.
+    Each local step takes a batch, and K gradient steps on this batch for :math:`\theta_i`. These
+    start at the previous :math:`\theta_i`, and in a round's first step at :math:`w^t`. A client
+    keeps the last :math:`\theta_i`, and is evaluated with it.
 
     Args:
-        model: the network.
-        penalty_weight: lambda; :math:`\eta \lambda` below 1 keeps :math:`w_i` between itself and :math:`\theta_i`.
-        inner_learning_rate: of the steps for :math:`\theta_i`; stable below :math:`2 / \lambda`, at most.
-        inner_steps: K.
-        local: batches, and the optimizer of :math:`w_i`, whose gradient is :math:`\lambda (w_i - \theta_i)`.
-        clip: C, L2 bound on a client's whole update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        server_optimizer: takes the negative aggregate as its gradient; :math:`\beta` is the rate of `optax.sgd`.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        penalty_weight: :math:`\lambda`. Values of :math:`\eta \lambda` below 1 keep :math:`w_i`
+            between its last value and :math:`\theta_i`.
+        inner_learning_rate: Rate of the K steps for :math:`\theta_i`. These are stable only for
+            rates below :math:`2 / \lambda`.
+        inner_steps: K, the number of steps for :math:`\theta_i` in a local step.
+        local: Batches and epochs of a client's training in a round, and the optimizer of
+            :math:`w_i`. This optimizer's gradient is :math:`\lambda (w_i - \theta_i)`.
+        clip: C, L2 bound on a client's update. Infinity clips nothing.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        server_optimizer: Optimizer that takes the negative aggregate as its gradient. The rate of
+            an `optax.sgd` is :math:`\beta`.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
-        mechanism on the clipped sum; for each client against all others (joint privacy): its personal model depends on
-        its own data. Publishing it voids this.
-    Deviations from the paper: only participants train. :math:`\theta_i` takes K steps, not as many as an accuracy
-        needs.
-    References: Dinh, Tran, Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS 2020
-        (arXiv:2006.08848), Algorithm 1.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts, by the Gaussian mechanism on the clipped sum. Personal models have
+        joint privacy: each client is protected against all other clients, but its model depends on
+        its own data. Publishing personal models voids the guarantee.
+    Deviations from the paper: Only participants train. :math:`\theta_i` takes K steps, not as many
+        as a given accuracy needs.
+    References: Dinh, Tran, Nguyen, Personalized Federated Learning with Moreau Envelopes, NeurIPS
+        2020 (arXiv:2006.08848), Algorithm 1.
 
     >>> from jaxfl.models import mlp
     >>> pfedme(mlp((8, 8, 1), 10), penalty_weight=10.0, server_optimizer=optax.sgd(2.0)).name
     'pfedme'
     """
-    private = {
-        "clip": clip,
-        "noise_multiplier": noise_multiplier,
-        "sampling": sampling,
-        "delta": delta,
-    }
-    base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
+    base = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
 
     def apply(pair: tuple[Params, Params], x: Array, *key: Array) -> Array:
-        return model.apply(pair[1], x, *key)
+        _, personal = pair
+        return model.apply(personal, x, *key)
 
     def pull(pair: tuple[Params, Params]) -> Float[Array, ""]:
-        return proximal(pair[1], lax.stop_gradient(pair[0]), penalty_weight)
+        weights, personal = pair
+        return proximal(personal, lax.stop_gradient(weights), penalty_weight)
 
     def envelope(gradient_fn: GradientFn) -> GradientFn:
-        """Map (w, theta) to the envelope's gradient, and the step to the new theta."""
+        """Return a function from (w, theta) to a value and two gradients.
+
+        The first is the envelope's gradient at w. The second is the difference of the old theta
+        and the new one, so that a step of rate 1 leads to the new theta.
+        """
 
         def of_step(pair: tuple[Params, Params]) -> tuple[Float[Array, ""], Tree]:
             weights, start = pair
 
             def descend(i: Int[Array, ""], carry: tuple) -> tuple:
-                value, (_, slope) = gradient_fn((weights, carry[1]))
-                return value, optax.tree.add_scale(carry[1], -inner_learning_rate, slope)
+                _, personal = carry
+                value, (_, slope) = gradient_fn((weights, personal))
+                return value, optax.tree.add_scale(personal, -inner_learning_rate, slope)
 
             value, personal = lax.fori_loop(0, inner_steps, descend, (jnp.zeros(()), start))
             outer = optax.tree.scale(penalty_weight, optax.tree.sub(weights, personal))
@@ -99,9 +118,9 @@ def pfedme(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         shared = decayed(local.optimizer, local.decay, data)
-        optimizer = optax.partition(
-            {"weights": shared, "personal": optax.scale(-1.0)}, ("weights", "personal")
-        )
+        transforms = {"weights": shared, "personal": optax.scale(-1.0)}
+        optimizer = optax.partition(transforms, ("weights", "personal"))
+        # The decay is in the optimizer already, because it must not scale the steps of theta.
         outer = dataclasses.replace(local, optimizer=optimizer, decay=None)
         start = (server.params, server.params)
         (weights, personal), info = outer.train(

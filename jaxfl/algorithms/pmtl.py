@@ -1,4 +1,4 @@
-"""PMTL, PMTL-FT and MR-MTL: clients that stay near the mean of all."""
+"""PMTL, PMTL-FT and MR-MTL: personal models that stay near the mean of all models."""
 
 import functools
 import math
@@ -20,6 +20,7 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params
 
 _COPY = 2**31 + 7
+"""Number that derives the key of the second copy's training from a client's key."""
 
 
 @checked(**GAUSSIAN, penalty_weight=at_least_0)
@@ -36,34 +37,46 @@ def pmtl(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""Private mean-regularised multi-task learning, :math:`\min \sum_i F_i(w_i) + \frac{\lambda}{2} \|w_i - w\|^2`.
+    r"""Build PMTL: private mean-regularised multi-task learning.
+
+    The objective is :math:`\min \sum_i F_i(w_i) + \frac{\lambda}{2} \|w_i - w\|^2`. In a round,
+    clients approach their own minimum, and the server adds the aggregate:
 
     .. math::
         w_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2, \qquad
         \Delta_i = w_i - w^t, \qquad
         w^{t+1} = w^t + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    A client keeps :math:`w_i`, the weights that it is evaluated with.
+    A client keeps :math:`w_i`, the weights with which it is evaluated.
 
     Args:
-        model: the network.
-        clip: C, L2 bound on a client's whole update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        penalty_weight: lambda; 0 with `start="broadcast"` sends what DP-FedAvg sends.
-        start: local training goes on from the client's "own" weights, or from the "broadcast" ones.
-        send: "difference": :math:`\Delta_i` as above; "step": what local training changed; "copy": the update of a
-            second copy of :math:`w^t`, trained without the penalty, as in the published code, for twice the work.
-        local: how a client trains in a round.
-        server_optimizer: takes the negative aggregate as its gradient.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        clip: C, L2 bound on a client's update.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round.
+        penalty_weight: :math:`\lambda`. With 0 and `start="broadcast"`, clients send the same
+            updates as in DP-FedAvg.
+        start: Weights from which local training starts: the client's "own" weights, or the
+            "broadcast" weights.
+        send: Update that a client sends. "difference" is :math:`\Delta_i`. "step" is the change by
+            local training. "copy" is the update of a second copy of :math:`w^t`, trained without
+            the penalty, as in the published code. The copy doubles the work.
+        local: Optimizer, batches and epochs of a client's training in a round. A `DPSGD` also
+            protects single examples.
+        server_optimizer: Optimizer that takes the negative aggregate as its gradient. The default
+            adds the aggregate to w.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
-        mechanism on the clipped sum; for each client against all others (joint privacy): its own weights depend on its
-        own data. Publishing them voids it.
-    Deviations from the paper: uniform weights, not data sizes. A fixed denominator qN.
-    References: Hu, Wu, Smith, Private Multi-Task Learning: Formulation and Applications to Federated Learning, TMLR
-        2023.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts, by the Gaussian mechanism on the clipped sum. Personal weights have
+        joint privacy: each client is protected against all other clients, but its weights depend on
+        its own data. Publishing personal weights voids the guarantee.
+    Deviations from the paper: Weights of clients are uniform, not data sizes. The denominator qN is
+        fixed.
+    References: Hu, Wu, Smith, Private Multi-Task Learning: Formulation and Applications to
+        Federated Learning, TMLR 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
@@ -72,7 +85,9 @@ def pmtl(
     """
     if send == "copy" and isinstance(local, DPSGD):
         raise ValueError(
-            f"{send=} trains twice, which {local=} accounts once: give a LocalSGD, or send 'difference'"
+            f"send must be 'difference' or 'step' with private local steps, got {send!r} with "
+            f"{local=}. Choose another send, or give a LocalSGD: a copy trains twice, and a DPSGD "
+            "accounts for one training."
         )
     penalty = _penalty(penalty_weight)
     base = dp_fedavg(
@@ -91,7 +106,8 @@ def pmtl(
         pull = (lambda params: penalty(params, server.params)) if penalty else None
         first = client if start == "own" else server.params
         params, info = local.train(key, model, first, data, penalty=pull)
-        sent, origin = params, first if send == "step" else server.params
+        origin = first if send == "step" else server.params
+        sent = params
         if send == "copy":
             sent, _ = local.train(jax.random.fold_in(key, _COPY), model, server.params, data)
         return Message(optax.tree.sub(sent, origin)), params, info
@@ -109,20 +125,24 @@ def pmtl_ft(
     penalty_weight: Number = 1.0,
     **options: Any,
 ) -> Algorithm:
-    r"""PMTL-FT: a client keeps nothing, trains from :math:`w^t`, and is evaluated with it after fitting its head.
+    r"""Build PMTL-FT: clients train from :math:`w^t`, and are evaluated with fine-tuned heads.
+
+    Local training has the penalty of `pmtl`. Clients keep nothing between rounds.
 
     Args:
-        model: the network, with a head.
-        clip: C, L2 bound on a client's whole update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        penalty_weight: lambda of `pmtl`; 0 is DP-FedAvg-fb.
-        options: those of `dp_fedavg_fb`.
+        model: The network, with a head.
+        clip: C, L2 bound on a client's update.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round.
+        penalty_weight: :math:`\lambda` of `pmtl`. 0 gives `dp_fedavg_fb`.
+        options: Further arguments of `dp_fedavg_fb`, such as `head`, `local` and `delta`.
 
-    Guarantee: `dp_fedavg_fb`'s.
-    Deviations from the paper: CENTAUR's PMTL-FT has the penalty :math:`\lambda \|w - w^t\|^2` (lambda = 1, 5 epochs:
-        `penalty_weight=2`), but computes it from detached tensors: it has no gradient there, and that code is DP-FedAvg
-        with a fine-tuned head (`penalty_weight=0`). Here the penalty has its gradient.
+    Guarantee: The guarantee of `dp_fedavg_fb`.
+    Deviations from the paper: CENTAUR's PMTL-FT has the penalty :math:`\lambda \|w - w^t\|^2` with
+        :math:`\lambda = 1` and 5 epochs, which is `penalty_weight=2`. The published code computes
+        the penalty from detached tensors, so that it has no gradient. This code is DP-FedAvg with a
+        fine-tuned head (`penalty_weight=0`). Here the penalty has its gradient.
     References: Shen et al., Share Your Representation Only, ICLR 2023.
 
     >>> from jaxfl.models import mlp
@@ -130,10 +150,15 @@ def pmtl_ft(
     >>> pmtl_ft(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=1.0, sampling=Poisson(0.1)).name
     'pmtl_ft'
     """
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-    return dp_fedavg_fb(model, penalty=_penalty(penalty_weight), **private, **options)._replace(
-        name="pmtl_ft"
+    base = dp_fedavg_fb(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        penalty=_penalty(penalty_weight),
+        **options,
     )
+    return base._replace(name="pmtl_ft")
 
 
 @checked(penalty_weight=at_least_0)
@@ -146,32 +171,39 @@ def mr_mtl(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""MR-MTL: mean-regularised multi-task learning of silos that protect their single examples.
+    r"""Build MR-MTL: mean-regularised multi-task learning of silos with private local steps.
+
+    A silo protects its single examples by DP-SGD, which starts from its :math:`w_i`:
 
     .. math::
-        w_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2 \text{ by DP-SGD from } w_i, \qquad
+        w_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2, \qquad
         w^{t+1} = \mathrm{mean}(w_i)
 
-    A silo keeps :math:`w_i`, the weights that it is evaluated with. It is `pmtl` with the privacy in local steps, and
-    neither clip nor noise for whole clients.
+    A silo keeps :math:`w_i`, the weights with which it is evaluated. The method is `pmtl` with the
+    privacy in local steps, and without clip or noise for the updates of silos.
 
     Args:
-        model: the network.
-        local: a `jaxfl.privacy.DPSGD`; with a `LocalSGD` nothing is private.
-        penalty_weight: lambda; 0 is local training, and the larger, the nearer are all :math:`w_i` to FedAvg's model.
-        sampling: which silos take part.
-        server_optimizer: takes the negative mean of :math:`w_i - w^t` as its gradient; `optax.sgd(1.0)` is the mean.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        local: A `jaxfl.privacy.DPSGD`. With a `LocalSGD` nothing is private.
+        penalty_weight: :math:`\lambda`. 0 gives local training. Larger values keep all :math:`w_i`
+            closer to FedAvg's model.
+        sampling: Rule that draws the silos of each round. By default all silos take part.
+        server_optimizer: Optimizer that takes the negative mean of :math:`w_i - w^t` as its
+            gradient. The default, `optax.sgd(1.0)`, sets w to the mean of :math:`w_i`.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 n)) for n
+            training examples of all silos.
 
-    Guarantee: example-level, zero-out adjacency, for every observer of what silos send, also of their :math:`w_i`, by
-        the steps of `local` (the paper's silo-specific example-level privacy): what the penalty reads follows from what
-        was sent. No epsilon of a whole silo.
-    Deviations from the paper: uniform weights; a fixed denominator qN.
-    References: Liu, Hu, Wu, Smith, On Privacy and Personalization in Cross-Silo Federated Learning, NeurIPS 2022
-        (arXiv:2206.07902).
+    Guarantee: Example-level privacy with zero-out adjacency, by the steps of `local`, for every
+        observer of what silos send, also of their :math:`w_i` (the paper's silo-specific
+        example-level privacy). The penalty reads only weights that follow from sent updates. A silo
+        as a unit has no epsilon.
+    Deviations from the paper: Weights of silos are uniform. The denominator qN is fixed.
+    References: Liu, Hu, Wu, Smith, On Privacy and Personalization in Cross-Silo Federated Learning,
+        NeurIPS 2022 (arXiv:2206.07902).
 
     >>> from jaxfl.models import mlp
-    >>> mr_mtl(mlp((8, 8, 1), 10), local=DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=5)).name
+    >>> private = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=5)
+    >>> mr_mtl(mlp((8, 8, 1), 10), local=private).name
     'mr_mtl'
     """
     base = pmtl(
@@ -188,4 +220,6 @@ def mr_mtl(
 
 
 def _penalty(penalty_weight: Number) -> Callable[[Params, Params], Float[Array, ""]] | None:
-    return functools.partial(proximal, mu=penalty_weight) if nonzero(penalty_weight) else None
+    if not nonzero(penalty_weight):
+        return None
+    return functools.partial(proximal, mu=penalty_weight)

@@ -1,4 +1,4 @@
-"""PPSGD: a shared model plus a personal head that is added to the shared one."""
+"""PPSGD: a shared model, and a personal head that is added to the shared head."""
 
 import functools
 from typing import Any
@@ -30,32 +30,40 @@ def ppsgd(
     loss: Loss | None = one_hot_error,
     delta: float | None = None,
 ) -> Algorithm:
-    r"""PPSGD: logits :math:`\phi(x) (w + \theta_i)`, with :math:`\theta_i = 0` at first, private to its client.
+    r"""Build PPSGD: the shared head w and a client's own head :math:`\theta_i` are added.
 
-    A round is one gradient step, :math:`(g_\phi, g_w, g_\theta)` on one batch, where :math:`g_w = g_\theta`:
+    The logits are :math:`\phi(x) (w + \theta_i)`. Each :math:`\theta_i` is 0 at first, and stays
+    with its client. In a round a client computes the gradients :math:`g_\phi`, :math:`g_w` and
+    :math:`g_\theta` on one batch, where :math:`g_w = g_\theta`:
 
     .. math::
         (\phi, w) \leftarrow (\phi, w) - \eta_w \, \mathrm{aggregate}(g_\phi, g_w), \qquad
         \theta_i \leftarrow \theta_i - \eta_\theta \, g_\theta
 
     Args:
-        model: the network, with a head.
-        clip: C, L2 bound on a client's gradient of :math:`(\phi, w)` jointly.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        batch_size: B.
-        server_learning_rate: :math:`\eta_w`.
-        personal_learning_rate: :math:`\eta_\theta`; the published code multiplies its rate by the number of
-            participants.
-        loss: of each example, from a batch's outputs and labels; None: the task's.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network, with a head.
+        clip: C, L2 bound on the joint norm of a client's gradient of :math:`(\phi, w)`.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round.
+        batch_size: Number of examples in a client's batch.
+        server_learning_rate: :math:`\eta_w`, the learning rate of the shared model.
+        personal_learning_rate: :math:`\eta_\theta`, the learning rate of the personal heads. The
+            published code multiplies its rate by the number of participants.
+        loss: Function from a batch's outputs and labels to the loss of each example. None stands
+            for the loss of the task.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
-        mechanism on the clipped sum; for each client against all others (joint privacy): its own head depends on its
-        own data. Publishing heads voids it.
-    Deviations from the paper: a fixed denominator qN and true sampling. Heads have a bias. Heads are added as
-        parameters, which for heads of one linear layer adds their logits.
-    References: Bietti et al., Personalization Improves Privacy-Accuracy Tradeoffs in Federated Learning, ICML 2022.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts, by the Gaussian mechanism on the clipped sum. Heads have joint privacy:
+        each client is protected against all other clients, but its head depends on its own data.
+        Publishing heads voids the guarantee.
+    Deviations from the paper: The denominator qN is fixed, and cohorts are sampled at random. Heads
+        have a bias. Heads are added as parameters, which for heads of one linear layer adds their
+        logits.
+    References: Bietti et al., Personalization Improves Privacy-Accuracy Tradeoffs in Federated
+        Learning, ICML 2022.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
@@ -63,43 +71,39 @@ def ppsgd(
     'ppsgd'
     """
     parts = added_head(model)
-    local, server_optimizer = (
-        LocalSGD(optax.sgd(1.0), batch_size, steps=1),
-        optax.sgd(server_learning_rate),
-    )
+    per_example = loss or model.task.loss
+    # With the learning rate 1, a step's change of the parameters is the negative gradient.
+    local = LocalSGD(optax.sgd(1.0), batch_size, steps=1)
+    server_optimizer = optax.sgd(server_learning_rate)
 
     def apply(both: tuple[Params, Params], x: Array, *key: Array) -> Array:
         return model.apply(parts.join(*both), x, *key)
 
     def batch_loss(outputs: Array, labels: Array, weights: Float[Array, "B"]) -> Float[Array, ""]:
-        return mean((loss or model.task.loss)(outputs, labels), weights)
+        return mean(per_example(outputs, labels), weights)
 
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         before = (server.params, client)
         after, info = local.train(key, model, before, data, apply=apply, loss=batch_loss)
-        shared, personal = optax.tree.sub(after, before)  # the negative gradient
-        return Message(shared), optax.tree.add_scale(client, personal_learning_rate, personal), info
+        shared_change, head_change = optax.tree.sub(after, before)
+        head = optax.tree.add_scale(client, personal_learning_rate, head_change)
+        return Message(shared_change), head, info
 
     def personalize(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> Params:
         return parts.join(server.params, client)
 
-    init, server_update = (
-        start_parts(model, parts, server_optimizer),
-        functools.partial(server_step, server_optimizer),
-    )
-    mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
     return Algorithm(
-        "ppsgd",
-        model,
-        init,
-        client_update,
-        server_update,
-        personalize,
-        mechanism,
+        name="ppsgd",
+        model=model,
+        init=start_parts(model, parts, server_optimizer),
+        client_update=client_update,
+        server_update=functools.partial(server_step, server_optimizer),
+        personalize=personalize,
+        mechanism=Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling),
         terms=Terms(delta),
     )
 
@@ -113,25 +117,30 @@ def ppsgd_centaur(
     evaluation_epochs: int = 15,
     **options: Any,
 ) -> Algorithm:
-    r"""Build PPSGD as CENTAUR's experiments have it: FedRep with local epochs in place of one gradient step.
+    r"""Build PPSGD as in CENTAUR's experiments: FedRep's local epochs replace the gradient step.
 
-    Each client keeps a head :math:`\theta_i`, which is added to the shared head w. The extractor :math:`\phi` and w are
-    averaged.
+    Each client keeps a head :math:`\theta_i`, which is added to the shared head w. The server
+    averages the extractor :math:`\phi` and w.
 
     Args:
-        model: the network, with a head.
-        head: how :math:`\theta_i` is fitted in a round; by default as published.
-        head_decay: weight decay of :math:`\theta_i` alone.
-        evaluation_epochs: epochs for a copy of :math:`\theta_i` before evaluation.
-        options: those of `centaur`; `clip` bounds the update of :math:`(\phi, w)` jointly.
+        model: The network, with a head.
+        head: Optimizer, batches and epochs with which a client fits :math:`\theta_i` in a round.
+            The default is the published one.
+        head_decay: Weight decay of :math:`\theta_i`. A decay in `head` would be on
+            :math:`w + \theta_i`.
+        evaluation_epochs: Number of epochs that fit a copy of :math:`\theta_i` before an
+            evaluation.
+        options: Further arguments of `centaur`. `clip`, `noise_multiplier` and `sampling` are
+            required. `clip` bounds the joint norm of the update of :math:`(\phi, w)`.
 
-    Guarantee: `centaur`'s.
-    Deviations from the paper: those of `ppsgd`. CENTAUR's own heads start at random.
+    Guarantee: The guarantee of `centaur`.
+    Deviations from the paper: The deviations of `ppsgd` apply. CENTAUR's own heads start at random.
     References: Shen et al., Share Your Representation Only, ICLR 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
-    >>> ppsgd_centaur(mlp((8, 8, 1), 10), clip=1.0, noise_multiplier=1.0, sampling=Poisson(0.1)).name
+    >>> private = {"clip": 1.0, "noise_multiplier": 1.0, "sampling": Poisson(0.1)}
+    >>> ppsgd_centaur(mlp((8, 8, 1), 10), **private).name
     'ppsgd_centaur'
     """
     parts = added_head(model, head_decay)
@@ -140,17 +149,27 @@ def ppsgd_centaur(
 
 
 def added_head(model: Model, decay: Number = 0.0) -> Parts:
-    """The whole model is shared, and a personal head, zero at first, is added to the shared head."""
+    """Build parts that share all layers, and add a personal head to the shared head.
+
+    Personal heads are 0 at first.
+
+    Args:
+        model: The network, with a head.
+        decay: Weight decay of the personal head while it is fitted.
+    """
     check_head(model)
 
-    def join(shared: Params, personal: Params) -> Params:
-        return {**shared, **optax.tree.add(split_head(model, shared)[1], personal)}
+    def cut(params: Params) -> tuple[Params, Params]:
+        _, head = split_head(model, params)
+        return params, optax.tree.zeros_like(head)
 
-    return Parts(
-        cut=lambda params: (params, optax.tree.zeros_like(split_head(model, params)[1])),
-        join=join,
-        personal=lambda shared, params: optax.tree.sub(
-            split_head(model, params)[1], split_head(model, shared)[1]
-        ),
-        decay=decay,
-    )
+    def join(shared: Params, personal: Params) -> Params:
+        _, head = split_head(model, shared)
+        return {**shared, **optax.tree.add(head, personal)}
+
+    def personal(shared: Params, params: Params) -> Params:
+        _, shared_head = split_head(model, shared)
+        _, head = split_head(model, params)
+        return optax.tree.sub(head, shared_head)
+
+    return Parts(cut=cut, join=join, personal=personal, decay=decay)

@@ -18,14 +18,14 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 
 class ScaffoldServer(NamedTuple):
-    """A server with its control variate."""
+    """A server with a control variate."""
 
     params: Params
     optimizer: Tree
     control: Params
     """c, the mean of the clients' variates."""
     share: Float[Array, ""]
-    """q, the expected share of clients in a cohort."""
+    """q, the expected cohort size over the number of clients."""
 
 
 @checked(**GAUSSIAN)
@@ -42,57 +42,64 @@ def scaffold(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""SCAFFOLD, option II: a client's K local steps from x follow an estimate of the global gradient.
+    r"""Build SCAFFOLD, option II: local steps follow an estimate of the global gradient.
+
+    A client takes K local steps from the server's x, and keeps a control variate :math:`c_i`:
 
     .. math::
-        y \leftarrow y - \eta \, (\nabla F_i(y) - c_i + c), \qquad
-        c_i^+ = c_i - c + \frac{x - y}{K \eta}, \qquad
-        x \leftarrow x + \eta_g \, \mathrm{aggregate}(y - x), \qquad
-        c \leftarrow c + q \, \mathrm{aggregate}(c_i^+ - c_i)
+        y &\leftarrow y - \eta \, (\nabla F_i(y) - c_i + c) \\
+        c_i^+ &= c_i - c + \frac{x - y}{K \eta} \\
+        x &\leftarrow x + \eta_g \, \mathrm{aggregate}(y - x) \\
+        c &\leftarrow c + q \, \mathrm{aggregate}(c_i^+ - c_i)
 
-    The aggregate divides by qN, the expected number of participants: c moves by their sum over N.
+    The aggregate divides by qN, the expected number of participants. The variate c therefore moves
+    by the participants' sum over N.
 
     Args:
-        model: the network.
-        learning_rate: :math:`\eta` of plain SGD.
-        batch_size: as in `jaxfl.LocalSGD`.
-        epochs: as in `jaxfl.LocalSGD`.
-        steps: as in `jaxfl.LocalSGD`.
-        clip: C, L2 bound on :math:`(y - x, c_i^+ - c_i)` jointly.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        server_optimizer: takes the negative aggregate of :math:`y - x` as its gradient.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        learning_rate: :math:`\eta`, the rate of a client's plain SGD.
+        batch_size: Number of examples in a local step. The last batch of an epoch may be smaller.
+        epochs: Number of passes over a client's examples in a round, unless `steps` is given.
+        steps: K, the number of local steps in a round. None follows from `epochs`.
+        clip: C, L2 bound on the joint norm of :math:`(y - x, c_i^+ - c_i)`. Infinity clips nothing.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        server_optimizer: Optimizer that takes the negative aggregate of :math:`y - x` as its
+            gradient. The default adds the aggregate to x.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by one Gaussian
-        mechanism for both halves of the message; for each client against all others (joint privacy): its own variate
-        depends on its own data.
-    Deviations from the paper: uniform weights; under Poisson sampling the expected share of participants replaces the
-        realised one. A client keeps its variate unclipped: with a finite clip or noise, c is not the mean of all.
-        Variates start at zero.
-    References: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020
-        (arXiv:1910.06378), Algorithm 1.
+    Guarantee: Client-level privacy with zero-out adjacency and sensitivity C, for the observer of
+        sums and broadcasts, by one Gaussian mechanism for both halves of the message. Variates have
+        joint privacy: each client is protected against all other clients, but its variate depends
+        on its own data.
+    Deviations from the paper: Weights are uniform. Under Poisson sampling the expected share of
+        participants replaces the realised one. A client keeps its variate unclipped, so that with a
+        finite clip or with noise, c is not the mean of all variates. Variates start at zero.
+    References: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated
+        Learning, ICML 2020 (arXiv:1910.06378), Algorithm 1.
 
     >>> from jaxfl.models import mlp
     >>> scaffold(mlp((8, 8, 1), 10), learning_rate=0.1, epochs=5).name
     'scaffold'
     """
     local = LocalSGD(optax.sgd(learning_rate), batch_size, epochs, steps)
-    private = {
-        "clip": clip,
-        "noise_multiplier": noise_multiplier,
-        "sampling": sampling,
-        "delta": delta,
-    }
-    base = dp_fedavg(model, server_optimizer=server_optimizer, **private)
+    base = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
 
     def init(key: Key[Array, ""], number: int) -> tuple[ScaffoldServer, Params]:
-        server, _ = base.init(key, number)
-        control = optax.tree.zeros_like(server.params)
+        plain, _ = base.init(key, number)
+        control = optax.tree.zeros_like(plain.params)
         share = jnp.asarray(sampling.expected(number) / number, jnp.float32)
-        return ScaffoldServer(server.params, server.optimizer, control, share), init_clients(
-            control, number
-        )
+        server = ScaffoldServer(plain.params, plain.optimizer, control, share)
+        return server, init_clients(control, number)
 
     def client_update(
         key: Key[Array, ""], server: ScaffoldServer, client: Params, data: ClientData
@@ -107,19 +114,26 @@ def scaffold(
             return of_step
 
         params, info = local.train(key, model, server.params, data, gradient=corrected)
-        update, taken = optax.tree.sub(params, server.params), info["steps"]
+        update = optax.tree.sub(params, server.params)
+        taken = info["steps"]
         length = learning_rate * jnp.maximum(taken, 1)
-        changed = lambda u, c: jnp.where(taken > 0, -u / length - c, 0).astype(c.dtype)  # noqa: E731
-        change = jax.tree.map(changed, update, server.control)
+
+        # A client without examples takes no steps, and its variate stays as it is.
+        def change_of(update: Array, control: Array) -> Array:
+            return jnp.where(taken > 0, -update / length - control, 0).astype(control.dtype)
+
+        change = jax.tree.map(change_of, update, server.control)
         return Message((update, change)), optax.tree.add(client, change), info
 
     def server_update(server: ScaffoldServer, aggregate: tuple[Params, Params]) -> ScaffoldServer:
         update, change = aggregate
-        params, state = base.server_update(Server(server.params, server.optimizer), update)
-        control = jax.tree.map(
-            lambda c, d: (c + server.share * d).astype(c.dtype), server.control, change
-        )
-        return ScaffoldServer(params, state, control, server.share)
+        params, optimizer = base.server_update(Server(server.params, server.optimizer), update)
+
+        def moved(control: Array, change: Array) -> Array:
+            return (control + server.share * change).astype(control.dtype)
+
+        control = jax.tree.map(moved, server.control, change)
+        return ScaffoldServer(params, optimizer, control, server.share)
 
     return base._replace(
         name="scaffold", init=init, client_update=client_update, server_update=server_update

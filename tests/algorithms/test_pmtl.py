@@ -108,7 +108,7 @@ def test_what_is_sent(start):
 def test_a_second_copy_is_not_trained_by_steps_that_are_accounted_once():
     with pytest.raises(
         ValueError,
-        match=r"send='copy' trains twice, which local=DPSGD\(.* accounts once: give a LocalSGD",
+        match=r"send must be .* got 'copy' with local=DPSGD\(.*\)\. Choose another send, or give a",
     ):
         pmtl(MODEL, send="copy", local=private_steps(), **PRIVATE)
     with pytest.raises(ValueError, match="send='all'"):

@@ -1,4 +1,4 @@
-"""Recipes: one small file per paper or family; and the adaptive optimizers of a server."""
+"""Algorithms, one file per paper or family, and the adaptive optimizers of a server."""
 
 from jaxfl.algorithms.adp_pfl import adp_pfl, adp_pfl_paper
 from jaxfl.algorithms.apfl import apfl
@@ -31,9 +31,9 @@ from jaxfl.server import fedadagrad, fedadam, fedyogi
 
 __all__ = [
     "adp_pfl", "adp_pfl_paper", "apfl", "blur_lus", "byzantine", "centaur", "ditto", "dp_fedavg",
-    "dp_fedavg_fb", "dp_fedavg_mixed", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper", "dp_prototypes",
-    "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa", "feddpa_paper",
-    "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "ifca", "local_only", "mixed", "mr_mtl",
-    "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme", "pmtl", "pmtl_ft",
-    "ppsgd", "ppsgd_centaur", "prior_corrected", "scaffold",
+    "dp_fedavg_fb", "dp_fedavg_mixed", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper",
+    "dp_prototypes", "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa",
+    "feddpa_paper", "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "ifca", "local_only",
+    "mixed", "mr_mtl", "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme",
+    "pmtl", "pmtl_ft", "ppsgd", "ppsgd_centaur", "prior_corrected", "scaffold",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""APFL: a mixture of a personal and the shared model, whose weight each client may learn."""
+"""APFL: a mixture of a personal model and the shared one, whose weight a client may learn."""
 
 import dataclasses
 import math
@@ -19,7 +19,7 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 
 class Own(NamedTuple):
-    """A client's state."""
+    """State of a client: its personal model v, and the share alpha of v in the mixture."""
 
     params: Params
     alpha: Any
@@ -46,34 +46,44 @@ def apfl(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""APFL: a client is evaluated with :math:`\bar v = \alpha_i v_i + (1 - \alpha_i) w`, and sends w's update alone.
+    r"""Build APFL: clients mix a personal model with the shared one, and send the latter's update.
 
-    A local step, from :math:`w = w^t` on, takes three gradients on one batch:
+    Client i is evaluated with :math:`\bar v = \alpha_i v_i + (1 - \alpha_i) w`. Local steps start
+    from :math:`w = w^t`. Each takes three gradients on one batch:
 
     .. math::
-        w \leftarrow w - \eta \nabla F_i(w), \qquad
-        v_i \leftarrow v_i - \eta \, \alpha_i \nabla F_i(\bar v), \qquad
-        \alpha_i \leftarrow
-            \mathrm{clip}_{[0, 1]} \big( \alpha_i - \eta_\alpha \langle \nabla F_i(\bar v), v_i - w \rangle \big)
+        w &\leftarrow w - \eta \nabla F_i(w) \\
+        v_i &\leftarrow v_i - \eta \, \alpha_i \nabla F_i(\bar v) \\
+        \alpha_i &\leftarrow \mathrm{clip}_{[0, 1]} \big( \alpha_i
+            - \eta_\alpha \langle \nabla F_i(\bar v), v_i - w \rangle \big)
 
-    where :math:`\alpha_i \nabla F_i(\bar v)` is the gradient of :math:`F_i(\bar v)` in :math:`v_i`.
+    Here :math:`\alpha_i \nabla F_i(\bar v)` is the gradient of :math:`F_i(\bar v)` in :math:`v_i`.
 
     Args:
-        model: the network.
-        alpha: the initial share of the personal model; 0 uses w alone.
-        alpha_learning_rate: :math:`\eta_\alpha`; 0: alpha is fixed.
-        local: how a client trains w and v in a round, each with the optimizer's own state.
-        clip: C, L2 bound on the update of w.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        server_optimizer: takes the negative aggregate as its gradient.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        alpha: Initial share of the personal model, in [0, 1]. With 0 the mixture starts as w.
+        alpha_learning_rate: :math:`\eta_\alpha`. With 0, the default, alpha is fixed.
+        local: Local training of w and v in one round. Each has an optimizer state of its own.
+        clip: C, the L2 bound on the update of w. Infinity, the default, clips nothing.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: `dp_fedavg`'s, whose messages it sends; for each client against all others (joint privacy): v and alpha
-        depend on its own data. Publishing them voids this.
-    Deviations from the paper: uniform weights; alpha has a learning rate of its own. The published code adds 0.02 alpha
-        to alpha's gradient.
-    References: Deng, Kamani, Mahdavi, Adaptive Personalized Federated Learning, 2020 (arXiv:2003.13461), Algorithm 1.
+    Guarantee:
+        The guarantee of `dp_fedavg`, whose messages are sent. It is joint privacy: each client is
+        protected against all others, but v and alpha depend on its own data. Publishing them voids
+        this.
+
+    Deviations from the paper:
+        Weights are uniform, and alpha has a learning rate of its own. The published code adds 0.02
+        alpha to alpha's gradient.
+
+    References:
+        Deng, Kamani, Mahdavi, Adaptive Personalized Federated Learning, 2020 (arXiv:2003.13461),
+        Algorithm 1.
 
     >>> from jaxfl.models import mlp
     >>> apfl(mlp((8, 8, 1), 10), alpha=0.25, alpha_learning_rate=0.1).name
@@ -89,38 +99,37 @@ def apfl(
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Own]:
         server, _ = base.init(key, number)
-        return server, init_clients(Own(server.params, jnp.asarray(alpha, jnp.float32)), number)
+        own = Own(server.params, jnp.asarray(alpha, jnp.float32))
+        return server, init_clients(own, number)
 
     def apply(weights: tuple[Params, Own], x: Array, *key: Array) -> Any:
         shared, client = weights
-        return model.apply(shared, x, *key), model.apply(
-            _mix(client, lax.stop_gradient(shared)), x, *key
-        )
+        outputs = model.apply(shared, x, *key)
+        mixture = _mix(client, lax.stop_gradient(shared))
+        return outputs, model.apply(mixture, x, *key)
 
     def both(
         outputs: tuple[Array, Array], labels: Array, weights: Float[Array, "B"]
     ) -> Float[Array, ""]:
-        """The loss of w, with the gradients of both losses."""
-        mixed = model.task.mean_loss(outputs[1], labels, weights)
-        return model.task.mean_loss(outputs[0], labels, weights) + mixed - lax.stop_gradient(mixed)
+        """Return the loss of w, whose gradient is that of both losses."""
+        shared_outputs, mixed_outputs = outputs
+        mixed = model.task.mean_loss(mixed_outputs, labels, weights)
+        shared = model.task.mean_loss(shared_outputs, labels, weights)
+        return shared + mixed - lax.stop_gradient(mixed)
 
     def client_update(key: Key[Array, ""], server: Server, client: Own, data: ClientData) -> tuple:
-        weights, mixture = (
-            decayed(local.optimizer, local.decay, data),
-            _projected_sgd(alpha_learning_rate),
-        )
-        optimizer = optax.partition(
-            {"weights": weights, "alpha": mixture}, ("weights", Own("weights", "alpha"))
-        )
+        optimizers = {
+            "weights": decayed(local.optimizer, local.decay, data),
+            "alpha": _projected_sgd(alpha_learning_rate),
+        }
+        optimizer = optax.partition(optimizers, ("weights", Own("weights", "alpha")))
+        # The optimizer already has the round's decay.
         training = dataclasses.replace(local, optimizer=optimizer, decay=None)
         (shared, client), info = training.train(
             key, model, (server.params, client), data, apply=apply, loss=both
         )
-        return (
-            Message(optax.tree.sub(shared, server.params)),
-            client,
-            info | {"alpha": client.alpha},
-        )
+        message = Message(optax.tree.sub(shared, server.params))
+        return message, client, info | {"alpha": client.alpha}
 
     return base._replace(
         name="apfl",
@@ -131,12 +140,14 @@ def apfl(
 
 
 def _mix(client: Own, shared: Params) -> Params:
-    mixed = lambda v, w: (client.alpha * v + (1 - client.alpha) * w).astype(v.dtype)  # noqa: E731
-    return jax.tree.map(mixed, client.params, shared)
+    def mix(own: Array, shared: Array) -> Array:
+        return (client.alpha * own + (1 - client.alpha) * shared).astype(own.dtype)
+
+    return jax.tree.map(mix, client.params, shared)
 
 
 def _projected_sgd(learning_rate: Number) -> optax.GradientTransformation:
-    """Steps of SGD that end within [0, 1]."""
+    """Return SGD whose steps are projected onto [0, 1]."""
 
     def project(updates: Tree, params: Tree | None) -> Tree:
         return jax.tree.map(lambda u, p: jnp.clip(p + u, 0, 1) - p, updates, params)

@@ -1,4 +1,4 @@
-"""BLUR + LUS: local updates that are kept short and made sparse before they are clipped."""
+"""BLUR + LUS: DP-FedAvg whose clients keep updates short and sparse before clipping."""
 
 import functools
 from typing import Any
@@ -38,28 +38,35 @@ def blur_lus(
     density: Number = 0.5,
     **options: Any,
 ) -> Algorithm:
-    r"""DP-FedAvg with bounded local update regularisation (BLUR) and local update sparsification (LUS).
+    r"""Build DP-FedAvg with bounded (BLUR) and sparsified (LUS) local updates.
 
     .. math::
-        w_i \approx \arg\min_w F_i(w) + \frac{\lambda}{2} \max(0, \|w - w^t\|^2 - C^2), \qquad
-        \Delta_i = (w_i - w^t) \odot \mathrm{TopK}(|w_i - w^t|, c)
+        w_i &\approx \arg\min_w F_i(w) + \frac{\lambda}{2} \max(0, \|w - w^t\|^2 - C^2) \\
+        \Delta_i &= (w_i - w^t) \odot \mathrm{TopK}(|w_i - w^t|, c)
 
     Args:
-        model: the network.
-        clip: C, of the penalty and of clipping.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        penalty_weight: lambda; 0: no penalty.
-        density: c, the share of a kernel's update that is kept, layer by layer: its largest entries, ties to the lower
-            index. Biases and scales are kept whole. 1: all.
-        options: those of `dp_fedavg`.
+        model: The network.
+        clip: C, the L2 bound on a client's full update, in the penalty and in clipping.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        penalty_weight: :math:`\lambda`. With 0 there is no penalty.
+        density: c, the share of each kernel's update that is sent: its largest entries, where ties
+            go to the lower index. Biases and scales are sent in full. With 1 everything is.
+        options: Further arguments of `dp_fedavg`: `local`, `gradient`, `server_optimizer`, `delta`.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
-        mechanism on the clipped sum. The masks are private, so the noise is on all weights, and no mask is sent.
-    Deviations from the paper: formulas were not checked against it; importance is the update's magnitude. A fixed
-        denominator qN.
-    References: Cheng et al., Differentially Private Federated Learning with Local Regularization and Sparsification,
-        CVPR 2022.
+    Guarantee:
+        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, by
+        the Gaussian mechanism on the clipped sum, whose sensitivity is C. The masks are private:
+        no mask is sent, and the noise is on all weights.
+
+    Deviations from the paper:
+        The formulas were not checked against it. The importance of an entry is the update's
+        magnitude. The denominator qN is fixed.
+
+    References:
+        Cheng et al., Differentially Private Federated Learning with Local Regularization and
+        Sparsification, CVPR 2022.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
@@ -67,20 +74,15 @@ def blur_lus(
     'blur_lus'
     """
     check_bound(clip, "penalty_weight", penalty_weight)
-    penalty = (
-        functools.partial(excess, bound=clip, penalty_weight=penalty_weight)
-        if nonzero(penalty_weight)
-        else None
-    )
+    penalty = None
+    if nonzero(penalty_weight):
+        penalty = functools.partial(excess, bound=clip, penalty_weight=penalty_weight)
     private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
     base = dp_fedavg(model, penalty=penalty, **private, **options)
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
-        return (
-            Message(sparsify(top_k_masks(message.update, model.layers, density), message.update)),
-            client,
-            info,
-        )
+        masks = top_k_masks(message.update, model.layers, density)
+        return Message(sparsify(masks, message.update)), client, info
 
     return base._replace(name="blur_lus", client_update=client_update)

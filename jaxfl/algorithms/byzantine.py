@@ -14,6 +14,7 @@ from jaxfl._validate import at_least_0, check_counts, checked, show
 from jaxfl.types import Algorithm, ClientData, Tree
 
 _LIE = 2**31 + 5
+"""Number folded into a client's key for the noise that it sends."""
 
 
 @checked(liars=functools.partial(check_counts, least=0), scale=at_least_0)
@@ -24,37 +25,42 @@ def byzantine(
     attack: Literal["sign", "noise"] = "sign",
     scale: float = 1.0,
 ) -> Algorithm:
-    r"""Some clients send :math:`-s \Delta_i` ("sign") or :math:`s \, N(0, I)` ("noise") in place of their update.
+    r"""Let some clients of a method send a false update.
 
-    They train and are evaluated as before; the mechanism bounds their updates as usual. For data poisoning, see
-    `jaxfl.data.flip_labels`.
+    A liar with the update :math:`\Delta_i` sends :math:`-s \Delta_i` ("sign") or Gaussian noise
+    :math:`s \, N(0, I)` ("noise"). Liars train and are evaluated like other clients, and the
+    mechanism bounds their updates as usual. `jaxfl.data.flip_labels` poisons the data instead.
 
     Args:
-        algorithm: any method.
-        liars: indices of the clients that lie, from 0.
-        attack: what they send.
-        scale: s.
+        algorithm: Any method.
+        liars: Indices of the clients that lie, from 0.
+        attack: Kind of the false update.
+        scale: s, the factor of the false update.
 
-    Guarantee: the method's, for honest clients.
-    References: Blanchard et al. 2017 (noise); Li et al., RSA, AAAI 2019 (sign flipping).
+    Guarantee:
+        The method's guarantee, for honest clients.
+
+    References:
+        Blanchard et al. 2017 (noise); Li et al., RSA, AAAI 2019 (sign flipping).
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
     >>> byzantine(fedavg(mlp((8, 8, 1), 10, hidden=(16,))), [0, 7]).name
     'fedavg'
     """
-    numbers = np.unique(np.asarray(liars, np.int32))
+    indices = np.unique(np.asarray(liars, np.int32))
 
     def init(key: Key[Array, ""], number: int) -> tuple[Tree, Tree]:
-        if numbers.size and numbers[-1] >= number:
+        if indices.size and indices[-1] >= number:
             raise ValueError(
-                f"liars={show(liars)}: give numbers of the {number} clients, from 0 to {number - 1}"
+                f"liars must be indices of the {number} clients, got {show(liars)}. "
+                f"Give whole numbers from 0 to {number - 1}."
             )
         return algorithm.init(key, number)
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
         message, client, info = algorithm.client_update(key, server, client, data)
-        lying = jnp.any(jnp.asarray(numbers) == data.id)
+        lying = jnp.any(jnp.asarray(indices) == data.id)
         leaves, structure = jax.tree.flatten(message.update)
         lie = [-scale * leaf for leaf in leaves]
         if attack == "noise":

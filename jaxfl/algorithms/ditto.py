@@ -28,25 +28,34 @@ def ditto(
     sampling: Sampling = Full(),
     **options: Any,
 ) -> Algorithm:
-    r"""Ditto: (private) FedAvg for w, and a personal model per client, which is never sent.
+    r"""Build Ditto: (private) FedAvg for w, and a personal model per client, which is never sent.
 
     .. math:: v_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2
 
-    from the client's last :math:`v_i`, in each of its rounds; the client is evaluated with :math:`v_i`.
+    In each of its rounds a client trains :math:`v_i` from where the last round ended. It is
+    evaluated with :math:`v_i`.
 
     Args:
-        model: the network.
-        penalty_weight: lambda; 0 is local training.
-        personal: how a client trains v in a round.
-        clip: as in `dp_fedavg`.
-        noise_multiplier: as in `dp_fedavg`.
-        sampling: as in `dp_fedavg`.
-        options: those of `dp_fedavg`, for w.
+        model: The network.
+        penalty_weight: :math:`\lambda`. With 0, v is trained without w.
+        personal: Local training of v in one round.
+        clip: C, the L2 bound on the update of w. Infinity, the default, clips nothing.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        options: Further arguments of `dp_fedavg` for w: `local`, `penalty`, `gradient`,
+            `server_optimizer` and `delta`.
 
-    Guarantee: `dp_fedavg`'s, whose messages are bitwise the same; for each client against all others (joint privacy): v
-        depends on its own data. Publishing v voids this.
-    Deviations from the paper: uniform weights. w and v take their batches in the same order if sizes agree.
-    References: Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021
+    Guarantee:
+        The guarantee of `dp_fedavg`, whose messages are bitwise the same. It is joint privacy: each
+        client is protected against all others, but v depends on its own data. Publishing v voids
+        this.
+
+    Deviations from the paper:
+        Weights are uniform. If the batch sizes agree, w and v take batches in the same order.
+
+    References:
+        Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021
         (arXiv:2012.04221), Algorithm 1.
 
     >>> from jaxfl.models import mlp
@@ -61,11 +70,10 @@ def ditto(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         message, _, info = base.client_update(key, server, (), data)
-        pull = (
-            functools.partial(proximal, center=server.params, mu=penalty_weight)
-            if nonzero(penalty_weight)
-            else None
-        )
-        return message, personal.train(key, model, client, data, penalty=pull)[0], info
+        pull = None
+        if nonzero(penalty_weight):
+            pull = functools.partial(proximal, center=server.params, mu=penalty_weight)
+        trained, _ = personal.train(key, model, client, data, penalty=pull)
+        return message, trained, info
 
     return keeps_models(base, "ditto", client_update)

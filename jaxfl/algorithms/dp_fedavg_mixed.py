@@ -1,4 +1,4 @@
-"""DP-FedAvg whose clients fine-tune and correct the shared model, and mix it with one of their own."""
+"""DP-FedAvg whose clients personalise the shared model, and mix it with one of their own."""
 
 import optax
 
@@ -26,36 +26,43 @@ def dp_fedavg_mixed(
     folds: int = 3,
     delta: float | None = None,
 ) -> Algorithm:
-    r"""Build the map's recipe: a private shared model that every client makes its own, at no further epsilon.
+    r"""Build the map's recipe: a private shared model that every client personalises for itself.
 
     .. math::
         p_i(y | x) = \lambda_i \, p(y | x; v_i) + (1 - \lambda_i) \, p(y | x; \theta_i), \qquad
         p(y | x; \theta_i) \propto e^{f_y(x; \theta_i)} \, \pi_i(y)
 
     The shared model :math:`\theta` is DP-FedAvg's. Before evaluation client i trains it further to
-    :math:`\theta_i`, with its own shares of classes :math:`\pi_i` in the loss and in the predictions
-    (`fine_tuned` around `prior_corrected`). The client also trains :math:`v_i` alone, and mixes both by
-    a weight :math:`\lambda_i` that examples left out of both decide (`mixed`). If the noise leaves the
-    shared model useless, the weight falls back on the client's own model.
+    :math:`\theta_i`, with its own shares of classes :math:`\pi_i` in the loss and the predictions
+    (`fine_tuned` around `prior_corrected`). The client also trains :math:`v_i` alone. It mixes both
+    by a weight :math:`\lambda_i`, which it chooses on examples left out of both (`mixed`). If the
+    noise leaves the shared model useless, the weight falls back on the client's own model.
+    Personalisation costs no further epsilon.
 
     Use a linear model on features of a public encoder (`jaxfl.data.features`) if there is one.
 
     Args:
         model: The network, for a classification.
-        clip: C, L2 bound on a client's whole update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: Who takes part.
-        local: How a client trains in a round.
-        tuning: How a client trains the shared model further before evaluation.
-        alone: How a client trains its own model, with as many epochs as training alone takes.
-        smoothing: Examples that the correction adds to every class of a client.
+        clip: C, the L2 bound on a client's full update.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        local: Local training of a client in one round.
+        tuning: Training of the shared model by a client before evaluation.
+        alone: Training of a client's own model, with as many epochs as training alone takes.
+        smoothing: Number of examples that the correction adds to every class of a client.
         folds: Number of parts of a client's examples, each of which is left out once.
-        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 clients)).
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, as
-        of `dp_fedavg`, whose messages are sent; for each client against all others (joint privacy): its own
-        predictions depend on its own data. Publishing them voids this.
-    References: the parts are those of `dp_fedavg`, `fine_tuned`, `prior_corrected` and `mixed`; their
+    Guarantee:
+        The guarantee of `dp_fedavg`, whose messages are sent: client-level privacy under zero-out
+        adjacency, for the observer of sums and broadcasts, with sensitivity C. It is joint
+        privacy: each client is protected against all others, but its predictions depend on its own
+        data. Publishing them voids this.
+
+    References:
+        The parts are those of `dp_fedavg`, `fine_tuned`, `prior_corrected` and `mixed`. Their
         combination is the project's own.
 
     Raises:

@@ -19,25 +19,35 @@ def dp_fedsam(
     radius: Number = 0.5,
     **options: Any,
 ) -> Algorithm:
-    r"""DP-FedSAM: flat minima are harmed less by clipping and noise.
+    r"""Build DP-FedSAM, which looks for flat minima, because clipping and noise harm them less.
 
     .. math:: w \leftarrow w - \eta \nabla F_i(w + \rho \, g / \|g\|_2), \qquad g = \nabla F_i(w)
 
-    both gradients on the same batch; then as DP-FedAvg. A step takes twice the time of a plain one.
+    A local step takes both gradients on the same batch, and twice the time of a plain step. All
+    else is as in DP-FedAvg.
 
     Args:
-        model: the network.
-        clip: C, L2 bound on a client's whole update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        radius: rho; 0 is DP-FedAvg.
-        options: those of `dp_fedavg`; `local` a `LocalSGD`, since a step reads its batch twice.
+        model: The network.
+        clip: C, the L2 bound on a client's full update.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        radius: :math:`\rho`. With 0 the method is DP-FedAvg.
+        options: Further arguments of `dp_fedavg`: `local`, `penalty`, `server_optimizer`, `delta`.
+            `local` must be a `LocalSGD`, since a step reads its batch twice.
 
-    Guarantee: DP-FedAvg's: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts,
-        by the Gaussian mechanism on the clipped sum; local steps play no part in it.
-    Deviations from the paper: the published code clips each tensor to C, so a whole update to C times the root of
-        their number; here one norm bounds all. Uniform weights, not data sizes. A fixed denominator qN.
-    References: Shi et al., Make Landscape Flatter in Differentially Private Federated Learning, CVPR 2023.
+    Guarantee:
+        The guarantee of DP-FedAvg: client-level privacy under zero-out adjacency, for the observer
+        of sums and broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is
+        C. Local steps play no part in it.
+
+    Deviations from the paper:
+        One norm bounds the full update. The published code clips each tensor to C, and therefore
+        the full update to C times the root of the number of tensors. Weights are uniform, not data
+        sizes. The denominator qN is fixed.
+
+    References:
+        Shi et al., Make Landscape Flatter in Differentially Private Federated Learning, CVPR 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson

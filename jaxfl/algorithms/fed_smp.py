@@ -1,4 +1,4 @@
-"""Fed-SMP: sparse updates on a random mask that is public, and noise on that mask alone."""
+"""Fed-SMP: sparse updates on a random public mask, and noise on this mask alone."""
 
 from typing import Any
 
@@ -25,29 +25,39 @@ def fed_smp(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     **options: Any,
 ) -> Algorithm:
-    r"""Fed-SMP with random sparsification: one mask per round for all clients, from a public key.
+    r"""Build Fed-SMP with one random mask per round, drawn from a public key for all clients.
 
     .. math:: \theta \leftarrow \theta + \frac{\eta_g}{q N} M^t \odot
         \Big( \sum_{i \in \Omega_t} \mathrm{clip}_C(M^t \odot \Delta_i) + N(0, z^2 C^2 I) \Big)
 
-    Clients train all weights; a shorter update is clipped less, and fewer weights are noised.
+    Clients train all weights. Clipping shrinks a sparse update less, and fewer weights have noise.
 
     Args:
-        model: the network.
-        clip: C, L2 bound on a client's sparse update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        density: share of each kernel's weights that is sent; max(1, ceil(S n)) of n. Biases and scales are sent whole.
-        server_optimizer: takes the negative aggregate as its gradient; with momentum, weights off this round's mask
-            move too.
-        options: those of `dp_fedavg`.
+        model: The network.
+        clip: C, the L2 bound on a client's sparse update.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        density: S, the share of each kernel's weights that is sent: max(1, ceil(S n)) of n. Biases
+            and scales are sent in full.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate. With
+            momentum, weights off this round's mask move too.
+        options: Further arguments of `dp_fedavg`: `local`, `penalty`, `gradient` and `delta`.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts, by the Gaussian
-        mechanism on the clipped sum: the mask depends on no data, and noise off it is dropped afterwards.
-    Deviations from the paper: the mask is random layer by layer, not over all weights; updates are not scaled up by
-        the inverse density (`server_optimizer` can do that); noise is added to the sum, not in shares by clients.
-    References: Hu, Guo, Gong, Federated Learning with Sparsified Model Perturbation: Improving Accuracy under
-        Client-Level Differential Privacy, IEEE Transactions on Mobile Computing 2024 (arXiv:2202.07178).
+    Guarantee:
+        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, by
+        the Gaussian mechanism on the clipped sum, whose sensitivity is C. The mask depends on no
+        data, and noise off the mask is dropped afterwards.
+
+    Deviations from the paper:
+        The mask is random layer by layer, not over all weights. Updates are not scaled up by the
+        inverse density, which `server_optimizer` can do. Noise is added to the sum, not in shares
+        by clients.
+
+    References:
+        Hu, Guo, Gong, Federated Learning with Sparsified Model Perturbation: Improving Accuracy
+        under Client-Level Differential Privacy, IEEE Transactions on Mobile Computing 2024
+        (arXiv:2202.07178).
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
@@ -67,13 +77,13 @@ def fed_smp(
     def client_update(
         key: Key[Array, ""], server: SparseServer, client: Tree, data: ClientData
     ) -> tuple:
-        message, client, info = base.client_update(
-            key, Server(server.params, server.optimizer), client, data
-        )
+        dense = Server(server.params, server.optimizer)
+        message, client, info = base.client_update(key, dense, client, data)
         return Message(sparsify(server.support, message.update)), client, info
 
     def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
-        return sparse_step(server_optimizer, server, keep(server.support, aggregate), masks)
+        aggregate = keep(server.support, aggregate)
+        return sparse_step(server_optimizer, server, aggregate, masks)
 
     return base._replace(
         name="fed_smp", init=init, client_update=client_update, server_update=server_update

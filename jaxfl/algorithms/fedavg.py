@@ -1,7 +1,7 @@
-"""The FedAvg family: local-only, FedAvg, FedProx, DP-FedAvg and DP-FedAvg-fb.
+"""The FedAvg family: local training, FedAvg, FedProx, DP-FedAvg and DP-FedAvg-fb.
 
-One recipe with four options: communicate or not, a penalty (a proximal term), a clip bound with noise, and a head
-that is fine-tuned before evaluation (see `fine_tuned`).
+The methods are one recipe with four options: communication, a penalty (the proximal term), a clip
+bound with noise, and a head that clients fine-tune before evaluation (see `fine_tuned`).
 """
 
 import functools
@@ -28,12 +28,14 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 def local_only(
     model: Model, *, local: LocalSGD = LocalSGD(optax.sgd(0.05)), sampling: Sampling = Full()
 ) -> Algorithm:
-    """Every client trains alone from the same public initialisation; nothing is sent, so epsilon is 0.
+    """Build local training: every client trains alone, from one public initialisation.
+
+    Clients send nothing, so epsilon is 0.
 
     Args:
-        model: the network.
-        local: how a client trains in a round.
-        sampling: who trains in a round.
+        model: The network.
+        local: Local training of a client in one round.
+        sampling: The sampler, which draws the clients that train in each round.
 
     >>> from jaxfl.models import mlp
     >>> local_only(mlp((8, 8, 1), 10, hidden=(16,))).mechanism.communicates
@@ -71,20 +73,30 @@ def fedavg(
     terms: Terms = Terms(),
     name: str = "fedavg",
 ) -> Algorithm:
-    r"""FedAvg: :math:`\theta \leftarrow \theta + \eta_g \sum_i w_i \Delta_i / \sum_i w_i` over the participants.
+    r"""Build FedAvg, whose server moves by the weighted mean of the participants' updates.
+
+    .. math:: \theta \leftarrow \theta + \eta_g \frac{\sum_i w_i \Delta_i}{\sum_i w_i}
+
+    Both sums are over the participants of a round, :math:`w_i` are the mechanism's weights, and
+    :math:`\eta_g` is the server's learning rate.
 
     Args:
-        model: the network.
-        local: how a client trains in a round; a `DPSGD` protects its single examples.
-        penalty: function of the client's parameters and the broadcast ones, whose value is added to the loss.
-        gradient: what a local step makes of a batch's gradient, such as `jaxfl.local.sam.sam(0.5)`; None: nothing.
-        server_optimizer: takes the negative aggregate as its gradient.
-        mechanism: sampling, weights, clip and noise.
-        terms: delta and further sentences of the privacy statement (see `Terms`).
-        name: how reports call the method.
+        model: The network.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss. None adds nothing.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        mechanism: Sampling, weights, clip bound and noise.
+        terms: Delta and further parts of the privacy statement (see `Terms`).
+        name: Name of the method in reports.
 
-    Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.
-    References: McMahan et al. 2017 (arXiv:1602.05629).
+    Deviations from the paper:
+        Weights are uniform, unless `mechanism.weights` holds public ones.
+
+    References:
+        McMahan et al. 2017 (arXiv:1602.05629).
 
     >>> from jaxfl.models import mlp
     >>> fedavg(mlp((8, 8, 1), 10, hidden=(16,))).name
@@ -115,25 +127,25 @@ def fedavg(
 
 @checked(mu=at_least_0)
 def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
-    r"""FedProx: FedAvg whose clients minimise :math:`F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`.
+    r"""Build FedProx: clients minimise :math:`F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`.
+
+    All else is as in FedAvg.
 
     Args:
-        model: the network.
-        mu: weight of the proximal term.
-        options: those of `fedavg`.
+        model: The network.
+        mu: :math:`\mu`, the weight of the proximal term. With 0 the method is FedAvg.
+        options: Further arguments of `fedavg`: `local`, `gradient`, `server_optimizer`,
+            `mechanism` and `terms`.
 
-    References: Li et al. 2020 (arXiv:1812.06127), eq. 2.
+    References:
+        Li et al. 2020 (arXiv:1812.06127), eq. 2.
 
     >>> from jaxfl.models import mlp
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
     'fedprox'
     """
-    return fedavg(
-        model,
-        penalty=functools.partial(proximal, mu=mu) if nonzero(mu) else None,
-        name="fedprox",
-        **options,
-    )
+    penalty = functools.partial(proximal, mu=mu) if nonzero(mu) else None
+    return fedavg(model, penalty=penalty, name="fedprox", **options)
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
@@ -146,25 +158,35 @@ def dp_fedavg(
     delta: float | None = None,
     **options: Any,
 ) -> Algorithm:
-    r"""DP-FedAvg: clipped updates, Gaussian noise on their sum, a fixed denominator.
+    r"""Build DP-FedAvg: clipped updates, Gaussian noise on their sum, and a fixed denominator.
 
     .. math:: \theta \leftarrow \theta + \frac{\eta_g}{q N}
         \Big( \sum_{i \in \Omega_t} \mathrm{clip}_C(\Delta_i) + N(0, z^2 C^2 I) \Big)
 
     Args:
-        model: the network.
-        clip: C, L2 bound on a client's whole update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        options: those of `fedavg`.
+        model: The network.
+        clip: C, the L2 bound on a client's full update. Infinity clips nothing.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
+        options: Further arguments of `fedavg`: `local`, `penalty`, `gradient` and
+            `server_optimizer`.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts.
-    References: McMahan et al. 2018 (arXiv:1710.06963).
+    Guarantee:
+        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts. The
+        clipped sum has sensitivity C.
+
+    References:
+        McMahan et al. 2018 (arXiv:1710.06963).
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
-    >>> dp_fedavg(mlp((8, 8, 1), 10), clip=0.5, noise_multiplier=1.0, sampling=Poisson(0.1)).mechanism.clip
+    >>> private = dp_fedavg(
+    ...     mlp((8, 8, 1), 10), clip=0.5, noise_multiplier=1.0, sampling=Poisson(0.1)
+    ... )
+    >>> private.mechanism.clip
     0.5
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
@@ -181,19 +203,27 @@ def dp_fedavg_fb(
     head: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=15),
     **options: Any,
 ) -> Algorithm:
-    """DP-FedAvg whose clients are evaluated with a head fine-tuned on their own data (frozen base).
+    """Build DP-FedAvg whose clients are evaluated with a head fine-tuned on their own data.
 
-    The fine-tuned copy is used for evaluation only: what is sent equals DP-FedAvg's, so the guarantee does too.
+    Clients fine-tune a copy of the head with a frozen base before evaluation, and never send it.
 
     Args:
-        model: the network, with a head.
-        clip: as in `dp_fedavg`.
-        noise_multiplier: as in `dp_fedavg`.
-        sampling: as in `dp_fedavg`.
-        head: how a client fine-tunes the head on its training examples.
-        options: those of `dp_fedavg`.
+        model: The network, with a head.
+        clip: C, the L2 bound on a client's full update. Infinity, the default, clips nothing.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        head: Training of the head by a client before evaluation.
+        options: Further arguments of `dp_fedavg`: `local`, `penalty`, `gradient`,
+            `server_optimizer` and `delta`.
 
-    References: the DP-FedAvg-fb column of DP-pFedDSU; DP-FedAvg-ft in CENTAUR's code.
+    Guarantee:
+        The guarantee of `dp_fedavg`, whose messages are sent. It is joint privacy: each client is
+        protected against all others, but its head depends on its own data. Publishing heads voids
+        this.
+
+    References:
+        The DP-FedAvg-fb column of DP-pFedDSU; DP-FedAvg-ft in CENTAUR's code.
 
     >>> from jaxfl.models import mlp
     >>> dp_fedavg_fb(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=1.0).name
@@ -207,7 +237,14 @@ def dp_fedavg_fb(
 
 
 def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]) -> Algorithm:
-    """The method with clients that keep a model, from the server's first on, and are evaluated with it."""
+    """Return a method whose clients keep a model, and are evaluated with this model.
+
+    Args:
+        base: The method whose server, mechanism and terms stay.
+        name: Name of the new method.
+        client_update: Its client update. A client's state is its model, which starts as the
+            server's initial parameters.
+    """
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
         server, _ = base.init(key, number)
@@ -222,7 +259,11 @@ def keeps_models(base: Algorithm, name: str, client_update: Callable[..., tuple]
 
 
 def sends_weights(method: Algorithm) -> Algorithm:
-    """The method with clients that send their weights, and a server that takes the mean of those for its own."""
+    """Return a method whose clients send weights, and whose server takes their mean as its own.
+
+    Args:
+        method: A method whose clients send updates.
+    """
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = method.client_update(key, server, client, data)

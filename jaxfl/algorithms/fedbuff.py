@@ -12,41 +12,49 @@ from jaxfl.server import init_clients
 from jaxfl.types import Algorithm, ClientData, Params, Tree
 
 _STALENESS = 2**31 + 3
+"""Number folded into a client's key to draw its staleness."""
 
 
 class Versions(NamedTuple):
-    """The server's state, and the states clients may train from, newest first [S + 1, ...]."""
+    """The server's state, with the earlier states that clients may train from."""
 
     current: Tree
     known: Tree
+    """States that clients may train from, the newest first [S + 1, ...]."""
 
 
 @checked(staleness=count_from_0)
 def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
-    r"""Clients train from a broadcast that is up to S rounds old; a round is one full buffer of updates.
+    r"""Let the clients of a method train from a broadcast that is up to S rounds old.
 
     .. math::
         \tau_i \sim \mathrm{uniform}\{0, \dots, S\}, \qquad
         \Delta_i = \frac{1}{\sqrt{1 + \tau_i}} \, \mathrm{update}(\theta^{t - \tau_i}), \qquad
         \theta^{t+1} = \mathrm{server}(\theta^t, \mathrm{aggregate}(\Delta))
 
-    The simulation draws staleness; in a deployment it comes from clients' different speeds. The server keeps S + 1
-    states.
+    A round is one full buffer of updates. The simulation draws staleness, which in a deployment
+    comes from clients' different speeds. The server keeps S + 1 states.
 
     Args:
-        algorithm: a method whose clients send updates, not weights: stale starts bias these.
-        staleness: S; 0 is the method itself.
+        algorithm: A method whose clients send updates, not weights, because stale starts bias
+            weights.
+        staleness: S, in rounds. With 0 the method is unchanged.
 
-    Guarantee: the method's, for the observer of sums and broadcasts: updates are clipped after scaling, and staleness
-        does not depend on data. The sampler says who fills a buffer: Poisson sampling and fixed sizes amplify only if a
-        deployment draws its cohorts so.
-    Deviations from the paper: the buffer's size is the sampler's cohort. Staleness is uniform. Where a method has
-        a mask for each round, what a stale client sends off the current one is lost.
-    References: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022
+    Guarantee:
+        The method's guarantee, for the observer of sums and broadcasts, because updates are clipped
+        after scaling and staleness does not depend on data. The sampler says which clients fill a
+        buffer. Poisson sampling and fixed sizes amplify only if a deployment draws its cohorts so.
+
+    Deviations from the paper:
+        The buffer's size is the sampler's cohort. Staleness is uniform. If a method has a mask for
+        each round, what a stale client sends off the current mask is lost.
+
+    References:
+        Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022
         (arXiv:2106.06639).
 
     Raises:
-        ValueError: a method that sends weights.
+        ValueError: The method sends weights.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp
@@ -55,7 +63,8 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
     """
     if algorithm.sends == "weights":
         raise ValueError(
-            f"algorithm={algorithm.name!r} sends weights, which stale starts bias: give one for updates"
+            f"algorithm must send updates, got {algorithm.name!r}, which sends weights. "
+            "Choose a method that sends updates, because stale starts bias weights."
         )
 
     def init(key: Key[Array, ""], number: int) -> tuple[Versions, Tree]:
@@ -73,10 +82,11 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
 
     def server_update(server: Versions, aggregate: Tree) -> Versions:
         current = algorithm.server_update(server.current, aggregate)
-        known = jax.tree.map(
-            lambda new, old: jnp.concatenate([new[None], old[:-1]]), current, server.known
-        )
-        return Versions(current, known)
+
+        def prepend(new: Array, old: Array) -> Array:
+            return jnp.concatenate([new[None], old[:-1]])
+
+        return Versions(current, jax.tree.map(prepend, current, server.known))
 
     def personalize(
         key: Key[Array, ""], server: Versions, client: Tree, data: ClientData

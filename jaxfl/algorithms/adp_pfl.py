@@ -33,7 +33,6 @@ from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
-# A run's fingerprint holds this text: another wording would make stored runs look different.
 _BROKEN = (
     "each client's noise scale follows from its leakage risk, an exact function of its private "
     "data that the server is told: neighbouring data give another scale, which a vector of many "
@@ -402,7 +401,6 @@ def adp_pfl_paper(
         mechanism = Mechanism(client_noise=client_noise, **bounded)
     else:
         mechanism = Mechanism(client_noise=_public(client_noise, risks), **bounded)
-    # A run's fingerprint holds this text: another wording would make stored runs look different.
     rule = (
         f"sensitivity {sensitivity}; budgets taken for epsilons that add up, or for their maximum"
     )

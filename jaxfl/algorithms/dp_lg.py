@@ -1,4 +1,4 @@
-"""LG-FedAvg with differential privacy: extractors that never leave their clients, and a shared head."""
+"""LG-FedAvg with differential privacy: a shared head, and extractors that clients keep."""
 
 import functools
 
@@ -26,32 +26,43 @@ def dp_lg(
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
 ) -> Algorithm:
-    r"""LG-FedAvg: a client trains its own extractor and the shared head together, and sends the head's update.
+    r"""Build LG-FedAvg: a client trains its own extractor with the shared head, and sends the head.
 
     .. math::
-        (\phi_i, h_i) \leftarrow \arg\min F_i(\phi, h) \text{ from } (\phi_i, h^{t-1}), \qquad
-        h^t = h^{t-1} + \frac{\eta_g}{q N} \Big( \sum_{i} \mathrm{clip}_C(h_i - h^{t-1}) + N(0, z^2 C^2 I) \Big)
+        (\phi_i, h_i) &\leftarrow \arg\min F_i(\phi, h) \text{ from } (\phi_i, h^{t-1}) \\
+        h^t &= h^{t-1} + \frac{\eta_g}{q N}
+            \Big( \sum_{i} \mathrm{clip}_C(h_i - h^{t-1}) + N(0, z^2 C^2 I) \Big)
 
-    **A guess**: the ADP-PFL paper compares with a "DP-LG" that it neither explains nor cites; this is one reading.
+    **A guess**: the ADP-PFL paper compares with a "DP-LG" that it neither explains nor cites. This
+    method is one reading.
 
     Args:
-        model: the network; all but `model.head` stays with the clients.
-        clip: C, L2 bound on a client's head update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        local: how a client trains in a round.
-        server_optimizer: takes the negative aggregate as its gradient.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network. All layers except `model.head` stay with the clients.
+        clip: C, the L2 bound on a client's head update.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        local: Local training of a client in one round.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
-        against all others: its own extractor depends on its own data. Publishing extractors voids it.
-    Deviations from the paper: uniform weights; all clients start from the same extractor.
-    References: Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global Representations,
-        2020 (arXiv:2001.01523).
+    Guarantee:
+        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, with
+        sensitivity C. It is joint privacy: each client is protected against all others, but its
+        extractor depends on its own data. Publishing extractors voids this.
+
+    Deviations from the paper:
+        Weights are uniform, and all clients start from the same extractor.
+
+    References:
+        Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global
+        Representations, 2020 (arXiv:2001.01523).
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
-    >>> dp_lg(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=4.0, sampling=Full()).name
+    >>> network = mlp((8, 8, 1), 10, hidden=(16,))
+    >>> dp_lg(network, clip=1.0, noise_multiplier=4.0, sampling=Full()).name
     'dp_lg'
     """
     check_head(model)

@@ -1,4 +1,4 @@
-"""DP-pFedDSU: a shared extractor with sparse private updates, and heads that never leave their clients."""
+"""DP-pFedDSU: a shared extractor with sparse private updates, and heads that clients keep."""
 
 import dataclasses
 import functools
@@ -32,8 +32,10 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 _EXTRACTOR = LocalSGD(
     optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9)), 100, 5
 )
-_HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
+"""Default training of the extractor by a client in one round."""
 
+_HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
+"""Default training of the head by a client in one round."""
 
 _ARGUMENTS = {
     "density": check_fraction,
@@ -41,7 +43,7 @@ _ARGUMENTS = {
     "penalty_weight": at_least_0,
     **GAUSSIAN,
 }
-"""Checks of the arguments that both builders share."""
+"""Checks of the arguments that both builders have."""
 
 
 @checked(**_ARGUMENTS, backward_density=check_fraction)
@@ -59,55 +61,74 @@ def dp_pfeddsu(
     delta: float | None = None,
     **options: Any,
 ) -> Algorithm:
-    r"""DP-pFedDSU: reparameterised training (RT) with a dynamic adaptive norm penalty (DAN).
+    r"""Build DP-pFedDSU: reparameterised training (RT) and a dynamic adaptive norm penalty (DAN).
 
     In a round a client
 
     1. fits its own head on the frozen extractor,
-    2. trains the extractor with the head frozen, forward on :math:`\bar\theta = \theta \odot M` with a layerwise mask
+    2. trains the extractor with the head frozen, where the forward pass takes
+       :math:`\bar\theta = \theta \odot M` with a layerwise mask
        :math:`M = \mathrm{TopK}(|\theta|, S)` (6)-(8), on
-       :math:`\mathrm{CE} + \frac{\lambda}{2} \big| \|(\theta - \theta^{t-1}) \odot M\|_2 - C \big|` (10),
+       :math:`\mathrm{CE} + \frac{\lambda}{2} \big| \|(\theta - \theta^{t-1}) \odot M\|_2 - C \big|`
+       (10),
     3. sends :math:`\Delta_i = (\theta - \theta^{t-1}) \odot M`.
 
-    For evaluation every client fits its head to the current extractor once more; nothing of that is kept.
+    Before evaluation every client fits its head to the current extractor once more. It does not
+    keep this head.
 
     Args:
-        model: the network; `model.head` stays with the clients.
-        sampling: who takes part.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        clip: C, L2 bound on a client's whole update.
-        density: S, the share of a sparse kernel that is kept; max(1, ceil(S n)) weights of n, ties to the lower index.
-        sparse_layers: how many of the extractor's layers with a kernel are sparse, counted from the last. None: 4, or
-            all of fewer.
-        penalty_weight: lambda.
-        mask_source: whose weights the mask follows. "broadcast": the server's, public and fixed for the round;
-            "local_step": the client's own at every local step; "public_random": none, as a control: a new random mask
-            per round from a public key.
-        backward_density: share that the backward pass moves, at least `density` (default: the same): the largest
-            weights, or for "public_random" more random ones.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        options: how a client trains the extractor in a round, `local`; how it fits its head, `head`; and for how many
-            epochs before evaluation, `evaluation_epochs` (default: those of `head`).
+        model: The network, of which `model.head` stays with the clients.
+        sampling: The sampler, which draws the participants of each round.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        clip: C, the L2 bound on a client's full update, which is also in the penalty.
+        density: S, the share of a sparse kernel that the mask keeps: max(1, ceil(S n)) of n
+            weights, where ties go to the lower index.
+        sparse_layers: Number of the extractor's layers with a kernel that are sparse, counted from
+            the last. None means 4, or all if there are fewer.
+        penalty_weight: :math:`\lambda`. With 0 there is no penalty.
+        mask_source: Weights that the mask follows. "broadcast" means the server's weights, so that
+            the mask is public and fixed for the round. "local_step" means the client's own weights
+            at every local step. "public_random" is a control: a new random mask per round from a
+            public key, which follows no weights.
+        backward_density: Share of a sparse kernel that the backward pass moves, at least `density`:
+            the largest weights, or more random ones with "public_random". None means `density`.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
+        options: Settings of a client's training. `local` trains the extractor in a round, and
+            `head` fits the head. `evaluation_epochs` is the number of epochs of the fit before
+            evaluation, where None means the epochs of `head`.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C. A public mask follows from earlier noisy broadcasts, and
-        noise off its support is dropped afterwards; with "local_step" the noise is on all weights.
-        For each client against all others: its own head depends on its own data. Publishing heads voids it.
-    Deviations from the paper: the update is :math:`(\theta - \theta^{t-1}) \odot M`; as printed it would send raw
-        weights off the mask. A fixed denominator qN. Norms in penalties have gradient 0 at 0. GroupNorm in models.
-        The server's learning rate is 1, as in its experiments. The last k layers are sparse, as the text has it, not
-        all from the k-th on (8). T rounds of tau steps, where its listing has T - 1 and tau + 1.
-    References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on Dynamically
-        Sparsified Client Updates".
+    Guarantee:
+        Client-level privacy under zero-out adjacency, with sensitivity C. A public mask follows
+        from earlier noisy broadcasts, and noise off its support is dropped afterwards. With
+        "local_step" the noise is on all weights. It is joint privacy: each client is protected
+        against all others, but its head depends on its own data. Publishing heads voids this.
+
+    Deviations from the paper:
+        The update is :math:`(\theta - \theta^{t-1}) \odot M`. As printed it would send raw weights
+        off the mask. The denominator qN is fixed. Norms in penalties have gradient 0 at 0. Models
+        have GroupNorm. The server's learning rate is 1, as in the paper's experiments. The last k
+        layers are sparse, as the text says, and not all layers from the k-th on (8). There are T
+        rounds of :math:`\tau` steps, where the listing has T - 1 and :math:`\tau + 1`.
+
+    References:
+        Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on
+        Dynamically Sparsified Client Updates".
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
-    >>> dp_pfeddsu(mlp((8, 8, 1), 10, hidden=(16,)), sampling=Full(), noise_multiplier=40.0).mechanism.clip
+    >>> network = mlp((8, 8, 1), 10, hidden=(16,))
+    >>> dp_pfeddsu(network, sampling=Full(), noise_multiplier=40.0).mechanism.clip
     0.01
     """
     sparse_layers = _check_layers(model, sparse_layers)
     wider = density if backward_density is None else backward_density
     if not (traced(wider) or traced(density)) and wider < density:
-        raise ValueError(f"backward_density={wider!r}: give at least density={density!r}")
+        raise ValueError(
+            f"backward_density must be at least density={density!r}, got {wider!r}. Raise it, or "
+            "leave it out."
+        )
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
         layers = _sparse(model, params, sparse_layers)
@@ -116,7 +137,8 @@ def dp_pfeddsu(
         else:
             select = functools.partial(top_k_masks, lax.stop_gradient(params), layers)
         mask = select(density)
-        return mask, mask if wider is density else select(wider)
+        support = mask if wider is density else select(wider)
+        return mask, support
 
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
     private = mask_source == "local_step"
@@ -139,50 +161,60 @@ def dp_pfeddsu_paper(
     claim: float | None = None,
     **options: Any,
 ) -> Algorithm:
-    r"""DP-pFedDSU as published: masks of the clients' own weights at every local step, and noise on those masks alone.
+    r"""Build DP-pFedDSU as published: private masks at every local step, and noise on them alone.
+
+    The masks follow the clients' own weights.
 
     Args:
-        model: the network; `model.head` stays with the clients.
-        sampling: who takes part.
-        noise_multiplier: sigma; each client adds std :math:`\sigma C / \sqrt{qN}` on its own mask.
-        clients: number of clients N.
-        clip: C, L2 bound on a client's whole update.
-        density: as in `dp_pfeddsu`.
-        sparse_layers: as in `dp_pfeddsu`.
-        penalty_weight: as in `dp_pfeddsu`.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        claim: the epsilon that the paper states for `noise_multiplier`.
-        options: as in `dp_pfeddsu`.
+        model: The network, of which `model.head` stays with the clients.
+        sampling: The sampler, which draws the participants of each round.
+        noise_multiplier: :math:`\sigma`. Each client adds noise of std
+            :math:`\sigma C / \sqrt{qN}` on its own mask.
+        clients: N, the number of clients.
+        clip: C, the L2 bound on a client's full update, which is also in the penalty.
+        density: S, the share of a sparse kernel that the mask keeps, as in `dp_pfeddsu`.
+        sparse_layers: Number of the extractor's layers with a kernel that are sparse, counted from
+            the last. None means 4, or all if there are fewer.
+        penalty_weight: :math:`\lambda`. With 0 there is no penalty.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
+        claim: The epsilon that the paper states for `noise_multiplier`. None means no claim.
+        options: `local`, `head` and `evaluation_epochs`, as in `dp_pfeddsu`.
 
-    Guarantee: none, since the noise's support is private (see `PrivateMask`).
-    Deviations from the paper: those of `dp_pfeddsu`.
-    References: as for `dp_pfeddsu`.
+    Guarantee:
+        None, because the noise's support is private (see `PrivateMask`).
+
+    Deviations from the paper:
+        Those of `dp_pfeddsu`.
+
+    References:
+        Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on
+        Dynamically Sparsified Client Updates".
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
     >>> network = mlp((8, 8, 1), 10, hidden=(16,))
-    >>> type(dp_pfeddsu_paper(network, sampling=Full(), noise_multiplier=40.0, clients=20).mechanism).__name__
+    >>> options = {"sampling": Full(), "noise_multiplier": 40.0, "clients": 20}
+    >>> type(dp_pfeddsu_paper(network, **options).mechanism).__name__
     'PrivateMask'
     """
     sparse_layers = _check_layers(model, sparse_layers)
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:
-        mask = top_k_masks(
-            lax.stop_gradient(params), _sparse(model, params, sparse_layers), density
-        )
+        layers = _sparse(model, params, sparse_layers)
+        mask = top_k_masks(lax.stop_gradient(params), layers, density)
         return mask, mask
 
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
     method = _sparsified(model, mechanism, masks, penalty_weight, private=True, **options)
     rule = "as if the noise were on all weights, whoever's mask they are on"
-    return method._replace(
-        name="dp_pfeddsu_paper", terms=Terms(delta, None if claim is None else (claim, rule))
-    )
+    claimed = None if claim is None else (claim, rule)
+    return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed))
 
 
 def _check_layers(model: Model, number: int | None) -> int:
-    """Return how many layers are sparse at most. A number that is given must fit the model."""
+    """Return how many layers may be sparse, and check that a given number fits the model."""
     if number is None:
         return 4
     shapes = jax.eval_shape(model.init, jax.eval_shape(lambda: jax.random.key(0)))
@@ -190,14 +222,15 @@ def _check_layers(model: Model, number: int | None) -> int:
     most = len(_sparse(model, extractor, number))
     if number > most:
         raise ValueError(
-            f"sparse_layers must be at most {most}, the layers with a kernel in the extractor of {model.name}, "
-            f"got {number}. Leave it out for 4, or all of fewer."
+            f"sparse_layers must be at most {most}, the number of layers with a kernel in the "
+            f"extractor of {model.name}, got {number}. Leave sparse_layers out for the last 4, or "
+            "all if there are fewer."
         )
     return number
 
 
 def _sparse(model: Model, params: Params, number: int) -> list[str]:
-    """The last `number` layers of an extractor that have a kernel."""
+    """Return the last `number` layers of an extractor that have a kernel."""
     kernels = [
         name
         for name in model.layers
@@ -218,11 +251,24 @@ def _sparsified(
     head: LocalSGD = _HEAD,
     evaluation_epochs: int | None = None,
 ) -> Algorithm:
-    """The clients and the server of both builders; `private` masks follow the clients' own weights."""
+    """Build the method of both builders.
+
+    Args:
+        model: The network.
+        mechanism: Clip bound, noise and sampling.
+        masks: Function from parameters and a public key to the forward mask and the support.
+        penalty_weight: Weight of the penalty on the distance of a norm to the clip bound.
+        private: Whether the masks follow the clients' own weights, and not the broadcast ones.
+        local: Training of the extractor by a client in one round.
+        head: Training of the head by a client in one round.
+        evaluation_epochs: Number of epochs of the head's fit before evaluation. None means the
+            epochs of `head`.
+    """
     before_evaluation = head
     if evaluation_epochs is not None:
         before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
-    clip, server_optimizer = mechanism.clip, optax.sgd(1.0)
+    clip = mechanism.clip
+    server_optimizer = optax.sgd(1.0)
     check_bound(clip, "penalty_weight", penalty_weight)
     check_extractor(model)
 
@@ -233,9 +279,9 @@ def _sparsified(
         data: ClientData,
         head: LocalSGD = before_evaluation,
     ) -> Params:
-        return fit_head(
-            key, model, {**keep(server.mask, server.params), **client}, data, local=head
-        )[0]
+        params = {**keep(server.mask, server.params), **client}
+        fitted, _ = fit_head(key, model, params, data, local=head)
+        return fitted
 
     def client_update(
         key: Key[Array, ""], server: SparseServer, client: Params, data: ClientData
@@ -243,20 +289,28 @@ def _sparsified(
         first, second = jax.random.split(key)
         _, fitted = split_head(model, fit(first, server, client, data, head))
 
-        def now(params: Params) -> tuple[Tree, Tree]:
-            return masks(params, server.public) if private else (server.mask, server.support)
+        def masks_of(params: Params) -> tuple[Tree, Tree]:
+            if private:
+                return masks(params, server.public)
+            return server.mask, server.support
+
+        def mask_of(params: Params) -> Tree:
+            mask, _ = masks_of(params)
+            return mask
+
+        def support_of(params: Params) -> Tree:
+            _, support = masks_of(params)
+            return support
 
         def apply(params: Params, x: Array, *key: Array) -> Array:
-            # The value of theta * M, with gradients of all weights; the loop keeps those of the support.
-            kept = keep(now(params)[0], params)
+            # The value is that of theta * M, but all weights have gradients: the mask of the
+            # training loop keeps those of the support, which may be larger than M.
+            kept = keep(mask_of(params), params)
             through = jax.tree.map(lambda p, k: p + lax.stop_gradient(k - p), params, kept)
             return model.apply({**through, **fitted}, x, *key)
 
         def adaptive_norm(params: Params) -> Array:
-            return distance_to_bound(params, server.params, now(params)[0], clip, penalty_weight)
-
-        def support_of(params: Params) -> Tree:
-            return now(params)[1]
+            return distance_to_bound(params, server.params, mask_of(params), clip, penalty_weight)
 
         penalty = adaptive_norm if nonzero(penalty_weight) else None
         extractor, info = local.train(
@@ -264,18 +318,17 @@ def _sparsified(
         )
         support = support_of(extractor)
         update = sparsify(support, optax.tree.sub(extractor, server.params))
-        return (
-            Message(update, support if isinstance(mechanism, PrivateMask) else None),
-            fitted,
-            info,
-        )
+        extra = support if isinstance(mechanism, PrivateMask) else None
+        return Message(update, extra), fitted, info
 
     def init(key: Key[Array, ""], number: int) -> tuple[SparseServer, Params]:
         extractor, head = split_head(model, model.init(key))
-        return init_sparse(key, extractor, server_optimizer, masks), init_clients(head, number)
+        server = init_sparse(key, extractor, server_optimizer, masks)
+        return server, init_clients(head, number)
 
     def server_update(server: SparseServer, aggregate: Tree) -> SparseServer:
-        if not private:  # the noise off a public support is dropped
+        # Dropping the noise off a public support costs no privacy.
+        if not private:
             aggregate = keep(server.support, aggregate)
         return sparse_step(server_optimizer, server, aggregate, masks)
 

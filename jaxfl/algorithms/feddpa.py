@@ -32,10 +32,10 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 _RULE = (
     "accounted per example and local step, with noise that is added once per round to whole clients"
 )
-
+"""Rule behind the epsilon that the paper claims."""
 
 _ARGUMENTS = {"threshold": at_least_0, "lambda1": at_least_0, "lambda2": at_least_0, **GAUSSIAN}
-"""Checks of the arguments that both builders share."""
+"""Checks of the arguments that both builders have."""
 
 
 @checked(**_ARGUMENTS)
@@ -52,49 +52,61 @@ def feddpa(
     evaluate: Literal["stored", "adapt"] = "stored",
     delta: float | None = None,
 ) -> Algorithm:
-    r"""FedDPA: informative coordinates stay personal, the others are shared.
+    r"""Build FedDPA: coordinates of large Fisher information stay personal, others are shared.
 
-    Each client keeps a whole model :math:`w_i`. In a round it
+    Each client keeps a full model :math:`w_i`. In a round it
 
-    1. computes the layerwise normalised Fisher diagonal of its old model,
-       :math:`F_j = \mathrm{mean}_x (\partial \log p(y|x) / \partial w_j)^2`, :math:`\hat F` by (5),
-    2. splits: :math:`M_1 = [\hat F \ge \tau]` personal, :math:`M_2 = 1 - M_1` shared (6), and starts from
+    1. computes the Fisher diagonal of its old model,
+       :math:`F_j = \mathrm{mean}_x (\partial \log p(y|x) / \partial w_j)^2`, and normalises the
+       diagonal layer by layer to :math:`\hat F` (5),
+    2. splits the coordinates into personal :math:`M_1 = [\hat F \ge \tau]` and shared
+       :math:`M_2 = 1 - M_1` (6), and starts from
        :math:`w_i = M_1 \odot w_i^{t-1} + M_2 \odot w^{t-1}`,
-    3. stage A trains the coordinates of :math:`M_1` on
+    3. trains the coordinates of :math:`M_1` in stage A on
        :math:`\mathrm{CE} + \frac{\lambda_1}{2} \|(w - w^{t-1}) \odot M_1\|`,
-    4. stage B trains those of :math:`M_2` on
+    4. trains the coordinates of :math:`M_2` in stage B on
        :math:`\mathrm{CE} + \frac{\lambda_2}{2} \big| \|(w - w^{t-1}) \odot M_2\| - C \big|`,
-    5. sends :math:`\Delta_i = w_i - w^{t-1}` on all coordinates; masks never leave the client.
+    5. sends :math:`\Delta_i = w_i - w^{t-1}` on all coordinates. Masks never leave the client.
 
     Args:
-        model: the network.
-        sampling: who takes part.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        clip: C, L2 bound on a client's whole update.
-        threshold: tau; 0 makes everything personal, above 1 nothing.
-        lambda1: weight of stage A's penalty.
-        lambda2: weight of stage B's penalty.
-        local: how a client trains in each of the two stages.
-        evaluate: `stored`: a client's model after its last training; `adapt`: after one more local update
-            from the current global model, of which nothing is sent.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
+        model: The network.
+        sampling: The sampler, which draws the participants of each round.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        clip: C, the L2 bound on a client's full update, which is also in stage B's penalty.
+        threshold: :math:`\tau`. With 0 every coordinate is personal, and above 1 none is.
+        lambda1: :math:`\lambda_1`, the weight of stage A's penalty.
+        lambda2: :math:`\lambda_2`, the weight of stage B's penalty.
+        local: Local training of a client in each of the two stages.
+        evaluate: Model with which a client is evaluated. "stored" is its model after its last
+            training. "adapt" is the result of one more local update from the current global
+            model, of which nothing is sent.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C: clipping covers the whole update and the noise is dense.
-    Deviations from the paper: eq. (3-1) as printed enlarges updates; clipping divides. A tensor whose Fisher
-        values are all equal is shared (the published code zeroes it). Uniform weights, not data sizes. No
-        data augmentation, and incomplete batches are used. Norms in penalties have gradient 0 at 0.
-    References: Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential Privacy",
-        NeurIPS 2023.
+    Guarantee:
+        Client-level privacy under zero-out adjacency, with sensitivity C, because clipping covers
+        the full update and the noise is dense.
+
+    Deviations from the paper:
+        Clipping divides, whereas eq. (3-1) as printed enlarges updates. A tensor whose Fisher
+        values are all equal is shared (the published code zeroes it). Weights are uniform, not data
+        sizes. There is no data augmentation, and incomplete batches are used. Norms in penalties
+        have gradient 0 at 0.
+
+    References:
+        Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
+        Privacy", NeurIPS 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
-    >>> feddpa(mlp((8, 8, 1), 10), sampling=Poisson(0.1), noise_multiplier=1.0).mechanism.noise_multiplier
+    >>> private = feddpa(mlp((8, 8, 1), 10), sampling=Poisson(0.1), noise_multiplier=1.0)
+    >>> private.mechanism.noise_multiplier
     1.0
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    method = _personalized(
-        model, mechanism, threshold, (lambda1, lambda2), "active", local, evaluate
-    )
+    lambdas = (lambda1, lambda2)
+    method = _personalized(model, mechanism, threshold, lambdas, "active", local, evaluate)
     return method._replace(terms=Terms(delta))
 
 
@@ -114,40 +126,51 @@ def feddpa_paper(
     delta: float | None = None,
     claim: float | None = None,
 ) -> Algorithm:
-    r"""FedDPA as published: each client adds noise of std :math:`\sigma C / \sqrt{|M_t|}` (3-2) to its update.
+    r"""Build FedDPA as published: each client adds noise to its own update.
+
+    The noise of a client has std :math:`\sigma C / \sqrt{|M_t|}` (3-2).
 
     Args:
-        model: the network.
-        sampling: who takes part.
-        noise_multiplier: sigma.
-        clients: number of clients, for the expected :math:`|M_t|`.
-        clip: C, L2 bound on a client's whole update.
-        threshold: as in `feddpa`.
-        lambda1: as in `feddpa`.
-        lambda2: as in `feddpa`.
-        reg: `active`: each penalty is one norm over the stage's own coordinates; `code`: the sum over tensors of norms
-            over all coordinates, as in the published code.
-        local: as in `feddpa`.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        claim: the epsilon that the paper's rule states for `noise_multiplier` at `delta` (see `paper_epsilon`).
+        model: The network.
+        sampling: The sampler, which draws the participants of each round.
+        noise_multiplier: :math:`\sigma`.
+        clients: Number of clients, which gives the expected :math:`|M_t|`.
+        clip: C, the L2 bound on a client's full update, which is also in stage B's penalty.
+        threshold: :math:`\tau`. With 0 every coordinate is personal, and above 1 none is.
+        lambda1: :math:`\lambda_1`, the weight of stage A's penalty.
+        lambda2: :math:`\lambda_2`, the weight of stage B's penalty.
+        reg: Form of the penalties. "active" takes one norm over the stage's own coordinates. "code"
+            takes the sum over tensors of norms over all coordinates, as in the published code.
+        local: Local training of a client in each of the two stages.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
+        claim: The epsilon that the paper's rule states for `noise_multiplier` at `delta` (see
+            `paper_epsilon`). None means no claim.
 
-    Guarantee: client-level, zero-out adjacency. The paper calibrates sigma for examples although noise is added once
-        per round to whole clients; the statement gives the client-level epsilon of that noise beside the claim.
-    Deviations from the paper: those of `feddpa`. The published code has the number of all clients for :math:`|M_t|`.
-    References: as for `feddpa`.
+    Guarantee:
+        Client-level privacy under zero-out adjacency. The paper calibrates :math:`\sigma` for
+        examples, although noise is added once per round to all of a client's data. The statement
+        has the client-level epsilon of that noise next to the claim.
+
+    Deviations from the paper:
+        Those of `feddpa`. The published code has the number of all clients for :math:`|M_t|`.
+
+    References:
+        Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
+        Privacy", NeurIPS 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import FixedSize
-    >>> paper = feddpa_paper(mlp((8, 8, 1), 10), sampling=FixedSize(4), noise_multiplier=1.0, clients=10)
-    >>> paper.mechanism.client_noise
+    >>> options = {"sampling": FixedSize(4), "noise_multiplier": 1.0, "clients": 10}
+    >>> feddpa_paper(mlp((8, 8, 1), 10), **options).mechanism.client_noise
     0.5
     """
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = Mechanism(clip=clip, client_noise=share, sampling=sampling)
-    method = _personalized(model, mechanism, threshold, (lambda1, lambda2), reg, local, "stored")
-    return method._replace(
-        name="feddpa_paper", terms=Terms(delta, None if claim is None else (claim, _RULE))
-    )
+    lambdas = (lambda1, lambda2)
+    method = _personalized(model, mechanism, threshold, lambdas, reg, local, "stored")
+    claimed = None if claim is None else (claim, _RULE)
+    return method._replace(name="feddpa_paper", terms=Terms(delta, claimed))
 
 
 @checked(delta=probability, rate=check_fraction)
@@ -161,19 +184,20 @@ def paper_noise_multiplier(
     rounds: int,
     rate: float,
 ) -> float:
-    r"""Sigma by the published code's rule, which accounts noise per example and step.
+    r"""Return :math:`\sigma` by the published code's rule, which accounts per example and step.
 
-    RDP of Poisson sampling of examples at rate :math:`q B / n` over :math:`q T E n / B` steps, although noise is
-    added T times, to clients. The claimed epsilon rests on this rule; it does not calibrate the added noise.
+    The rule is RDP of Poisson sampling of examples at rate :math:`q B / n` over
+    :math:`q T E n / B` steps, although noise is added T times, to clients. The claimed epsilon
+    rests on this rule, which does not calibrate the added noise.
 
     Args:
-        epsilon: the epsilon to claim.
-        delta: its delta (0.1 in the published code).
-        examples: n, training examples of all clients together.
+        epsilon: The epsilon to claim.
+        delta: The delta of the claim (0.1 in the published code).
+        examples: n, the number of training examples of all clients together.
         batch_size: B.
-        epochs: E.
+        epochs: E, the local epochs of a round.
         rounds: T.
-        rate: q, share of the clients in a round.
+        rate: q, the share of the clients in a round.
 
     >>> rule = dict(examples=50_000, batch_size=16, epochs=2, rounds=15, rate=1.0)
     >>> round(paper_noise_multiplier(1.0, delta=0.1, **rule), 2)
@@ -196,7 +220,19 @@ def paper_epsilon(
     rounds: int,
     rate: float,
 ) -> float:
-    """The epsilon that the published code's rule states for a sigma: the inverse of `paper_noise_multiplier`."""
+    r"""Return the epsilon that the published code's rule states for a :math:`\sigma`.
+
+    The function is the inverse of `paper_noise_multiplier`.
+
+    Args:
+        noise_multiplier: :math:`\sigma`.
+        delta: The delta of the claim (0.1 in the published code).
+        examples: n, the number of training examples of all clients together.
+        batch_size: B.
+        epochs: E, the local epochs of a round.
+        rounds: T.
+        rate: q, the share of the clients in a round.
+    """
     steps, sampling = _paper_rule(examples, batch_size, epochs, rounds, rate)
     mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=sampling)
     return running_epsilon(mechanism, 1, terms=Terms(delta))(steps).rdp
@@ -205,6 +241,7 @@ def paper_epsilon(
 def _paper_rule(
     examples: int, batch_size: int, epochs: int, rounds: int, rate: float
 ) -> tuple[int, Poisson]:
+    """Return the number of steps that the rule accounts, and the sampling of their batches."""
     steps = max(1, int(rate * rounds * epochs * examples / batch_size))
     return steps, Poisson(min(1.0, rate * batch_size / examples))
 
@@ -218,12 +255,14 @@ def _personalized(
     local: LocalSGD,
     evaluate: str,
 ) -> Algorithm:
-    """The clients and the server of both builders, whoever adds the noise."""
-    check_bound(mechanism.clip, "lambda2", lambdas[1])
+    """Build the method of both builders, whose mechanism says who adds the noise."""
+    _, lambda2 = lambdas
+    check_bound(mechanism.clip, "lambda2", lambda2)
     server_optimizer = optax.sgd(1.0)
 
     def local_update(key: Key[Array, ""], server: Server, old: Params, data: ClientData) -> tuple:
-        personal = fisher_mask(normalize_per_layer(client_fisher(model, old, data)), threshold)
+        fisher = client_fisher(model, old, data)
+        personal = fisher_mask(normalize_per_layer(fisher), threshold)
         shared = jax.tree.map(jnp.logical_not, personal)
         first, second = jax.random.split(key)
         penalty_a, penalty_b = _penalties(
@@ -248,7 +287,10 @@ def _personalized(
     def personalize(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> Params:
-        return client if evaluate == "stored" else local_update(key, server, client, data)[0]
+        if evaluate == "stored":
+            return client
+        adapted, _ = local_update(key, server, client, data)
+        return adapted
 
     server_update = functools.partial(server_step, server_optimizer)
     return Algorithm("feddpa", model, init, client_update, server_update, personalize, mechanism)
@@ -262,23 +304,24 @@ def _penalties(
     lambdas: tuple[Number, Number],
     bound: Number,
 ) -> tuple[Penalty | None, Penalty | None]:
+    """Return the penalties of stages A and B, or None where their weight is 0."""
     lambda1, lambda2 = lambdas
 
     def by_tensor(params: Params) -> Float[Array, ""]:
-        return jnp.sum(
-            jnp.stack([safe_norm(leaf) for leaf in jax.tree.leaves(optax.tree.sub(params, center))])
-        )
+        difference = optax.tree.sub(params, center)
+        norms = [safe_norm(leaf) for leaf in jax.tree.leaves(difference)]
+        return jnp.sum(jnp.stack(norms))
 
     def stage_a(params: Params) -> Float[Array, ""]:
-        return (
-            distance(params, center, personal, lambda1)
-            if reg == "active"
-            else 0.5 * lambda1 * by_tensor(params)
-        )
+        if reg == "active":
+            return distance(params, center, personal, lambda1)
+        return 0.5 * lambda1 * by_tensor(params)
 
     def stage_b(params: Params) -> Float[Array, ""]:
         if reg == "active":
             return distance_to_bound(params, center, shared, bound, lambda2)
         return 0.5 * lambda2 * jnp.abs(by_tensor(params) - bound)
 
-    return stage_a if nonzero(lambda1) else None, stage_b if nonzero(lambda2) else None
+    penalty_a = stage_a if nonzero(lambda1) else None
+    penalty_b = stage_b if nonzero(lambda2) else None
+    return penalty_a, penalty_b

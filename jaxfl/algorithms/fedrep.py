@@ -1,4 +1,4 @@
-"""A shared extractor, and heads that never leave their clients: FedRep, and CENTAUR (DP-FedRep)."""
+"""FedRep and CENTAUR (DP-FedRep): a shared extractor, and heads that clients keep."""
 
 import dataclasses
 import functools
@@ -19,20 +19,23 @@ from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
 _PUBLISHED = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9))
-"""The optimizer that CENTAUR's published code has for the extractor and for the head."""
+"""Optimizer of CENTAUR's published code, for the extractor and for the head."""
 
 
 class Parts(NamedTuple):
-    """How parameters consist of a part that all clients share and a part that each client keeps."""
+    """Division of parameters into a part that clients share and a part that each client keeps."""
 
     cut: Callable[[Params], tuple[Params, Params]]
-    """Initial parameters -> shared, personal."""
+    """Function from initial parameters to the shared and the personal part."""
     join: Callable[[Params, Params], Params]
-    """Shared, personal -> parameters."""
+    """Function from the shared and the personal part to the parameters."""
     personal: Callable[[Params, Params], Params]
-    """Shared, parameters with another head -> personal."""
+    """Function from the shared part, and parameters with another head, to the personal part."""
     decay: Number = 0.0
-    """Weight decay of the personal part while it is fitted; the optimizer itself would decay the joined parameters."""
+    """Weight decay of the personal part while a client fits it.
+
+    The optimizer itself would decay the joined parameters.
+    """
 
 
 @checked(evaluation_epochs=count_from_0)
@@ -48,29 +51,41 @@ def fedrep(
     terms: Terms = Terms(),
     name: str = "fedrep",
 ) -> Algorithm:
-    r"""FedRep: in a round a client first fits its own head, then trains the extractor, whose update alone is sent.
+    r"""Build FedRep: a client fits its own head, then trains the extractor and sends its update.
 
     .. math::
         h_i \leftarrow \arg\min_h F_i(\phi^{t-1}, h), \qquad
         \Delta_i = \arg\min_\phi F_i(\phi, h_i) - \phi^{t-1}, \qquad
         \phi^t = \phi^{t-1} + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    each minimum approached by some epochs, from where the last round ended. For evaluation every client,
-    participant or not, fits its head to the current extractor once more; nothing of that is kept.
+    Some epochs of SGD approach each minimum, and a head starts from where the last round ended.
+    Before evaluation every client, participant or not, fits its head to the current extractor once
+    more. It does not keep this head.
 
     Args:
-        model: the network; `model.head` stays with the clients; if it is empty, everything is shared.
-        local: how a client trains the extractor in a round.
-        head: how it fits the head, on features that are computed once; 0 epochs leave the head unchanged.
-        evaluation_epochs: epochs for the head before evaluation (default: those of `head`).
-        parts: what is shared and what is kept (default: the extractor and the head).
-        server_optimizer: takes the negative aggregate as its gradient.
-        mechanism: sampling, weights, clip and noise.
-        terms: what else the privacy statement says.
-        name: name of the method in reports.
+        model: The network, of which `model.head` stays with the clients. If the head is empty,
+            everything is shared.
+        local: Training of the extractor by a client in one round.
+        head: Training of the head by a client in one round, on features that are computed once. 0
+            epochs leave the head unchanged.
+        evaluation_epochs: Number of epochs in which a client fits the head before evaluation. None
+            means the epochs of `head`.
+        parts: Division of the parameters into a shared and a personal part. None means the
+            extractor and the head.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        mechanism: Sampling, weights, clip bound and noise.
+        terms: Delta and further parts of the privacy statement (see `Terms`).
+        name: Name of the method in reports.
 
-    Deviations from the paper: uniform weights unless `mechanism.weights` holds public ones.
-    References: Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML 2021.
+    Deviations from the paper:
+        Weights are uniform, unless `mechanism.weights` holds public ones.
+
+    References:
+        Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML
+        2021.
+
+    Raises:
+        ValueError: The model has no head to fit, or no layer outside its head.
 
     >>> from jaxfl.models import mlp
     >>> fedrep(mlp((8, 8, 1), 10, hidden=(16,))).name
@@ -81,8 +96,8 @@ def fedrep(
         before_evaluation = dataclasses.replace(head, epochs=evaluation_epochs, steps=None)
     if not model.head and (head.trains or before_evaluation.trains):
         raise ValueError(
-            f"head={show(head)}, evaluation_epochs={evaluation_epochs!r}: model={model.name!r} has no head to fit, so "
-            "give 0 epochs"
+            f"head must have 0 epochs for model={model.name!r}, which has no head to fit, got "
+            f"{show(head)} with evaluation_epochs={evaluation_epochs!r}. Set both to 0 epochs."
         )
     if parts is None:
         check_extractor(model)
@@ -100,21 +115,20 @@ def fedrep(
             return params
 
         def decay(params: Params) -> Float[Array, ""]:
-            return (
-                0.5
-                * parts.decay
-                * jnp.asarray(optax.tree.norm(parts.personal(server.params, params), squared=True))
-            )
+            weight = 0.5 * parts.decay
+            personal = parts.personal(server.params, params)
+            return weight * jnp.asarray(optax.tree.norm(personal, squared=True))
 
-        return fit_head(
-            key, model, params, data, local=head, penalty=decay if nonzero(parts.decay) else None
-        )[0]
+        penalty = decay if nonzero(parts.decay) else None
+        fitted, _ = fit_head(key, model, params, data, local=head, penalty=penalty)
+        return fitted
 
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         first, second = jax.random.split(key)
-        personal = parts.personal(server.params, fit(first, server, client, data, head))
+        fitted = fit(first, server, client, data, head)
+        personal = parts.personal(server.params, fitted)
 
         def apply(shared: Params, x: Array, *key: Array) -> Array:
             return model.apply(parts.join(shared, personal), x, *key)
@@ -122,10 +136,8 @@ def fedrep(
         shared, info = local.train(second, model, server.params, data, apply=apply)
         return Message(optax.tree.sub(shared, server.params)), personal, info
 
-    init, server_update = (
-        start_parts(model, parts, server_optimizer),
-        functools.partial(server_step, server_optimizer),
-    )
+    init = start_parts(model, parts, server_optimizer)
+    server_update = functools.partial(server_step, server_optimizer)
     return Algorithm(name, model, init, client_update, server_update, fit, mechanism, terms=terms)
 
 
@@ -141,28 +153,40 @@ def centaur(
     head: LocalSGD = LocalSGD(_PUBLISHED, 100, 15),
     **options: Any,
 ) -> Algorithm:
-    r"""CENTAUR, also DP-FedRep: FedRep with clipped extractor updates and Gaussian noise on their sum.
+    r"""Build CENTAUR (DP-FedRep): FedRep with clipped extractor updates and noise on their sum.
 
     Args:
-        model: the network; its head stays with the clients and needs no noise.
-        clip: C, L2 bound on a client's whole extractor update.
-        noise_multiplier: z, std of the noise on the sum over C (see `jaxfl.privacy.calibrate`).
-        sampling: who takes part.
-        delta: failure probability of the statement; None: min(1e-5, 1 / (10 clients)).
-        local: as in `fedrep`; by default as published, with weight decay 1e-4.
-        head: as in `fedrep`; by default as published, with the same decay.
-        options: those of `fedrep`.
+        model: The network. Its head stays with the clients and needs no noise.
+        clip: C, the L2 bound on a client's full extractor update.
+        noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: The sampler, which draws the participants of each round.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
+        local: Training of the extractor by a client in one round. The default is the published one,
+            with weight decay 1e-4.
+        head: Training of the head by a client in one round. The default is the published one, with
+            the same decay.
+        options: Further arguments of `fedrep`: `evaluation_epochs`, `parts` and `server_optimizer`.
 
-    Guarantee: client-level, zero-out adjacency, sensitivity C, for the observer of sums and broadcasts; for each client
-        against all others (joint privacy): its own head depends on its own data. Publishing heads voids it.
-    Deviations from the paper: a fixed denominator qN and true sampling, where the published code splits the clients
+    Guarantee:
+        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, by
+        the Gaussian mechanism on the clipped sum, whose sensitivity is C. It is joint privacy: each
+        client is protected against all others, but its head depends on its own data. Publishing
+        heads voids this.
+
+    Deviations from the paper:
+        The denominator qN is fixed and sampling is random. The published code splits the clients
         into disjoint groups.
-    References: Shen et al., Share Your Representation Only: Guaranteed Improvement of the Privacy-Utility Tradeoff in
-        Federated Learning, ICLR 2023.
+
+    References:
+        Shen et al., Share Your Representation Only: Guaranteed Improvement of the Privacy-Utility
+        Tradeoff in Federated Learning, ICLR 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
-    >>> centaur(mlp((8, 8, 1), 10), clip=0.01, noise_multiplier=40.0, sampling=Full()).mechanism.clip
+    >>> private = centaur(mlp((8, 8, 1), 10), clip=0.01, noise_multiplier=40.0, sampling=Full())
+    >>> private.mechanism.clip
     0.01
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
@@ -178,13 +202,14 @@ def centaur(
 
 
 def split_head(model: Model, params: Params) -> tuple[Params, Params]:
-    """Extractor and head of all parameters."""
+    """Split parameters into those of the extractor and those of the head."""
     extractor = {name: params[name] for name in params if name not in model.head}
-    return extractor, {name: params[name] for name in model.head}
+    head = {name: params[name] for name in model.head}
+    return extractor, head
 
 
 def private_head(model: Model) -> Parts:
-    """The extractor is shared, the head stays."""
+    """Return the division into a shared extractor and a personal head."""
     return Parts(
         cut=lambda params: split_head(model, params),
         join=lambda shared, personal: {**shared, **personal},
@@ -193,7 +218,7 @@ def private_head(model: Model) -> Parts:
 
 
 def start_parts(model: Model, parts: Parts, optimizer: optax.GradientTransformation) -> Callable:
-    """`init` of a server with the shared part, and clients with the same personal part."""
+    """Return an `init` for a server with the shared part and clients with one personal part."""
 
     def init(key: Key[Array, ""], number: int) -> tuple[Server, Params]:
         shared, personal = parts.cut(model.init(key))
@@ -203,8 +228,9 @@ def start_parts(model: Model, parts: Parts, optimizer: optax.GradientTransformat
 
 
 def check_extractor(model: Model) -> None:
-    """Require a layer besides the head."""
+    """Require a layer outside the head."""
     if set(model.layers) <= set(model.head):
         raise ValueError(
-            f"model={model.name!r} has no layer besides its head {model.head!r}: nothing would be shared"
+            f"model must have a layer outside its head, got {model.name!r} with "
+            f"head={model.head!r}. Give a model with more layers, or with a smaller head."
         )

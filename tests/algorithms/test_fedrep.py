@@ -155,7 +155,7 @@ def test_evaluation_may_take_other_passes_than_a_round():
 @pytest.mark.parametrize(("epochs", "evaluation_epochs"), [(1, None), (0, 2)])
 def test_no_head_cannot_be_fitted(epochs, evaluation_epochs):
     head = LocalSGD(optax.sgd(0.1), epochs=epochs)
-    with pytest.raises(ValueError, match=r"has no head to fit, so give 0 epochs"):
+    with pytest.raises(ValueError, match=r"head must have 0 epochs .*Set both to 0 epochs"):
         fedrep(MODEL._replace(head=()), head=head, evaluation_epochs=evaluation_epochs)
 
 
@@ -167,7 +167,7 @@ def test_private_steps_are_refused(name):
 
 
 def test_a_model_that_is_all_head_is_refused():
-    with pytest.raises(ValueError, match="nothing would be shared"):
+    with pytest.raises(ValueError, match="model must have a layer outside its head, got 'mlp'"):
         fedrep(mlp((8, 8, 1), 10, hidden=()))
 
 

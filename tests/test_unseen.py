@@ -81,7 +81,7 @@ def test_the_choice_is_drawn_by_the_seed_alone_and_evenly():
 
 
 def test_a_single_client_cannot_be_divided():
-    with pytest.raises(ValueError, match="clients must be two at least, got 1"):
+    with pytest.raises(ValueError, match="clients must be at least 2, got 1"):
         leave_out(small_clients((3,)), 0.5, seed=0)
 
 

@@ -1,4 +1,4 @@
-"""Clients: index lists -> one example store and the clients' rows; its layout over devices."""
+"""Clients: lists of rows -> one example store with the clients' rows, and its layout on devices."""
 
 import functools
 from collections.abc import Sequence
@@ -21,17 +21,18 @@ from jaxfl.data.load import Dataset, check_rows, from_arrays
 from jaxfl.types import Clients, Lists
 
 _LEFT_OUT = 2**31 + 17
-"""Entropy, added to a seed, of the choice of clients who take no part."""
+"""Entropy that is added to a seed for the draw of clients that are left out."""
 
 
 def _check_data(name: str, value: Any) -> Dataset:
-    """Require a dataset whose arrays fit, also where some were replaced; or those arrays."""
+    """Require a dataset or its four arrays, and check that the arrays fit together."""
     if isinstance(value, Dataset):
         return from_arrays(*value[:4], classes=value.classes or None, name=value.name)
     if isinstance(value, tuple | list) and len(value) == 4:
         return from_arrays(*value)
     raise TypeError(
-        f"{name}={show(value)}: give a Dataset, or train inputs and labels, test inputs and labels"
+        f"{name} must be a Dataset or four arrays, got {show(value)}. "
+        "Give train inputs and labels, test inputs and labels."
     )
 
 
@@ -43,9 +44,12 @@ def make_clients(
 ) -> Clients:
     """Put all examples into one store, training examples first, and give each client its rows.
 
-    The examples are stored once, in their dtype, as a copy. Without test examples the store is the given array itself,
-    which must then stay as it is, and may be a memory map. A client adds only its row numbers to memory. A client may
-    have no examples. Test lists may overlap, training lists may not: an example has one owner.
+    The store is a copy of the examples in their dtype. Without test examples it is the given array
+    itself, which must then stay unchanged, and may be a memory map. A client adds only its row
+    numbers to memory.
+
+    A client may have no examples. Test lists may overlap, but training lists may not, because a
+    training example has one owner.
 
     Args:
         data: A dataset, or arrays (train inputs, train labels, test inputs, test labels).
@@ -53,11 +57,12 @@ def make_clients(
         test_lists: Rows of the test examples, one array per client.
 
     Returns:
-        Host arrays: a store of all training and test examples, lists of the clients' rows, sizes [C].
+        Clients as host arrays: a store of all training and test examples, lists of the clients'
+        rows, and sizes [C].
 
     Raises:
-        ValueError: Numbers of lists that differ; lists that are not vectors of whole numbers, go beyond the
-            data, or repeat a row; no training examples at all.
+        ValueError: The numbers of lists differ, or there are no training examples at all. A list is
+            not a vector of whole numbers, goes beyond the data, or repeats a row.
 
     Example:
         >>> from jaxfl.data import iid, load, matching
@@ -71,7 +76,9 @@ def make_clients(
     dataset: Any = data
     if len(train_lists) != len(test_lists) or not len(train_lists):
         raise ValueError(
-            f"{len(train_lists)} train_lists and {len(test_lists)} test_lists: give one of each per client"
+            "train_lists and test_lists must have a list for each client, got "
+            f"{len(train_lists)} train_lists and {len(test_lists)} test_lists. "
+            "Give one of each for every client."
         )
     offset = len(dataset.train_labels)
     train, train_size = _joined("train_lists", train_lists, offset)
@@ -85,43 +92,48 @@ def make_clients(
 
 
 def _check_lists(name: str, value: Any) -> Clients:
-    """Require clients, and return them with lists in place of matrices of rows."""
+    """Require clients, and return them with their rows as lists."""
     return in_lists(check_instance(name, value, (Clients,)))
 
 
 def in_lists(clients: Clients) -> Clients:
-    """Return the clients with lists in place of matrices of rows, without a copy."""
-    train, test = (
-        rows if isinstance(rows, Lists) else Lists.of(rows)
-        for rows in (clients.train, clients.test)
-    )
-    return clients._replace(train=train, test=test)
+    """Return the clients with their rows as lists. Matrices of rows become lists without a copy."""
+
+    def lists_of(rows: Any) -> Lists:
+        return rows if isinstance(rows, Lists) else Lists.of(rows)
+
+    return clients._replace(train=lists_of(clients.train), test=lists_of(clients.test))
 
 
 def rows_of(
     lists: Lists, size: Int[np.ndarray, "c"], clients: Any = slice(None)
 ) -> Int[np.ndarray, "r"]:
-    """Return the row numbers of some clients (by default all), one client after the other, without padding.
+    """Return the row numbers of some clients, one client after the other, without padding.
 
-    They are a view where they are already like this, which matters for a file that is mapped into memory.
+    The result is a view if these row numbers are already consecutive in the lists. A file that is
+    mapped into memory then stays on disk.
 
     Args:
-        lists: On the host.
-        size: How many row numbers each of these clients has.
-        clients: Which clients, as an index of an array.
+        lists: Lists of row numbers on the host.
+        size: Number of rows of each of these clients.
+        clients: Index of the clients in an array of all clients. The default takes all of them.
     """
     start = np.asarray(lists.start)[clients]
     end = np.cumsum(size, dtype=np.int64)
     total = int(end[-1]) if len(end) else 0
-    moved = np.repeat(start - (end - size), size)
-    if not total or (moved == moved[0]).all():
-        first = int(moved[0]) if total else 0
-        return np.asarray(lists.flat)[first : first + total]
-    return np.asarray(lists.flat)[np.arange(total) + moved]
+    # The difference between a row number's position in the lists and its position in the result.
+    shift = np.repeat(start - (end - size), size)
+    flat = np.asarray(lists.flat)
+    if not total:
+        return flat[:0]
+    if (shift == shift[0]).all():
+        first = int(shift[0])
+        return flat[first : first + total]
+    return flat[np.arange(total) + shift]
 
 
 def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
-    """Return the lists without padding."""
+    """Return the lists without their padding."""
     return Lists.cut(rows_of(lists, size).astype(np.int32, copy=False), size)
 
 
@@ -129,32 +141,37 @@ def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
     clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
 )
 def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
-    """Clients whose test examples are a share of their training examples, which they then do not train on.
+    """Return clients that are tested on a share of their training examples.
 
-    For tuning, where their own test examples are to stay out of reach, and for clients that have none. A client keeps
-    at least one example to train on, and has at least one to be tested on, unless it has a single one.
+    They no longer train on this share. Use them for tuning, so that the clients' own test examples
+    stay unseen, and for clients that have no test examples. A client keeps at least one example for
+    training, and holds out at least one unless it has a single example.
 
     Args:
-        clients: C of them.
-        share: of each client's training examples, rounded.
-        seed: of the choice; None: the last ones of each client, in the order of its rows.
+        clients: Clients whose training examples are divided.
+        share: Share of each client's training examples to hold out, rounded.
+        seed: Seed of the draw. None holds out the last examples of each client, in the order of
+            its rows.
 
-    >>> data = np.zeros((6, 2), np.float32), np.arange(6), np.zeros((0, 2), np.float32), np.zeros(0, int)
-    >>> tuning = hold_out(make_clients(data, [[0, 1, 2, 3, 4], [5]], [[], []]), 0.4, seed=0)
+    >>> inputs, labels = np.zeros((6, 2), np.float32), np.arange(6)
+    >>> data = inputs, labels, inputs[:0], labels[:0]
+    >>> clients = make_clients(data, [[0, 1, 2, 3, 4], [5]], [[], []])
+    >>> tuning = hold_out(clients, 0.4, seed=0)
     >>> tuning.train_size.tolist(), tuning.test_size.tolist()
     ([3, 1], [2, 0])
     """
     size = np.asarray(clients.train_size, np.int32)
     rows = rows_of(clients.train, size)
     if seed is not None:
-        rows = rows[np.lexsort((_draws(seed, size), np.repeat(np.arange(len(size)), size)))]
-    tested = np.minimum(
-        np.maximum(np.rint(share * size).astype(np.int32), 1), np.maximum(size - 1, 0)
-    ).astype(np.int32)
+        client = np.repeat(np.arange(len(size)), size)
+        rows = rows[np.lexsort((_draws(seed, size), client))]
+    wanted = np.maximum(np.rint(share * size).astype(np.int32), 1)
+    tested = np.minimum(wanted, np.maximum(size - 1, 0)).astype(np.int32)
     left = (size - tested).astype(np.int32)
     position = np.arange(len(rows)) - np.repeat(np.cumsum(size, dtype=np.int64) - size, size)
     kept = position < np.repeat(left, size)
-    train, test = Lists.cut(rows[kept], left), Lists.cut(rows[~kept], tested)
+    train = Lists.cut(rows[kept], left)
+    test = Lists.cut(rows[~kept], tested)
     return clients._replace(train=train, train_size=left, test=test, test_size=tested)
 
 
@@ -162,18 +179,18 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
     clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
 )
 def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clients, Clients]:
-    """Divide clients into those who take part, and a drawn share of them who join after training.
+    """Divide clients into participants and a drawn share of clients that are left out.
 
-    The second part serves for scores of clients whom a run has never seen (see `jaxfl.evaluate`). Both parts keep the
-    clients' order and the store of all examples, which is not copied.
+    The second part gives scores of clients that a run has never seen (see `jaxfl.evaluate`). Both
+    parts keep the clients' order and share the store of all examples, which is not copied.
 
     Args:
-        clients: C of them.
-        share: of the clients, rounded; at least one client is in each part.
-        seed: of the choice.
+        clients: Clients to divide, at least two.
+        share: Share of the clients to leave out, rounded. Each part has at least one client.
+        seed: Seed of the draw.
 
     Raises:
-        ValueError: there is a single client.
+        ValueError: There is a single client.
 
     >>> inputs, labels = np.zeros((5, 2), np.float32), np.arange(5)
     >>> data = inputs, labels, inputs[:0], labels[:0]
@@ -184,9 +201,9 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
     """
     number = clients.number
     if number < 2:
-        raise ValueError(f"clients must be two at least, got {number}. Give more clients.")
+        raise ValueError(f"clients must be at least 2, got {number}. Give more clients.")
     count = min(max(1, round(share * number)), number - 1)
-    # `default_rng(seed)` may have drawn the partition, of which the choice must not depend.
+    # The seed alone may have drawn the partition, and this draw must not depend on that one.
     drawn = np.random.default_rng([seed, _LEFT_OUT]).permutation(number)
     participants = _some(clients, np.sort(drawn[count:]))
     left_out = _some(clients, np.sort(drawn[:count]))
@@ -194,7 +211,7 @@ def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clien
 
 
 def _some(clients: Clients, kept: Int[np.ndarray, "c"]) -> Clients:
-    """Return some of the clients, over the same store."""
+    """Return some of the clients, with the same store of examples."""
     found: dict[str, Any] = {}
     for split in ("train", "test"):
         size = np.asarray(getattr(clients, f"{split}_size"))[kept]
@@ -205,32 +222,34 @@ def _some(clients: Clients, kept: Int[np.ndarray, "c"]) -> Clients:
 
 
 def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
-    """Draw a number for each example: those that a matrix [C, max N] of numbers would have at their places."""
+    """Draw a number for each example, as if a padded matrix [C, max N] of numbers were drawn."""
     generator = np.random.default_rng(seed)
     widest = int(size.max())
     found = []
     for own in size.tolist():
         found.append(generator.random(own))
-        # The numbers of the padding are skipped, not drawn, so that the time follows the examples.
+        # The numbers of padding are skipped, so that the time grows with the examples only.
         generator.bit_generator.advance(widest - own)  # pyrefly: ignore[missing-attribute]
     return np.concatenate(found)
 
 
 @checked(clients=_check_lists, own=functools.partial(check_counts, least=0))
 def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
-    """Lay clients out so that an equal split of each leading axis gives each device its own clients.
+    """Lay clients out so that an equal split of each leading axis gives a device its own clients.
 
-    Clients are padded to a multiple of `shards` with empty ones, and block b is the b-th run of
-    `C / shards` clients. Block b of the store holds the examples these clients refer to, in their old
-    order, padded with zeros to the length of the longest block. Lists are padded likewise, and their rows and
-    starts are local to the block. An example is copied once per block that refers to it, and not at all if no client
-    does. With one shard, the store is not copied, and lists lose their padding.
+    Empty clients are added up to a multiple of `shards`. Block b is then the b-th run of
+    `C / shards` clients. Block b of the store holds the examples of these clients, in their old
+    order, with zeros up to the length of the longest block. Lists are padded in the same way, and
+    their rows and starts are local to the block.
+
+    An example is copied once for each block whose clients have it, and not at all if no client has
+    it. With one shard, the store is not copied, and lists lose their padding.
 
     Args:
-        clients: Clients over one store, as `make_clients` returns them.
+        clients: Clients with one store, for instance from `make_clients`.
         shards: Number of devices.
-        own: Blocks to lay out, in this order (None: all): those of this process's devices. Only their examples are
-            read.
+        own: Indices of the blocks to lay out, in this order: those of this process's devices. Only
+            examples of these blocks are read. None lays out all blocks.
 
     Raises:
         ValueError: `shards` is not a whole number of at least 1.
@@ -238,7 +257,8 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     Example:
         >>> inputs, labels = np.arange(8.0).reshape(4, 2), np.array([0, 1, 2, 3])
         >>> lists = [np.array([3]), np.array([0, 1])]
-        >>> halves = shard(make_clients((inputs, labels, inputs[:0], labels[:0]), lists, [[], []]), 2)
+        >>> clients = make_clients((inputs, labels, inputs[:0], labels[:0]), lists, [[], []])
+        >>> halves = shard(clients, 2)
         >>> halves.labels.tolist(), halves.train.flat.tolist(), halves.train.start.tolist()
         ([3, 0, 0, 1], [0, 0, 0, 1], [0, 0])
     """
@@ -249,29 +269,34 @@ def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Cl
     if shards == 1:
         train, test = (packed(lists, size) for lists, size in splits)
         return clients._replace(train=train, test=test)
-    inputs, labels = np.asarray(clients.inputs), np.asarray(clients.labels)
+    inputs = np.asarray(clients.inputs)
+    labels = np.asarray(clients.labels)
     per_block = -(-clients.number // shards)
     of_block = [slice(b * per_block, (b + 1) * per_block) for b in range(shards)]
     rows = [[rows_of(lists, size[part], part) for part in of_block] for lists, size in splits]
     kept = [np.unique(np.concatenate(both)) for both in zip(*rows, strict=True)]
     length = max(1, *map(len, kept))
     own = range(shards) if own is None else own
-    store = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
-    names = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
+    input_blocks = np.zeros((len(own), length, *inputs.shape[1:]), inputs.dtype)
+    label_blocks = np.zeros((len(own), length, *labels.shape[1:]), labels.dtype)
     for i, b in enumerate(own):
-        store[i, : len(kept[b])] = inputs[kept[b]]
-        names[i, : len(kept[b])] = labels[kept[b]]
+        input_blocks[i, : len(kept[b])] = inputs[kept[b]]
+        label_blocks[i, : len(kept[b])] = labels[kept[b]]
 
     def laid_out(rows: list[np.ndarray], size: np.ndarray) -> tuple[Lists, np.ndarray]:
-        sizes = [np.pad(size[of_block[b]], (0, per_block - len(size[of_block[b]]))) for b in own]
+        """Return the blocks' lists with rows that are local to each block, and their sizes."""
+        sizes = []
+        for b in own:
+            real = size[of_block[b]]
+            sizes.append(np.pad(real, (0, per_block - len(real))))
         local = [np.searchsorted(kept[b], rows[b]) for b in own]
         return blocks_of_lists(local, sizes, max(map(len, rows))), np.concatenate(sizes)
 
     trained, tested = (
         laid_out(own_rows, size) for own_rows, (_, size) in zip(rows, splits, strict=True)
     )
-    all_inputs = store.reshape(-1, *inputs.shape[1:])
-    all_labels = names.reshape(-1, *labels.shape[1:])
+    all_inputs = input_blocks.reshape(-1, *inputs.shape[1:])
+    all_labels = label_blocks.reshape(-1, *labels.shape[1:])
     return Clients(all_inputs, all_labels, *trained, *tested)
 
 
@@ -279,9 +304,9 @@ def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], len
     """Return lists whose arrays split into blocks of equal lengths, one for each device.
 
     Args:
-        rows: The row numbers in each block.
-        sizes: The clients' numbers of rows in each block, equally many clients in all.
-        length: How many rows a block has room for.
+        rows: Row numbers in each block.
+        sizes: Number of rows of each client, by block. All blocks have equally many clients.
+        length: Number of rows for which each block has room.
     """
     flat = np.zeros((len(rows), max(1, length)), np.int32)
     for line, own in zip(flat, rows, strict=True):
@@ -292,11 +317,13 @@ def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], len
 
 @checked(clients=_check_lists)
 def describe(clients: Clients) -> dict[str, int | float]:
-    """Number of clients, least, median and largest train and test sizes, and bytes of all arrays.
+    """Return the number of clients, their least, median and largest sizes, and the arrays' bytes.
 
     Example:
-        >>> data = np.zeros((3, 2), np.float32), np.array([0, 1, 0]), np.zeros((0, 2), np.float32), np.zeros(0, int)
-        >>> describe(make_clients(data, [[0], [1, 2]], [[], []]))["train_median"]
+        >>> inputs, labels = np.zeros((3, 2), np.float32), np.array([0, 1, 0])
+        >>> data = inputs, labels, inputs[:0], labels[:0]
+        >>> clients = make_clients(data, [[0], [1, 2]], [[], []])
+        >>> describe(clients)["train_median"]
         1.5
     """
     sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
@@ -308,14 +335,19 @@ def describe(clients: Clients) -> dict[str, int | float]:
 
 
 def _stacked(train: np.ndarray, test: np.ndarray) -> np.ndarray:
-    """Return both arrays in one; without test examples the first itself, which may be a file larger than memory."""
+    """Return both arrays as one, or the first one itself if there are no test examples."""
+    # The first array may be a file that is larger than memory.
     return np.concatenate([train, test]) if len(test) else train
 
 
 def _joined(
     name: str, lists: Sequence[Any], length: int
 ) -> tuple[Int32[np.ndarray, "R"], Int32[np.ndarray, "C"]]:
-    """Check the lists against data of that length, and return their rows one after the other, and their sizes."""
+    """Return the rows of all lists, one list after the other, and the lists' sizes.
+
+    Raises:
+        ValueError: A row is not below `length`, or a list has a row twice.
+    """
     arrays = check_rows(name, lists, length)
     size = np.array([len(rows) for rows in arrays], np.int32)
     flat = np.concatenate(arrays)
@@ -324,17 +356,26 @@ def _joined(
     twice = np.flatnonzero((np.diff(flat[order]) == 0) & (np.diff(client[order]) == 0))
     if twice.size:
         at = order[twice[0]]
-        raise ValueError(f"{name}[{client[at]}] has row {flat[at]} twice: give each row once")
+        raise ValueError(
+            f"{name}[{client[at]}] must have each row once, got row {flat[at]} twice. "
+            "Leave out the repeated row."
+        )
     return flat, size
 
 
 def _check_owners(rows: np.ndarray, size: np.ndarray) -> None:
+    """Require training examples, each of which has one owner."""
     if not rows.size:
-        raise ValueError("train_lists are all empty: give at least one client an example")
+        raise ValueError(
+            "train_lists must have at least one row, got empty lists only. "
+            "Give at least one client an example."
+        )
     client = np.repeat(np.arange(len(size)), size)
     order = np.argsort(rows, kind="stable")
     twice = np.flatnonzero(np.diff(rows[order]) == 0)
     if twice.size:
         first, second = order[twice[0] : twice[0] + 2]
-        owners = f"train_lists[{client[first]}] and [{client[second]}]"
-        raise ValueError(f"{owners} both have row {rows[first]}: give disjoint lists")
+        raise ValueError(
+            f"train_lists must be disjoint, got row {rows[first]} in "
+            f"train_lists[{client[first]}] and [{client[second]}]. Leave it out of one of them."
+        )

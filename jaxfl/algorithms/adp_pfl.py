@@ -219,9 +219,8 @@ def adp_pfl(
         model: The network.
         sampling: The sampler, which draws the participants of each round.
         noise: Standard deviation of the server's noise on the sum, divided by C: one number, or one
-            per round `[T]`. With `risks`, the result of `client_noise`: the noise that a client
-            with the full budget adds in each round, the filter's bound, and the noise on released
-            risks.
+            per round `[T]`. With `risks`, the result of `client_noise`: noise by round of a client
+            with the full budget, the filter's bound, and the noise on released risks.
         risks: Leakage risks, which set the clients' budgets. None gives all clients the same
             budget. Numbers above 0 `[C]` are public and fixed risks. With "private" each client
             measures its risk, clips it to `risk_bounds`, and releases it with noise.
@@ -237,30 +236,25 @@ def adp_pfl(
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
 
-    Guarantee:
-        Client-level privacy, where the clipped update has norm at most C. The mask cuts the update
-        before it is clipped, and the noise is on all coordinates.
+    Guarantee: Client-level privacy, where the clipped update has norm at most C. The mask cuts the
+        update before it is clipped, and the noise is on all coordinates.
 
         Without `risks` the adjacency is zero-out, for the aggregate observer. With `risks` it is
-        replace-one, for the upload observer and therefore for the aggregate observer too. Given
-        all earlier messages, an update is a Gaussian mechanism with multiplier s / 2, and a
-        released risk is one with multiplier r. A filter stops each client before its messages
-        compose to a multiplier below `noise.least_total`. Fully adaptive composition then gives
-        the epsilon of one Gaussian mechanism with this multiplier.
-
-    Deviations from the paper:
-        Clients send updates, not weights. The noise is not scaled by the sparsity, because
-        Theorems 1 and 2 do not hold: masks of neighbouring data have different supports. Weights
-        are uniform, or public ones by `dataclasses.replace(method.mechanism, weights=...)`. The
-        Fisher information is the mean of squared per-example gradients, unless the mask is
-        `fisher_percentile(80.0, square="mean")`. Ties at the percentile go to the lower index. The
-        minimum in (12) is over the clients whose risk is known. The noise for
-        :math:`\epsilon_i^t` is the rule's noise for :math:`\epsilon^t` over the client's share,
-        which is exact for the classic rule.
-
-    References:
-        ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation and
-        Sparsification.
+        replace-one, for the upload observer and therefore for the aggregate observer too. Given all
+        earlier messages, an update is a Gaussian mechanism with multiplier s / 2, and a released
+        risk is one with multiplier r. A filter stops each client before its messages compose to a
+        multiplier below `noise.least_total`. Fully adaptive composition then gives the epsilon of
+        one Gaussian mechanism with this multiplier.
+    Deviations from the paper: Clients send updates, not weights. The noise is not scaled by the
+        sparsity, because Theorems 1 and 2 do not hold: masks of neighbouring data have different
+        supports. Weights are uniform, or public ones by
+        `dataclasses.replace(method.mechanism, weights=...)`. The Fisher information is the mean of
+        squared per-example gradients, unless the mask is `fisher_percentile(80.0, square="mean")`.
+        Ties at the percentile go to the lower index. The minimum in (12) is over the clients whose
+        risk is known. The noise for :math:`\epsilon_i^t` is the rule's noise for :math:`\epsilon^t`
+        over the client's share, which is exact for the classic rule.
+    References: ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation
+        and Sparsification.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
@@ -338,13 +332,12 @@ def adp_pfl_paper(
     Args:
         model: The network.
         sampling: The sampler, which draws the participants of each round.
-        noise: Standard deviation, divided by the sensitivity, of the noise that a client with the
-            full budget of the round adds: one number, or one per round `[T]`. `paper_noise` of
-            `jaxfl.privacy.schedule` gives it, with the `sparsity` of theorem 2.
-        sensitivity: The sensitivity that the noise is scaled by. "C/m" is the bound on how far one
-            of m participants moves their mean (22), although the client adds this noise to an
-            upload that it moves by C. Here `sampling` must fix m. "C" is the sensitivity of an
-            upload.
+        noise: Standard deviation of the noise that a client with the full budget of the round adds,
+            divided by the sensitivity: one number, or one per round `[T]`. `paper_noise` of
+            `jaxfl.privacy.schedule` gives this noise, with the `sparsity` of theorem 2.
+        sensitivity: The sensitivity that scales the noise. "C/m" bounds how far one of m
+            participants moves their mean (22), but the client adds this noise to an upload that it
+            moves by C. "C" is the sensitivity of an upload. With "C/m", `sampling` must fix m.
         risks: Leakage risks, which set the clients' budgets. None gives all clients the same
             budget. Numbers above 0 `[C]` are public and fixed risks. With "private" each client
             measures its risk and sends it to the server unchanged.
@@ -357,19 +350,15 @@ def adp_pfl_paper(
             clients.
         claim: The epsilon that the paper states for `noise`. None means no claim.
 
-    Guarantee:
-        Client-level privacy by the noise that is drawn, and none with private risks. The statement
-        has the epsilon of this noise. With "C/m" it is an m-th of the noise that the rule asks for
-        an upload.
-
-    Deviations from the paper:
-        Those of `adp_pfl`, except for what is sent. "C/m" is the paper's (22) and gives accuracies
-        like those of its table 2, but its line 15 has C. Theorem 2 is part of `noise`: if the share
-        of masked coordinates followed from data (`fisher_threshold`), the noise would too.
-
-    References:
-        ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation and
-        Sparsification.
+    Guarantee: Client-level privacy by the noise that is drawn, and none with private risks. The
+        statement has the epsilon of this noise. With "C/m" this noise is an m-th of the noise that
+        the rule asks for an upload.
+    Deviations from the paper: Those of `adp_pfl`, except for what is sent. "C/m" is the paper's
+        (22) and gives accuracies like those of its table 2, but its line 15 has C. Theorem 2 is
+        part of `noise`: if the share of masked coordinates followed from data (`fisher_threshold`),
+        the noise would too.
+    References: ADP-PFL: Differential Privacy Federated Learning Based on Privacy Budget Allocation
+        and Sparsification.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import FixedSize

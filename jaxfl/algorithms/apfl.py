@@ -72,18 +72,13 @@ def apfl(
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
 
-    Guarantee:
-        The guarantee of `dp_fedavg`, whose messages are sent. It is joint privacy: each client is
-        protected against all others, but v and alpha depend on its own data. Publishing them voids
-        this.
-
-    Deviations from the paper:
-        Weights are uniform, and alpha has a learning rate of its own. The published code adds 0.02
-        alpha to alpha's gradient.
-
-    References:
-        Deng, Kamani, Mahdavi, Adaptive Personalized Federated Learning, 2020 (arXiv:2003.13461),
-        Algorithm 1.
+    Guarantee: The guarantee of `dp_fedavg`, whose messages are sent. Personal models v and shares
+        alpha have joint privacy: each client is protected against all other clients, but its v and
+        alpha depend on its own data. Publishing v or alpha voids the guarantee.
+    Deviations from the paper: Weights are uniform, and alpha has a learning rate of its own. The
+        published code adds 0.02 alpha to alpha's gradient.
+    References: Deng, Kamani, Mahdavi, Adaptive Personalized Federated Learning, 2020
+        (arXiv:2003.13461), Algorithm 1.
 
     >>> from jaxfl.models import mlp
     >>> apfl(mlp((8, 8, 1), 10), alpha=0.25, alpha_learning_rate=0.1).name

@@ -55,18 +55,13 @@ def blur_lus(
             go to the lower index. Biases and scales are sent in full. With 1 everything is.
         options: Further arguments of `dp_fedavg`: `local`, `gradient`, `server_optimizer`, `delta`.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, by
-        the Gaussian mechanism on the clipped sum, whose sensitivity is C. The masks are private:
-        no mask is sent, and the noise is on all weights.
-
-    Deviations from the paper:
-        The formulas were not checked against it. The importance of an entry is the update's
-        magnitude. The denominator qN is fixed.
-
-    References:
-        Cheng et al., Differentially Private Federated Learning with Local Regularization and
-        Sparsification, CVPR 2022.
+    Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
+        broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. The masks
+        are private: no mask is sent, and the noise is on all weights.
+    Deviations from the paper: The formulas were not checked against the paper. The importance of
+        an entry is the update's magnitude. The denominator qN is fixed.
+    References: Cheng et al., Differentially Private Federated Learning with Local Regularization
+        and Sparsification, CVPR 2022.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson

@@ -37,11 +37,8 @@ def byzantine(
         attack: Kind of the false update.
         scale: s, the factor of the false update.
 
-    Guarantee:
-        The method's guarantee, for honest clients.
-
-    References:
-        Blanchard et al. 2017 (noise); Li et al., RSA, AAAI 2019 (sign flipping).
+    Guarantee: The method's guarantee, for honest clients.
+    References: Blanchard et al. 2017 (noise); Li et al., RSA, AAAI 2019 (sign flipping).
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp

@@ -32,8 +32,8 @@ def ditto(
 
     .. math:: v_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2
 
-    In each of its rounds a client trains :math:`v_i` from where the last round ended. It is
-    evaluated with :math:`v_i`.
+    In each of its rounds a client trains :math:`v_i` from where the last round ended. Its
+    evaluation uses :math:`v_i`.
 
     Args:
         model: The network.
@@ -46,17 +46,13 @@ def ditto(
         options: Further arguments of `dp_fedavg` for w: `local`, `penalty`, `gradient`,
             `server_optimizer` and `delta`.
 
-    Guarantee:
-        The guarantee of `dp_fedavg`, whose messages are bitwise the same. It is joint privacy: each
-        client is protected against all others, but v depends on its own data. Publishing v voids
-        this.
-
-    Deviations from the paper:
-        Weights are uniform. If the batch sizes agree, w and v take batches in the same order.
-
-    References:
-        Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021
-        (arXiv:2012.04221), Algorithm 1.
+    Guarantee: The guarantee of `dp_fedavg`, whose messages are bitwise the same. Personal models
+        have joint privacy: each client is protected against all other clients, but its model
+        depends on its own data. Publishing personal models voids the guarantee.
+    Deviations from the paper: Weights are uniform. If the batch sizes agree, w and v take batches
+        in the same order.
+    References: Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, ICML
+        2021 (arXiv:2012.04221), Algorithm 1.
 
     >>> from jaxfl.models import mlp
     >>> ditto(mlp((8, 8, 1), 10), penalty_weight=0.5).name

@@ -34,10 +34,10 @@ def dp_fedavg_mixed(
 
     The shared model :math:`\theta` is DP-FedAvg's. Before evaluation client i trains it further to
     :math:`\theta_i`, with its own shares of classes :math:`\pi_i` in the loss and the predictions
-    (`fine_tuned` around `prior_corrected`). The client also trains :math:`v_i` alone. It mixes both
-    by a weight :math:`\lambda_i`, which it chooses on examples left out of both (`mixed`). If the
-    noise leaves the shared model useless, the weight falls back on the client's own model.
-    Personalisation costs no further epsilon.
+    (`fine_tuned` around `prior_corrected`). The client also trains :math:`v_i` alone. The client
+    mixes both by a weight :math:`\lambda_i`, which it chooses on examples left out of both
+    (`mixed`). If the noise leaves the shared model useless, the weight falls back on the client's
+    own model. Personalisation costs no further epsilon.
 
     Use a linear model on features of a public encoder (`jaxfl.data.features`) if there is one.
 
@@ -55,15 +55,12 @@ def dp_fedavg_mixed(
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
 
-    Guarantee:
-        The guarantee of `dp_fedavg`, whose messages are sent: client-level privacy under zero-out
-        adjacency, for the observer of sums and broadcasts, with sensitivity C. It is joint
-        privacy: each client is protected against all others, but its predictions depend on its own
-        data. Publishing them voids this.
-
-    References:
-        The parts are those of `dp_fedavg`, `fine_tuned`, `prior_corrected` and `mixed`. Their
-        combination is the project's own.
+    Guarantee: The guarantee of `dp_fedavg`, whose messages are sent: client-level privacy under
+        zero-out adjacency, for the observer of sums and broadcasts, with sensitivity C. Predictions
+        have joint privacy: each client is protected against all other clients, but its predictions
+        depend on its own data. Publishing predictions voids the guarantee.
+    References: The parts are those of `dp_fedavg`, `fine_tuned`, `prior_corrected` and `mixed`.
+        Their combination is the project's own.
 
     Raises:
         ValueError: The task is no classification.

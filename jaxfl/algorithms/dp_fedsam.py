@@ -36,18 +36,14 @@ def dp_fedsam(
         options: Further arguments of `dp_fedavg`: `local`, `penalty`, `server_optimizer`, `delta`.
             `local` must be a `LocalSGD`, since a step reads its batch twice.
 
-    Guarantee:
-        The guarantee of DP-FedAvg: client-level privacy under zero-out adjacency, for the observer
-        of sums and broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is
-        C. Local steps play no part in it.
-
-    Deviations from the paper:
-        One norm bounds the full update. The published code clips each tensor to C, and therefore
-        the full update to C times the root of the number of tensors. Weights are uniform, not data
-        sizes. The denominator qN is fixed.
-
-    References:
-        Shi et al., Make Landscape Flatter in Differentially Private Federated Learning, CVPR 2023.
+    Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
+        broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. Local
+        steps play no part in this guarantee, which is that of DP-FedAvg.
+    Deviations from the paper: One norm bounds the full update. The published code clips each tensor
+        to C, and therefore the full update to C times the root of the number of tensors. Weights
+        are uniform, not data sizes. The denominator qN is fixed.
+    References: Shi et al., Make Landscape Flatter in Differentially Private Federated Learning,
+        CVPR 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson

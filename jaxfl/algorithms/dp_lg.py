@@ -47,16 +47,12 @@ def dp_lg(
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, with
-        sensitivity C. It is joint privacy: each client is protected against all others, but its
-        extractor depends on its own data. Publishing extractors voids this.
-
-    Deviations from the paper:
-        Weights are uniform, and all clients start from the same extractor.
-
-    References:
-        Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global
+    Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
+        broadcasts, with sensitivity C. Extractors have joint privacy: each client is protected
+        against all other clients, but its extractor depends on its own data. Publishing extractors
+        voids the guarantee.
+    Deviations from the paper: Weights are uniform, and all clients start from the same extractor.
+    References: Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global
         Representations, 2020 (arXiv:2001.01523).
 
     >>> from jaxfl.models import mlp

@@ -73,8 +73,8 @@ def dp_pfeddsu(
        (10),
     3. sends :math:`\Delta_i = (\theta - \theta^{t-1}) \odot M`.
 
-    Before evaluation every client fits its head to the current extractor once more. It does not
-    keep this head.
+    Before evaluation every client fits its head to the current extractor once more. No client keeps
+    the result.
 
     Args:
         model: The network, of which `model.head` stays with the clients.
@@ -99,22 +99,19 @@ def dp_pfeddsu(
             `head` fits the head. `evaluation_epochs` is the number of epochs of the fit before
             evaluation, where None means the epochs of `head`.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, with sensitivity C. A public mask follows
-        from earlier noisy broadcasts, and noise off its support is dropped afterwards. With
-        "local_step" the noise is on all weights. It is joint privacy: each client is protected
-        against all others, but its head depends on its own data. Publishing heads voids this.
-
-    Deviations from the paper:
-        The update is :math:`(\theta - \theta^{t-1}) \odot M`. As printed it would send raw weights
-        off the mask. The denominator qN is fixed. Norms in penalties have gradient 0 at 0. Models
-        have GroupNorm. The server's learning rate is 1, as in the paper's experiments. The last k
-        layers are sparse, as the text says, and not all layers from the k-th on (8). There are T
-        rounds of :math:`\tau` steps, where the listing has T - 1 and :math:`\tau + 1`.
-
-    References:
-        Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on
-        Dynamically Sparsified Client Updates".
+    Guarantee: Client-level privacy under zero-out adjacency, with sensitivity C. A public mask
+        follows from earlier noisy broadcasts, and noise off its support is dropped afterwards. With
+        "local_step" the noise is on all weights. Heads have joint privacy: each client is protected
+        against all other clients, but its head depends on its own data. Publishing heads voids the
+        guarantee.
+    Deviations from the paper: The update is :math:`(\theta - \theta^{t-1}) \odot M`. As printed,
+        the update would send raw weights off the mask. The denominator qN is fixed. Norms in
+        penalties have gradient 0 at 0. Models have GroupNorm. The server's learning rate is 1, as
+        in the paper's experiments. The last k layers are sparse, as the text says, and not all
+        layers from the k-th on (8). There are T rounds of :math:`\tau` steps, where the listing has
+        T - 1 and :math:`\tau + 1`.
+    References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based
+        on Dynamically Sparsified Client Updates".
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full
@@ -181,15 +178,10 @@ def dp_pfeddsu_paper(
         claim: The epsilon that the paper states for `noise_multiplier`. None means no claim.
         options: `local`, `head` and `evaluation_epochs`, as in `dp_pfeddsu`.
 
-    Guarantee:
-        None, because the noise's support is private (see `PrivateMask`).
-
-    Deviations from the paper:
-        Those of `dp_pfeddsu`.
-
-    References:
-        Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based on
-        Dynamically Sparsified Client Updates".
+    Guarantee: None, because the noise's support is private (see `PrivateMask`).
+    Deviations from the paper: Those of `dp_pfeddsu`.
+    References: Wang, Zhang, Gao, Luo, "Differential Privacy Personalized Federated Learning Based
+        on Dynamically Sparsified Client Updates".
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full

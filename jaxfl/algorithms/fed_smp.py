@@ -44,19 +44,14 @@ def fed_smp(
             momentum, weights off this round's mask move too.
         options: Further arguments of `dp_fedavg`: `local`, `penalty`, `gradient` and `delta`.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, by
-        the Gaussian mechanism on the clipped sum, whose sensitivity is C. The mask depends on no
-        data, and noise off the mask is dropped afterwards.
-
-    Deviations from the paper:
-        The mask is random layer by layer, not over all weights. Updates are not scaled up by the
-        inverse density, which `server_optimizer` can do. Noise is added to the sum, not in shares
-        by clients.
-
-    References:
-        Hu, Guo, Gong, Federated Learning with Sparsified Model Perturbation: Improving Accuracy
-        under Client-Level Differential Privacy, IEEE Transactions on Mobile Computing 2024
+    Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
+        broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. The mask
+        depends on no data, and noise off the mask is dropped afterwards.
+    Deviations from the paper: The mask is random layer by layer, not over all weights. Updates are
+        not scaled up by the inverse density, which `server_optimizer` can do. Noise is added to the
+        sum, not in shares by clients.
+    References: Hu, Guo, Gong, Federated Learning with Sparsified Model Perturbation: Improving
+        Accuracy under Client-Level Differential Privacy, IEEE Transactions on Mobile Computing 2024
         (arXiv:2202.07178).
 
     >>> from jaxfl.models import mlp

@@ -1,7 +1,7 @@
 """The FedAvg family: local training, FedAvg, FedProx, DP-FedAvg and DP-FedAvg-fb.
 
-The methods are one recipe with four options: communication, a penalty (the proximal term), a clip
-bound with noise, and a head that clients fine-tune before evaluation (see `fine_tuned`).
+The methods are one recipe with four options. They are communication, a penalty (the proximal term),
+a clip bound with noise, and a head that clients fine-tune before evaluation (see `fine_tuned`).
 """
 
 import functools
@@ -92,11 +92,8 @@ def fedavg(
         terms: Delta and further parts of the privacy statement (see `Terms`).
         name: Name of the method in reports.
 
-    Deviations from the paper:
-        Weights are uniform, unless `mechanism.weights` holds public ones.
-
-    References:
-        McMahan et al. 2017 (arXiv:1602.05629).
+    Deviations from the paper: Weights are uniform, unless `mechanism.weights` holds public ones.
+    References: McMahan et al. 2017 (arXiv:1602.05629).
 
     >>> from jaxfl.models import mlp
     >>> fedavg(mlp((8, 8, 1), 10, hidden=(16,))).name
@@ -137,8 +134,7 @@ def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
         options: Further arguments of `fedavg`: `local`, `gradient`, `server_optimizer`,
             `mechanism` and `terms`.
 
-    References:
-        Li et al. 2020 (arXiv:1812.06127), eq. 2.
+    References: Li et al. 2020 (arXiv:1812.06127), eq. 2.
 
     >>> from jaxfl.models import mlp
     >>> fedprox(mlp((8, 8, 1), 10, hidden=(16,)), mu=0.1).name
@@ -174,12 +170,9 @@ def dp_fedavg(
         options: Further arguments of `fedavg`: `local`, `penalty`, `gradient` and
             `server_optimizer`.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts. The
-        clipped sum has sensitivity C.
-
-    References:
-        McMahan et al. 2018 (arXiv:1710.06963).
+    Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
+        broadcasts. The clipped sum has sensitivity C.
+    References: McMahan et al. 2018 (arXiv:1710.06963).
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
@@ -217,13 +210,10 @@ def dp_fedavg_fb(
         options: Further arguments of `dp_fedavg`: `local`, `penalty`, `gradient`,
             `server_optimizer` and `delta`.
 
-    Guarantee:
-        The guarantee of `dp_fedavg`, whose messages are sent. It is joint privacy: each client is
-        protected against all others, but its head depends on its own data. Publishing heads voids
-        this.
-
-    References:
-        The DP-FedAvg-fb column of DP-pFedDSU; DP-FedAvg-ft in CENTAUR's code.
+    Guarantee: The guarantee of `dp_fedavg`, whose messages are sent. Heads have joint privacy: each
+        client is protected against all other clients, but its head depends on its own data.
+        Publishing heads voids the guarantee.
+    References: The DP-FedAvg-fb column of DP-pFedDSU; DP-FedAvg-ft in CENTAUR's code.
 
     >>> from jaxfl.models import mlp
     >>> dp_fedavg_fb(mlp((8, 8, 1), 10, hidden=(16,)), clip=1.0, noise_multiplier=1.0).name

@@ -40,18 +40,14 @@ def fedbuff(algorithm: Algorithm, *, staleness: int) -> Algorithm:
             weights.
         staleness: S, in rounds. With 0 the method is unchanged.
 
-    Guarantee:
-        The method's guarantee, for the observer of sums and broadcasts, because updates are clipped
-        after scaling and staleness does not depend on data. The sampler says which clients fill a
-        buffer. Poisson sampling and fixed sizes amplify only if a deployment draws its cohorts so.
-
-    Deviations from the paper:
-        The buffer's size is the sampler's cohort. Staleness is uniform. If a method has a mask for
-        each round, what a stale client sends off the current mask is lost.
-
-    References:
-        Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022
-        (arXiv:2106.06639).
+    Guarantee: The method's guarantee, for the observer of sums and broadcasts, because updates are
+        clipped after scaling and staleness does not depend on data. The sampler says which clients
+        fill a buffer. Poisson sampling and fixed sizes amplify only if a deployment draws its
+        cohorts so.
+    Deviations from the paper: The buffer's size is the sampler's cohort. Staleness is uniform. If a
+        method has a mask for each round, what a stale client sends off the current mask is lost.
+    References: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS
+        2022 (arXiv:2106.06639).
 
     Raises:
         ValueError: The method sends weights.

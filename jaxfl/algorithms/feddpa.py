@@ -84,18 +84,13 @@ def feddpa(
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, with sensitivity C, because clipping covers
-        the full update and the noise is dense.
-
-    Deviations from the paper:
-        Clipping divides, whereas eq. (3-1) as printed enlarges updates. A tensor whose Fisher
-        values are all equal is shared (the published code zeroes it). Weights are uniform, not data
-        sizes. There is no data augmentation, and incomplete batches are used. Norms in penalties
-        have gradient 0 at 0.
-
-    References:
-        Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
+    Guarantee: Client-level privacy under zero-out adjacency, with sensitivity C, because clipping
+        covers the full update and the noise is dense.
+    Deviations from the paper: Clipping divides, whereas eq. (3-1) as printed enlarges updates. A
+        tensor whose Fisher values are all equal is shared (the published code zeroes it). Weights
+        are uniform, not data sizes. There is no data augmentation, and incomplete batches are used.
+        Norms in penalties have gradient 0 at 0.
+    References: Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
         Privacy", NeurIPS 2023.
 
     >>> from jaxfl.models import mlp
@@ -147,16 +142,12 @@ def feddpa_paper(
         claim: The epsilon that the paper's rule states for `noise_multiplier` at `delta` (see
             `paper_epsilon`). None means no claim.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency. The paper calibrates :math:`\sigma` for
-        examples, although noise is added once per round to all of a client's data. The statement
-        has the client-level epsilon of that noise next to the claim.
-
-    Deviations from the paper:
-        Those of `feddpa`. The published code has the number of all clients for :math:`|M_t|`.
-
-    References:
-        Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
+    Guarantee: Client-level privacy under zero-out adjacency. The paper calibrates :math:`\sigma`
+        for examples, although noise is added once per round to all of a client's data. The
+        statement has the client-level epsilon of that noise next to the claim.
+    Deviations from the paper: Those of `feddpa`. The published code has the number of all clients
+        for :math:`|M_t|`.
+    References: Yang, Huang, Ye, "Dynamic Personalized Federated Learning with Adaptive Differential
         Privacy", NeurIPS 2023.
 
     >>> from jaxfl.models import mlp

@@ -58,9 +58,9 @@ def fedrep(
         \Delta_i = \arg\min_\phi F_i(\phi, h_i) - \phi^{t-1}, \qquad
         \phi^t = \phi^{t-1} + \eta_g \, \mathrm{aggregate}(\Delta)
 
-    Some epochs of SGD approach each minimum, and a head starts from where the last round ended.
+    A few epochs approach each minimum, and a head starts from where the last round ended.
     Before evaluation every client, participant or not, fits its head to the current extractor once
-    more. It does not keep this head.
+    more. No client keeps the result.
 
     Args:
         model: The network, of which `model.head` stays with the clients. If the head is empty,
@@ -77,12 +77,9 @@ def fedrep(
         terms: Delta and further parts of the privacy statement (see `Terms`).
         name: Name of the method in reports.
 
-    Deviations from the paper:
-        Weights are uniform, unless `mechanism.weights` holds public ones.
-
-    References:
-        Collins et al., Exploiting Shared Representations for Personalized Federated Learning, ICML
-        2021.
+    Deviations from the paper: Weights are uniform, unless `mechanism.weights` holds public ones.
+    References: Collins et al., Exploiting Shared Representations for Personalized Federated
+        Learning, ICML 2021.
 
     Raises:
         ValueError: The model has no head to fit, or no layer outside its head.
@@ -169,19 +166,14 @@ def centaur(
             the same decay.
         options: Further arguments of `fedrep`: `evaluation_epochs`, `parts` and `server_optimizer`.
 
-    Guarantee:
-        Client-level privacy under zero-out adjacency, for the observer of sums and broadcasts, by
-        the Gaussian mechanism on the clipped sum, whose sensitivity is C. It is joint privacy: each
-        client is protected against all others, but its head depends on its own data. Publishing
-        heads voids this.
-
-    Deviations from the paper:
-        The denominator qN is fixed and sampling is random. The published code splits the clients
-        into disjoint groups.
-
-    References:
-        Shen et al., Share Your Representation Only: Guaranteed Improvement of the Privacy-Utility
-        Tradeoff in Federated Learning, ICLR 2023.
+    Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
+        broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. Heads have
+        joint privacy: each client is protected against all other clients, but its head depends on
+        its own data. Publishing heads voids the guarantee.
+    Deviations from the paper: The denominator qN is fixed and sampling is random. The published
+        code splits the clients into disjoint groups.
+    References: Shen et al., Share Your Representation Only: Guaranteed Improvement of the
+        Privacy-Utility Tradeoff in Federated Learning, ICLR 2023.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Full

@@ -1,18 +1,21 @@
 """Convolution, bias, ReLU and 2x2 max-pool as one function with its own differentiation rule.
 
-Activations are batch-minor: (channels, H, W, batch). A pass is one batch of matrix products, over the points p of a
-filter, with patches P (k c, tiles w n), weights U (k c, f) and products M (f, tiles w n):
+Activations are batch-minor: (channels, H, W, batch). A pass is one batch of matrix products over
+the points p of a filter, with patches P (k c, tiles w n), weights U (k c, f) and products
+M (f, tiles w n):
 
     M_p = U_p^T P_p,   dU_p = P_p dM_p^T,   dP_p = U_p dM_p.
 
-The patches hold the columns of the kernel. Its rows go by minimal filtering: m rows y of outputs, a tile, come from
-m + k - 1 products, the points, instead of m k,
+The patches hold the columns of the kernel, and minimal filtering covers its rows. A tile of m
+output rows y needs m + k - 1 products (the points) instead of m k,
 
     y = A^T [(G u) * (B x)],   x of m + k - 1 rows, u the k taps,
 
-which about halves both operations and patches. Where it does not pay, the patches also hold the rows, for one point;
-likewise where products are rounded to less than float32, since filtering loses two digits.
-The layout lets XLA's CPU loops run once over long contiguous rows.
+which about halves both operations and patches. There is only one point, and the patches also hold
+the rows of the kernel, where filtering does not pay. The same holds where products are rounded to
+less than float32, because filtering loses two digits.
+
+This layout lets XLA's CPU loops run once over long contiguous rows.
 
 References:
     Lavin and Gray, Fast Algorithms for Convolutional Neural Networks, CVPR 2016.
@@ -28,11 +31,11 @@ import numpy as np
 from jax import Array, lax
 
 Padding = tuple[tuple[int, int], tuple[int, int]]
-"""Zeros before and after the rows, and the columns."""
+"""Numbers of zeros before and after the rows, and before and after the columns."""
 
 
 class Options(NamedTuple):
-    """Options of a convolution; see `jaxfl.models.layers.Convolution`."""
+    """Options of a convolution (see `jaxfl.models.layers.Convolution`)."""
 
     padding: Padding
     relu: bool
@@ -40,39 +43,54 @@ class Options(NamedTuple):
     pairs: bool
     sum_grad_squared: bool
     filtered: bool
+    """Whether minimal filtering is used where it pays."""
     precision: str | None
+    """JAX's precision of the matrix products."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def convolve(x: Array, kernel: Array, bias: Array, options: Options) -> Array:
-    """Feature maps (f, h, w, n) of x (c, H, W, n), with a kernel (k, l, c, f)."""
+    """Return feature maps (f, h, w, n) of x (c, H, W, n) and a kernel (k, l, c, f)."""
     return _forward(x, kernel, bias, options)[0]
 
 
 def _forward(
     x: Array, kernel: Array, bias: Array, options: Options
 ) -> tuple[Array, Array, Array, Array]:
-    """Output, patches, kernel by points, and where the output's gradient goes."""
+    """Return the output, the patches, the kernel by points, and the route of the gradient.
+
+    With pooling, the route is the place of each window's maximum, or `_NOBODY` where ReLU is
+    inactive. Otherwise it says where ReLU is active.
+    """
     plan = _plan(x, kernel, options)
     weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)
     patches = _patches(x, plan, options.padding)
     products = lax.dot_general(
         weights, patches, (((1,), (1,)), ((0,), (0,))), precision=options.precision
     )
-    rows = _to_rows(products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1), plan)
-    y, winner = _pool(rows, plan, options.pairs) if options.pool else (_join(rows, plan.high), None)
+    products = products.reshape(*products.shape[:2], plan.tiles, plan.wide, -1)
+    rows = _to_rows(products, plan)
+    winner = None
+    if options.pool:
+        y, winner = _pool(rows, plan, options.pairs)
+    else:
+        y = _join(rows, plan.high)
     y = y + bias[:, None, None, None]
     y = jax.nn.relu(y) if options.relu else y
     if winner is None:
-        return y, patches, weights, y > 0
-    return y, patches, weights, jnp.where(y > 0, winner, _NOBODY) if options.relu else winner
+        route = y > 0
+    elif options.relu:
+        route = jnp.where(y > 0, winner, _NOBODY)
+    else:
+        route = winner
+    return y, patches, weights, route
 
 
 def _forward_rule(
     x: Any, kernel: Any, bias: Any, options: Options
 ) -> tuple[Array, tuple[Any, ...]]:
     y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
-    # The first layer's input is not differentiated: it needs no gradient.
+    # The first layer's input needs no gradient, so the weights are not stored for it.
     return y, (x.value, kernel.value, patches, weights if x.perturbed else None, route)
 
 
@@ -95,21 +113,22 @@ def _backward_rule(
         )
         d_x = _from_patches(d_patches, x.shape, plan, options.padding)
     if options.sum_grad_squared:
-        padded, odd = _padded(x, plan, options.padding), kernel.shape[1] % 2
+        padded = _padded(x, plan, options.padding)
+        odd = kernel.shape[1] % 2
         if d_x is None and options.pool and odd:
             squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
         else:
-            squares = _kernel_squares(
-                padded, _batch_first(_join(rows, plan.high)), kernel.shape, options.pairs
-            )
+            d_output = _batch_first(_join(rows, plan.high))
+            squares = _kernel_squares(padded, d_output, kernel.shape, options.pairs)
         return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
     d_kernel = lax.dot_general(
         patches, d_products, (((2,), (2,)), ((0,), (0,))), precision=options.precision
     )
     d_kernel = _from_points(d_kernel, plan)
-    d_kernel = (
-        _unpair_kernel(d_kernel, kernel.shape) if options.pairs else d_kernel.reshape(kernel.shape)
-    )
+    if options.pairs:
+        d_kernel = _unpair_kernel(d_kernel, kernel.shape)
+    else:
+        d_kernel = d_kernel.reshape(kernel.shape)
     return d_x, d_kernel, d_bias.sum((1, 2, 3))
 
 
@@ -117,21 +136,32 @@ convolve.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 class _Filter(NamedTuple):
-    """A (q, m), G (r, k) and B (r, r), with r = m + k - 1 rows of inputs and q = r points, or one."""
+    """Matrices A, G and B of a filter, for r = m + k - 1 rows of inputs.
+
+    There are q = r points, or q = 1 for tiles of a single row (m = 1).
+    """
 
     outputs: np.ndarray
+    """A (q, m)."""
     taps: np.ndarray
+    """G (r, k)."""
     inputs: np.ndarray
+    """B (r, r)."""
 
 
 class _Plan(NamedTuple):
-    """Sizes of one convolution: maps (h, w), tiles of m rows, columns of the kernel (pairs where these are used)."""
+    """Sizes of one convolution, and its filter."""
 
     high: int
+    """Number of rows of the maps."""
     wide: int
+    """Number of columns of the maps, or of pairs of columns."""
     tiles: int
+    """Number of tiles that cover the rows."""
     rows: int
+    """Number m of rows in a tile."""
     columns: int
+    """Number of columns of the kernel, or of pairs of columns."""
     filter: _Filter
 
 
@@ -140,8 +170,9 @@ def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
     columns = (columns + 1) // 2 if options.pairs else columns
     sides = zip(x.shape[1:3], options.padding, (size, columns), strict=True)
     high, wide = (side + sum(zeros) - k + 1 for side, zeros, k in sides)
-    # With few channels or taps the transforms cost more than the products they save. Larger tiles save more and lose
-    # more digits: 5 rows of a 5x5 kernel are off by about 5e-6 of the largest value.
+    # The transforms cost more than the products that they save if channels or taps are few.
+    # Larger tiles save more and lose more digits: 5 rows of a 5x5 kernel are off by about 5e-6 of
+    # the largest value.
     rows = 1
     if options.filtered and (size == 5 or (size == 3 and channels >= 8)):
         rows = 5 if high % 5 == 0 and high % 4 else 4
@@ -150,9 +181,10 @@ def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
 
 @functools.cache
 def _filter(rows: int, size: int) -> _Filter:
-    """Minimal filtering, the transpose of Toom-Cook multiplication of polynomials by their values at q points.
+    """Return minimal filtering for tiles of `rows` rows and a kernel of `size` rows.
 
-    The last point is infinity. A single row: all taps are one product.
+    It is the transpose of Toom-Cook multiplication, which multiplies polynomials by their values at
+    q points. The last point is infinity. Tiles of a single row have all taps in one product.
     """
     if rows == 1:
         return _Filter(np.ones((1, 1)), np.eye(size), np.eye(size))
@@ -162,43 +194,46 @@ def _filter(rows: int, size: int) -> _Filter:
     outputs = np.vander(points, rows, increasing=True)
     taps = np.vander(points, size, increasing=True) / slopes[:, None]
     inputs = np.array([np.append(np.poly(rest)[::-1], 0) for rest in others])
-    infinity = (np.eye(1, rows, rows - 1), np.eye(1, size, size - 1), np.poly(points)[None, ::-1])
-    outputs, taps, inputs = (
-        np.vstack(pair) for pair in zip((outputs, taps, inputs), infinity, strict=True)
-    )
-    # Factors of similar size, by powers of two: nothing is rounded.
+    # The row of the point at infinity.
+    outputs = np.vstack((outputs, np.eye(1, rows, rows - 1)))
+    taps = np.vstack((taps, np.eye(1, size, size - 1)))
+    inputs = np.vstack((inputs, np.poly(points)[None, ::-1]))
+    # The factors get similar sizes by powers of two, so that nothing is rounded.
     scale = np.exp2(np.round(np.log2(abs(taps).max(1) / abs(inputs).max(1)) / 2))[:, None]
     return _Filter(outputs, taps / scale, inputs * scale)
 
 
 def _combine(coefficients: np.ndarray, terms: Iterable[Array]) -> Array:
-    """sum_i c_i t_i, without the terms of coefficient 0."""
+    """Return sum_i c_i t_i, without the terms of coefficient 0."""
     weighted = zip(coefficients, terms, strict=True)
     return functools.reduce(jnp.add, [t if c == 1 else t * float(c) for c, t in weighted if c])
 
 
 def _to_points(kernel: Array, plan: _Plan) -> Array:
-    """G u: (k, columns, c, f) -> (q, columns c, f)."""
+    """Return G u (q, columns c, f) of a kernel u (k, columns, c, f)."""
     by_points = jnp.stack([_combine(g, kernel) for g in plan.filter.taps])
     return by_points.reshape(len(plan.filter.outputs), -1, kernel.shape[-1])
 
 
 def _from_points(d: Array, plan: _Plan) -> Array:
-    """Transpose of `_to_points`: (q, columns c, f) -> (k, columns c, f)."""
+    """Apply the transpose of `_to_points`: (q, columns c, f) -> (k, columns c, f)."""
     if plan.rows == 1:
         return d.reshape(len(plan.filter.taps), -1, d.shape[-1])
     return jnp.stack([_combine(g, d) for g in plan.filter.taps.T])
 
 
 def _pair_kernel(kernel: Array) -> Array:
-    """(k, l, c, f) -> (k, (l + 1) / 2, 2c, 2f): two neighbouring outputs of a row from pairs of inputs."""
+    """Return a kernel (k, (l + 1) / 2, 2c, 2f) for pairs of columns, of a kernel (k, l, c, f).
+
+    It makes two neighbouring outputs of a row from pairs of inputs.
+    """
     size, columns, c, f = kernel.shape
     places = [jnp.pad(kernel, ((0, 0), (j, 1 - j), (0, 0), (0, 0))) for j in range(2)]
     return jnp.stack(places, 3).reshape(size, (columns + 1) // 2, 2 * c, 2 * f)
 
 
 def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
-    """Transpose of `_pair_kernel`: (..., k, (l + 1) c, 2f) -> (..., k, l, c, f)."""
+    """Apply the transpose of `_pair_kernel`: (..., k, (l + 1) c, 2f) -> (..., k, l, c, f)."""
     _, columns, c, f = shape
     d = d.reshape(*d.shape[:-2], columns + 1, c, 2, f)
     return d[..., :-1, :, 0, :] + d[..., 1:, :, 1, :]
@@ -207,23 +242,28 @@ def _unpair_kernel(d: Array, shape: tuple[int, ...]) -> Array:
 def to_pairs(x: Array) -> Array:
     """Turn each pair of neighbouring columns into channels in the order (column, channel).
 
-    For a first layer with few channels and a wide kernel, which then computes both outputs of a row of a pooling
-    window at once: matrix products with twice the outputs and fewer patches, for (k + 1) / k times the operations.
+    This suits a first layer with few channels and a wide kernel. It then computes both outputs of a
+    row of a pooling window at once. The matrix products have twice the outputs and fewer patches,
+    for (k + 1) / k times the operations.
     """
     c, h, w, n = x.shape
     return x.reshape(c, h, w // 2, 2, n).transpose(3, 0, 1, 2, 4).reshape(2 * c, h, w // 2, n)
 
 
 def _padded(x: Array, plan: _Plan, padding: Padding) -> Array:
-    """Zeros around x, and below it up to whole tiles."""
-    high = -(-((plan.tiles - 1) * plan.rows + len(plan.filter.inputs)) // plan.rows) * plan.rows
-    above, sides = padding[0][0], padding[1]
+    """Pad x with zeros, and extend it below so that its rows fill the tiles."""
+    needed = (plan.tiles - 1) * plan.rows + len(plan.filter.inputs)
+    high = -(-needed // plan.rows) * plan.rows
+    (above, _), sides = padding
     config = ((0, 0, 0), (above, high - x.shape[1] - above, 0), (*sides, 0), (0, 0, 0))
     return lax.pad(x, jnp.zeros((), x.dtype), config)
 
 
 def _to_tiles(x: Array, plan: _Plan) -> list[Array]:
-    """B x: padded (c, H, w n) -> for each point (or row of the kernel) one row of every tile, (c, tiles, w n)."""
+    """Return B x: for each point (or row of the kernel), a row (c, tiles, w n) of every tile.
+
+    x is padded, and has the shape (c, H, w n).
+    """
     x = x.reshape(len(x), -1, plan.rows, x.shape[2])
     places = (divmod(i, plan.rows) for i in range(len(plan.filter.inputs)))
     rows = [x[:, tile : tile + plan.tiles, row] for tile, row in places]
@@ -231,30 +271,32 @@ def _to_tiles(x: Array, plan: _Plan) -> list[Array]:
 
 
 def _patches(x: Array, plan: _Plan, padding: Padding) -> Array:
-    """(c, H, W, n) -> (q, columns c, tiles w n)."""
+    """Return patches (q, columns c, tiles w n) of x (c, H, W, n)."""
     n = x.shape[3]
     x = _padded(x, plan, padding)
     x = jnp.stack(_to_tiles(x.reshape(*x.shape[:2], -1), plan))
-    # A spare column in front: XLA would fuse the producer of x into every slice, but not through a pad.
+    # The spare column in front is a pad, through which XLA does not fuse. It would otherwise fuse
+    # the producer of x into every slice.
     x = lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), (0, 0, 0), (0, 0, 0), (n, 0, 0)))
     patches = [x[..., (1 + j) * n : (1 + j + plan.wide) * n] for j in range(plan.columns)]
-    return jnp.concatenate(patches, 1).reshape(
-        len(plan.filter.outputs), -1, plan.tiles * plan.wide * n
-    )
+    points = len(plan.filter.outputs)
+    return jnp.concatenate(patches, 1).reshape(points, -1, plan.tiles * plan.wide * n)
 
 
 def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padding) -> Array:
-    """Transpose of `_patches`."""
+    """Return the gradient of x (c, h, w, n) from the gradient d of its patches."""
     c, h, w, n = x_shape
     reach = len(plan.filter.inputs)
-    d, none = d.reshape(reach, plan.columns, c, plan.tiles, -1), (0, 0, 0)
+    d = d.reshape(reach, plan.columns, c, plan.tiles, -1)
     (above, _), (left, _) = padding
-    before = [(j - left) * n for j in range(plan.columns)]
-    ends = [(none, none, none, (b, (w - plan.wide) * n - b, 0)) for b in before]
-    d = functools.reduce(
-        jnp.add, [lax.pad(d[:, j], jnp.zeros((), d.dtype), end) for j, end in enumerate(ends)]
-    )
-    # A row of x lies in its own tile, and at the end of those before it.
+    none = (0, 0, 0)
+    columns = []
+    for j in range(plan.columns):
+        before = (j - left) * n
+        ends = (none, none, none, (before, (w - plan.wide) * n - before, 0))
+        columns.append(lax.pad(d[:, j], jnp.zeros((), d.dtype), ends))
+    d = functools.reduce(jnp.add, columns)
+    # A row of x lies in its own tile, and at the end of the tiles before it.
     over = (reach - 1) // plan.rows
     d = jnp.pad(d, ((0, 0), (0, 0), (over, over), (0, 0)))
     rows = []
@@ -266,55 +308,59 @@ def _from_patches(d: Array, x_shape: tuple[int, ...], plan: _Plan, padding: Padd
 
 
 def _to_rows(products: Array, plan: _Plan) -> list[Array]:
-    """A^T M: (q, f, tiles, w, n) -> the rows of a tile, each (f, tiles, w, n)."""
+    """Return A^T M, a tile's rows (f, tiles, w, n), of products M (q, f, tiles, w, n)."""
     return [_combine(a, products) for a in plan.filter.outputs.T]
 
 
 def _from_rows(rows: list[Array], plan: _Plan) -> Array:
-    """Transpose of `_to_rows`: -> (q, f, tiles w n)."""
+    """Apply the transpose of `_to_rows`, which gives (q, f, tiles w n)."""
     points = jnp.stack([_combine(a, rows) for a in plan.filter.outputs])
     return points.reshape(*points.shape[:2], -1)
 
 
 def _join(rows: Sequence[Array], high: int) -> Array:
-    """The rows of each tile -> (f, high, w, n)."""
+    """Return maps (f, high, w, n) from the rows of each tile."""
     y = jnp.stack(rows, 2)
     return y.reshape(len(y), -1, *y.shape[3:])[:, :high]
 
 
 def _split(y: Array, rows: int, tiles: int) -> list[Array]:
-    """Transpose of `_join`."""
+    """Return the rows of each tile from maps y, by the transpose of `_join`."""
     y = jnp.pad(y, ((0, 0), (0, tiles * rows - y.shape[1]), (0, 0), (0, 0)))
     y = y.reshape(len(y), tiles, rows, *y.shape[2:])
     return [y[:, :, i] for i in range(rows)]
 
 
 def _kernel_squares(x: Array, dy: Array, shape: tuple[int, ...], pairs: bool) -> Array:
-    """sum_n (P_n dY_n^T)^2 of padded x and of dy (n, f, h, w): each example's gradient, squared and summed.
+    """Return sum_n (P_n dY_n^T)^2 of padded x and dy (n, f, h, w), each example's squared gradient.
 
-    The products need the batch first. Moving it there is slow, so x and dy are moved, not the patches.
-    These hold rows and columns of the kernel: transforms to points would take longer than such small products.
+    The products need the batch first. Moving it there is slow, so x and dy are moved, not the
+    patches. Patches hold the rows and columns of the kernel, because transforms to points would
+    take longer than such small products.
     """
     x = _batch_first(x)
     n, f, high, wide = dy.shape
     columns = (shape[1] + 1) // 2 if pairs else shape[1]
     x = jnp.concatenate([x[..., j : j + wide] for j in range(columns)], 1)
-    x = x.reshape(n, x.shape[1], -1)  # copies of a map's rows are then one long copy
+    # Copies of a map's rows are then one long copy.
+    x = x.reshape(n, x.shape[1], -1)
     patches = jnp.concatenate([x[..., i * wide : (i + high) * wide] for i in range(shape[0])], 1)
-    gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1)).reshape(
-        n, shape[0], -1, f
-    )
+    gradients = jnp.einsum("nkl,nfl->nkf", patches, dy.reshape(n, f, -1))
+    gradients = gradients.reshape(n, shape[0], -1, f)
     gradients = _unpair_kernel(gradients, shape) if pairs else gradients
     return (gradients * gradients).sum(0).reshape(shape)
 
 
 def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pairs: bool) -> Array:
-    """`_kernel_squares` from the gradient of the pooled maps: a quarter of the numbers to move.
+    """Return `_kernel_squares` from the gradient g of pooled maps.
 
-    The positions of a window become channels and rows, which takes pairs of columns.
+    This moves a quarter of the numbers. The positions of a window become channels and rows, which
+    takes pairs of columns.
     """
-    x = x if pairs else to_pairs(x[:, :, : x.shape[2] // 2 * 2])
-    route, g = _batch_first(route.astype(g.dtype)), _batch_first(g)
+    if not pairs:
+        x = to_pairs(x[:, :, : x.shape[2] // 2 * 2])
+    route = _batch_first(route.astype(g.dtype))
+    g = _batch_first(g)
     a, b, c, d = (jnp.where(route == position, g, 0) for position in range(4))
     dy = jnp.stack([jnp.stack([a, c], 3), jnp.stack([b, d], 3)], 1)
     dy = dy.reshape(len(g), 2 * g.shape[1], 2 * g.shape[2], g.shape[3])
@@ -322,7 +368,10 @@ def _pooled_squares(x: Array, route: Array, g: Array, shape: tuple[int, ...], pa
 
 
 def _batch_first(x: Array) -> Array:
-    """(k, h, w, n) -> (n, k, h, w), by a product with the identity: XLA's transposition misses the cache each time."""
+    """Transpose (k, h, w, n) to (n, k, h, w) by a product with the identity.
+
+    XLA's own transposition misses the cache each time.
+    """
     k, h, w, n = x.shape
     x = lax.dot_general(
         jnp.eye(n, dtype=x.dtype),
@@ -334,48 +383,55 @@ def _batch_first(x: Array) -> Array:
 
 
 _NOBODY = 4
+"""Route of a window where ReLU is inactive: none of its four places gets the gradient."""
 
 
 def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
-    """Maximum of each 2x2 window, and the position (0 to 3, in reading order) of its first maximum in one byte.
+    """Return the maximum of each 2x2 window, and the position of its first maximum in one byte.
 
-    From rows to pooled maps in one loop if a tile has an even number of rows: nothing in between is written.
+    Positions are 0 to 3 in reading order. Tiles with an even number of rows take one loop from rows
+    to pooled maps, so that nothing in between is written.
     """
     high = plan.high // 2
     if plan.rows % 2:
         rows = _split(_join(rows, 2 * high), 2, high)
-    windows = [
-        _windows(above, below, pairs) for above, below in zip(rows[::2], rows[1::2], strict=True)
-    ]
+    lines = zip(rows[::2], rows[1::2], strict=True)
+    windows = [_windows(above, below, pairs) for above, below in lines]
     values, winners = zip(*windows, strict=True)
     return _join(values, high), _join(winners, high)
 
 
 def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
-    """With pairs, the first half of the channels holds the left columns, the second the right ones."""
+    """Return the maximum of each window, and its position, from the windows' upper and lower rows.
+
+    The first half of the channels holds the left columns of pairs, the second half the right ones.
+    """
     f, tiles, wide, n = above.shape
     if pairs:
-        (a, b), (c, d) = jnp.split(above, 2), jnp.split(below, 2)
+        a, b = jnp.split(above, 2)
+        c, d = jnp.split(below, 2)
     else:
         columns = [row[:, :, : wide // 2 * 2].reshape(f, tiles, -1, 2, n) for row in (above, below)]
         a, b, c, d = (row[:, :, :, side] for row in columns for side in range(2))
-    above, below = jnp.maximum(a, b), jnp.maximum(c, d)
+    above = jnp.maximum(a, b)
+    below = jnp.maximum(c, d)
     winner = jnp.where(above >= below, jnp.where(a >= b, 0, 1), jnp.where(c >= d, 2, 3))
     return jnp.maximum(above, below), winner.astype(jnp.int8)
 
 
 def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
-    """Transpose of `_pool`."""
+    """Return the gradient of a tile's rows from the gradient g of pooled maps."""
     odd = plan.rows % 2
     windows, tiles = (1, g.shape[1]) if odd else (plan.rows // 2, plan.tiles)
     rows = []
     for place, slope in zip(_split(winner, windows, tiles), _split(g, windows, tiles), strict=True):
         for left in (0, 2):
             sides = [jnp.where(place == left + side, slope, 0) for side in range(2)]
-            row = (
-                jnp.concatenate(sides)
-                if pairs
-                else jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
-            )
+            if pairs:
+                row = jnp.concatenate(sides)
+            else:
+                row = jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
             rows.append(jnp.pad(row, ((0, 0), (0, 0), (0, plan.wide - row.shape[2]), (0, 0))))
-    return _split(_join(rows, plan.high), plan.rows, plan.tiles) if odd else rows
+    if odd:
+        return _split(_join(rows, plan.high), plan.rows, plan.tiles)
+    return rows

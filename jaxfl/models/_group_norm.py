@@ -1,12 +1,14 @@
 """Group normalisation with a shortcut and ReLU as one function with its own differentiation rule.
 
-Activations are batch-minor: (channels, H, W, batch). With moments E over a group of channels of one example,
+Activations are batch-minor: (channels, H, W, batch). E is the mean over a group of channels of one
+example, and dy the gradient before ReLU:
 
-    z = (x - E[x]) g,   g = 1 / sqrt(E[x^2] - E[x]^2 + epsilon),   y = relu(scale z + bias + shortcut),
+    z = (x - E[x]) g,   g = 1 / sqrt(E[x^2] - E[x]^2 + epsilon),
+    y = relu(scale z + bias + shortcut),
     dx = g (scale dy - E[scale dy] - z E[scale dy z]).
 
-Both passes take two sums per channel and example in one sweep, then one multiply-add per element, with W and batch as
-one axis, so that XLA's CPU loops are long even if the batch is small.
+Both passes take two sums per channel and example in one sweep, and then one multiply-add per
+element. W and batch are one axis, so that XLA's CPU loops are long even if the batch is small.
 """
 
 import functools
@@ -19,7 +21,7 @@ from jaxtyping import Float
 
 
 class Options(NamedTuple):
-    """Options of a normalisation; see `jaxfl.models.layers.GroupNorm`."""
+    """Options of a normalisation (see `jaxfl.models.layers.GroupNorm`)."""
 
     groups: int
     epsilon: float
@@ -31,7 +33,10 @@ class Options(NamedTuple):
 def normalize(
     x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
 ) -> Array:
-    """Normalised maps (c, h, w, n) of x (c, h, w, n), with scale and bias (c,)."""
+    """Return normalised maps (c, h, w, n) of x (c, h, w, n), with scale and bias (c,).
+
+    A shortcut of the same shape is added before ReLU. None adds nothing.
+    """
     return _forward(x, shortcut, scale, bias, options)[0]
 
 
@@ -40,45 +45,54 @@ def _forward(
 ) -> tuple[Array, tuple]:
     rows = _rows(x)
     mean, square = group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
-    gain = lax.rsqrt(jnp.maximum(square - mean**2, 0) + options.epsilon)
+    variance = jnp.maximum(square - mean**2, 0)
+    gain = lax.rsqrt(variance + options.epsilon)
     slope = gain * scale[:, None]
     slope, offset = _along_rows(jnp.stack([slope, bias[:, None] - mean * slope]), x.shape)
     y = rows * slope + offset
     y = y if shortcut is None else y + _rows(shortcut)
     y = jax.nn.relu(y) if options.relu else y
-    return y.reshape(x.shape), (rows, shortcut, scale, mean, gain, y if options.relu else None)
+    # Only the gradient of ReLU needs the output.
+    output = y if options.relu else None
+    return y.reshape(x.shape), (rows, shortcut, scale, mean, gain, output)
 
 
 def _backward(
     options: Options, saved: tuple, dy: Array
 ) -> tuple[Array, Array | None, Array, Array]:
     rows, shortcut, scale, mean, gain, y = saved
-    shape, dy = dy.shape, _rows(dy)
+    shape = dy.shape
+    dy = _rows(dy)
     dy = dy if y is None else jnp.where(y > 0, dy, 0)
     d_bias, d_scale = _sums(dy, dy * rows, shape)
     d_scale = (d_scale - mean * d_bias) * gain
-    level, slope = group_means(
-        jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]]), shape, options
-    )
+    scaled = jnp.stack([d_bias * scale[:, None], d_scale * scale[:, None]])
+    level, slope = group_means(scaled, shape, options)
     slope = slope * gain
     factors = jnp.stack([gain * scale[:, None], -gain * slope, gain * (slope * mean - level)])
     by_dy, by_x, offset = _along_rows(factors, shape)
     dx = (dy * by_dy + rows * by_x + offset).reshape(shape)
-    if options.sum_grad_squared:  # an example's gradient is summed over (H, W), then squared
-        d_scale, d_bias = d_scale**2, d_bias**2
-    return dx, None if shortcut is None else dy.reshape(shape), d_scale.sum(1), d_bias.sum(1)
+    if options.sum_grad_squared:
+        # An example's gradient is summed over (H, W) by now, and then squared.
+        d_scale = d_scale**2
+        d_bias = d_bias**2
+    d_shortcut = None if shortcut is None else dy.reshape(shape)
+    return dx, d_shortcut, d_scale.sum(1), d_bias.sum(1)
 
 
 normalize.defvjp(_forward, _backward)
 
 
 def _rows(x: Array) -> Array:
-    """(c, h, w, n) -> (c, h, w n)."""
+    """Return x (c, h, w, n) as rows (c, h, w n)."""
     return x.reshape(*x.shape[:2], -1)
 
 
 def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
-    """Sums of both over (H, W) in one sweep; first over H, or else it would add n numbers at a time."""
+    """Return the sums of both arrays over (H, W) in one sweep.
+
+    The sum over H comes first, because a sum over W would add only n numbers at a time.
+    """
 
     def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
         return left[0] + right[0], left[1] + right[1]
@@ -89,7 +103,7 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
 
 
 def group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
-    """Means of each channel's group, from sums per channel."""
+    """Return the means of each channel's group from two sums per channel and example."""
     channels, high, wide, batch = shape
     size = channels // options.groups
     means = sums.reshape(2, options.groups, size, batch).sum(2) / (size * high * wide)
@@ -97,9 +111,9 @@ def group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[
 
 
 def _along_rows(factors: Float[Array, "k c n"], shape: tuple[int, ...]) -> Float[Array, "k c 1 wn"]:
-    """A copy of each factor for every column.
+    """Repeat each factor for every column, by a matrix product.
 
-    By a matrix product: XLA would fuse a repetition into every use, element by element.
+    XLA would fuse a plain repetition into every use, element by element.
     """
     copies = jnp.tile(jnp.eye(shape[3]), shape[2])
     return jnp.matmul(factors, copies, precision="highest")[:, :, None]

@@ -1,9 +1,12 @@
-"""JAX's own convolution, one that computes vectorised clients side by side, kernel gradients too, and max-pooling.
+"""JAX's own convolution, a grouped convolution for vectorised clients, and max-pooling.
 
-A convolution of clients with kernels of their own is a grouped one. If the gradient of its kernel is vectorised
-instead, it is a convolution with batch and channels exchanged, before which XLA copies all maps into that order on a
-GPU; cuDNN has the gradient of a grouped convolution as it is. Several clients can share a group, with their kernels on
-the diagonal of one that is zero elsewhere: as many times the operations, in matrix products as many times as wide.
+A convolution of clients with kernels of their own is a grouped convolution. Vectorising the
+gradient of its kernel instead gives a convolution with batch and channels exchanged. On a GPU, XLA
+then copies all maps into that order first. cuDNN computes the gradient of a grouped convolution
+without such copies.
+
+Several clients can share a group, with their kernels on the diagonal of a kernel that is zero
+elsewhere. n of them take n times the operations, in matrix products that are n times as wide.
 """
 
 import functools
@@ -17,30 +20,44 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 PACKED = 8
-"""Clients that share a group of a "packed" convolution, at most."""
+"""Most clients that share a group of a "packed" convolution."""
 
 
 class Options(NamedTuple):
-    """Zeros on each side, the stride, the precision of products, and how many clients share a group at most."""
+    """Options of a convolution."""
 
     padding: int = 0
+    """Number of zeros on each side."""
     stride: int = 1
     precision: Any = None
+    """JAX's precision of products."""
     packed: int = 1
+    """Most clients that share a group."""
 
 
 def convolve_plain(x: Array, kernel: Array, options: Options = Options(), groups: int = 1) -> Array:
-    """Maps (B, H2, W2, features) of x (B, H, W, channels) and a kernel (k, k, channels, features)."""
-    pads, layout = ((options.padding, options.padding),) * 2, ("NHWC", "HWIO", "NHWC")
+    """Return maps (B, H2, W2, features) of x (B, H, W, channels).
+
+    The kernel is (k, k, channels / groups, features).
+    """
+    pads = ((options.padding, options.padding),) * 2
     return lax.conv_general_dilated(
-        x, kernel, (options.stride, options.stride), pads,
-        dimension_numbers=layout, feature_group_count=groups, precision=options.precision,
-    )  # fmt: skip
+        x,
+        kernel,
+        (options.stride, options.stride),
+        pads,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+        precision=options.precision,
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def convolve_grouped(x: Array, kernel: Array, options: Options = Options()) -> Array:
-    """The same, in reverse mode only."""
+    """Return the maps of `convolve_plain`, in reverse mode only, for vectorised clients.
+
+    Maps and both gradients of all clients are grouped convolutions.
+    """
     return _maps(x, kernel, options)
 
 
@@ -54,31 +71,31 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, 
     def to_inputs(kernels: Array, dys: Array) -> Array:
         if options.stride == 1:
             turned = kernels[:, ::-1, ::-1].swapaxes(3, 4)
-            return _side_by_side(
-                dys, turned, options._replace(padding=len(kernel) - 1 - options.padding)
-            )
+            full = options._replace(padding=len(kernel) - 1 - options.padding)
+            return _side_by_side(dys, turned, full)
 
+        # XLA would put zeros between the pixels of `dys` for cuDNN, which makes them four times as
+        # many. The convolution of blocks has no stride, so that its transpose needs no zeros.
         def maps(xs: Array) -> Array:
-            """Without a stride: XLA would put zeros between the pixels of `dys`, four times as many, for cuDNN."""
             split = jax.vmap(
                 lambda x, kernel: to_blocks(x.transpose(3, 1, 2, 0), kernel, options.padding)
             )
-            blocks, theirs = split(xs, kernels)
-            return _side_by_side(
-                blocks.transpose(0, 4, 2, 3, 1), theirs, options._replace(padding=0, stride=1)
-            )
+            blocks, block_kernels = split(xs, kernels)
+            unpadded = options._replace(padding=0, stride=1)
+            return _side_by_side(blocks.transpose(0, 4, 2, 3, 1), block_kernels, unpadded)
 
-        return jax.linear_transpose(maps, jax.ShapeDtypeStruct((len(kernels), *x.shape), x.dtype))(
-            dys
-        )[0]
+        like = jax.ShapeDtypeStruct((len(kernels), *x.shape), x.dtype)
+        (d_x,) = jax.linear_transpose(maps, like)(dys)
+        return d_x
 
     def to_kernel(xs: Array, dys: Array) -> Array:
         like = jax.ShapeDtypeStruct((len(xs), *kernel.shape), kernel.dtype)
-        return jax.linear_transpose(lambda kernels: _side_by_side(xs, kernels, options), like)(dys)[
-            0
-        ]
+        transposed = jax.linear_transpose(lambda kernels: _side_by_side(xs, kernels, options), like)
+        (d_kernel,) = transposed(dys)
+        return d_kernel
 
-    return _bilinear(to_inputs)(kernel, dy) if perturbed else None, _bilinear(to_kernel)(x, dy)
+    d_x = _bilinear(to_inputs)(kernel, dy) if perturbed else None
+    return d_x, _bilinear(to_kernel)(x, dy)
 
 
 convolve_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -89,14 +106,17 @@ def _maps(x: Array, kernel: Array, options: Options) -> Array:
 
 
 def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
-    """A convolution of stride 2 as one of stride 1: blocks of 2x2 pixels become channels, and so does the kernel.
+    """Return the input and the kernel of a convolution of stride 1 that equals one of stride 2.
+
+    Blocks of 2x2 pixels become channels, in both of them.
 
     Args:
-        x: [channels, H, W, B].
-        kernel: [k, k, channels, features].
-        padding: zeros on each side.
+        x: the input [channels, H, W, B].
+        kernel: the kernel [k, k, channels, features].
+        padding: the number of zeros on each side, which the result contains.
     """
-    (c, high, wide, n), (size, _, _, f) = x.shape, kernel.shape
+    c, high, wide, n = x.shape
+    size, _, _, f = kernel.shape
     half = -(-size // 2)
     h, w = ((side + 2 * padding - size) // 2 + half for side in (high, wide))
     pads = [
@@ -108,29 +128,30 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     x = x.reshape(c, h, 2, w, 2, n).transpose(2, 4, 0, 1, 3, 5).reshape(4 * c, h, w, n)
     kernel = jnp.pad(kernel, ((0, 2 * half - size), (0, 2 * half - size), (0, 0), (0, 0)))
-    kernel = (
-        kernel.reshape(half, 2, half, 2, c, f)
-        .transpose(0, 2, 1, 3, 4, 5)
-        .reshape(half, half, 4 * c, f)
-    )
-    return x, kernel
+    kernel = kernel.reshape(half, 2, half, 2, c, f).transpose(0, 2, 1, 3, 4, 5)
+    return x, kernel.reshape(half, half, 4 * c, f)
 
 
 def _side_by_side(xs: Array, kernels: Array, options: Options) -> Array:
-    """Maps of each client's inputs with its kernel, from the clients' channels side by side in the last axis."""
-    (count, size, _, channels, features), inputs = kernels.shape, jnp.moveaxis(xs, 0, -2)
+    """Return the maps of each client's inputs with its kernel, by one grouped convolution.
+
+    The channels of all clients are next to each other on its last axis.
+    """
+    count, size, _, channels, features = kernels.shape
+    inputs = jnp.moveaxis(xs, 0, -2)
+    # The clients of a group, a divisor of their number.
     packed = max(some for some in range(1, options.packed + 1) if count % some == 0)
     diagonal = jnp.eye(packed, dtype=kernels.dtype).reshape(1, packed, 1, 1, packed, 1, 1)
     grouped = kernels.reshape(-1, packed, size, size, 1, channels, features) * diagonal
-    grouped = jnp.moveaxis(grouped, (0, 1), (-3, -2)).reshape(
-        size, size, packed * channels, count * features
-    )
-    maps = convolve_plain(inputs.reshape(*inputs.shape[:-2], -1), grouped, options, count // packed)
+    grouped = jnp.moveaxis(grouped, (0, 1), (-3, -2))
+    grouped = grouped.reshape(size, size, packed * channels, count * features)
+    inputs = inputs.reshape(*inputs.shape[:-2], -1)
+    maps = convolve_plain(inputs, grouped, options, count // packed)
     return jnp.moveaxis(maps.reshape(*maps.shape[:-1], count, features), -2, 0)
 
 
 def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
-    """A bilinear function of one client from that of several, which it is where clients are vectorised."""
+    """Return a bilinear function of one client, which calls `together` for vectorised clients."""
 
     def alone(a: Array, b: Array) -> Array:
         return together(a[None], b[None])[0]
@@ -139,12 +160,14 @@ def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
 
     @vectorised.def_vmap
     def _(_: int, batched: list[bool], *arrays: Array) -> tuple[Array, bool]:
-        """What one of the two has alone, as a kernel that examples share, JAX folds into fewer operations itself."""
-        return (
-            together if all(batched) else jax.vmap(alone, [0 if mine else None for mine in batched])
-        )(*arrays), True
+        if all(batched):
+            return together(*arrays), True
+        # If clients share one argument, such as a kernel, plain `vmap` yields fewer operations.
+        axes = [0 if mine else None for mine in batched]
+        return jax.vmap(alone, axes)(*arrays), True
 
-    differentiable = jax.custom_jvp(vectorised)  # in both modes, of which `vectorised` has one
+    # JAX differentiates `vectorised` in forward mode only, and this rule adds reverse mode.
+    differentiable = jax.custom_jvp(vectorised)
     differentiable.defjvp(
         lambda at, by: (differentiable(*at), alone(by[0], at[1]) + alone(at[0], by[1]))
     )
@@ -152,11 +175,10 @@ def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
 
 
 def max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 features"]:
-    """The largest number of each window of 2x2, without a last odd row or column."""
+    """Return the largest number of each 2x2 window, without a last odd row or column."""
     n, high, wide, features = y.shape
-    windows = y[:, : high // 2 * 2, : wide // 2 * 2].reshape(
-        n, high // 2, 2, wide // 2, 2, features
-    )
+    even = y[:, : high // 2 * 2, : wide // 2 * 2]
+    windows = even.reshape(n, high // 2, 2, wide // 2, 2, features)
     return largest(windows, (2, 4))[0]
 
 
@@ -164,26 +186,27 @@ def max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 feature
 def largest(
     windows: Float[Array, "..."], axes: tuple[int, ...]
 ) -> tuple[Float[Array, "B H2 W2 features"], Int[Array, "B H2 W2 features"]]:
-    """The largest number of each window, and its place; the first one wins, and NaN over all.
+    """Return the largest number of each window, and its place, 0 to 3.
 
-    One kernel, whatever the layout of its result, as is that of the gradient: `lax.reduce_window` and its gradient
-    write the maps four times.
+    The first one of equal numbers wins, and NaN wins over all. This is one kernel in any layout of
+    the result, and so is its gradient. `lax.reduce_window` and its gradient write the maps four
+    times.
 
     Args:
-        windows: maps by window.
-        axes: those of a window's four places.
+        windows: maps with the four places of a window on axes of their own.
+        axes: the axes of the places.
     """
 
     def better(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
-        (a, i), (b, j) = one, other
+        a, i = one
+        b, j = other
         equal = (a == b) | (jnp.isnan(a) & jnp.isnan(b))
         wins = (a > b) | (jnp.isnan(a) & ~jnp.isnan(b)) | (equal & (i < j))
         return jnp.where(wins, a, b), jnp.where(wins, i, j)
 
     places = jnp.broadcast_to(_places(windows, axes), windows.shape)
-    return lax.reduce(
-        (windows, places), (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4)), better, axes
-    )
+    start = (jnp.array(-jnp.inf, windows.dtype), jnp.int8(4))
+    return lax.reduce((windows, places), start, better, axes)
 
 
 @largest.defjvp
@@ -195,7 +218,6 @@ def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Ar
 
 
 def _places(windows: Array, axes: tuple[int, ...]) -> Int[np.ndarray, "..."]:
-    """0 to 3, in reading order, on the axes of places."""
-    return np.arange(4, dtype=np.int8).reshape(
-        [side if i in axes else 1 for i, side in enumerate(windows.shape)]
-    )
+    """Return the numbers 0 to 3, in reading order, on the axes of places."""
+    sides = [side if i in axes else 1 for i, side in enumerate(windows.shape)]
+    return np.arange(4, dtype=np.int8).reshape(sides)

@@ -1,4 +1,4 @@
-"""Which tables a network looks its inputs up in, read from the traced program."""
+"""Tables that a network looks up its inputs in, found in its traced program."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -6,26 +6,32 @@ from typing import Any, Literal
 from jax.extend import core
 
 _KEEPS_VALUES = {
-    "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather", "reshape", "slice",
-    "squeeze", "transpose",
+    "broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "expand_dims", "gather",
+    "reshape", "slice", "squeeze", "transpose",
 }  # fmt: skip
 """Operations whose results have no other values than their first operand."""
 
 _PARTS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Parameters of operations that run a program inside them, with the same operands."""
+"""Parameters of operations that hold an inner program, which gets the same operands."""
 
 
 _Origin = Literal["input", "shifted"] | None
-"""How a value comes from the inputs: unchanged, or with a number added."""
+"""Relation of a value to the inputs: unchanged, with a number added, or neither (None)."""
 
 
 def tables_of(program: core.ClosedJaxpr) -> list[int]:
-    """Return the sizes of the tables that a traced program looks its inputs up in, as the inputs are."""
-    return _follow(program.jaxpr, ["input"] * len(program.jaxpr.invars))[0]
+    """Return the numbers of rows of the tables that a program indexes by its unchanged inputs."""
+    tables, _ = _follow(program.jaxpr, ["input"] * len(program.jaxpr.invars))
+    return tables
 
 
 def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int], list[_Origin]]:
-    """Return the tables that a program indexes by inputs of these origins, and the origins of its results."""
+    """Return the tables that a program indexes by its inputs, and the origins of its results.
+
+    Args:
+        program: the traced program.
+        origins: the origin of each of its inputs.
+    """
     tables: list[int] = []
     known: dict[core.Var, _Origin] = dict(zip(program.invars, origins))
 
@@ -51,9 +57,8 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
         elif name == "add" and "input" in found:
             known[operation.outvars[0]] = "shifted"
         elif name == "select_n" and sorted(map(str, found[1:])) == ["input", "shifted"]:
-            known[operation.outvars[0]] = (
-                "input"  # NumPy's negative indices, to which the number of rows is added
-            )
+            # Indexing in NumPy's way adds the number of rows to negative indices, and selects.
+            known[operation.outvars[0]] = "input"
     return tables, [origin(result) for result in program.outvars]
 
 

@@ -1,12 +1,12 @@
 """Convolution and pooling with windows of any kind, as slices with their own differentiation rules.
 
-What `jaxfl.models._convolution` does not cover, by the same idea: on batch-minor activations (channels, *spatial,
-batch) each tap t of a window is a slice x_t of long contiguous rows. All taps are the patches P of one batch of
-products,
+This covers what `jaxfl.models._convolution` does not, by the same idea. Activations are batch-minor
+(channels, *spatial, batch), so that each tap t of a window is a slice x_t of long contiguous rows.
+All taps are the patches P of one batch of products,
 
-    Y = K^T P,   dK = P dY^T,   dP = K dY,
+    Y = K^T P,   dK = P dY^T,   dP = K dY.
 
-and where each channel has a kernel of its own there is nothing to multiply as matrices: Y = sum_t k_t x_t.
+If each channel has a kernel of its own, there are no matrices to multiply, and Y = sum_t k_t x_t.
 """
 
 import functools
@@ -22,18 +22,26 @@ from jax import Array, lax
 
 
 class Window(NamedTuple):
-    """Strides and distances of taps for each spatial axis, groups of channels, and the precision of products."""
+    """Options of a convolution, with one number for each spatial axis."""
 
     strides: tuple[int, ...]
     dilation: tuple[int, ...]
+    """Distance between neighbouring taps on each axis."""
     groups: int
+    """Number of groups of channels."""
     precision: Any
+    """JAX's precision of products."""
 
 
 def convolve(x: Array, kernel: Array, window: Window) -> Array:
-    """Maps (f, *out, n) of x (c, *spatial, n), with a kernel (*sizes, c / groups, f), without padding."""
-    each = len(x) == kernel.shape[-1] == window.groups
-    return (_by_channel if each else _by_products)(x, kernel, window)
+    """Return maps (f, *out, n) of x (c, *spatial, n) and a kernel (*sizes, c / groups, f).
+
+    There is no padding.
+    """
+    kernel_of_each_channel = len(x) == kernel.shape[-1] == window.groups
+    if kernel_of_each_channel:
+        return _by_channel(x, kernel, window)
+    return _by_products(x, kernel, window)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -42,7 +50,7 @@ def _by_products(x: Array, kernel: Array, window: Window) -> Array:
 
 
 def _products(x: Array, kernel: Array, window: Window) -> tuple[Array, Array, Array]:
-    """Output, patches (groups, taps c / groups, out n), and the kernel likewise."""
+    """Return the output, patches (groups, taps c / groups, out n), and the kernel by groups."""
     taps = [tap.reshape(window.groups, -1, *tap.shape[1:]) for tap in _taps(x, kernel, window)]
     out = taps[0].shape[2:]
     patches = jnp.stack(taps, 1).reshape(window.groups, -1, math.prod(out))
@@ -57,17 +65,20 @@ def _products_forward(x: Any, kernel: Any, window: Window) -> tuple[Array, tuple
 
 
 def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
-    patches, weights, shape, (*sizes, _, _) = *saved[:3], saved[3]
+    patches, weights, shape, kernel_shape = saved
+    *sizes, _, _ = kernel_shape
     columns = dy.reshape(window.groups, -1, patches.shape[2])
     d_kernel = lax.dot_general(
         patches, columns, (((2,), (2,)), ((0,), (0,))), precision=window.precision
     )
-    d_kernel = jnp.moveaxis(d_kernel, 0, 1).reshape(saved[3])
-    if weights is None:  # the first layer's input is not differentiated
+    d_kernel = jnp.moveaxis(d_kernel, 0, 1).reshape(kernel_shape)
+    # The first layer's input needs no gradient.
+    if weights is None:
         return None, d_kernel
     d = lax.dot_general(weights, columns, (((2,), (1,)), ((0,), (0,))), precision=window.precision)
     d = d.reshape(window.groups, *sizes, -1, *dy.shape[1:])
-    for axis in reversed(range(len(sizes))):  # one at a time, and so few terms
+    # One axis at a time keeps the terms few.
+    for axis in reversed(range(len(sizes))):
         places = [
             _Place(i * window.dilation[axis], window.strides[axis], shape[1 + axis])
             for i in range(sizes[axis])
@@ -95,7 +106,8 @@ def _channel_forward(x: Any, kernel: Any, window: Window) -> tuple[Array, tuple]
 def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
     x, kernel, perturbed = saved
     products = [tap * dy for tap in _taps(x, kernel, window)]
-    axes = tuple(range(1, x.ndim - 1))  # the batch last, or else it would add n numbers at a time
+    # The batch is summed last, because the sum would otherwise add only n numbers at a time.
+    axes = tuple(range(1, x.ndim - 1))
     zeros = [jnp.zeros((), dy.dtype)] * len(products)
     sums = lax.reduce(
         products, zeros, lambda a, b: [p + q for p, q in zip(a, b, strict=True)], axes
@@ -103,14 +115,13 @@ def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | 
     d_kernel = jnp.stack([s.sum(1) for s in sums]).reshape(kernel.shape)
     if not perturbed:
         return None, d_kernel
-    # A convolution of dy, spread by the strides, with the kernel turned round.
+    # The gradient is a convolution of dy, spread by the strides, with the kernel turned round.
     reach = [d * (k - 1) for d, k in zip(window.dilation, kernel.shape, strict=False)]
     for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
         dy = _spread(dy, axis, _Place(before, stride, x.shape[axis] + before))
     turned = kernel.reshape(-1, len(x))[::-1]
-    return _weighted(
-        turned, _taps(dy, kernel, window._replace(strides=(1,) * len(reach)))
-    ), d_kernel
+    unstrided = window._replace(strides=(1,) * len(reach))
+    return _weighted(turned, _taps(dy, kernel, unstrided)), d_kernel
 
 
 _by_channel.defvjp(_channel_forward, _channel_backward, symbolic_zeros=True)
@@ -130,7 +141,14 @@ def _taps(x: Array, kernel: Array, window: Window) -> list[Array]:
 def slices(
     x: Array, sizes: Sequence[int], strides: Sequence[int], dilation: Sequence[int]
 ) -> list[Array]:
-    """For each place in a window, its element in every window."""
+    """Return for each place in a window its elements in all windows.
+
+    Args:
+        x: an array of any shape.
+        sizes: the size of a window on each axis of x, in places.
+        strides: the distance between windows on each axis.
+        dilation: the distance between places on each axis.
+    """
     reach = [d * (size - 1) for d, size in zip(dilation, sizes, strict=True)]
     parts = []
     for place in itertools.product(*map(range, sizes)):
@@ -141,7 +159,7 @@ def slices(
 
 
 class _Place(NamedTuple):
-    """Where elements lie on an axis of a size."""
+    """Positions of elements on an axis of a given size."""
 
     start: int
     stride: int
@@ -149,7 +167,7 @@ class _Place(NamedTuple):
 
 
 def _spread(x: Array, axis: int, place: _Place) -> Array:
-    """Elements with zeros around and between."""
+    """Place elements on an axis, with zeros around and between them."""
     before, stride, size = place
     config = [(0, 0, 0)] * x.ndim
     config[axis] = before, size - before - (x.shape[axis] - 1) * stride - 1, stride - 1
@@ -158,13 +176,17 @@ def _spread(x: Array, axis: int, place: _Place) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def max_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """Maximum of each window, without padding; the gradient goes to the first maximum."""
+    """Return the maximum of each window, without padding.
+
+    The gradient goes to the first maximum.
+    """
     return functools.reduce(jnp.maximum, slices(x, sizes, strides, (1,) * x.ndim))
 
 
 def _max_forward(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[Array, tuple]:
     first, *others = slices(x, sizes, strides, (1,) * x.ndim)
-    y, winner = first, jnp.zeros(first.shape, jnp.int8 if len(others) < 128 else jnp.int32)
+    y = first
+    winner = jnp.zeros(first.shape, jnp.int8 if len(others) < 128 else jnp.int32)
     for number, part in enumerate(others, 1):
         winner = jnp.where(part > y, winner.dtype.type(number), winner)
         y = jnp.maximum(y, part)
@@ -191,7 +213,7 @@ def _max_backward(
 
 
 def _within(x: Array) -> Array:
-    """An axis after each one, for places in windows."""
+    """Insert an axis after each one, for places in windows."""
     return x.reshape([side for length in x.shape for side in (length, 1)])
 
 
@@ -199,12 +221,11 @@ max_pool.defvjp(_max_forward, _max_backward)
 
 
 def sum_pool(x: Array, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Array:
-    """Sum of each window, without padding."""
+    """Return the sum of each window, without padding."""
     if sizes != strides:
         return functools.reduce(jnp.add, slices(x, sizes, strides, (1,) * x.ndim))
     out = [side // size for side, size in zip(x.shape, sizes, strict=True)]
-    covered = lax.slice(
-        x, [0] * x.ndim, [count * size for count, size in zip(out, sizes, strict=True)]
-    )
+    ends = [count * size for count, size in zip(out, sizes, strict=True)]
+    covered = lax.slice(x, [0] * x.ndim, ends)
     sides = [side for pair in zip(out, sizes, strict=True) for side in pair]
     return covered.reshape(sides).sum(tuple(range(1, 2 * x.ndim, 2)))

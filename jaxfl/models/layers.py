@@ -1,29 +1,36 @@
-"""Layers on batch-minor activations (channels, H, W, batch), fast on CPUs inside loops.
+"""Layers on batch-minor activations (channels, H, W, batch), which are fast on CPUs inside loops.
 
-With few channels every elementwise, pooling and slicing operation then runs over a batch of contiguous floats,
-where channels-last would have only 6 to 32 of them. Flattening gives the order (channels, H, W), as in PyTorch.
+Networks with few channels gain most. Every elementwise, pooling and slicing operation then runs
+over a batch of contiguous floats, while channels-last layouts have only 6 to 32 of them.
+Flattening gives the order (channels, H, W), which is PyTorch's.
 
-A convolution has seven forms that load the same parameters:
+A convolution has seven forms, which load the same parameters:
 
-- "winograd": matrix products by minimal filtering, with its own differentiation rule, reverse mode only. Below
-  float32 precision it is the next form.
-- "im2col": the same without the filtering, in one matrix product per pass.
-- "lax": `lax.conv_general_dilated`, channels last, any mode of differentiation.
-- "grouped": for GPUs: the same, but the gradients of vectorised clients are those of one grouped convolution
-  (`_plain`), reverse mode only.
-- "packed": for GPUs: as "grouped", but up to 8 clients share a group of the convolution, which has their kernels on its
-  diagonal: 8 times the operations, in matrix products that fill the tensor cores.
-- "blocks": for TPUs: as "lax", but a layer with pooling takes blocks of 2x2 pixels as one, and has the four places of a
-  pooling window as channels. ((k + 1) / k)^2 times the operations, and a quarter of the positions, four times as full.
-- "pallas": for GPUs: float32 layers with ReLU and pooling are one kernel each way (`_fused`), others are as
-  "grouped". Reverse mode only; interpreted, and slow, on other devices. The first one may take bytes as they are.
+- "winograd": for CPUs. It takes matrix products by minimal filtering, with a differentiation rule
+  of its own, in reverse mode only. Below float32 precision it becomes "im2col".
+- "im2col": for CPUs. It is the same without filtering, with one matrix product per pass.
+- "lax": `lax.conv_general_dilated`, channels last, in any mode of differentiation.
+- "grouped": for GPUs. It is "lax", but the gradients of vectorised clients are those of one grouped
+  convolution (`_plain`), in reverse mode only.
+- "packed": for GPUs. It is "grouped", but up to 8 clients share a group of the convolution, whose
+  kernel has theirs on its diagonal. This takes 8 times the operations, in matrix products that fill
+  the tensor cores.
+- "blocks": for TPUs. It is "lax", but a layer with pooling takes a block of 2x2 pixels as one
+  pixel, and the four places of a pooling window as channels. This takes ((k + 1) / k)^2 times the
+  operations, at a quarter of the positions, each with four times the channels.
+- "pallas": for GPUs. A float32 layer with ReLU and pooling is one kernel each way (`_fused`), and
+  any other layer is "grouped". It supports reverse mode only. Other devices interpret the kernel,
+  which is slow. The first layer may read bytes without a conversion.
 
-A group normalisation has three: batch-minor for "winograd" and "im2col", one kernel each way for "pallas" (groups of 8
-channels or a multiple, and 64 pixels, `_fused_norm`), both in reverse mode only, and JAX's own for the others.
+A group normalisation has three implementations. The forms "winograd" and "im2col" take a
+batch-minor one (`_group_norm`). The form "pallas" takes one kernel each way (`_fused_norm`), where
+groups have a multiple of 8 channels and maps have a multiple of 64 pixels. These two support
+reverse mode only. All else takes JAX's own operations.
 
-A layer with `sum_grad_squared=True` has the same values, but its backward pass gives each parameter the sum over
-examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2, for a loss sum_n loss_n in which each example
-affects its own term only. Such a layer must be used once in a network.
+A layer with `sum_grad_squared=True` has the same values and another backward pass. Each parameter
+gets the sum over examples of the *squared* per-example gradient, sum_n (d loss_n / d w)^2. The loss
+must be a sum_n loss_n in which each example affects its own term only. A network must use such a
+layer only once.
 """
 
 from collections.abc import Callable
@@ -50,12 +57,12 @@ from jaxfl.models._plain import (
 from jaxfl.models._plain import Options as PlainOptions
 
 PLAIN: tuple[Form, ...] = ("lax", "grouped", "packed", "blocks", "pallas")
-"""Forms whose maps are computed as JAX would, where they are not fused."""
+"""Forms that compute layers by JAX's own operations wherever no fused kernel applies."""
 
 LARGEST_FUSED = 9
-"""Side of a kernel of `_fused`, whose maps have margins for it."""
+"""Largest side of a kernel that `_fused` takes, because it sizes the margins of the maps."""
 
-# PyTorch's default: uniform in +-1/sqrt(fan_in), kernels and biases alike.
+# PyTorch's default: kernels and biases are uniform in +-1/sqrt(fan_in).
 _kernel_init = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
@@ -67,12 +74,17 @@ def _bias_init(fan_in: int) -> Callable[[Array, tuple[int, ...]], Array]:
 
 
 def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
-    """(x / 255 - 0.5) / 0.5 for bytes; floats are kept."""
+    """Scale bytes to (x / 255 - 0.5) / 0.5, and return floating numbers as float32.
+
+    Raises:
+        TypeError: the inputs are neither bytes nor floating numbers.
+    """
     if inputs.dtype == jnp.uint8:
         return inputs.astype(jnp.float32) * (2 / 255) - 1
     if not jnp.issubdtype(inputs.dtype, jnp.floating):
         raise TypeError(
-            f"inputs.dtype={inputs.dtype}: images are bytes or floating numbers, give those"
+            f"inputs must be bytes or floating numbers, got {inputs.dtype}. Convert the images to "
+            "one of these."
         )
     return inputs.astype(jnp.float32)
 
@@ -81,17 +93,20 @@ class Convolution(nn.Module):
     """Convolution, bias, ReLU and 2x2 max-pool (stride 2; the first maximum wins) in one layer.
 
     Args:
-        features: output channels.
-        size: side k of the kernel (k, k, channels, features).
-        padding: zeros on each side.
+        features: the number of output channels.
+        size: the side k of the kernel (k, k, channels, features), in pixels.
+        padding: the number of zeros on each side.
         relu: whether to apply ReLU.
-        pool: whether to pool; a last odd row or column is dropped.
+        pool: whether to pool. A last odd row or column is dropped.
         stride: 1, or 2 without pooling.
-        bias: whether to add one.
-        pairs: the input went through `_convolution.to_pairs` (fast form; an odd kernel, no further padding, pooling).
-        parts: where this layer and those that follow are fused, what the next one takes (see `_fused.convolve_pooled`).
-        form: one of `jaxfl.backend.Form`, see the module's docstring.
-        sum_grad_squared: see the module's docstring.
+        bias: whether to add a bias.
+        pairs: whether the input went through `_convolution.to_pairs`. Pairs need the form
+            "winograd" or "im2col", an odd `size`, no padding, and pooling.
+        parts: the number of parts that a fused layer separates its pooled columns into, for the
+            next fused layer (see `_fused.convolve_pooled`). 1 separates nothing.
+        form: how the layer is computed (see the module's docstring).
+        sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
+            module's docstring).
     """
 
     features: int
@@ -108,50 +123,52 @@ class Convolution(nn.Module):
 
     @property
     def fused(self) -> bool:
-        """Whether it is a kernel of ours."""
+        """Whether a float32 layer of these options is one kernel of `_fused`."""
         pooled = self.relu and self.pool and self.stride == 1 and self.size <= LARGEST_FUSED
         return self.form == "pallas" and pooled and not self.sum_grad_squared
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        """Feature maps [features, H2, W2, B] of maps [channels, H, W, B]; between fused layers, `_fused.Maps`."""
-        channels, padding = x.shape[0] // 2 if self.pairs else x.shape[0], self.padding
+        """Return maps [features, H2, W2, B] of maps [channels, H, W, B].
+
+        Fused layers exchange `_fused.Maps` instead of arrays.
+        """
+        channels = x.shape[0] // 2 if self.pairs else x.shape[0]
+        padding = self.padding
         shape = (self.size, self.size, channels, self.features)
         kernel = self.param("kernel", _kernel_init, shape)
         bias = jnp.zeros(self.features, kernel.dtype)
         if self.bias:
             bias = self.param("bias", _bias_init(self.size**2 * channels), (self.features,))
-        if (
-            self.is_initializing()
-        ):  # parameters follow from shapes; tracing the maps would take most of the time
-            sides = x.shape[1], x.shape[2] * (2 if self.pairs else 1)
-            sides = [max(0, (side + 2 * padding - self.size) // self.stride + 1) for side in sides]
-            return jnp.zeros(
-                (self.features, *(side // (2 if self.pool else 1) for side in sides), x.shape[3])
-            )
+        if self.is_initializing():
+            # Parameters follow from shapes, and tracing the maps would take most of the time.
+            return jnp.zeros(_maps_shape(self, x.shape))
         fused = self.fused and kernel.dtype == jnp.float32
         if x.dtype == jnp.uint8 and (not fused or padding):
             x = as_floats(x).astype(kernel.dtype)
-        # The backward pass is traced outside the caller's precision context: it takes the precision from here.
+        # JAX traces the backward pass outside of the caller's precision context, so the rule gets
+        # the precision from here.
         precision = jax.config.jax_default_matmul_precision  # pyrefly: ignore[missing-attribute]
         if self.form in PLAIN and not self.sum_grad_squared:
             if fused:
-                from jaxfl.models._fused import convolve_pooled  # Pallas takes long to import
+                # Pallas takes long to import.
+                from jaxfl.models._fused import convolve_pooled
 
                 return convolve_pooled(x, kernel, bias, padding, self.parts)
             if self.form == "blocks" and self.pool:
-                y = largest(_blocks(x, kernel, padding), (3,))[0]
+                y, _ = largest(_blocks(x, kernel, padding), (3,))
             else:
                 plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
-                own = PlainOptions(
-                    padding, self.stride, precision, PACKED if self.form == "packed" else 1
-                )
-                y = plain(x.transpose(3, 1, 2, 0), kernel, own)
+                packed = PACKED if self.form == "packed" else 1
+                plain_options = PlainOptions(padding, self.stride, precision, packed)
+                y = plain(x.transpose(3, 1, 2, 0), kernel, plain_options)
                 y = max_pool(y) if self.pool else y
             y = y + bias[None, None, None]
-            return (nn.relu(y) if self.relu else y).transpose(3, 1, 2, 0)
+            y = nn.relu(y) if self.relu else y
+            return y.transpose(3, 1, 2, 0)
         if self.stride == 2:
-            x, kernel, padding = *to_blocks(x, kernel, padding), 0
+            x, kernel = to_blocks(x, kernel, padding)
+            padding = 0
         filtered = (
             self.form == "winograd"
             and x.dtype == jnp.float32
@@ -165,8 +182,22 @@ class Convolution(nn.Module):
         return convolve(x, kernel, bias, options)
 
 
+def _maps_shape(layer: Convolution, inputs: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a layer's maps for inputs of a shape."""
+    _, high, wide, batch = inputs
+    wide = 2 * wide if layer.pairs else wide
+    sides = []
+    for side in (high, wide):
+        unpooled = max(0, (side + 2 * layer.padding - layer.size) // layer.stride + 1)
+        sides.append(unpooled // 2 if layer.pool else unpooled)
+    return (layer.features, *sides, batch)
+
+
 def _blocks(x: Array, kernel: Array, padding: int) -> Float[Array, "B H2 W2 4 features"]:
-    """Maps by window and place in it: each place is a kernel shifted by a pixel, of one convolution with stride 2."""
+    """Return the maps of each window's four places, before pooling.
+
+    One convolution of stride 2 has a kernel for each place, shifted by as many pixels.
+    """
     shifts = [((i, 1 - i), (j, 1 - j), (0, 0), (0, 0)) for i in range(2) for j in range(2)]
     kernels = jnp.concatenate([jnp.pad(kernel, shift) for shift in shifts], 3)
     x, kernels = to_blocks(x, kernels, padding)
@@ -175,15 +206,17 @@ def _blocks(x: Array, kernel: Array, padding: int) -> Float[Array, "B H2 W2 4 fe
 
 
 class Dense(nn.Module):
-    """y = x W + b.
+    """A dense layer, y = x W + b, on row-major inputs [B, F].
 
-    Row-major, after convolutions too: a product with a large transposed left factor can be nine times slower.
+    Inputs are row-major after convolutions too, because a product with a large transposed left
+    factor can be nine times slower.
 
     Args:
-        features: number of outputs.
-        sum_grad_squared: see the module's docstring. A per-example gradient has rank one: (x^2)^T (dy^2).
-        ghost_norms: takes a further parameter `probe` [B], whose gradient is each example's squared gradient norm,
-            (|x|^2 + 1) |dy|^2; the other parameters then have none.
+        features: the number of outputs.
+        sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
+            module's docstring). A per-example gradient has rank one, so W gets (x^2)^T (dy^2).
+        ghost_norms: whether there is a further parameter `probe` [B]. Its gradient is each
+            example's squared gradient norm, (|x|^2 + 1) |dy|^2, and other parameters get zeros.
     """
 
     features: int
@@ -192,14 +225,15 @@ class Dense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B F"]) -> Float[Array, "B features"]:
-        """Outputs."""
+        """Return the outputs of a batch."""
         kernel = self.param("kernel", _kernel_init, (x.shape[1], self.features))
         bias = self.param("bias", _bias_init(x.shape[1]), (self.features,))
         if self.ghost_norms:
-            return _dense_norms(
-                x, kernel, bias, self.param("probe", nn.initializers.zeros, (x.shape[0],))
-            )
-        return (_dense_squares if self.sum_grad_squared else _dense)(x, kernel, bias)
+            probe = self.param("probe", nn.initializers.zeros, (x.shape[0],))
+            return _dense_norms(x, kernel, bias, probe)
+        if self.sum_grad_squared:
+            return _dense_squares(x, kernel, bias)
+        return _dense(x, kernel, bias)
 
 
 def _dense(x: Array, kernel: Array, bias: Array, *probe: Array) -> Array:
@@ -216,7 +250,8 @@ def _norms_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array
     return dy @ kernel.T, jnp.zeros_like(kernel), jnp.zeros(dy.shape[1]), norms
 
 
-_dense_squares, _dense_norms = jax.custom_vjp(_dense), jax.custom_vjp(_dense)
+_dense_squares = jax.custom_vjp(_dense)
+_dense_norms = jax.custom_vjp(_dense)
 _dense_squares.defvjp(
     _dense_forward, lambda saved, dy: (dy @ saved[1].T, (saved[0] ** 2).T @ dy**2, (dy**2).sum(0))
 )
@@ -227,7 +262,7 @@ class FirstAxisDense(nn.Module):
     """A dense layer over the first axis of three, for feature-major activations.
 
     Args:
-        features: number of outputs.
+        features: the number of outputs.
     """
 
     features: int
@@ -235,22 +270,26 @@ class FirstAxisDense(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "features B L"]:
-        """Outputs."""
+        """Return the outputs of each position."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[0], self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        # Two axes: of more, XLA makes copies.
-        return (kernel.T @ x.reshape(len(x), -1)).reshape(-1, *x.shape[1:]) + bias[:, None, None]
+        # The product has two axes, because XLA copies arrays with more of them.
+        outputs = kernel.T @ x.reshape(len(x), -1)
+        return outputs.reshape(-1, *x.shape[1:]) + bias[:, None, None]
 
 
 class GroupNorm(nn.Module):
-    """y = (x - mean) / sqrt(var + epsilon) * scale + bias, with moments per example and group of channels.
+    """A group normalisation, y = (x - mean) / sqrt(var + epsilon) * scale + bias.
+
+    Moments are per example and group of channels.
 
     Args:
-        groups: number of groups of consecutive channels; it divides their number.
-        epsilon: added to the variance.
+        groups: the number of groups of consecutive channels, a divisor of the number of channels.
+        epsilon: the number that is added to the variance.
         relu: whether to apply ReLU, after a shortcut is added.
-        form: see the module's docstring.
-        sum_grad_squared: see the module's docstring.
+        form: how the layer is computed (see the module's docstring).
+        sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
+            module's docstring).
 
     References:
         Wu and He, Group Normalization, ECCV 2018.
@@ -268,18 +307,17 @@ class GroupNorm(nn.Module):
         x: Float[Array, "channels H W B"],
         shortcut: Float[Array, "channels H W B"] | None = None,
     ) -> Float[Array, "channels H W B"]:
-        """Normalised maps, plus a shortcut."""
+        """Return normalised maps, to which a shortcut is added."""
         scale = self.param("scale", nn.initializers.ones, (len(x),))
         bias = self.param("bias", nn.initializers.zeros, (len(x),))
         if self.is_initializing():
             return x
         options = NormOptions(self.groups, self.epsilon, self.relu, self.sum_grad_squared)
-        apply = _plain_norm if self.form in PLAIN and not self.sum_grad_squared else normalize
-        if self.form == "pallas" and apply is _plain_norm:
-            from jaxfl.models._fused_norm import (
-                is_fused,
-                normalize_fused,
-            )  # Pallas takes long to import
+        plain = self.form in PLAIN and not self.sum_grad_squared
+        apply = _plain_norm if plain else normalize
+        if plain and self.form == "pallas":
+            # Pallas takes long to import.
+            from jaxfl.models._fused_norm import is_fused, normalize_fused
 
             apply = normalize_fused if is_fused(x, options) else apply
         # Moments lose too many digits below float32.
@@ -291,10 +329,14 @@ class GroupNorm(nn.Module):
 def _plain_norm(
     x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions
 ) -> Array:
-    """By two factors of each channel and example, from two sums: so are its derivatives."""
+    """Normalise by a slope and an offset for each channel and example, which follow from two sums.
+
+    Derivatives then have the same structure.
+    """
     sums = _at_once(x.sum((1, 2)), (x * x).sum((1, 2)))
     mean, square = group_means(jnp.stack(sums), x.shape, options)
-    slope = lax.rsqrt(jnp.maximum(square - mean**2, 0) + options.epsilon) * scale[:, None]
+    variance = jnp.maximum(square - mean**2, 0)
+    slope = lax.rsqrt(variance + options.epsilon) * scale[:, None]
     offset = _to_sum(bias[:, None] - mean * slope)
     y = x * slope[:, None, None] + offset[:, None, None]
     if shortcut is None:
@@ -305,13 +347,19 @@ def _plain_norm(
 
 @jax.custom_jvp
 def _at_once(*sums: Array) -> tuple[Array, ...]:
-    """The same, before any of them is used: XLA then takes them in one kernel, which reads the maps once."""
+    """Return sums unchanged, and force XLA to compute all of them in one kernel.
+
+    This kernel reads the maps only once.
+    """
     return lax.optimization_barrier(sums)
 
 
 @jax.custom_jvp
 def _to_sum(offset: Array) -> Array:
-    """The same; of its gradient, a sum over maps, XLA makes further sums, and does not sum maps again."""
+    """Return an offset unchanged, with a gradient that is materialised.
+
+    The gradient is a sum over maps, which XLA then reuses instead of summing the maps again.
+    """
     return offset
 
 
@@ -326,6 +374,9 @@ def _relu(x: Array) -> Array:
 
 @_relu.defjvp
 def _relu_jvp(x: tuple[Array], change: tuple[Array]) -> tuple[Array, Array]:
-    """By the sign of its value, which the next layer reads too: XLA would read again what that was made of."""
+    """Mask the change by the output, which is in memory for the next layer, not by the input.
+
+    Without the barrier, XLA would compute the output again from its inputs.
+    """
     y = lax.optimization_barrier(_relu(x[0]))
     return y, jnp.where(y > 0, change[0], 0)

@@ -1,21 +1,27 @@
-"""Convolution, bias, ReLU and 2x2 max-pool in one GPU kernel each way: maps before the pooling never reach memory.
+"""Convolution, bias, ReLU and 2x2 max-pool in one GPU kernel each way.
 
-Lanes are columns and examples, weights are scalars, so that a few channels cost no more than many: there is no matrix
-product, no patch, and nothing is padded to a tile. One program (128 threads) computes one line of pooled maps for some
-features. Its sums over the four places of all windows stay in registers, where the largest is taken.
+The maps before the pooling never reach memory. Lanes are columns and examples, and weights are
+scalars, so that an operation on few channels costs no more than on many. There is no matrix
+product, no patch, and no padding to tiles. One program (128 threads) computes one line of pooled
+maps for some features. Its sums for the four places of all windows stay in registers, where the
+maximum is taken.
 
-Columns are kept apart by their remainder: those of all windows that a place or a tap falls on are then neighbours in
-memory. By 2 for one layer, by 4 if the next one reads what it writes, and so on (`Maps`): of a layer's pooled columns
-each of several parts is computed apart. `route` has the place of each window's largest number, 2 dy + dx, or 4 where
-ReLU gives 0, of several features in the bits of one number.
+Columns are stored by their remainder. The columns that a place or a tap needs, for all windows, are
+then neighbours in memory. The divisor is 2 for a single layer, 4 if the next layer reads the
+result, and so on (`Maps`). A layer computes each residue class of its pooled columns (a part)
+separately.
+
+`route` has the place of each window's maximum: 2 dy + dx (0 to 3), or 4 where ReLU is inactive. It
+packs the places of several features into the bits of one integer.
 
 The clients of a chunk are the first axis of the grid.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,162 +34,184 @@ from jaxfl.backend import on_gpu
 from jaxfl.models.layers import LARGEST_FUSED
 
 _PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
-_DEAD, _BITS, _PER_WORD = len(_PLACES), 3, 8
-_THREADS, _REGISTERS = 128, 96
-"""Of a program; of a thread, for its sums."""
+"""Row dy and column dx of each place in a window."""
+
+_DEAD = len(_PLACES)
+"""Place in a route where ReLU is inactive, so that no place gets the gradient."""
+
+_BITS = 3
+"""Bits of a route's integer for the place of one feature."""
+
+_PER_WORD = 8
+"""Most features whose places one integer of a route holds."""
+
+_THREADS = 128
+"""Threads of a program."""
+
+_REGISTERS = 96
+"""Registers of a thread for its sums."""
 
 
 class _Lines(NamedTuple):
-    """How columns lie in a line: blocks of `stride` columns with one remainder each, and `margin` on both sides.
+    """The layout of a line: blocks of columns, between two margins.
 
-    Vectors begin at whole steps. Reading goes on beyond a block, for columns that do not count, as far as the margin.
+    A block has the `stride` columns of one channel and one remainder. Vectors begin at multiples of
+    a step. Kernels read beyond a block, as far as the margin, for columns that do not count.
     """
 
     margin: int
+    """Number of columns in front of the first block, and behind the last one."""
     stride: int
+    """Number of columns in a block."""
 
     def at(self, block: Any) -> Any:
-        """Where a block begins."""
+        """Return the column at which a block begins."""
         return self.margin + block * self.stride
 
     def length(self, blocks: int) -> int:
-        """Of a line."""
+        """Return the number of columns of a line with so many blocks."""
         return self.at(blocks) + self.margin
 
 
 def _lines(wide: int, split: int, batch: int) -> _Lines:
-    """Of maps with so many columns, kept apart by their remainder of `split`."""
+    """Return the layout of maps with `wide` columns, stored by their remainder of `split`."""
     step = _THREADS // math.gcd(_THREADS, batch)
-    return _Lines(
-        step * math.ceil(LARGEST_FUSED // 2 / step),
-        step * math.ceil(math.ceil(wide / split) / step),
-    )
+    margin = step * math.ceil(LARGEST_FUSED // 2 / step)
+    stride = step * math.ceil(math.ceil(wide / split) / step)
+    return _Lines(margin, stride)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Maps:
-    """Maps [channels, H, W, B] as kernels read and write them: [lines, columns of all channels, batch].
+    """Maps [channels, H, W, B] as kernels read and write them: [lines, columns of all channels, B].
 
-    An even number of lines, a batch of whole vectors. Column j of channel c is column j // split of block
-    `split * c + j % split`.
+    The number of lines is even, and the batch is a multiple of 8. Column j of channel c is column
+    j // split of block `split * c + j % split`.
     """
 
     flat: Any
+    """The numbers, floating or bytes, with both paddings."""
     shape: tuple[int, int, int, int] = dataclasses.field(metadata={"static": True})
+    """Shape [channels, H, W, B] without paddings."""
     split: int = dataclasses.field(metadata={"static": True})
+    """Number of remainders by which columns are stored."""
 
     @classmethod
     def of(cls, x: Array, split: int) -> "Maps":
-        """Maps [channels, H, W, B], floating numbers or bytes."""
+        """Return maps of an array [channels, H, W, B] of floating numbers or bytes."""
         channels, high, wide, batch = x.shape
-        whole = 8 * math.ceil(batch / 8)
-        lines = _lines(wide, split, whole)
-        ends = [(0, 0), (0, high % 2), (0, split * lines.stride - wide), (0, whole - batch)]
-        x = (
-            jnp.pad(x, ends)
-            .reshape(channels, high + high % 2, lines.stride, split, whole)
-            .transpose(1, 0, 3, 2, 4)
-        )
-        x = x.reshape(len(x), channels * split * lines.stride, whole)
-        return cls(
-            jnp.pad(x, [(0, 0), (lines.margin, lines.margin), (0, 0)]),
-            (channels, high, wide, batch),
-            split,
-        )
+        padded_batch = 8 * math.ceil(batch / 8)
+        lines = _lines(wide, split, padded_batch)
+        ends = [(0, 0), (0, high % 2), (0, split * lines.stride - wide), (0, padded_batch - batch)]
+        x = jnp.pad(x, ends)
+        x = x.reshape(channels, high + high % 2, lines.stride, split, padded_batch)
+        x = x.transpose(1, 0, 3, 2, 4)
+        x = x.reshape(len(x), channels * split * lines.stride, padded_batch)
+        flat = jnp.pad(x, [(0, 0), (lines.margin, lines.margin), (0, 0)])
+        return cls(flat, (channels, high, wide, batch), split)
 
     @property
     def lines(self) -> _Lines:
-        """How columns lie."""
+        """Layout of the columns in a line."""
         return _lines(self.shape[2], self.split, self.flat.shape[-1])
 
     @property
     def dtype(self) -> Any:
-        """Of the numbers."""
+        """Type of the numbers."""
         return self.flat.dtype
 
     def array(self) -> Array:
-        """[channels, H, W, B]."""
-        (channels, high, wide, batch), (margin, stride) = self.shape, self.lines
+        """Return the maps as an array [channels, H, W, B]."""
+        channels, high, wide, batch = self.shape
+        margin, stride = self.lines
         x = self.flat[:, margin : margin + channels * self.split * stride]
         x = x.reshape(len(x), channels, self.split, stride, -1).transpose(1, 0, 3, 2, 4)
-        return x.reshape(channels, x.shape[1], self.split * stride, -1)[:, :high, :wide, :batch]
+        x = x.reshape(channels, x.shape[1], self.split * stride, -1)
+        return x[:, :high, :wide, :batch]
 
 
 def convolve_pooled(
     x: Array | Maps, kernel: Array, bias: Array, padding: int = 0, parts: int = 1
 ) -> Any:
-    """Max over 2x2 of relu(x * kernel + bias); reverse mode only.
+    """Return the maximum over 2x2 windows of relu(x * kernel + bias), in reverse mode only.
 
     Args:
-        x: [channels, H, W, B], float32, or bytes b, which stand for 2 b / 255 - 1; or maps with columns kept apart by
-            2 * parts. Bytes and maps have no padding.
-        kernel: [k, k, channels, features].
-        bias: [features].
-        padding: zeros on each side.
-        parts: 1; or what the next layer takes, as maps with columns kept apart by as many. Of maps it follows.
+        x: an array [channels, H, W, B] of float32, or of bytes b, which mean 2 b / 255 - 1. Or
+            `Maps` from the previous layer, whose columns are stored by 2 * parts remainders.
+        kernel: the kernel [k, k, channels, features], with k of at most `LARGEST_FUSED`.
+        bias: the bias [features].
+        padding: the number of zeros on each side. It is 0 for bytes, and ignored for `Maps`.
+        parts: the number of remainders by which the result's columns are stored, for the next
+            layer. 1 returns an array. If x is `Maps`, it is half of their number of remainders.
 
     Returns:
-        [features, (H + 2 padding - k + 1) // 2, (W + 2 padding - k + 1) // 2, B].
+        Maps [features, (H + 2 padding - k + 1) // 2, (W + 2 padding - k + 1) // 2, B], as an array
+        for one part and as `Maps` for more.
     """
     if not isinstance(x, Maps):
-        x = Maps.of(jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)]), 2 * parts)
-    layer = _Layer(x.shape, x.flat.shape[-1], x.split, *kernel.shape[1:4:2])
-    maps = Maps(
-        _pooled(x.flat, kernel, bias, layer),
-        (layer.features, layer.high, layer.wide, x.shape[3]),
-        layer.parts,
-    )
+        padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
+        x = Maps.of(padded, 2 * parts)
+    size, features = kernel.shape[1:4:2]
+    layer = _Layer(x.shape, x.flat.shape[-1], x.split, size, features)
+    shape = (layer.features, layer.high, layer.wide, x.shape[3])
+    maps = Maps(_pooled(x.flat, kernel, bias, layer), shape, layer.parts)
     return maps if layer.parts > 1 else maps.array()
 
 
 class _Layer(NamedTuple):
-    """Sizes of a layer: its input [channels, H, W, B] with whole batches, and its kernel's."""
+    """Sizes of a layer, of its input and of its kernel."""
 
     shape: tuple[int, int, int, int]
+    """Shape [channels, H, W, B] of the input, with its padding and without that of `Maps`."""
     batch: int
+    """Padded number of examples, a multiple of 8."""
     split: int
+    """Number of remainders by which columns of the input are stored."""
     size: int
+    """Side k of the kernel."""
     features: int
+    """Number of output channels."""
 
     @property
     def parts(self) -> int:
-        """Remainders by which pooled columns are kept apart."""
+        """Number of remainders by which pooled columns are stored."""
         return self.split // 2
 
     @property
     def high(self) -> int:
-        """Pooled lines."""
+        """Number of pooled lines."""
         return (self.shape[1] - self.size + 1) // 2
 
     @property
     def wide(self) -> int:
-        """Pooled columns."""
+        """Number of pooled columns."""
         return (self.shape[2] - self.size + 1) // 2
 
     @property
     def taps(self) -> range:
-        """Columns that a window of each part reads, from that of the first part on."""
+        """Columns that one window of each part reads, counted from the first part's window."""
         return range(self.split + self.size - 1)
 
     @property
     def reach(self) -> int:
-        """Columns of a block that these go beyond its first one."""
+        """Number of columns that `taps` extend beyond the first one of a block."""
         return self.taps[-1] // self.split
 
     @property
     def read(self) -> _Lines:
-        """Of the input."""
+        """Layout of the input's lines."""
         return _lines(self.shape[2], self.split, self.batch)
 
     @property
     def written(self) -> _Lines:
-        """Of pooled maps and routes."""
+        """Layout of the lines of pooled maps and routes."""
         return _lines(self.wide, self.parts, self.batch)
 
     def result(self, blocks: int, kind: Any = jnp.float32) -> tuple[tuple[int, ...], Any]:
-        """Shape of pooled maps, or routes, with so many blocks in a line."""
-        return (self.high + self.high % 2, self.written.length(blocks), self.batch), kind
+        """Return shape and type of pooled maps or routes with so many blocks in a line."""
+        lines = self.high + self.high % 2
+        return (lines, self.written.length(blocks), self.batch), kind
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -193,7 +221,7 @@ def _pooled(x: Array, kernel: Array, bias: Array, layer: _Layer) -> Array:
 
 def _forward_rule(x: Any, kernel: Any, bias: Any, layer: _Layer) -> tuple[Array, tuple]:
     pooled, route = _call(_forward, layer)(x.value, kernel.value, bias.value)
-    # The first layer's input is not differentiated: it needs no gradient.
+    # The first layer's input needs no gradient, so the kernel is not stored for it.
     return pooled, (x.value, kernel.value if x.perturbed else None, route)
 
 
@@ -203,11 +231,14 @@ def _backward_rule(layer: _Layer, saved: tuple, dy: Array) -> tuple[Array | None
     if kernel is None:
         return None, kernels, biases[0, 0]
     columns = math.ceil(layer.wide / layer.parts)
-    lines, need = layer.written, max(layer.read.stride, columns + layer.reach)
-    if layer.parts > 1 or lines.stride < need:
-        # What the next layer wrote has no zeros around, and neighbouring blocks may be nearer than an input reaches.
-        lines = _Lines(layer.read.margin, need)
-        route, dy = (_further_apart(maps, layer.written, lines, columns) for maps in (route, dy))
+    lines = layer.written
+    needed = max(layer.read.stride, columns + layer.reach)
+    # Gradients that the next layer wrote have no zeros around their blocks. Neighbouring blocks may
+    # also be nearer to each other than the windows of an input's column reach.
+    if layer.parts > 1 or lines.stride < needed:
+        lines = _Lines(layer.read.margin, needed)
+        route = _further_apart(route, layer.written, lines, columns)
+        dy = _further_apart(dy, layer.written, lines, columns)
     inputs = _call(functools.partial(_to_inputs, lines), layer)(route, dy, kernel)
     return inputs, kernels, biases[0, 0]
 
@@ -216,41 +247,49 @@ _pooled.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 
 def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array:
-    """The first columns of each block, with zeros all around."""
-    blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, maps.shape[-1])[
-        :, :, :columns
-    ]
+    """Return the first columns of each block in a new layout, with zeros all around them."""
+    batch = maps.shape[-1]
+    blocks = maps[:, old.margin : -old.margin].reshape(len(maps), -1, old.stride, batch)
+    blocks = blocks[:, :, :columns]
     blocks = jnp.pad(blocks, [(0, 0), (0, 0), (0, new.stride - columns), (0, 0)])
-    return jnp.pad(
-        blocks.reshape(len(maps), -1, maps.shape[-1]), [(0, 0), (new.margin, new.margin), (0, 0)]
-    )
+    lines = blocks.reshape(len(maps), -1, batch)
+    return jnp.pad(lines, [(0, 0), (new.margin, new.margin), (0, 0)])
 
 
 def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
-    """A kernel as a function of one client's arrays; vectorised, clients are an axis of its grid."""
+    """Return a kernel as a function of one client's arrays.
+
+    Vectorised clients are an axis of the kernel's grid.
+
+    Args:
+        work: a function of the layer and of arrays [clients, ...]. It returns the kernel's body,
+            the grid of one client, and the shape and type of each result for one client.
+        layer: the sizes.
+    """
 
     @custom_vmap
     def of_clients(*arrays: Array) -> Any:
         body, grid, results = work(layer, *arrays)
-        out = [jax.ShapeDtypeStruct((len(arrays[0]), *of), kind) for of, kind in results]
-        return tuple(launch(body, (len(arrays[0]), *grid), out)(*arrays))
+        clients = len(arrays[0])
+        out = [jax.ShapeDtypeStruct((clients, *shape), kind) for shape, kind in results]
+        return tuple(launch(body, (clients, *grid), out)(*arrays))
 
     @of_clients.def_vmap
     def _(size: int, batched: list[bool], *arrays: Array) -> tuple[Any, Any]:
-        found = of_clients(
-            *(a.reshape(size * a.shape[1], *a.shape[2:]) for a in by_lane(size, batched, arrays))
-        )
-        return tuple(a.reshape(size, -1, *a.shape[1:]) for a in found), (True,) * len(found)
+        lanes = by_lane(size, batched, arrays)
+        results = of_clients(*(a.reshape(size * a.shape[1], *a.shape[2:]) for a in lanes))
+        split = tuple(a.reshape(size, -1, *a.shape[1:]) for a in results)
+        return split, (True,) * len(results)
 
     def of_one(*arrays: Array) -> Any:
-        found = [a[0] for a in of_clients(*(a[None] for a in arrays))]
-        return found[0] if len(found) == 1 else tuple(found)
+        results = [a[0] for a in of_clients(*(a[None] for a in arrays))]
+        return results[0] if len(results) == 1 else tuple(results)
 
     return of_one
 
 
 def by_lane(size: int, batched: Sequence[bool], arrays: Sequence[Array]) -> list[Array]:
-    """Arrays of vectorised clients, with those that they share once for each."""
+    """Return arrays with an axis of vectorised clients, along which shared arrays are repeated."""
     return [
         a if b else jnp.broadcast_to(a, (size, *a.shape))
         for a, b in zip(arrays, batched, strict=True)
@@ -260,56 +299,102 @@ def by_lane(size: int, batched: Sequence[bool], arrays: Sequence[Array]) -> list
 def launch(
     body: Callable[..., None], grid: tuple[int, ...], out: list[jax.ShapeDtypeStruct]
 ) -> Callable[..., Any]:
-    """`body(place in the grid, *arrays, *results)` for all of the grid; arrays stay in the device's memory."""
+    """Return a function of arrays that runs a kernel's body at each place of a grid.
+
+    Args:
+        body: a function of the place in the grid, the arrays and the results, which stay in the
+            device's memory.
+        grid: the number of programs on each axis.
+        out: shape and type of each result.
+    """
     if not on_gpu():
-        numbers = lambda: [pl.program_id(axis) for axis in range(len(grid))]  # noqa: E731
-        return pl.pallas_call(lambda *refs: body(numbers(), *refs), out, grid=grid, interpret=True)
+
+        def interpreted_place() -> list[Any]:
+            return [pl.program_id(axis) for axis in range(len(grid))]
+
+        work = lambda *refs: body(interpreted_place(), *refs)  # noqa: E731
+        return pl.pallas_call(work, out, grid=grid, interpret=True)
     from jax.experimental.pallas import mosaic_gpu
 
     names = tuple(f"axis{axis}" for axis in range(len(grid)))
-    numbers = lambda: [lax.axis_index(name) for name in names]  # noqa: E731
-    params = mosaic_gpu.CompilerParams(
-        lowering_semantics=mosaic_gpu.LoweringSemantics.Lane
-    )  # newer jax has another
-    work = lambda *refs: body(numbers(), *refs)  # noqa: E731
+
+    def place() -> list[Any]:
+        return [lax.axis_index(name) for name in names]
+
+    # Newer versions of JAX have another default.
+    params = mosaic_gpu.CompilerParams(lowering_semantics=mosaic_gpu.LoweringSemantics.Lane)
+    work = lambda *refs: body(place(), *refs)  # noqa: E731
     return mosaic_gpu.kernel(
         work, out_type=out, grid=grid, grid_names=names, compiler_params=params
     )
 
 
 def _tile(features: int, sums: int, lanes: int) -> int:
-    """The most features, a divisor of all, whose sums (each of `lanes` numbers) a program's registers hold."""
+    """Return the largest divisor of `features` whose sums fit the registers of a program.
+
+    Args:
+        features: the number of all features.
+        sums: the number of sums for each feature.
+        lanes: the number of values in a sum.
+    """
     most = min(_PER_WORD, max(1, _REGISTERS * _THREADS // (sums * lanes)))
     return max(size for size in range(1, features + 1) if features % size == 0 and size <= most)
 
 
 def _in_word(layer: _Layer) -> int:
-    """Features of a program, and of a route's numbers."""
-    return _tile(layer.features, len(_PLACES) * layer.parts, layer.written.stride * layer.batch)
+    """Return the number of features of a forward program, and of an integer of a route."""
+    sums = len(_PLACES) * layer.parts
+    return _tile(layer.features, sums, layer.written.stride * layer.batch)
 
 
 def zeros_like(read: Array) -> Array:
-    """Zeros that lie in registers as what was read does: sums of a loop cannot begin as one number for all lanes."""
+    """Return zeros with the register layout of an array that was read.
+
+    A loop's sums need this layout from the start, so they cannot begin as one scalar.
+    """
     return jnp.where(read == read, 0.0, 0.0)
 
 
 def _seen(layer: _Layer, x: Any, client: Any, line: Any, channel: Any, tap: int) -> Array:
-    """Of all windows the column that a tap reads."""
+    """Load the input column that a tap reads, for all windows."""
     start = layer.read.at(channel * layer.split + tap % layer.split) + tap // layer.split
     read = x[client, line, pl.ds(start, layer.written.stride), :]
-    return read.astype(jnp.float32) * (2 / 255) - 1 if read.dtype == jnp.uint8 else read
+    if read.dtype == jnp.uint8:
+        return read.astype(jnp.float32) * (2 / 255) - 1
+    return read
 
 
 def _place_of(word: Array, feature: Any) -> Array:
-    """Places of a feature's windows, for a kernel."""
-    return lax.shift_right_logical(word, jnp.full(word.shape, _BITS * feature, jnp.int32)) & (
-        2**_BITS - 1
-    )
+    """Return the places of a feature's windows from a route's integers.
+
+    `feature` counts within the integer.
+    """
+    shift = jnp.full(word.shape, _BITS * feature, jnp.int32)
+    return lax.shift_right_logical(word, shift) & (2**_BITS - 1)
+
+
+def _weights_at(layer: _Layer, u: int, v: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield part, place, row and column of each kernel weight that meets one input of a window.
+
+    u and v are the input's row and column, counted from the first part's window.
+    """
+    for part in range(layer.parts):
+        for place, (dy, dx) in enumerate(_PLACES):
+            row = u - dy
+            column = v - 2 * part - dx
+            if 0 <= row < layer.size and 0 <= column < layer.size:
+                yield part, place, row, column
 
 
 def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
-    """Pooled maps and routes; a program for each line and some features."""
-    channels, features, parts, written = layer.shape[0], layer.features, layer.parts, layer.written
+    """Return the kernel of pooled maps and routes.
+
+    A program handles a line and some features.
+    """
+    channels = layer.shape[0]
+    features = layer.features
+    parts = layer.parts
+    written = layer.written
     tile = _in_word(layer)
 
     def body(at: list[Any], x: Any, kernel: Any, bias: Any, pooled: Any, route: Any) -> None:
@@ -321,13 +406,10 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
             for u in range(layer.size + 1):
                 for v in layer.taps:
                     seen = _seen(layer, x, client, 2 * line + u, c, v)
-                    for part in range(parts):
-                        for place, (dy, dx) in enumerate(_PLACES):
-                            a, b = u - dy, v - 2 * part - dx
-                            if 0 <= a < layer.size and 0 <= b < layer.size:
-                                for f in range(tile):
-                                    i = (part * len(_PLACES) + place) * tile + f
-                                    sums[i] = sums[i] + seen * kernel[client, a, b, c, first + f]
+                    for part, place, a, b in _weights_at(layer, u, v):
+                        for f in range(tile):
+                            i = (part * len(_PLACES) + place) * tile + f
+                            sums[i] = sums[i] + seen * kernel[client, a, b, c, first + f]
             return sums
 
         zero = zeros_like(_seen(layer, x, client, line, 0, 0))
@@ -336,10 +418,12 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
             routes = jnp.zeros(zero.shape, jnp.int32)
             for f in range(tile):
                 start = part * len(_PLACES) * tile + f
-                best, where = sums[start], jnp.zeros(zero.shape, jnp.int32)
+                best = sums[start]
+                where = jnp.zeros(zero.shape, jnp.int32)
                 for place in range(1, len(_PLACES)):
                     other = sums[start + place * tile]
-                    stays = (best >= other) | (best != best)  # the first one wins, and NaN over all
+                    # The first maximum wins, and NaN wins over all.
+                    stays = (best >= other) | (best != best)
                     best = jnp.where(stays, best, other)
                     where = jnp.where(stays, where, jnp.full(zero.shape, place, jnp.int32))
                 best = best + bias[client, first + f]
@@ -348,7 +432,8 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
                 where = jnp.where(best > 0, where, jnp.full(zero.shape, _DEAD, jnp.int32))
                 routes = routes | (where << _BITS * f)
             route[client, line, pl.ds(written.at(word * parts + part), written.stride), :] = routes
-        # The next layer's last windows read beyond, and multiply by zero.
+        # The last windows of the next layer read this margin and multiply it by zero, so it must be
+        # finite.
         end = pl.ds(written.at(features * parts), written.margin)
         pooled[client, line, end, :] = zeros_like(pooled[client, line, end, :])
 
@@ -357,19 +442,20 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
 
 
 def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
-    """The kernel's gradient and the bias's, the latter once for each program of as many features.
+    """Return the kernel of both parameters' gradients.
 
-    A program is for a line of the kernel, a channel and some features, over all lines of maps.
+    A program handles a line of the convolution's kernel, a channel and some features, over all
+    lines of maps. Each program also writes the gradient of its features' biases, so that there are
+    equal copies for each line of the kernel and each channel.
     """
     del route, grad, x
-    size, channels, features, parts, written = (
-        layer.size,
-        layer.shape[0],
-        layer.features,
-        layer.parts,
-        layer.written,
-    )
-    in_word, tile = _in_word(layer), _tile(features, size + 1, written.stride * layer.batch)
+    size = layer.size
+    channels = layer.shape[0]
+    features = layer.features
+    parts = layer.parts
+    written = layer.written
+    in_word = _in_word(layer)
+    tile = _tile(features, size + 1, written.stride * layer.batch)
 
     def body(at: list[Any], route: Any, grad: Any, x: Any, kernel: Any, bias: Any) -> None:
         client, a, c, group = at
@@ -377,16 +463,11 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
         zero = zeros_like(_seen(layer, x, client, 0, c, 0))
 
         def sent_from(i: Any, part: int, f: int) -> tuple[Array, Array]:
-            """Places and gradients of a feature's windows."""
-            word = route[
-                client,
-                i,
-                pl.ds(written.at((first + f) // in_word * parts + part), written.stride),
-                :,
-            ]
-            change = grad[
-                client, i, pl.ds(written.at((first + f) * parts + part), written.stride), :
-            ]
+            """Return places and gradients of a feature's windows."""
+            words = pl.ds(written.at((first + f) // in_word * parts + part), written.stride)
+            word = route[client, i, words, :]
+            columns = pl.ds(written.at((first + f) * parts + part), written.stride)
+            change = grad[client, i, columns, :]
             return _place_of(word, (first + f) % in_word), change
 
         def line(i: Any, sums: list[Array]) -> list[Array]:
@@ -394,10 +475,10 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
             windows = [[sent_from(i, part, f) for f in range(tile)] for part in range(parts)]
             for own in windows:
                 for f, (winner, change) in enumerate(own):
-                    sums[size * tile + f] = sums[size * tile + f] + jnp.where(
-                        winner == _DEAD, zero, change
-                    )
+                    alive = jnp.where(winner == _DEAD, zero, change)
+                    sums[size * tile + f] = sums[size * tile + f] + alive
             for dy in range(2):
+                # Gradients of the places in row dy, by part, column dx and feature.
                 sent = [
                     [
                         [jnp.where(winner == 2 * dy + dx, change, zero) for winner, change in own]
@@ -407,13 +488,12 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
                 ]
                 for v in layer.taps:
                     seen = _seen(layer, x, client, 2 * i + a + dy, c, v)
-                    for part in range(parts):
-                        for dx in range(2):
-                            if 0 <= (b := v - 2 * part - dx) < size:
-                                for f in range(tile):
-                                    sums[b * tile + f] = (
-                                        sums[b * tile + f] + seen * sent[part][dx][f]
-                                    )
+                    for part, dx in itertools.product(range(parts), range(2)):
+                        b = v - 2 * part - dx
+                        if 0 <= b < size:
+                            for f in range(tile):
+                                total = sums[b * tile + f]
+                                sums[b * tile + f] = total + seen * sent[part][dx][f]
             return sums
 
         sums = lax.fori_loop(0, layer.high, line, [zero] * ((size + 1) * tile))
@@ -428,18 +508,17 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
 
 
 def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: Array) -> tuple:
-    """The gradient of `x`; a program for a pair of lines and some channels.
+    """Return the kernel of the input's gradient.
 
-    `given`: how columns of `route` and `grad` lie.
+    A program handles a pair of lines and some channels. `given` is the layout of the lines of
+    `route` and `grad`.
     """
     del route, grad, kernel
-    (channels, high, *_), size, split, parts, read = (
-        layer.shape,
-        layer.size,
-        layer.split,
-        layer.parts,
-        layer.read,
-    )
+    channels, high, *_ = layer.shape
+    size = layer.size
+    split = layer.split
+    parts = layer.parts
+    read = layer.read
     in_word = _in_word(layer)
     tile = _tile(channels, 2 * split, read.stride * layer.batch)
 
@@ -451,26 +530,25 @@ def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: 
         def feature(f: Any, sums: list[Array]) -> list[Array]:
             sums = sums.copy()
             for up in range(size // 2 + 1):
+                # A line beyond the maps is clipped, and no place of it sends a gradient.
                 line = jnp.clip(pair - up, 0, layer.high - 1)
                 beyond = line != pair - up
                 for left in range(layer.reach + 1):
                     for part in range(parts):
-                        word = pl.ds(given.at(f // in_word * parts + part) - left, read.stride)
-                        winner = _place_of(route[client, line, word, :], f % in_word)
-                        change = grad[
-                            client, line, pl.ds(given.at(f * parts + part) - left, read.stride), :
-                        ]
+                        words = pl.ds(given.at(f // in_word * parts + part) - left, read.stride)
+                        winner = _place_of(route[client, line, words, :], f % in_word)
+                        columns = pl.ds(given.at(f * parts + part) - left, read.stride)
+                        change = grad[client, line, columns, :]
                         for place, (dy, dx) in enumerate(_PLACES):
                             sent = jnp.where(winner == jnp.where(beyond, -1, place), change, zero)
-                            for q in range(2):
-                                for r in range(split):
-                                    a, b = 2 * up + q - dy, split * left + r - 2 * part - dx
-                                    if 0 <= a < size and 0 <= b < size:
-                                        for c in range(tile):
-                                            i = (q * split + r) * tile + c
-                                            sums[i] = (
-                                                sums[i] + sent * kernel[client, a, b, first + c, f]
-                                            )
+                            for q, r in itertools.product(range(2), range(split)):
+                                a = 2 * up + q - dy
+                                b = split * left + r - 2 * part - dx
+                                if 0 <= a < size and 0 <= b < size:
+                                    for c in range(tile):
+                                        i = (q * split + r) * tile + c
+                                        weight = kernel[client, a, b, first + c, f]
+                                        sums[i] = sums[i] + sent * weight
             return sums
 
         sums = lax.fori_loop(0, layer.features, feature, [zero] * (2 * split * tile))
@@ -481,5 +559,5 @@ def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: 
                     x[client, 2 * pair + q, columns, :] = sums[(q * split + r) * tile + c]
 
     pairs = (high + 1) // 2
-    flat = 2 * pairs, read.length(channels * split), layer.batch
+    flat = (2 * pairs, read.length(channels * split), layer.batch)
     return body, (pairs, channels // tile), [(flat, jnp.float32)]

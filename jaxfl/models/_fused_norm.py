@@ -1,9 +1,12 @@
 """Group normalisation with a shortcut and ReLU in one GPU kernel each way.
 
-Maps lie as cuDNN's grouped convolutions take them, [B, H W, channels of all clients]. A program (128 threads) goes over
-the pixels of one example and one group of one client's channels some at a time: twice for the moments, then to write,
-so that all but the first time they come from the cache. Backwards it goes through a client's examples one after the
-other, and adds up what the scale and the bias get.
+Maps have the layout of cuDNN's grouped convolutions, [B, H W, channels of all clients]. A forward
+program (128 threads) handles one example and one group of one client's channels. It passes over the
+pixels three times, some at a time: twice for the moments, and once to write the result. Only the
+first pass reads from memory, and the others read from the cache.
+
+A backward program handles one group of one client's channels. It takes the examples one after the
+other, and adds up the gradients of the scale and the bias.
 """
 
 import functools
@@ -22,59 +25,73 @@ from jaxfl.models._fused import by_lane, launch, zeros_like
 from jaxfl.models._group_norm import Options
 
 _TILE = 64, 8
-"""Pixels and channels that a program's threads hold as one array, or whole numbers of these."""
+"""Pixels and channels of the smallest array in registers. Larger arrays have multiples of both."""
+
 _NUMBERS = 2048
-"""At a time: 16 of each array for a thread."""
+"""Numbers of each array that a program reads at a time, 16 for each thread."""
 
 
 class _Layer(NamedTuple):
-    """Sizes of one client's maps, and what is done with them."""
+    """Sizes of one client's maps, and the options of their normalisation."""
 
     batch: int
     pixels: int
     channels: int
     shortcut: bool
+    """Whether a shortcut is added."""
     options: Options
 
     @property
     def maps(self) -> tuple[int, int, int]:
-        """As a program reads them."""
+        """Shape of one client's maps in memory."""
         return self.batch, self.pixels, self.channels
 
     @property
     def size(self) -> int:
-        """Channels of a group."""
+        """Number of channels in a group."""
         return self.channels // self.options.groups
 
     @property
     def rows(self) -> int:
-        """Pixels at a time."""
-        tiles = max(1, _NUMBERS // (_TILE[0] * self.size))
-        return _TILE[0] * max(n for n in range(1, tiles + 1) if self.pixels % (n * _TILE[0]) == 0)
+        """Number of pixels that a program reads at a time, a divisor of `pixels`."""
+        pixels, _ = _TILE
+        most = max(1, _NUMBERS // (pixels * self.size))
+        return pixels * max(n for n in range(1, most + 1) if self.pixels % (n * pixels) == 0)
 
     @property
     def numbers(self) -> int:
-        """Of a group, in an example."""
+        """Number of values of a group in one example."""
         return self.pixels * self.size
 
 
 def is_fused(x: Array, options: Options) -> bool:
-    """Whether maps [channels, H, W, B] consist of whole tiles."""
+    """Return whether the kernels take maps [channels, H, W, B], which must divide into tiles."""
     layer = _layer(x, None, options)
-    return layer.pixels % _TILE[0] == 0 and layer.size % _TILE[1] == 0
+    pixels, channels = _TILE
+    return layer.pixels % pixels == 0 and layer.size % channels == 0
 
 
 def normalize_fused(
     x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
 ) -> Array:
-    """As `jaxfl.models._group_norm.normalize`, in reverse mode only."""
-    layer, last = _layer(x, shortcut, options), x.transpose(3, 1, 2, 0).shape
+    """Return normalised maps [channels, H, W, B], in reverse mode only.
+
+    Args:
+        x: maps [channels, H, W, B], for which `is_fused` is true.
+        shortcut: maps of the same shape, which are added to the result. None adds nothing.
+        scale: the factor of each channel.
+        bias: the offset of each channel.
+        options: the options of the normalisation.
+    """
+    layer = _layer(x, shortcut, options)
+    channels_last = x.transpose(3, 1, 2, 0).shape
     maps = (
         array.transpose(3, 1, 2, 0).reshape(layer.maps)
         for array in (x, shortcut)
         if array is not None
     )
-    return _normalized(tuple(maps), scale, bias, layer).reshape(last).transpose(3, 1, 2, 0)
+    y = _normalized(tuple(maps), scale, bias, layer)
+    return y.reshape(channels_last).transpose(3, 1, 2, 0)
 
 
 def _layer(x: Array, shortcut: Array | None, options: Options) -> _Layer:
@@ -84,8 +101,9 @@ def _layer(x: Array, shortcut: Array | None, options: Options) -> _Layer:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _normalized(maps: tuple[Array, ...], scale: Array, bias: Array, layer: _Layer) -> Array:
-    """Maps [B, H W, channels] of such ones, and of a shortcut."""
-    return _of_clients(_forward, layer, [layer.maps[:2]], layer.maps[:1])(*maps, scale, bias)[0]
+    """Return normalised maps [B, H W, channels] of such maps, to which a shortcut is added."""
+    normalize = _of_clients(_forward, layer, [layer.maps[:2]], layer.maps[:1])
+    return normalize(*maps, scale, bias)[0]
 
 
 def _forward_rule(
@@ -99,9 +117,11 @@ def _backward_rule(
     layer: _Layer, saved: tuple, dy: Array
 ) -> tuple[tuple[Array, ...], Array, Array]:
     x, scale, y = saved
-    changes = [layer.maps[:2]] * (1 + layer.shortcut)
-    # Both vectors' gradients in one array: XLA then adds them to the parameters in one kernel.
-    *changes, vectors = _of_clients(_backward, layer, [*changes, (2,)])(x, y, dy, scale)
+    shapes = [layer.maps[:2]] * (1 + layer.shortcut)
+    # Both vectors' gradients are in one array, so that XLA adds them to the parameters in one
+    # kernel.
+    differentiate = _of_clients(_backward, layer, [*shapes, (2,)])
+    *changes, vectors = differentiate(x, y, dy, scale)
     return tuple(changes), vectors[0], vectors[1]
 
 
@@ -114,13 +134,16 @@ def _of_clients(
     leading: list[tuple[int, ...]],
     grid: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Array, ...]]:
-    """A kernel as a function of one client's arrays, whose last axis are channels: those of all clients side by side.
+    """Return a kernel as a function of one client's arrays, whose last axis has the channels.
+
+    Vectorised clients have their channels next to each other on this axis.
 
     Args:
-        kernel: of the layer, a place in the grid, arrays and results.
-        layer: sizes.
-        leading: each result's axes before the channels.
-        grid: programs for each group.
+        kernel: a function of the layer, a place in the grid, the arrays and the results.
+        layer: the sizes of one client.
+        leading: the shape of each result without its last axis.
+        grid: the axes of the grid before the last one, which has the groups of all clients. The
+            default adds none.
     """
 
     def of(clients: int, *arrays: Array) -> tuple[Array, ...]:
@@ -128,7 +151,7 @@ def _of_clients(
             jax.ShapeDtypeStruct((*shape, clients * layer.channels), jnp.float32)
             for shape in leading
         ]
-        programs = *grid, clients * layer.options.groups
+        programs = (*grid, clients * layer.options.groups)
         return tuple(launch(functools.partial(kernel, layer), programs, out)(*arrays))
 
     @custom_vmap
@@ -139,73 +162,72 @@ def _of_clients(
     def _(
         size: int, batched: list[bool], *arrays: Array
     ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        together = (
-            jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1)
-            for a in by_lane(size, batched, arrays)
-        )
-        found = of(size, *together)
-        split = (a.reshape(*a.shape[:-1], size, layer.channels) for a in found)
-        return tuple(jnp.moveaxis(a, -2, 0) for a in split), (True,) * len(found)
+        lanes = by_lane(size, batched, arrays)
+        together = (jnp.moveaxis(a, 0, -2).reshape(*a.shape[1:-1], -1) for a in lanes)
+        results = of(size, *together)
+        split = (a.reshape(*a.shape[:-1], size, layer.channels) for a in results)
+        return tuple(jnp.moveaxis(a, -2, 0) for a in split), (True,) * len(results)
 
     return alone
 
 
 def _channels(layer: _Layer, group: Any) -> Any:
-    """Where a group's lie."""
+    """Return the slice of a group's channels."""
     return pl.ds(group * layer.size, layer.size)
 
 
 def _place(layer: _Layer, example: Any, step: Any, group: Any) -> tuple[Any, ...]:
-    """Where some pixels of a group lie in maps."""
+    """Return the index of an example, some of its pixels, and a group's channels in maps."""
     return example, pl.ds(step * layer.rows, layer.rows), _channels(layer, group)
 
 
 def _read(array: Any, *place: Any, vector: bool = False) -> Array:
-    """A part of an array in registers, as those of other arrays lie; a vector once for each pixel."""
+    """Load a part of an array into registers, in one layout for all arrays.
+
+    The layout of a vector is that of the maps' channels, without their pixels.
+    """
     if not on_gpu():
         return array[place]
     from jax.experimental.pallas import mosaic_gpu
 
     layout = mosaic_gpu.Layout.WGMMA
-    index = (
-        [None] if "idx" in inspect.signature(mosaic_gpu.load).parameters else []
-    )  # newer jax has none
-    return mosaic_gpu.load(
-        array.at[place], *index, layout=layout.reduce(0) if vector else layout, optimized=False
-    )
+    layout = layout.reduce(0) if vector else layout
+    # Newer versions of JAX have no argument `idx`.
+    index = [None] if "idx" in inspect.signature(mosaic_gpu.load).parameters else []
+    return mosaic_gpu.load(array.at[place], *index, layout=layout, optimized=False)
 
 
 def _write(array: Any, place: tuple[Any, ...], value: Array) -> None:
-    """Its counterpart."""
+    """Store a value from registers in a part of an array."""
     if on_gpu():
         from jax.experimental.pallas import mosaic_gpu
 
-        if hasattr(
-            mosaic_gpu, "store"
-        ):  # newer jax asks whether fewer than 32 numbers may lie side by side
+        # Newer versions of JAX store fewer than 32 neighbouring numbers only if not optimized.
+        if hasattr(mosaic_gpu, "store"):
             mosaic_gpu.store(array.at[place], value, optimized=False)
             return
     array[place] = value
 
 
 def _vector(layer: _Layer, array: Any, group: Any) -> Array:
-    """A group's numbers of a vector, for each pixel."""
+    """Return a group's part of a vector, repeated for each pixel."""
     part = _read(array, _channels(layer, group), vector=True)
     return lax.broadcast_in_dim(part, (layer.rows, layer.size), (1,))
 
 
 def _sum(tile: Array) -> Array:
-    """Of all: a kernel adds along one axis at a time."""
+    """Return the sum of all numbers."""
+    # A kernel adds along one axis at a time.
     return jnp.sum(jnp.sum(tile, 1), 0)
 
 
 def _over(layer: _Layer, add: Callable[[Any, Any], Any], start: Any) -> Any:
-    """What is carried over all pixels."""
+    """Return the carry of a loop over all pixels, some at a time."""
     return lax.fori_loop(0, layer.pixels // layer.rows, add, start)
 
 
 def _moments(layer: _Layer, x: Any, example: Any, group: Any, zeros: Array) -> tuple[Array, Array]:
-    """Mean, and 1 / sqrt(var + epsilon), of an example's group."""
+    """Return the mean and 1 / sqrt(var + epsilon) of an example's group."""
 
     def read(step: Any) -> Array:
         return _read(x, *_place(layer, example, step, group))
@@ -216,13 +238,15 @@ def _moments(layer: _Layer, x: Any, example: Any, group: Any, zeros: Array) -> t
         centred = read(step) - mean
         return sums + centred * centred
 
-    return mean, lax.rsqrt(_sum(_over(layer, add, zeros)) / layer.numbers + layer.options.epsilon)
+    variance = _sum(_over(layer, add, zeros)) / layer.numbers
+    return mean, lax.rsqrt(variance + layer.options.epsilon)
 
 
 def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
     *shortcut, scale, bias, y = others
     example, group = at
-    slope, offset = (_vector(layer, of, group) for of in (scale, bias))
+    slope = _vector(layer, scale, group)
+    offset = _vector(layer, bias, group)
     mean, gain = _moments(layer, x, example, group, zeros_like(slope))
 
     def write(step: Any, carry: None) -> None:
@@ -230,9 +254,9 @@ def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
         maps = (_read(x, *place) - mean) * gain * slope + offset
         for other in shortcut:
             maps = maps + _read(other, *place)
-        maps = (
-            jnp.where(maps <= 0, 0.0, maps) if layer.options.relu else maps
-        )  # a maximum would hide NaN
+        if layer.options.relu:
+            # A maximum would hide NaN.
+            maps = jnp.where(maps <= 0, 0.0, maps)
         _write(y, place, maps)
 
     _over(layer, write, None)
@@ -250,10 +274,11 @@ def _backward(
         mean, gain = _moments(layer, x, i, group, none)
 
         def read(step: Any) -> tuple[Any, Array, Array]:
-            """Place, standardised maps, and the gradient before ReLU."""
+            """Return the place, standardised maps, and the gradient before ReLU."""
             place = _place(layer, i, step, group)
             change = _read(dy, *place)
-            change = jnp.where(_read(y, *place) > 0, change, 0.0) if layer.options.relu else change
+            if layer.options.relu:
+                change = jnp.where(_read(y, *place) > 0, change, 0.0)
             return place, (_read(x, *place) - mean) * gain, change
 
         def add(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -261,7 +286,8 @@ def _backward(
             return sums[0] + change * z, sums[1] + change
 
         of_scale, of_bias = _over(layer, add, (none, none))
-        along, level = (_sum(of * slope) / layer.numbers for of in (of_scale, of_bias))
+        along = _sum(of_scale * slope) / layer.numbers
+        level = _sum(of_bias * slope) / layer.numbers
 
         def write(step: Any, carry: None) -> None:
             place, z, change = read(step)

@@ -1,4 +1,4 @@
-"""PADPFL: clients weighted by impact factors, noise at the clients, topped up by the server."""
+"""PADPFL: clients weighted by impact factors, with noise by the clients and by the server."""
 
 import math
 from collections.abc import Callable
@@ -33,11 +33,14 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 Impacts: TypeAlias = np.ndarray | Callable[[int], np.ndarray]
-"""p as [C] or [T, C], or as a function of the round (from 0) that returns [C]."""
+"""Impact factors p [C] or [T, C], or a function from a round's index to factors [C]."""
 
 
 def _impacts(name: str, value: Any) -> Any:
-    return value if callable(value) else check_numbers(name, value, axes=(1, 2), zero=True)
+    """Require a function, or a vector or table of numbers of at least 0."""
+    if callable(value):
+        return value
+    return check_numbers(name, value, axes=(1, 2), zero=True)
 
 
 @checked(
@@ -62,51 +65,61 @@ def padpfl(
     accountant: Accountant = "pld",
     **options: Any,
 ) -> Algorithm:
-    r"""PADPFL: :math:`\min_w \sum_i p_i F_i(w)` with impact factors p that the server chooses.
+    r"""Build PADPFL, which weighs clients by impact factors p and adds noise in two places.
+
+    The objective is :math:`\min_w \sum_i p_i F_i(w)`, with factors that the server chooses:
 
     .. math::
-        w_i \approx \arg\min_w F_i(w) + \frac{\mu}{2} \|w - w^t\|^2, \qquad
-        w^{t+1} = w^t + \sum_i p_i (\mathrm{clip}_C(w_i - w^t) + N(0, \sigma_U^2)) + N(0, \sigma_D^2), \qquad
-        \sigma_D^2 = \max\Big(0, \sigma_A^2 - \sum_i p_i^2 \sigma_U^2\Big)
+        w_i &\approx \arg\min_w F_i(w) + \frac{\mu}{2} \|w - w^t\|^2 \\
+        w^{t+1} &= w^t + \sum_i p_i (\mathrm{clip}_C(w_i - w^t) + N(0, \sigma_U^2))
+            + N(0, \sigma_D^2) \\
+        \sigma_D^2 &= \max\Big(0, \sigma_A^2 - \sum_i p_i^2 \sigma_U^2\Big)
 
-    The accountant gives :math:`\sigma_A = z C \max_i p_i` for `epsilon` after T rounds, and :math:`\sigma_U = s C` for
-    `upload_epsilon` after T uploads.
+    The accountant gives :math:`\sigma_A = z C \max_i p_i` for `epsilon` after T rounds, and
+    :math:`\sigma_U = s C` for `upload_epsilon` after T uploads.
 
-    `info["gamma"]` is the inexactness :math:`\|\nabla h(w_i)\| / \|\nabla h(w^t)\|` (4) on all of a client's examples,
-    :math:`h(w) = F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`: two gradients more per round, and reported without noise.
+    `info["gamma"]` is a client's inexactness :math:`\|\nabla h(w_i)\| / \|\nabla h(w^t)\|` (4) on
+    all of its examples, with :math:`h(w) = F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`. The inexactness
+    costs two further gradients per round, and is reported without noise.
 
     Args:
-        model: the network.
-        epsilon: target for the whole run; infinity: no noise.
-        rounds: T; a run may be shorter, unless `impacts` change by round.
+        model: The network.
+        epsilon: Target of the run for sums and broadcasts. With infinity the server adds no noise.
+        rounds: T, the number of rounds. A run may be shorter, unless `impacts` change by round.
         clip: C, L2 bound on a client's update.
-        impacts: p, at least 0 and of sum 1 in every round, public; None: 1/N each. The share of absent clients goes to
-            those present, in proportion.
-        upload_epsilon: target for the upload observer; infinity: clients add no noise.
-        mu: weight of the proximal term.
-        sampling: who takes part.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
-        accountant: for the calibration; "rdp" asks for more noise than "pld".
-        options: those of `fedavg`; a `DPSGD` as `local` protects single examples, as the paper means to.
+        impacts: p, public factors [C], or [T, C] by round, or a function from a round's index to
+            factors [C]. The factors of a round are at least 0 and sum to 1. None gives 1/N to each
+            client. The share of absent clients goes to those present, in proportion.
+        upload_epsilon: Target of the run for the upload observer. With infinity clients add no
+            noise.
+        mu: :math:`\mu`, the weight of the proximal term.
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients. Without `impacts` None stands for 1e-5, which suits up to 10,000 clients.
+        accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
+        options: Further arguments of `fedavg`, such as `local` and `server_optimizer`. A `DPSGD` as
+            `local` protects single examples, as the paper intends.
 
-    Guarantee: client-level. Sums and broadcasts: zero-out, sensitivity :math:`C \max_i p_i`, by the Gaussian mechanism,
-        composed over the rounds; without amplification, since the redistributed shares show the cohort. Where factors
-        change, the noise is what the most exposed client needs. Uploads: replace-one, sensitivity 2C; finite only with
-        an `upload_epsilon`.
-    Deviations from the paper: updates are sent, not weights. Its formulas are reconstructed from the text around them.
-        mu is not readable.
-    References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and Priority-Based
-        Aggregation, arXiv:2406.18491.
+    Guarantee: Client-level privacy. Sums and broadcasts have zero-out adjacency and sensitivity
+        :math:`C \max_i p_i`, by the Gaussian mechanism, composed over the rounds. Sampling does not
+        amplify privacy, because the redistributed shares show the cohort. If factors change by
+        round, the noise is the one that the most exposed client needs. Uploads have replace-one
+        adjacency and sensitivity 2C. Their epsilon is finite only with an `upload_epsilon`.
+    Deviations from the paper: Clients send updates, not weights. The paper's formulas are
+        reconstructed from the text around them. The paper's value of mu is not readable.
+    References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and
+        Priority-Based Aggregation, arXiv:2406.18491.
 
     >>> from jaxfl.models import mlp
     >>> p = np.array([0.5, 0.3, 0.2])
-    >>> padpfl(mlp((8, 8, 1), 10), epsilon=8.0, rounds=10, clip=1.0, impacts=p).mechanism.weights.tolist()
+    >>> method = padpfl(mlp((8, 8, 1), 10), epsilon=8.0, rounds=10, clip=1.0, impacts=p)
+    >>> method.mechanism.weights.tolist()
     [0.5, 0.3, 0.2]
     """
     weights, delta = _weights(impacts, rounds, delta)
-    z = sound_noise(epsilon, rounds, delta, accountant) * (
-        1.0 if weights is None else _exposure(weights)
-    )
+    z = sound_noise(epsilon, rounds, delta, accountant)
+    if weights is not None:
+        z *= _exposure(weights)
     s = sound_upload_noise(upload_epsilon, rounds, delta, accountant)
     mechanism = Mechanism(
         clip=clip,
@@ -137,44 +150,52 @@ def padpfl_paper(
     delta: float | None = None,
     local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
 ) -> Algorithm:
-    r"""PADPFL as published: clients send weights, with noise for the sensitivity 2C/m; with equal factors NbAFL.
+    r"""Build PADPFL as published: clients send weights, with noise for the sensitivity 2C/m.
 
     .. math::
-        w^{t+1} = \sum_i p_i (\mathrm{clip}_C(w_i) + N(0, \sigma_U^2)) + N(0, \sigma_D^2), \qquad
-        \sigma_U = \frac{2 c C L}{m \epsilon} \; (8), \qquad \sigma_A = \frac{2 c C T \max_i p_i}{m \epsilon}
+        w^{t+1} &= \sum_i p_i (\mathrm{clip}_C(w_i) + N(0, \sigma_U^2)) + N(0, \sigma_D^2) \\
+        \sigma_U &= \frac{2 c C L}{m \epsilon} \; (8) \\
+        \sigma_A &= \frac{2 c C T \max_i p_i}{m \epsilon}
 
-    so that :math:`\sigma_D` of `padpfl` is (13).
+    With this :math:`\sigma_A`, the :math:`\sigma_D` of `padpfl` is (13). With equal factors the
+    method is NbAFL.
 
     Args:
-        model: the network.
-        epsilon: what the rule claims; infinity: no noise.
-        rounds: T; a run may be shorter, unless `impacts` change by round.
+        model: The network.
+        epsilon: Epsilon that the paper's rule claims. With infinity there is no noise.
+        rounds: T, the number of rounds. A run may be shorter, unless `impacts` change by round.
         clip: C, L2 bound on a client's weights.
-        smallest: m, examples of the smallest client.
-        impacts: as in `padpfl`.
-        exposures: L, how many of a client's uploads are seen.
-        mu: weight of the proximal term.
-        sampling: who takes part; a cohort whose factors are all 0 leaves the server as it was.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)), of up to 10,000 without `impacts`.
-        local: how a client trains in a round.
+        smallest: m, the number of examples of the smallest client.
+        impacts: p, public factors [C], or [T, C] by round, or a function from a round's index to
+            factors [C] (see `padpfl`). None gives 1/N to each client.
+        exposures: L, the number of a client's uploads that are seen.
+        mu: :math:`\mu`, the weight of the proximal term.
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+            A cohort whose factors are all 0 leaves the server unchanged.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients. Without `impacts` None stands for 1e-5, which suits up to 10,000 clients.
+        local: Optimizer, batches and epochs of a client's training in a round. A `DPSGD` protects
+            single examples.
 
-    Guarantee: client-level, what that noise gives; the statement has the honest epsilon and the claim. The paper's
-        sensitivity 2C/m takes trained weights for a mean of per-example minimisers: one example can move them by 2C, so
-        no smaller epsilon is known for an example than for an upload. Its L < T contradicts a server that sees all T
-        uploads.
-    Deviations from the paper: its formulas are reconstructed from the text around them. mu is not readable.
-    References: as for `padpfl`; NbAFL: Wei et al., Federated Learning with Differential Privacy, IEEE Transactions on
-        Information Forensics and Security 2020.
+    Guarantee: Client-level privacy, as far as the published noise gives it. The statement has the
+        honest epsilon and the claim. The paper's sensitivity 2C/m takes trained weights for a mean
+        of per-example minimisers. One example can move the weights by 2C, so no smaller epsilon is
+        known for an example than for an upload. The paper's L < T contradicts a server that sees
+        all T uploads.
+    Deviations from the paper: The formulas are reconstructed from the text around them. The paper's
+        value of mu is not readable.
+    References: Talaei, Izadi, Enhancing Federated Learning with Adaptive Differential Privacy and
+        Priority-Based Aggregation, arXiv:2406.18491. NbAFL: Wei et al., Federated Learning with
+        Differential Privacy, IEEE Transactions on Information Forensics and Security 2020.
 
     >>> from jaxfl.models import mlp
-    >>> padpfl_paper(mlp((8, 8, 1), 10), epsilon=50.0, rounds=10, clip=5.0, smallest=100).terms.claim[0]
+    >>> model = mlp((8, 8, 1), 10)
+    >>> padpfl_paper(model, epsilon=50.0, rounds=10, clip=5.0, smallest=100).terms.claim[0]
     50.0
     """
     weights, delta = _weights(impacts, rounds, delta)
-    s, z = (
-        nbafl_noise(epsilon, delta=delta, smallest=smallest, times=times)
-        for times in (exposures, rounds)
-    )
+    s = nbafl_noise(epsilon, delta=delta, smallest=smallest, times=exposures)
+    z = nbafl_noise(epsilon, delta=delta, smallest=smallest, times=rounds)
     mechanism = Mechanism(
         clip=clip,
         noise_multiplier=z,
@@ -186,58 +207,78 @@ def padpfl_paper(
     rule = (
         f"sensitivity 2C/m of weights to an example, T={rounds} broadcasts, L={exposures} uploads"
     )
-    claim = None if traced(epsilon) or math.isinf(epsilon) else (float(epsilon), rule)
-    terms = Terms(delta, claim)
-    base = fedprox(model, mu=mu, local=local, mechanism=mechanism, terms=terms)
+    claim = None
+    if not traced(epsilon) and math.isfinite(epsilon):
+        claim = (float(epsilon), rule)
+    base = fedprox(model, mu=mu, local=local, mechanism=mechanism, terms=Terms(delta, claim))
     return sends_weights(_with_inexactness(base, mu))._replace(name="padpfl_paper")
 
 
 @checked(epsilon=up_to_infinity, delta=probability)
 def nbafl_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1) -> Number:
-    r"""Std over C by the rule of PADPFL, NbAFL and PDP-FL: :math:`2 c k / (m \epsilon)`, with
-    :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
+    r"""Return the std of the noise, in units of C, by the rule of PADPFL, NbAFL and PDP-FL.
+
+    The rule is :math:`2 c k / (m \epsilon)`, with :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
 
     Args:
-        epsilon: the epsilon to claim; infinity: no noise.
-        delta: its delta.
-        smallest: m, examples of the smallest client.
-        times: k, how often the noisy value is seen (1: rounds are not composed).
+        epsilon: Epsilon to claim. With infinity there is no noise.
+        delta: :math:`\delta`, the failure probability of the claim.
+        smallest: m, the number of examples of the smallest client.
+        times: k, how often the noisy value is seen. With the default 1 rounds are not composed.
 
     >>> round(nbafl_noise(1.0, delta=0.01, smallest=100), 7)
     0.0621502
-    """  # noqa: D205
+    """
     return 2 * math.sqrt(2 * math.log(1.25 / delta)) * times / (smallest * epsilon)
 
 
 def sound_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
-    """Multiplier of the noise on the sum for an epsilon after all rounds, without amplification; 0 for infinity."""
-    options = {"clients": 1, "rounds": rounds, "delta": delta, "accountant": accountant}
-    return 0.0 if math.isinf(epsilon) else calibrate(epsilon, **options)
+    """Return the multiplier of the noise on the sum for an epsilon after all rounds.
+
+    Sampling does not amplify privacy. The multiplier for an infinite epsilon is 0.
+    """
+    if math.isinf(epsilon):
+        return 0.0
+    return calibrate(epsilon, clients=1, rounds=rounds, delta=delta, accountant=accountant)
 
 
 def sound_upload_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
-    """Std over C of a client's own noise for an epsilon after an upload in every round; 0 for infinity."""
-    options = {"participations": rounds, "delta": delta, "accountant": accountant}
-    return 0.0 if math.isinf(epsilon) else calibrate_upload(epsilon, **options)
+    """Return the std, in units of C, of a client's noise for an epsilon after `rounds` uploads.
+
+    The std for an infinite epsilon is 0.
+    """
+    if math.isinf(epsilon):
+        return 0.0
+    return calibrate_upload(epsilon, participations=rounds, delta=delta, accountant=accountant)
 
 
 def impact_table(impacts: Impacts, rounds: int) -> Float[np.ndarray, "..."]:
-    """Impact factors [C] or [T, C] of which every row is at least 0 and sums to 1.
+    """Return impact factors [C] or [T, C], whose rows are at least 0 and sum to 1.
+
+    Args:
+        impacts: The factors, or a function from a round's index to the round's factors.
+        rounds: T, the number of rounds.
+
+    Raises:
+        ValueError: The factors are below 0, do not sum to 1, or are for another number of rounds.
 
     >>> impact_table(lambda t: np.array([0.5, 0.5]) if t < 1 else np.array([0.0, 1.0]), 2).tolist()
     [[0.5, 0.5], [0.0, 1.0]]
     """
-    table = _impacts(
-        "impacts", [impacts(t) for t in range(rounds)] if callable(impacts) else impacts
-    )
+    factors: Any = [impacts(t) for t in range(rounds)] if callable(impacts) else impacts
+    table = _impacts("impacts", factors)
     rows = np.atleast_2d(table)
     if len(rows) not in (1, rounds):
-        raise ValueError(f"impacts has {len(rows)} rounds: give 1 or {rounds}")
+        raise ValueError(
+            f"impacts must have 1 or {rounds} rows, got {len(rows)} in {show(table)}. Give one row "
+            "for all rounds, or one row for each round."
+        )
     totals = rows.sum(axis=1)
     worst = np.argmax(np.abs(totals - 1))
     if np.abs(totals[worst] - 1) > 1e-6:
         raise ValueError(
-            f"impacts={show(table)} sum to {totals[worst]:g} in round {worst}: divide them by their sum"
+            f"impacts must sum to 1 in every round, got a sum of {totals[worst]:g} in round "
+            f"{worst} of {show(table)}. Divide the factors of a round by their sum."
         )
     return table
 
@@ -256,91 +297,93 @@ def convergence_bound(
     changes: Float[np.ndarray, "T"] | None = None,
     spread: float = 0.0,
 ) -> Float[np.ndarray, "T1"]:
-    r"""Bound on :math:`E[F(w^t) - F(w^*)]` for t = 0..T, in the manner of theorems 2 and 3.
+    r"""Return bounds on :math:`E[F(w^t) - F(w^*)]` for t = 0..T, as in theorems 2 and 3.
 
-    One round of FedProx whose clients are :math:`\gamma`-inexact, with aggregated noise n:
+    One round of FedProx whose clients are :math:`\gamma`-inexact, with aggregated noise n, gives
 
     .. math::
-        E[F(w^{t+1}) - F(w^t)] \le \lambda_2 \|\nabla F\|^2 + \lambda_1 \|\nabla F\| E\|n\| + \lambda_0 E\|n\|^2, \\
-        \lambda_2 = -\frac{1 - \gamma B}{\mu} + \frac{\rho B (1 + \gamma)}{\mu^2}
-            + \frac{\rho B^2 (1 + \gamma)^2}{2 \mu^2}, \qquad
-        \lambda_1 = 1 + \frac{\rho B (1 + \gamma)}{\mu}, \qquad \lambda_0 = \frac{\rho}{2}
+        E[F(w^{t+1}) - F(w^t)] &\le \lambda_2 \|\nabla F\|^2 + \lambda_1 \|\nabla F\| E\|n\|
+            + \lambda_0 E\|n\|^2 \\
+        \lambda_2 &= -\frac{1 - \gamma B}{\mu} + \frac{\rho B (1 + \gamma)}{\mu^2}
+            + \frac{\rho B^2 (1 + \gamma)^2}{2 \mu^2} \\
+        \lambda_1 &= 1 + \frac{\rho B (1 + \gamma)}{\mu} \\
+        \lambda_0 &= \frac{\rho}{2}
 
-    Where :math:`\lambda_2 < 0`, :math:`\|\nabla F\|^2 \ge 2 l (F - F^*)` makes the gap contract by
-    :math:`1 + 2 l \lambda_2`; elsewhere, and without l, it drifts: :math:`\Theta + k_2 T + k_1 T^2 / \epsilon
-    + k_0 T^3 / \epsilon^2`, since :math:`E\|n\| \propto T / \epsilon`. A change of p moves the objective by at most
-    half of :math:`\|\Delta p\|_1` times the spread of the clients' losses, and its minimum too.
+    If :math:`\lambda_2 < 0`, the inequality :math:`\|\nabla F\|^2 \ge 2 l (F - F^*)` makes the gap
+    contract by :math:`1 + 2 l \lambda_2`. Otherwise, or without l, the gap drifts as
+    :math:`\Theta + k_2 T + k_1 T^2 / \epsilon + k_0 T^3 / \epsilon^2`, because
+    :math:`E\|n\| \propto T / \epsilon`. A change of p moves the objective by at most half of
+    :math:`\|\Delta p\|_1` times the spread of the clients' losses. The same bound holds for the
+    objective's minimum.
 
     Args:
-        noise: std of each coordinate of the aggregate in every round, clients' and server's together.
-        parameters: d.
+        noise: Std of each coordinate of the aggregate in every round [T], with the noise of clients
+            and server together.
+        parameters: d, the number of parameters.
         gap: :math:`\Theta = F(w^0) - F(w^*)`.
-        smoothness: :math:`\rho`, Lipschitz constant of each :math:`\nabla F_i`, which is convex.
-        mu: weight of the proximal term.
-        gamma: inexactness of the clients.
+        smoothness: :math:`\rho`, Lipschitz constant of each :math:`\nabla F_i`. Each :math:`F_i` is
+            convex.
+        mu: :math:`\mu`, the weight of the proximal term.
+        gamma: :math:`\gamma`, the inexactness of the clients.
         dissimilarity: B, with :math:`\sum_i p_i \|\nabla F_i\|^2 \le B^2 \|\nabla F\|^2`.
         gradient: :math:`\beta`, bound on :math:`\|\nabla F\|`.
-        convexity: l of the Polyak-Lojasiewicz inequality; 0: none is assumed.
-        changes: :math:`\|p^{t+1} - p^t\|_1` after every round; None: fixed factors (theorem 2).
-        spread: largest difference between two clients' losses at one w.
+        convexity: l of the Polyak-Lojasiewicz inequality. With the default 0 none is assumed.
+        changes: :math:`\|p^{t+1} - p^t\|_1` after every round [T]. None stands for fixed factors
+            (theorem 2).
+        spread: Largest difference between two clients' losses at one w.
 
-    Deviations from the paper: the formulas of (23), (46), (52) and (69) are missing from the available text; the bounds
-        here follow its steps (26) to (39). Expectations over noise that is independent of the round would drop
-        :math:`\lambda_1`. Theorem 3 there bounds the change of p otherwise.
+    Deviations from the paper: The formulas of (23), (46), (52) and (69) are missing from the
+        available text. The bounds here follow its steps (26) to (39). Expectations over noise that
+        is independent of the round would drop :math:`\lambda_1`. The paper's theorem 3 bounds the
+        change of p in another way.
 
-    >>> constants = dict(gap=1.0, smoothness=1.0, mu=4.0, gamma=0.0, dissimilarity=1.0, gradient=1.0, convexity=1.0)
+    >>> constants = dict(gap=1.0, smoothness=1.0, mu=4.0, gamma=0.0, dissimilarity=1.0)
+    >>> constants |= dict(gradient=1.0, convexity=1.0)
     >>> convergence_bound(np.zeros(2), parameters=3, **constants).round(4).tolist()
     [1.0, 0.6875, 0.4727]
     """
-    for name, value in {"smoothness": smoothness, "mu": mu}.items():
-        check_positive(name, value)
-    others = {
-        "gap": gap,
-        "gamma": gamma,
-        "dissimilarity": dissimilarity,
-        "gradient": gradient,
-        "spread": spread,
-    }
-    for name, value in {**others, "convexity": convexity}.items():
-        check_positive(name, value, zero=True)
-    reach = (
-        dissimilarity * (1 + gamma) / mu
-    )  # a client moves by at most this times the gradient, on average
-    quadratic = (
-        -(1 - gamma * dissimilarity) / mu + smoothness * reach / mu + smoothness * reach**2 / 2
-    )
+    check_positive("smoothness", smoothness)
+    check_positive("mu", mu)
+    check_positive("gap", gap, zero=True)
+    check_positive("gamma", gamma, zero=True)
+    check_positive("dissimilarity", dissimilarity, zero=True)
+    check_positive("gradient", gradient, zero=True)
+    check_positive("spread", spread, zero=True)
+    check_positive("convexity", convexity, zero=True)
+    # A client moves on average by at most this times the gradient.
+    reach = dissimilarity * (1 + gamma) / mu
+    descent = -(1 - gamma * dissimilarity) / mu
+    quadratic = descent + smoothness * reach / mu + smoothness * reach**2 / 2
     linear = 1 + smoothness * reach
-    moved = spread * (np.zeros(len(noise)) if changes is None else np.asarray(changes))
+    moves = np.zeros(len(noise)) if changes is None else np.asarray(changes)
     norm = np.sqrt(parameters) * np.asarray(noise, np.float64)
-    added = (
-        linear * gradient * norm
-        + smoothness / 2 * norm**2
-        + moved
-        + max(quadratic, 0) * gradient**2
-    )
+    by_noise = linear * gradient * norm + smoothness / 2 * norm**2
+    added = by_noise + spread * moves + max(quadratic, 0) * gradient**2
+    contraction = max(0.0, 1 + 2 * convexity * min(quadratic, 0))
     bound = [gap]
     for term in added:
-        bound.append(max(0.0, 1 + 2 * convexity * min(quadratic, 0)) * bound[-1] + term)
+        bound.append(contraction * bound[-1] + term)
     return np.array(bound)
 
 
 def _weights(
     impacts: Impacts | None, rounds: int, delta: float | None
 ) -> tuple[Float[np.ndarray, "..."] | None, float]:
-    """Impact factors as a table, and the delta for their number of clients."""
-    weights = None if impacts is None else impact_table(impacts, rounds)
-    return weights, failure_probability(delta, None if weights is None else weights.shape[-1])
+    """Return impact factors as an array, and the delta for their number of clients."""
+    if impacts is None:
+        return None, failure_probability(delta, None)
+    weights = impact_table(impacts, rounds)
+    return weights, failure_probability(delta, weights.shape[-1])
 
 
 def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
-    """FedProx that reports the clients' inexactness."""
+    """Return the method with `info["gamma"]`, the inexactness of each client."""
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)
         before = _slope(base.model, server.params, server.params, data, mu)
-        after = _slope(
-            base.model, optax.tree.add(server.params, message.update), server.params, data, mu
-        )
+        trained = optax.tree.add(server.params, message.update)
+        after = _slope(base.model, trained, server.params, data, mu)
         gamma = jnp.where(before > 0, after / jnp.where(before > 0, before, 1.0), 0.0)
         return Message(message.update), client, info | {"gamma": gamma}
 
@@ -348,21 +391,30 @@ def _with_inexactness(base: Algorithm, mu: float) -> Algorithm:
 
 
 def _exposure(weights: Float[np.ndarray, "..."]) -> float:
-    r"""Noise that the most exposed client needs, relative to a client that has the largest factor in every round.
+    r"""Return the factor on the noise that the most exposed client needs.
 
-    Its loss adds up like :math:`\sum_t (p_{t,i} / \max_j p_{t,j})^2`.
+    The factor is 1 for a client that has the largest impact in every round. A client's privacy loss
+    adds up like :math:`\sum_t (p_{t,i} / \max_j p_{t,j})^2`.
     """
     rows = np.atleast_2d(weights)
-    return float(np.sqrt(np.mean((rows / rows.max(axis=1, keepdims=True)) ** 2, axis=0).max()))
+    relative = rows / rows.max(axis=1, keepdims=True)
+    loss = np.mean(relative**2, axis=0)
+    return float(np.sqrt(loss.max()))
 
 
 def _slope(
     model: Model, params: Params, center: Params, data: ClientData, mu: float
 ) -> Float[Array, ""]:
-    """Norm of the gradient of a client's whole proximal objective: one plain step with all of its examples."""
-    key = key_of(0)  # the order of a single batch
-    whole = LocalSGD(optax.sgd(1.0), data.padded, steps=1)
-    after, _ = whole.train(
-        key, model, params, data, penalty=lambda params: proximal(params, center, mu)
-    )
+    """Return the norm of the gradient of a client's proximal objective.
+
+    One plain step with all of the client's examples moves the parameters by the gradient.
+    """
+    # The key only orders the examples of the single batch.
+    key = key_of(0)
+    one_step = LocalSGD(optax.sgd(1.0), data.padded, steps=1)
+
+    def pull(params: Params) -> Float[Array, ""]:
+        return proximal(params, center, mu)
+
+    after, _ = one_step.train(key, model, params, data, penalty=pull)
     return jnp.asarray(optax.tree.norm(optax.tree.sub(after, params)))

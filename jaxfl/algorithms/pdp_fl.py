@@ -1,4 +1,4 @@
-"""PDP-FL: every client has a privacy budget of its own; the server tops noise up to a global one."""
+"""PDP-FL: a privacy budget for each client, and noise by the server for a global budget."""
 
 import dataclasses
 import math
@@ -34,19 +34,25 @@ from jaxfl.server import Server
 from jaxfl.types import Algorithm, Ledger, Model, Terms, Tree
 
 TopUp: TypeAlias = Literal["variances", "mean_level", "level_sum"]
+"""Rules for the server's noise (see `pdp_fl_paper`)."""
 
 
 class Budgets(NamedTuple):
-    """What clients ask for: epsilon for the whole run, and the public level that weights them."""
+    """Budgets and levels of the clients."""
 
     epsilon: Float[np.ndarray, "C"]
+    """Largest epsilon of each client after all rounds."""
     level: Float[np.ndarray, "C"]
+    """Public level by which the mean weighs each client."""
 
 
 def _steps(name: str, value: Any, length: int) -> tuple[float, ...]:
     steps = check_numbers(name, value)
     if len(steps) != length or np.any(np.diff(steps) < 0):
-        raise ValueError(f"{name}={show(value)}: give {length} numbers in ascending order")
+        raise ValueError(
+            f"{name} must be {length} numbers in ascending order, got {show(value)}. "
+            f"Give {length} sorted numbers."
+        )
     return tuple(steps.tolist())
 
 
@@ -64,45 +70,56 @@ def personal_budgets(
     levels: tuple[float, float, float] = (2.0, 5.0, 8.0),
     floor: float = 0.1,
 ) -> Budgets:
-    r"""Turn preferences R into budgets, and those into levels.
+    r"""Return the budgets and levels that follow from preferences R.
 
-    - "logarithm": :math:`\epsilon_k = R_k \log_2 \epsilon` (7), with a level by the cut points between budgets;
-    - "level", Algorithm 2: :math:`\epsilon'_k` is low where R_k < low, high where R_k > high, else mid, and
+    - "logarithm": The budget is :math:`\epsilon_k = R_k \log_2 \epsilon` (7). The level follows
+      from the cut points between budgets.
+    - "level", Algorithm 2: The level :math:`\epsilon'_k` is low if :math:`R_k` is below the low
+      level, high if :math:`R_k` is above the high level, and mid otherwise. The budget is
       :math:`\epsilon_k = R_k \epsilon'_k`.
 
     Args:
-        preferences: R; larger is less private.
-        rule: as above.
-        base: epsilon in (7), above 1; at 2 a budget equals the preference.
-        cuts: "logarithm": budgets from which the level is mid, and high.
-        levels: low, mid, high.
-        floor: the least budget; smaller and negative ones are raised to it, which bounds the largest noise.
+        preferences: R, one number for each client. Larger numbers ask for less privacy.
+        rule: Rule for budgets and levels, as above.
+        base: Epsilon in (7), above 1. With 2 a budget equals the preference.
+        cuts: Cut points of "logarithm": the least budgets of the levels mid and high.
+        levels: The levels low, mid and high.
+        floor: Least budget. Smaller and negative budgets are raised to the floor, which bounds the
+            noise.
 
     >>> personal_budgets(np.array([1.0, 2.0, -0.3]), base=8.0)
     Budgets(epsilon=array([3. , 6. , 0.1]), level=array([2., 5., 2.]))
     """
-    table = np.array(levels)
     if rule == "level":
-        level = table[np.where(preferences < levels[0], 0, np.where(preferences > levels[2], 2, 1))]
+        low, mid, high = levels
+        level = np.where(preferences < low, low, mid)
+        level = np.where(preferences > high, high, level)
         return Budgets(np.maximum(floor, preferences * level), level)
     if not base > 1:
-        raise ValueError(f"base={base!r}: budgets are R log2(base), so give a number above 1")
+        raise ValueError(
+            f"base must be above 1, got {base!r}. Give a larger number, because budgets are "
+            "R log2(base)."
+        )
     epsilon = np.maximum(floor, preferences * math.log2(base))
-    return Budgets(epsilon, table[np.searchsorted(cuts, epsilon, side="right")])
+    cuts_reached = np.searchsorted(cuts, epsilon, side="right")
+    return Budgets(epsilon, np.array(levels)[cuts_reached])
 
 
 def _check_budgets(name: str, value: Any) -> Budgets:
+    """Require finite or infinite epsilons and finite levels, one of each for every client."""
     if not isinstance(value, tuple) or len(value) != 2:
-        raise TypeError(f"{name}={show(value)}: give Budgets, from `personal_budgets` or your own")
-    asked, level = (
-        check_numbers("budgets.epsilon", value[0], infinite=True),
-        check_numbers("budgets.level", value[1]),
-    )
-    if asked.shape != level.shape:
-        raise ValueError(
-            f"{name}={show(value)}: {len(asked)} epsilons, {len(level)} levels, give one of each per client"
+        raise TypeError(
+            f"{name} must be Budgets, got {show(value)}. Make them by personal_budgets, or give "
+            "Budgets(epsilon, level)."
         )
-    return Budgets(asked, level)
+    epsilon = check_numbers("budgets.epsilon", value[0], infinite=True)
+    level = check_numbers("budgets.level", value[1])
+    if epsilon.shape != level.shape:
+        raise ValueError(
+            f"{name} must have as many epsilons as levels, got {len(epsilon)} and {len(level)} in "
+            f"{show(value)}. Give one of each for every client."
+        )
+    return Budgets(epsilon, level)
 
 
 @checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=probability)
@@ -118,36 +135,44 @@ def pdp_fl(
     accountant: Accountant = "pld",
     **options: Any,
 ) -> Algorithm:
-    r"""PDP-FL: personal noise at the clients, a weighted mean by level, and the server's noise on top.
+    r"""Build PDP-FL: clients add noise for their own budgets, and the server for a global one.
+
+    The aggregate is a mean in which levels :math:`\epsilon'` are the weights:
 
     .. math::
-        w^{t+1} = w^t + \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k - w^t) + N(0, \sigma_k^2)) + N(0, \sigma_D^2), \\
-        a_k = \frac{\epsilon'_k}{\sum_{j \in \Omega_t} \epsilon'_j}, \qquad
-        \sigma_D^2 = \max\Big(0, \sigma_A^2 - \sum_k a_k^2 \sigma_k^2\Big)
+        w^{t+1} &= w^t + \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k - w^t) + N(0, \sigma_k^2))
+            + N(0, \sigma_D^2) \\
+        a_k &= \frac{\epsilon'_k}{\sum_{j \in \Omega_t} \epsilon'_j} \\
+        \sigma_D^2 &= \max\Big(0, \sigma_A^2 - \sum_k a_k^2 \sigma_k^2\Big)
 
-    The accountant gives :math:`\sigma_k` for :math:`\epsilon_k` after T uploads, and :math:`\sigma_A` for
-    :math:`\epsilon_{max}` after T rounds.
+    The accountant gives :math:`\sigma_k` for :math:`\epsilon_k` after T uploads, and
+    :math:`\sigma_A` for :math:`\epsilon_{max}` after T rounds.
 
     Args:
-        model: the network.
-        budgets: from `personal_budgets`, or your own; public, independent of data.
-        epsilon_max: global budget; infinity: no noise by the server.
-        rounds: T; a run may be shorter.
+        model: The network.
+        budgets: Budgets and levels, from `personal_budgets` or your own. They must be public and
+            independent of data.
+        epsilon_max: Global budget. With infinity the server adds no noise.
+        rounds: T, the number of rounds. A run may be shorter.
         clip: C, L2 bound on a client's update.
-        sampling: who takes part.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: for the calibration; "rdp" asks for more noise than "pld".
-        options: those of `fedavg`; a `DPSGD` as `local` protects single examples, as the paper means to (see
-            `personal_examples`). Infinite `budgets` and `epsilon_max` then leave all noise to it.
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
+        accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
+        options: Further arguments of `fedavg`, such as `local` and `server_optimizer`. A `DPSGD` as
+            `local` protects single examples, as the paper intends (see `personal_examples`). If
+            `budgets` and `epsilon_max` are infinite, the `DPSGD` adds all noise.
 
-    Guarantee: client-level. Uploads: replace-one, sensitivity 2C; no client's epsilon exceeds its budget, however often
-        it takes part. Sums and broadcasts: zero-out, sensitivity :math:`a_k C`, by the Gaussian mechanism composed over
-        the rounds, without amplification. The statement has each client's epsilon.
-    Deviations from the paper: updates are sent, not weights. Equal data shares. The server tops up by variances; (20)
-        takes the clients' noise for N times weaker than a mean of N has it, and Algorithm 3 compares a sum of levels
-        with a budget. Line 13 of Algorithm 2 drops c. There are at most 64 kinds of budgets, rounded down.
-    References: Yin, Qu, Federated Learning Algorithm Based on Personalized Differential Privacy, Journal of Computer
-        Applications 2022.
+    Guarantee: Client-level privacy. Uploads have replace-one adjacency and sensitivity 2C. No
+        client's epsilon exceeds its budget, however often the client takes part. Sums and
+        broadcasts have zero-out adjacency and sensitivity :math:`a_k C`, by the Gaussian mechanism
+        composed over the rounds, without amplification. The statement has each client's epsilon.
+    Deviations from the paper: Clients send updates, not weights. Data shares are equal. The server
+        tops up by variances. In (20) the clients' noise is N times weaker than in a mean of N, and
+        Algorithm 3 compares a sum of levels with a budget. Line 13 of Algorithm 2 drops c. Budgets
+        are rounded down to at most 64 kinds.
+    References: Yin, Qu, Federated Learning Algorithm Based on Personalized Differential Privacy,
+        Journal of Computer Applications 2022.
 
     >>> from jaxfl.models import mlp
     >>> asked = personal_budgets(np.array([1.0, 5.0, 9.0]))
@@ -156,9 +181,11 @@ def pdp_fl(
     ([[10.6, 2.5, 1.5]], [2.0, 5.0, 8.0])
     """
     delta = failure_probability(delta, budgets.epsilon.size)
-    noise = _by_kind(
-        budgets.epsilon, lambda budget: sound_upload_noise(budget, rounds, delta, accountant)
-    )
+
+    def noise_of(budget: float) -> float:
+        return sound_upload_noise(budget, rounds, delta, accountant)
+
+    noise = _by_kind(budgets.epsilon, noise_of)
     z = sound_noise(epsilon_max, rounds, delta, accountant)
     mechanism = _by_level(budgets, sampling, clip, z, noise)
     return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="pdp_fl", **options)
@@ -178,75 +205,91 @@ def pdp_fl_paper(
     delta: float | None = None,
     local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
 ) -> Algorithm:
-    r"""PDP-FL as published: clients send weights, with noise for the sensitivity 2C/m.
+    r"""Build PDP-FL as published: clients send weights, with noise for the sensitivity 2C/m.
 
     .. math::
-        w^{t+1} = \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k) + N(0, \sigma_k^2)) + N(0, \sigma_D^2), \qquad
-        \sigma_k = \frac{2 c C}{m \epsilon_k} \; (15), \qquad \sigma_A = \frac{2 c C \max a}{m \epsilon_{max}} \; (19)
+        w^{t+1} &= \sum_{k \in \Omega_t} a_k (\mathrm{clip}_C(w_k) + N(0, \sigma_k^2))
+            + N(0, \sigma_D^2) \\
+        \sigma_k &= \frac{2 c C}{m \epsilon_k} \; (15) \\
+        \sigma_A &= \frac{2 c C \max a}{m \epsilon_{max}} \; (19)
 
-    By `top_up`, the server's noise follows from variances, :math:`\sigma_D^2 = \max(0, \sigma_A^2 - \sum_k a_k^2
-    \sigma_k^2)`, or from levels, by Algorithm 3's test and (20), with n participants:
+    `top_up` chooses the rule for the server's noise. The noise may follow from variances,
+    :math:`\sigma_D^2 = \max(0, \sigma_A^2 - \sum_k a_k^2 \sigma_k^2)`. It may also follow from
+    levels, by Algorithm 3's test and (20), with n participants:
 
     .. math:: \sigma_D = \frac{2 c C}{m n} \sqrt{\max(0, \epsilon_{max}^{-2} - \epsilon^{-2})}
 
-    LDP-Fed, as read here, is one budget for all and `epsilon_max` infinite; infinite `budgets` leave GDP-FL, with the
-    server's noise :math:`2 c C / (m n \epsilon_{max})`.
+    LDP-Fed, as read here, has one budget for all clients and an infinite `epsilon_max`. Infinite
+    `budgets` give GDP-FL, with the server's noise :math:`2 c C / (m n \epsilon_{max})`.
 
     Args:
-        model: the network.
-        budgets: as in `pdp_fl`.
-        epsilon_max: global budget that the rule claims for one round; infinity: no noise by the server.
+        model: The network.
+        budgets: Budgets and levels, from `personal_budgets` or your own (see `pdp_fl`).
+        epsilon_max: Global budget that the rule claims for one round. With infinity the server adds
+            no noise.
         clip: C, L2 bound on a client's weights.
-        smallest: m, examples of the smallest client.
-        aggregation: "printed": as in Algorithm 3, the clients' mean with a further factor 1/n for n participants,
-            whose number `sampling` must fix; the server's noise, which comes after the mean, has no such factor.
-        top_up: "variances": as above; "mean_level", "level_sum": (20), for the mean or (line 2) the sum of the
-            participants' levels as epsilon, none where that is at most `epsilon_max`; `sampling` must fix n.
-        sampling: who takes part.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        local: how a client trains in a round.
+        smallest: m, the number of examples of the smallest client.
+        aggregation: "normalised" is the mean above. "printed" divides the clients' mean by n, as in
+            Algorithm 3, for n participants. The server's noise comes after the mean, and is not
+            divided. `sampling` must fix n.
+        top_up: "variances" is the first rule above. "mean_level" and "level_sum" are (20), whose
+            :math:`\epsilon` is the mean or (line 2) the sum of the participants' levels. There is
+            no noise if :math:`\epsilon` is at most `epsilon_max`. `sampling` must fix n.
+        sampling: Rule that draws the participants of each round. By default all clients take part.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
+        local: Optimizer, batches and epochs of a client's training in a round. A `DPSGD` protects
+            single examples.
 
-    Guarantee: client-level, what that noise gives; the statement has each client's honest epsilon and the claim. The
-        paper composes nothing, claims the sensitivity 2C/m (see `padpfl_paper`), and uses :math:`c / \epsilon` beyond
-        where it holds. Of noise by levels, which varies with the cohort, the least counts.
-    Deviations from the paper: those of `pdp_fl`, but for what is sent and for the kinds of budgets. N of (19) and (20)
-        is the number of participants, as in (4). The test's "eps < eps" is read as epsilon < epsilon_max.
-    References: as for `pdp_fl`; LDP-Fed: Truex et al., EdgeSys 2020.
+    Guarantee: Client-level privacy, as far as the published noise gives it. The statement has each
+        client's honest epsilon and the claim. The paper composes no rounds, claims the sensitivity
+        2C/m (see `padpfl_paper`), and uses :math:`c / \epsilon` outside its range of validity.
+        Noise by levels varies with the cohort, and the least such noise counts.
+    Deviations from the paper: The deviations of `pdp_fl` apply, except for sent updates and
+        rounded budgets. N of (19) and (20) is the number of participants, as in (4). The test
+        "eps < eps" is read as epsilon < epsilon_max.
+    References: Yin, Qu, Federated Learning Algorithm Based on Personalized Differential Privacy,
+        Journal of Computer Applications 2022. LDP-Fed: Truex et al., EdgeSys 2020.
 
     >>> from jaxfl.models import mlp
     >>> asked = personal_budgets(np.array([1.0, 5.0, 9.0]))
-    >>> pdp_fl_paper(mlp((8, 8, 1), 10), budgets=asked, epsilon_max=5.0, clip=1.0, smallest=600).terms.claim[0]
+    >>> model = mlp((8, 8, 1), 10)
+    >>> method = pdp_fl_paper(model, budgets=asked, epsilon_max=5.0, clip=1.0, smallest=600)
+    >>> method.terms.claim[0]
     5.0
     """
     asked = budgets.epsilon
     delta = failure_probability(delta, asked.size)
     if not sampling.fixed and (aggregation == "printed" or top_up != "variances"):
-        which = f"aggregation={aggregation!r}, top_up={top_up!r}"
-        raise ValueError(f"sampling={sampling!r} with {which}: 1/n needs Full() or FixedSize(n)")
+        raise ValueError(
+            f"sampling must fix the number of participants with aggregation={aggregation!r} and "
+            f"top_up={top_up!r}, got {sampling!r}. Give Full() or FixedSize(n)."
+        )
     participants = sampling.expected(len(asked)) if sampling.fixed else 1.0
-    count = participants if aggregation == "printed" else 1.0
-    z, *noise = (
-        float(nbafl_noise(float(e), delta=delta, smallest=smallest)) for e in (epsilon_max, *asked)
-    )
-    z *= count  # the server divides by it
+    divisor = participants if aggregation == "printed" else 1.0
+
+    def noise_of(budget: float) -> float:
+        return float(nbafl_noise(float(budget), delta=delta, smallest=smallest))
+
+    # The server divides the aggregate, and with it its own noise, by `divisor`.
+    z = noise_of(epsilon_max) * divisor
+    noise = np.array([noise_of(budget) for budget in asked])
     rule = None
     if top_up != "variances" and math.isfinite(epsilon_max):
-        rule = LevelNoise(
-            z * epsilon_max / participants,
-            participants if top_up == "mean_level" else 1.0,
-            epsilon_max,
-        )
-    mechanism = _by_level(budgets, sampling, clip, z, np.array(noise), rule)
+        level_divisor = participants if top_up == "mean_level" else 1.0
+        rule = LevelNoise(z * epsilon_max / participants, level_divisor, epsilon_max)
+    mechanism = _by_level(budgets, sampling, clip, z, noise, rule)
     why = "sensitivity 2C/m of weights to an example, rounds not composed; "
     why += f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
-    terms = Terms(delta, (min(float(epsilon_max), float(asked.max())), why))
+    claim = min(float(epsilon_max), float(asked.max()))
+    terms = Terms(delta, (claim, why))
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="pdp_fl_paper")
     method = sends_weights(base)
     if aggregation == "normalised":
         return method
 
     def server_update(server: Server, aggregate: Tree) -> Server:
-        return method.server_update(server, optax.tree.scale(1 / count, aggregate))
+        return method.server_update(server, optax.tree.scale(1 / divisor, aggregate))
 
     return method._replace(server_update=server_update)
 
@@ -264,43 +307,50 @@ def personal_examples(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> DPSGD:
-    """Local steps that keep every client's examples within the client's own budget, however often it takes part.
+    """Return local steps that keep the examples of each client within the client's own budget.
+
+    The budget holds however often the client takes part.
 
     Args:
-        epsilon: budgets of the clients, for the whole run, of an example.
+        epsilon: Budget of each client [C], for one example after all rounds.
         clip: L2 bound on the gradient of one example.
-        rate: probability that an example is in a batch.
-        steps: local steps per round.
-        rounds: T.
-        optimizer: for the local steps.
-        examples: training examples of all clients, for the default delta; None: up to 10,000.
-        delta: failure probability; None: min(1e-5, 1 / (10 examples)).
-        accountant: "rdp" asks for more noise than "pld", and takes less time.
+        rate: Probability that an example is in a batch.
+        steps: Number of local steps per round.
+        rounds: T, the number of rounds.
+        optimizer: Optimizer of the local steps.
+        examples: Number of training examples of all clients together, for the default delta. None
+            stands for up to 10,000 examples.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 n)) for n examples.
+        accountant: Accountant of the calibration. "rdp" asks for more noise than "pld", and takes
+            less time.
 
     >>> private = personal_examples(np.array([1.0, 8.0]), clip=1.0, rate=0.1, steps=10, rounds=2)
     >>> private.noise_multiplier.round(2).tolist()
     [2.1, 0.68]
     """
-    run = {
-        "rate": rate,
-        "steps": steps,
-        "participations": rounds,
-        "examples": examples,
-        "delta": delta,
-    }
-    noise = _by_kind(
-        np.asarray(epsilon), lambda budget: calibrate_examples(budget, accountant=accountant, **run)
-    )
+
+    def noise_of(budget: float) -> float:
+        return calibrate_examples(
+            budget,
+            rate=rate,
+            steps=steps,
+            participations=rounds,
+            examples=examples,
+            delta=delta,
+            accountant=accountant,
+        )
+
+    noise = _by_kind(np.asarray(epsilon), noise_of)
     return DPSGD(clip=clip, noise_multiplier=noise, rate=rate, steps=steps, optimizer=optimizer)
 
 
 class LevelNoise(NamedTuple):
-    r"""The server's noise by levels.
+    r"""Rule for the server's noise, by the participants' levels.
 
     Args:
-        scale: :math:`2 c / (m n)`, std on the mean over C at epsilon 1.
-        participants: what the sum of levels is divided by for :math:`\epsilon`.
-        epsilon_max: of Algorithm 3's test.
+        scale: :math:`2 c / (m n)`, std of the noise on the mean at epsilon 1, in units of C.
+        participants: Divisor of the sum of levels that gives :math:`\epsilon`: n, or 1.
+        epsilon_max: Global budget in Algorithm 3's test.
     """
 
     scale: float
@@ -308,34 +358,45 @@ class LevelNoise(NamedTuple):
     epsilon_max: float
 
     def std(self, level_sum: Float[Array, ""] | float) -> Float[Array, ""]:
-        """On the weighted sum, over C; it grows with the sum of the participants' levels."""
+        """Return the std of the noise on the weighted sum, in units of C.
+
+        The std grows with the sum of the participants' levels.
+        """
         missing = self.epsilon_max**-2 - (self.participants / level_sum) ** 2
         return self.scale * level_sum * jnp.sqrt(jnp.maximum(0.0, missing))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NoiseByLevel(Mechanism):
-    """Adds noise by the participants' levels; `noise_multiplier` is the least that any cohort gets."""
+    """Mechanism that adds noise by the participants' levels.
+
+    `noise_multiplier` is the least noise of any cohort.
+    """
 
     rule: LevelNoise = LevelNoise(0.0, 1.0, math.inf)  # noqa: RUF009 (immutable)
 
     def top_up(self, numbers: RoundNumbers, total: Total) -> Float[Array, ""]:
-        """By the cohort's sum of levels, its weight."""
+        """Return the std for the sum of the cohort's levels, which are its weights."""
         del numbers
         return self.rule.std(total.weight)
 
     @property
     def server_noisy(self) -> bool:
-        """Whether any cohort may get noise."""
+        """Return True, because a cohort may get noise even if another one gets none."""
         return True
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Without amplification where clients' noise differs: it is not topped up, so that the sum shows who is in."""
+        """Return the view, without amplification if the clients' noise differs.
+
+        The server does not top such noise up, so that the sum shows who takes part.
+        """
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         noise = self.client_noise_table
-        return view if (noise == noise[:, :1]).all() else view._replace(amplified=None)
+        if (noise == noise[:, :1]).all():
+            return view
+        return view._replace(amplified=None)
 
 
 def _by_level(
@@ -346,19 +407,30 @@ def _by_level(
     noise: Float[np.ndarray, "C"],
     rule: LevelNoise | None = None,
 ) -> Mechanism:
-    """A mean by level of what clients send with noise of their own; the server tops it up, or adds noise by a rule."""
-    levels = np.sort(budgets.level)
-    shared: dict[str, Any] = {"clip": clip, "weights": budgets.level, "client_noise": noise[None]}
-    shared |= {"sampling": sampling, "denominator": "participants"}
+    """Build the mechanism of a mean by level, in which clients add noise of their own.
+
+    The server tops this noise up to `noise_multiplier`, or adds noise by `rule`.
+    """
+    shared: dict[str, Any] = {
+        "clip": clip,
+        "weights": budgets.level,
+        "client_noise": noise[None],
+        "sampling": sampling,
+        "denominator": "participants",
+    }
     if rule is None:
         return Mechanism(noise_multiplier=noise_multiplier, **shared)
-    least = float(rule.std(levels[: int(sampling.expected(len(levels)))].sum()))
+    levels = np.sort(budgets.level)
+    participants = int(sampling.expected(len(levels)))
+    # The cohort with the lowest levels gets the least noise.
+    least = float(rule.std(levels[:participants].sum()))
     return NoiseByLevel(noise_multiplier=least / levels[-1], rule=rule, **shared)
 
 
 def _by_kind(
     budgets: Float[np.ndarray, "C"], noise_fn: Callable[[float], float]
 ) -> Float[np.ndarray, "C"]:
-    """Noise for each client, calibrated once for each kind of budget."""
+    """Return the noise of each client, which is calibrated once for each kind of budget."""
     kinds, kind_of_client = np.unique(round_down(budgets), return_inverse=True)
-    return np.array([noise_fn(float(kind)) for kind in kinds])[kind_of_client]
+    noise = np.array([noise_fn(float(kind)) for kind in kinds])
+    return noise[kind_of_client]

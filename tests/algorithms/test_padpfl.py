@@ -300,10 +300,13 @@ def test_bound_grows_as_stated_where_nothing_contracts():
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"impacts": np.array([0.5, 0.6])}, "impacts=.* sum to 1.1 in round 0: divide"),
+        ({"impacts": np.array([0.5, 0.6])}, "impacts must sum to 1 .* 1.1 in round 0 .* Divide"),
         ({"impacts": np.array([1.5, -0.5])}, "impacts=.*at least 0"),
-        ({"impacts": np.full((2, 4), 0.25)}, "impacts has 2 rounds: give 1 or 3"),
-        ({"impacts": lambda t: np.array([1.0, 0.1 * t])}, "impacts=.* sum to 1.2 in round 2"),
+        ({"impacts": np.full((2, 4), 0.25)}, "impacts must have 1 or 3 rows, got 2 in"),
+        (
+            {"impacts": lambda t: np.array([1.0, 0.1 * t])},
+            "impacts must sum to 1 .* 1.2 in round 2",
+        ),
         ({"epsilon": 0.0}, "epsilon=0.0"),
         ({"upload_epsilon": -1.0}, "upload_epsilon=-1.0"),
         ({"epsilon": 1.0}, "clip=inf"),

@@ -135,7 +135,7 @@ def fedyogi(
     Args:
         learning_rate: :math:`\eta`, the learning rate.
         beta1: :math:`\beta_1`, the momentum.
-        beta2: :math:`\beta_2`. In each step v moves by the share :math:`1 - \beta_2` of a square.
+        beta2: :math:`\beta_2`. A step moves v by the share :math:`1 - \beta_2` of a square.
         tau: :math:`\tau`, the degree of adaptivity (see `fedadam`).
 
     References: Reddi et al., Adaptive Federated Optimization, ICLR 2021 (arXiv:2003.00295),

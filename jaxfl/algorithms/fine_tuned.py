@@ -31,8 +31,8 @@ def fine_tuned(
     Args:
         algorithm: Any method. Methods that share a model gain the most.
         local: Optimizer, batches and epochs of the training before an evaluation.
-        parts: Names of the layers that train. None trains all of them. With the head's layers,
-            `model.head`, a fine-tuned `dp_fedavg` is `dp_fedavg_fb`.
+        parts: Names of the layers that train. None trains all layers. A `dp_fedavg` that
+            fine-tunes the head's layers, `model.head`, is `dp_fedavg_fb`.
 
     Guarantee: The guarantee of the method, which sends the same messages as without fine-tuning.
         Fine-tuned models have joint privacy: each client is protected against all other clients,

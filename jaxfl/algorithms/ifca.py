@@ -47,7 +47,7 @@ def ifca(
         clip: C, L2 bound on a client's update. Infinity clips nothing.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         server_optimizer: Optimizer that takes the negative aggregate of all k models as its
             gradient. The default adds the aggregate to the models.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N

@@ -49,7 +49,7 @@ def mixed(
     folds: int = 3,
     pick: bool = False,
 ) -> Algorithm:
-    r"""Mix a method's predictions with those of a model that each client trains alone.
+    r"""Mix a method's predictions with those of a model that each client trains for itself.
 
     .. math::
         p_i(y | x) = \lambda_i \, p(y | x; v_i) + (1 - \lambda_i) \, p(y | x; \theta_i)
@@ -64,17 +64,17 @@ def mixed(
             + (1 - \lambda) \, p(y | x; \theta_i^{-k}) \big)
 
     :math:`v_i^{-k}` and :math:`\theta_i^{-k}` are made in the same way without the examples
-    :math:`D_{ik}` of fold k. Folds are random. For a classification they divide each class as
-    evenly as possible. The only example of a class is in no fold, because no model would know the
-    class without it. A client without an example in any fold has the method's predictions.
+    :math:`D_{ik}` of fold k. Folds are random. If the task is a classification, they divide each
+    class as evenly as possible. The only example of a class is in no fold, because no model would
+    know the class without it. A client whose examples are in no fold has the method's predictions.
 
     At each evaluation every client trains `folds` + 1 models, and discards them afterwards.
 
     Args:
-        algorithm: Any method for a classification, a next token, or a regression. For a regression
-            the outputs are mixed, and the weight minimises the squared error.
+        algorithm: Any method for a classification, a next token, or a regression. Regressions
+            mix outputs, and their weight minimises the squared error.
         local: Optimizer, batches and epochs of a client's own model. Give as many epochs as
-            training alone takes.
+            training without the method takes.
         folds: Number of parts of a client's examples. Each part is left out once.
         pick: Whether the only weights are 0 and 1, so that each client picks one of the two models.
 
@@ -200,7 +200,7 @@ def _divided(data: ClientData, out: Bool[Array, "N"]) -> tuple[ClientData, Clien
 
 def _of_probabilities(weight: Float[Array, ""], own: Array, method: Array) -> Array:
     r"""Return :math:`\log(\lambda p + (1 - \lambda) q)` of two models' probabilities."""
-    # The weights 0 and 1 have an infinite logarithm. `_mixture` replaces their outputs.
+    # Weights of 0 and 1 would give infinite logarithms. `_mixture` replaces their outputs.
     inside = jnp.clip(weight, 0.01, 0.99)
     first = jax.nn.log_softmax(own) + jnp.log(inside)
     second = jax.nn.log_softmax(method) + jnp.log1p(-inside)
@@ -213,10 +213,9 @@ def _of_outputs(weight: Float[Array, ""], own: Array, method: Array) -> Array:
 
 
 def _mixture(mix: Mix, weight: Float[Array, ""], own: Array, method: Array) -> Array:
-    """Return mixed outputs.
+    """Return mixed outputs, which are exactly one model's outputs if the other has no weight.
 
-    If one model has no weight, the outputs are exactly those of the other one, even if the first
-    model's outputs are NaN.
+    The outputs of a model without weight may be NaN.
     """
     between = mix(weight, own.astype(jnp.float32), method.astype(jnp.float32))
     outputs = jnp.where(weight == 0, method, between.astype(method.dtype))

@@ -68,7 +68,7 @@ def dp_ridge(
         W = ([\bar A]_+ + \lambda I)^{-1} \bar B, \qquad
         W_i = (n_i A_i + \mu I)^{-1} (n_i B_i + \mu W)
 
-    where :math:`[\cdot]_+` replaces the negative eigenvalues, which only noise can cause, by 0. The
+    Here :math:`[\cdot]_+` replaces the negative eigenvalues, which only noise can cause, by 0. The
     second equation minimises :math:`\sum |y - W_i^\top x|^2 + \mu |W_i - W|^2`. Run one round.
     Further rounds cost more privacy, and their aggregates are averaged.
 
@@ -80,7 +80,7 @@ def dp_ridge(
             :math:`R \sqrt{4 R^2 + 2}`.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate` with rounds=1).
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         ridge: :math:`\lambda`, in units of squared features. More noise needs a larger value.
         radius: R, public bound on the norm of an example's features. Only the statistics use R.
         personal: :math:`\mu`, weight of the server's head in a client's own head, as a number of
@@ -152,10 +152,11 @@ def dp_prototypes(
 ) -> Algorithm:
     r"""Build a nearest-mean classifier on frozen features, from one noisy sum of class means.
 
-    The features are :math:`x = \min(1, R / |\phi|) \, \phi`. For each class k, client i sends the
-    sum of its features :math:`s_{ik} = \frac{1}{n_i} \sum_{y = k} x` and the share
-    :math:`R \, p_{ik} = R \, n_{ik} / n_i` of its examples, clipped together to the norm C. The
-    server divides the sums by the shares. Every client corrects the prototypes by its own examples:
+    The features are :math:`x = \min(1, R / |\phi|) \, \phi`. Client i sends two statistics of each
+    class k: the sum of its features :math:`s_{ik} = \frac{1}{n_i} \sum_{y = k} x`, and the share
+    :math:`R \, p_{ik} = R \, n_{ik} / n_i` of its examples. All statistics are clipped together to
+    the norm C. The server divides the sums by the shares. Every client corrects the prototypes by
+    its own examples:
 
     .. math::
         \mu_k = \frac{\bar s_k}{\max(\bar p_k, p_{\min})}, \qquad
@@ -172,7 +173,7 @@ def dp_prototypes(
         clip: C, L2 bound on a client's statistics. Their norm is at most :math:`\sqrt{2} R`.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate` with rounds=1).
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         least_share: :math:`p_{\min}`, least share of a class in the division, since noise may leave
             a share of 0 or less.
         radius: R, public bound on the norm of an example's features. Only the statistics use R.

@@ -84,16 +84,16 @@ def padpfl(
 
     Args:
         model: The network.
-        epsilon: Target of the run for sums and broadcasts. With infinity the server adds no noise.
+        epsilon: Target of the run for sums and broadcasts. Infinity means no noise by the server.
         rounds: T, the number of rounds. A run may be shorter, unless `impacts` change by round.
         clip: C, L2 bound on a client's update.
         impacts: p, public factors [C], or [T, C] by round, or a function from a round's index to
             factors [C]. The factors of a round are at least 0 and sum to 1. None gives 1/N to each
             client. The share of absent clients goes to those present, in proportion.
-        upload_epsilon: Target of the run for the upload observer. With infinity clients add no
-            noise.
+        upload_epsilon: Target of the run for the upload observer. Infinity means no noise by
+            clients.
         mu: :math:`\mu`, the weight of the proximal term.
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
             clients. Without `impacts` None stands for 1e-5, which suits up to 10,000 clients.
         accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
@@ -157,12 +157,12 @@ def padpfl_paper(
         \sigma_U &= \frac{2 c C L}{m \epsilon} \; (8) \\
         \sigma_A &= \frac{2 c C T \max_i p_i}{m \epsilon}
 
-    With this :math:`\sigma_A`, the :math:`\sigma_D` of `padpfl` is (13). With equal factors the
-    method is NbAFL.
+    This :math:`\sigma_A` makes the :math:`\sigma_D` of `padpfl` that of (13). The method with equal
+    factors is NbAFL.
 
     Args:
         model: The network.
-        epsilon: Epsilon that the paper's rule claims. With infinity there is no noise.
+        epsilon: Epsilon that the paper's rule claims. Infinity means no noise.
         rounds: T, the number of rounds. A run may be shorter, unless `impacts` change by round.
         clip: C, L2 bound on a client's weights.
         smallest: m, the number of examples of the smallest client.
@@ -170,7 +170,7 @@ def padpfl_paper(
             factors [C] (see `padpfl`). None gives 1/N to each client.
         exposures: L, the number of a client's uploads that are seen.
         mu: :math:`\mu`, the weight of the proximal term.
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
             A cohort whose factors are all 0 leaves the server unchanged.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
             clients. Without `impacts` None stands for 1e-5, which suits up to 10,000 clients.
@@ -221,10 +221,10 @@ def nbafl_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1)
     The rule is :math:`2 c k / (m \epsilon)`, with :math:`c = \sqrt{2 \ln(1.25 / \delta)}`.
 
     Args:
-        epsilon: Epsilon to claim. With infinity there is no noise.
+        epsilon: Epsilon to claim. Infinity means no noise.
         delta: :math:`\delta`, the failure probability of the claim.
         smallest: m, the number of examples of the smallest client.
-        times: k, how often the noisy value is seen. With the default 1 rounds are not composed.
+        times: k, how often the noisy value is seen. The default 1 composes no rounds.
 
     >>> round(nbafl_noise(1.0, delta=0.01, smallest=100), 7)
     0.0621502
@@ -327,7 +327,7 @@ def convergence_bound(
         gamma: :math:`\gamma`, the inexactness of the clients.
         dissimilarity: B, with :math:`\sum_i p_i \|\nabla F_i\|^2 \le B^2 \|\nabla F\|^2`.
         gradient: :math:`\beta`, bound on :math:`\|\nabla F\|`.
-        convexity: l of the Polyak-Lojasiewicz inequality. With the default 0 none is assumed.
+        convexity: l of the Polyak-Lojasiewicz inequality. The default 0 assumes nothing.
         changes: :math:`\|p^{t+1} - p^t\|_1` after every round [T]. None stands for fixed factors
             (theorem 2).
         spread: Largest difference between two clients' losses at one w.

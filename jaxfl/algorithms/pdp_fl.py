@@ -81,7 +81,7 @@ def personal_budgets(
     Args:
         preferences: R, one number for each client. Larger numbers ask for less privacy.
         rule: Rule for budgets and levels, as above.
-        base: Epsilon in (7), above 1. With 2 a budget equals the preference.
+        base: Epsilon in (7), above 1. The default 2 makes budgets equal preferences.
         cuts: Cut points of "logarithm": the least budgets of the levels mid and high.
         levels: The levels low, mid and high.
         floor: Least budget. Smaller and negative budgets are raised to the floor, which bounds the
@@ -152,10 +152,10 @@ def pdp_fl(
         model: The network.
         budgets: Budgets and levels, from `personal_budgets` or your own. They must be public and
             independent of data.
-        epsilon_max: Global budget. With infinity the server adds no noise.
+        epsilon_max: Global budget. Infinity means no noise by the server.
         rounds: T, the number of rounds. A run may be shorter.
         clip: C, L2 bound on a client's update.
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
             clients.
         accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
@@ -168,9 +168,9 @@ def pdp_fl(
         broadcasts have zero-out adjacency and sensitivity :math:`a_k C`, by the Gaussian mechanism
         composed over the rounds, without amplification. The statement has each client's epsilon.
     Deviations from the paper: Clients send updates, not weights. Data shares are equal. The server
-        tops up by variances. In (20) the clients' noise is N times weaker than in a mean of N, and
-        Algorithm 3 compares a sum of levels with a budget. Line 13 of Algorithm 2 drops c. Budgets
-        are rounded down to at most 64 kinds.
+        tops up by variances. Equation (20) takes the clients' noise for N times weaker than in a
+        mean of N. Algorithm 3 compares a sum of levels with a budget. Line 13 of Algorithm 2 drops
+        c. Budgets are rounded down to at most 64 kinds.
     References: Yin, Qu, Federated Learning Algorithm Based on Personalized Differential Privacy,
         Journal of Computer Applications 2022.
 
@@ -225,8 +225,8 @@ def pdp_fl_paper(
     Args:
         model: The network.
         budgets: Budgets and levels, from `personal_budgets` or your own (see `pdp_fl`).
-        epsilon_max: Global budget that the rule claims for one round. With infinity the server adds
-            no noise.
+        epsilon_max: Global budget that the rule claims for one round. Infinity means no noise by
+            the server.
         clip: C, L2 bound on a client's weights.
         smallest: m, the number of examples of the smallest client.
         aggregation: "normalised" is the mean above. "printed" divides the clients' mean by n, as in
@@ -235,7 +235,7 @@ def pdp_fl_paper(
         top_up: "variances" is the first rule above. "mean_level" and "level_sum" are (20), whose
             :math:`\epsilon` is the mean or (line 2) the sum of the participants' levels. There is
             no noise if :math:`\epsilon` is at most `epsilon_max`. `sampling` must fix n.
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
             clients.
         local: Optimizer, batches and epochs of a client's training in a round. A `DPSGD` protects

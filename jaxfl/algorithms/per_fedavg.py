@@ -34,7 +34,7 @@ def per_fedavg(
 
     .. math:: w \leftarrow w - \eta \nabla F_i(w - \alpha \nabla F_i(w; D); D')
 
-    where D is one half of a step's batch and D' the other half. A client is evaluated after it has
+    Here D is one half of a step's batch and D' the other half. A client is evaluated after it has
     trained :math:`w^t` on its own training examples.
 
     Args:
@@ -48,7 +48,7 @@ def per_fedavg(
         clip: C, L2 bound on a client's update. Infinity clips nothing.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         server_optimizer: Optimizer that takes the negative aggregate as its gradient. The default
             adds the aggregate to the shared model.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N

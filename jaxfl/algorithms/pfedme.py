@@ -33,31 +33,31 @@ def pfedme(
 ) -> Algorithm:
     r"""Build pFedMe: FedAvg on the Moreau envelopes of the clients' losses.
 
-    The envelope at w is :math:`\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w\|^2`. In a
-    round, a client alternates the first two steps, and the server takes the third:
+    The envelope at w is :math:`\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w\|^2`. A
+    client alternates the first two steps in a round, and the server takes the third:
 
     .. math::
         \theta_i &\approx \arg\min_\theta F_i(\theta) + \frac{\lambda}{2} \|\theta - w_i\|^2 \\
         w_i &\leftarrow w_i - \eta \lambda (w_i - \theta_i) \\
         w^{t+1} &= w^t + \beta \, \mathrm{aggregate}(w_i - w^t)
 
-    Each local step takes a batch, and K gradient steps on this batch for :math:`\theta_i`. These
-    start at the previous :math:`\theta_i`, and in a round's first step at :math:`w^t`. A client
-    keeps the last :math:`\theta_i`, and is evaluated with it.
+    Each local step takes a batch, and K gradient steps on this batch for :math:`\theta_i`. The K
+    steps start at the previous :math:`\theta_i`, and in a round's first step at :math:`w^t`. A
+    client keeps the last :math:`\theta_i`, and is evaluated with it.
 
     Args:
         model: The network.
         penalty_weight: :math:`\lambda`. Values of :math:`\eta \lambda` below 1 keep :math:`w_i`
             between its last value and :math:`\theta_i`.
-        inner_learning_rate: Rate of the K steps for :math:`\theta_i`. These are stable only for
-            rates below :math:`2 / \lambda`.
+        inner_learning_rate: Rate of the K steps for :math:`\theta_i`. The steps are stable only
+            for rates below :math:`2 / \lambda`.
         inner_steps: K, the number of steps for :math:`\theta_i` in a local step.
         local: Batches and epochs of a client's training in a round, and the optimizer of
             :math:`w_i`. This optimizer's gradient is :math:`\lambda (w_i - \theta_i)`.
         clip: C, L2 bound on a client's update. Infinity clips nothing.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         server_optimizer: Optimizer that takes the negative aggregate as its gradient. The rate of
             an `optax.sgd` is :math:`\beta`.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
@@ -118,8 +118,8 @@ def pfedme(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
         shared = decayed(local.optimizer, local.decay, data)
-        transforms = {"weights": shared, "personal": optax.scale(-1.0)}
-        optimizer = optax.partition(transforms, ("weights", "personal"))
+        labels = ("weights", "personal")
+        optimizer = optax.partition({"weights": shared, "personal": optax.scale(-1.0)}, labels)
         # The decay is in the optimizer already, because it must not scale the steps of theta.
         outer = dataclasses.replace(local, optimizer=optimizer, decay=None)
         start = (server.params, server.params)

@@ -39,8 +39,8 @@ def pmtl(
 ) -> Algorithm:
     r"""Build PMTL: private mean-regularised multi-task learning.
 
-    The objective is :math:`\min \sum_i F_i(w_i) + \frac{\lambda}{2} \|w_i - w\|^2`. In a round,
-    clients approach their own minimum, and the server adds the aggregate:
+    The objective is :math:`\min \sum_i F_i(w_i) + \frac{\lambda}{2} \|w_i - w\|^2`. Clients
+    approach their own minimum in a round, and the server adds the aggregate:
 
     .. math::
         w_i \approx \arg\min_v F_i(v) + \frac{\lambda}{2} \|v - w^t\|^2, \qquad
@@ -55,7 +55,7 @@ def pmtl(
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
         sampling: Rule that draws the participants of each round.
-        penalty_weight: :math:`\lambda`. With 0 and `start="broadcast"`, clients send the same
+        penalty_weight: :math:`\lambda`. 0 with `start="broadcast"` makes clients send the same
             updates as in DP-FedAvg.
         start: Weights from which local training starts: the client's "own" weights, or the
             "broadcast" weights.
@@ -184,18 +184,18 @@ def mr_mtl(
 
     Args:
         model: The network.
-        local: A `jaxfl.privacy.DPSGD`. With a `LocalSGD` nothing is private.
+        local: A `jaxfl.privacy.DPSGD`. A `LocalSGD` makes nothing private.
         penalty_weight: :math:`\lambda`. 0 gives local training. Larger values keep all :math:`w_i`
             closer to FedAvg's model.
-        sampling: Rule that draws the silos of each round. By default all silos take part.
+        sampling: Rule that draws the silos of each round. The default draws all silos.
         server_optimizer: Optimizer that takes the negative mean of :math:`w_i - w^t` as its
             gradient. The default, `optax.sgd(1.0)`, sets w to the mean of :math:`w_i`.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 n)) for n
             training examples of all silos.
 
     Guarantee: Example-level privacy with zero-out adjacency, by the steps of `local`, for every
-        observer of what silos send, also of their :math:`w_i` (the paper's silo-specific
-        example-level privacy). The penalty reads only weights that follow from sent updates. A silo
+        observer of what silos send, also of their :math:`w_i`. The paper calls it silo-specific
+        example-level privacy. The penalty reads only weights that follow from sent updates. A silo
         as a unit has no epsilon.
     Deviations from the paper: Weights of silos are uniform. The denominator qN is fixed.
     References: Liu, Hu, Wu, Smith, On Privacy and Personalization in Cross-Silo Federated Learning,

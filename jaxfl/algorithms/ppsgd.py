@@ -33,8 +33,8 @@ def ppsgd(
     r"""Build PPSGD: the shared head w and a client's own head :math:`\theta_i` are added.
 
     The logits are :math:`\phi(x) (w + \theta_i)`. Each :math:`\theta_i` is 0 at first, and stays
-    with its client. In a round a client computes the gradients :math:`g_\phi`, :math:`g_w` and
-    :math:`g_\theta` on one batch, where :math:`g_w = g_\theta`:
+    with its client. A round's gradients :math:`g_\phi`, :math:`g_w` and :math:`g_\theta` come from
+    one batch of each participant, where :math:`g_w = g_\theta`:
 
     .. math::
         (\phi, w) \leftarrow (\phi, w) - \eta_w \, \mathrm{aggregate}(g_\phi, g_w), \qquad

@@ -60,12 +60,12 @@ def prior_corrected(
         p_i(y | x) \propto p(y | x) \frac{\pi_i(y)}{\pi(y)}, \qquad
         \pi_i(y) = \frac{n_i(y) + s}{n_i + s K}
 
-    where :math:`n_i(y)` of a client's :math:`n_i` training examples are of class y, one of K. The
-    correction adds the offset :math:`\log \pi_i(y) - \log \pi(y)` to the logits. By default
+    Here :math:`n_i(y)` of a client's :math:`n_i` training examples are of class y, one of K. The
+    correction adds the offset :math:`\log \pi_i(y) - \log \pi(y)` to the logits. The default is
     :math:`\pi(y) = 1 / K`. A client that has no examples, or equally many of each class, then has
     the method's predictions.
 
-    With `released` w above 0, :math:`\pi` comes from the labels of all clients. A participant with
+    If `released` w is above 0, :math:`\pi` comes from the labels of all clients. A participant with
     the shares :math:`h_i(y) = n_i(y) / n_i` and the update :math:`\Delta_i` sends one vector:
 
     .. math::
@@ -86,9 +86,8 @@ def prior_corrected(
 
     Args:
         algorithm: Any method for a classification.
-        smoothing: s, number of examples that are added to every class. With 0 the client predicts
-            only its own classes. Every other class has probability 0, and a loss of 1e30, not
-            infinity.
+        smoothing: s, number of examples that are added to every class. 0 lets the client predict
+            only its own classes. Every other class has probability 0, and a finite loss of 1e30.
         train: Whether local training adds the offset too, in rounds and before an evaluation. The
             shared model then learns what the counts of labels leave open (logit adjustment, or the
             restricted softmax with s = 0). False suits methods that evaluate a shared model. A
@@ -96,19 +95,19 @@ def prior_corrected(
             corrected twice.
         released: w, the largest norm of a client's shares over the clip bound, below 1. A larger
             w leaves less noise on the shares, but a tighter bound :math:`C_i` for the update. If
-            the mechanism does not clip, 1 replaces C. With 0 clients send nothing about labels.
+            the mechanism does not clip, 1 replaces C. 0 sends nothing about labels.
 
     Guarantee: The guarantee of the method, with the same mechanism and epsilon. If `released` is 0,
         counts of labels stay with the client. Otherwise they are a part of its message, whose joint
         norm is at most C. Noise of the same multiplier covers the message, and pi is
-        post-processing of the released sums. With `train` the update depends on the counts, and the
-        mechanism clips the update as before. Offsets have joint privacy: each client is protected
-        against all other clients, but its offset depends on its own data. Publishing offsets voids
-        the guarantee.
-    Deviations from the paper: By default pi is uniform, as if the shared model had seen all classes
-        equally often. The released count weighs clients as the mechanism does, not by their
-        numbers of examples. FedRS scales the weights of missing classes. With s = 0 these classes
-        are ruled out.
+        post-processing of the released sums. If `train` is True, the update depends on the counts,
+        and the mechanism clips the update as before. Offsets have joint privacy: each client is
+        protected against all other clients, but its offset depends on its own data. Publishing
+        offsets voids the guarantee.
+    Deviations from the paper: The default pi is uniform, as if the shared model had seen all
+        classes equally often. The released count weighs clients as the mechanism does, not by their
+        numbers of examples. FedRS scales the weights of missing classes. Here s = 0 rules these
+        classes out.
     References: Saerens, Latinne, Decaestecker, Adjusting the Outputs of a Classifier to New a
         Priori Probabilities, Neural Computation 2002; Menon et al., Long-Tail Learning via Logit
         Adjustment, ICLR 2021; Li and Zhan, FedRS: Federated Learning with Restricted Softmax for
@@ -117,8 +116,8 @@ def prior_corrected(
     Raises:
         ValueError: The task is not a classification, or the outputs are not one logit for each
             class. `train` comes with private local steps, or with a method that has its own loss.
-            `released` comes with `train`, with private local steps, with a method that sends
-            weights or nothing, or with a mechanism that does more than sum messages.
+            `released` comes with `train`, with private local steps, or with a method that sends
+            weights or nothing. `released` comes with a mechanism that does more than sum messages.
 
     >>> from jaxfl.algorithms import fedavg
     >>> from jaxfl.models import mlp

@@ -64,7 +64,7 @@ def scaffold(
         clip: C, L2 bound on the joint norm of :math:`(y - x, c_i^+ - c_i)`. Infinity clips nothing.
         noise_multiplier: z, std of the noise on the sum, in units of C (see
             `jaxfl.privacy.calibrate`).
-        sampling: Rule that draws the participants of each round. By default all clients take part.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
         server_optimizer: Optimizer that takes the negative aggregate of :math:`y - x` as its
             gradient. The default adds the aggregate to x.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N

@@ -1,4 +1,4 @@
-"""Examples -> partition -> clients."""
+"""Examples, their partition, and the clients that hold them."""
 
 from jaxfl.data.clients import describe, hold_out, leave_out, make_clients, shard
 from jaxfl.data.corrupt import corrupt_clients, flip_labels, salt_and_pepper

@@ -1,4 +1,4 @@
-"""Corruption of inputs: some clients have worse data than others."""
+"""Corruption of data, so that some clients have worse data than others."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,14 +20,18 @@ from jaxfl.data.load import check_inputs, check_labels, check_rows
 
 
 def _check_pixels(name: str, value: Any) -> np.ndarray:
+    """Require inputs of bytes or floating numbers."""
     inputs = check_array(name, value)
     if inputs.dtype != np.uint8 and not np.issubdtype(inputs.dtype, np.floating):
-        raise ValueError(f"{name}.dtype={inputs.dtype}: give bytes, or floating numbers")
+        raise ValueError(
+            f"{name} must be bytes or floating numbers, got {inputs.dtype}. Convert them."
+        )
     check_inputs(name, inputs)
     return inputs
 
 
 def _check_densities(name: str, value: Any) -> list[float]:
+    """Require probabilities, one or several."""
     densities = np.atleast_1d(check_array(name, value))
     return [
         check_fraction(f"{name}[{i}]", density, zero=True) for i, density in enumerate(densities)
@@ -45,16 +49,17 @@ def salt_and_pepper(
 ) -> Shaped[np.ndarray, "D ..."]:
     """Set each pixel of the given rows to black or white, with probability density / 2 each.
 
-    A pixel of an image `[H, W, C]` is all channels of one position; in inputs of any other shape it is one
-    value. Black and white are 0 and 255 in uint8 inputs, and the least and the largest value of
-    all `inputs` in floating ones.
+    A pixel of an image `[H, W, C]` is all channels of one position. In inputs of any other shape it
+    is one value. Black and white are 0 and 255 in uint8 inputs, and the least and the largest value
+    of all `inputs` in floating ones.
 
-    The noise of a row depends only on the seed and the row's number: not on the other rows, their order,
-    or the other inputs. What one density corrupts, a higher density corrupts in the same way.
+    The noise of a row depends only on the seed and the row's number. It does not depend on other
+    rows, on their order, or on other inputs. A higher density corrupts the same pixels as a lower
+    one, in the same way, and more of them.
 
     Args:
-        inputs: `[D, ...]` uint8 or floating; not changed.
-        rows: Rows to corrupt.
+        inputs: Inputs `[D, ...]`, uint8 or floating. They are not changed.
+        rows: Row numbers of the inputs to corrupt.
         density: Expected fraction of corrupted pixels, in [0, 1].
         seed: Seed of the noise.
 
@@ -62,7 +67,7 @@ def salt_and_pepper(
         A copy of `inputs` with the rows corrupted.
 
     Raises:
-        ValueError: A density outside [0, 1], or rows outside the inputs.
+        ValueError: The density is outside [0, 1], or a row is outside the inputs.
 
     Example:
         >>> gray = np.full((3, 8, 8, 1), 100, np.uint8)
@@ -92,14 +97,17 @@ def corrupt_clients(
     """Corrupt the rows of each client with its own density, as `salt_and_pepper` does.
 
     Args:
-        inputs: `[D, ...]` uint8 or floating; not changed.
-        lists: Rows of each client, disjoint.
-        densities: One density in [0, 1] per client.
-        seed: Seed of the noise; the order of the clients does not matter.
+        inputs: Inputs `[D, ...]`, uint8 or floating. They are not changed.
+        lists: Row numbers of each client's inputs. The lists are disjoint.
+        densities: Density in [0, 1] of each client, the expected fraction of corrupted pixels.
+        seed: Seed of the noise, which does not depend on the order of the clients.
+
+    Returns:
+        A copy of `inputs` with the clients' rows corrupted.
 
     Raises:
-        ValueError: Another number of densities than clients, a density outside [0, 1], rows outside the
-            inputs or in two lists.
+        ValueError: There are more or fewer densities than clients, a density is outside [0, 1], or
+            a row is outside the inputs or in two lists.
 
     Example:
         >>> gray = np.full((2, 8, 8, 1), 100, np.uint8)
@@ -109,20 +117,27 @@ def corrupt_clients(
     """
     if len(densities) != len(lists):
         raise ValueError(
-            f"densities={show(densities)}: give one for each of the {len(lists)} clients"
+            f"densities must have one number for each of the {len(lists)} clients, got "
+            f"{show(densities)}. Give as many densities as lists."
         )
     lists = check_rows("lists", lists, len(inputs))
     rows = np.concatenate([np.zeros(0, np.int64), *lists])
-    if len(np.unique(rows)) < len(rows):
-        raise ValueError("lists has rows that occur twice: give disjoint lists")
-    low, high = (0, 255) if inputs.dtype == np.uint8 else (inputs.min(), inputs.max())
+    different_rows, counts = np.unique(rows, return_counts=True)
+    if len(different_rows) < len(rows):
+        raise ValueError(
+            f"lists must be disjoint, got row {different_rows[counts > 1][0]} twice. "
+            "Leave it out of all lists but one."
+        )
+    if inputs.dtype == np.uint8:
+        low, high = 0, 255
+    else:
+        low, high = inputs.min(), inputs.max()
     pixels = inputs.shape[1:3] if inputs.ndim == 4 else inputs.shape[1:]
     noisy = inputs.copy()
-    for row, density in zip(
-        rows, np.repeat(np.asarray(densities, float), [len(rows) for rows in lists])
-    ):
+    sizes = [len(own_rows) for own_rows in lists]
+    for row, density in zip(rows, np.repeat(np.asarray(densities, float), sizes)):
         if density:
-            # A stream of its own: the row is the high word of the generator's counter.
+            # Each row has a stream of its own, because the row is the counter's high word.
             bits = np.random.Philox(key=seed, counter=int(row) << 192)
             level = np.random.Generator(bits).random(pixels, np.float32)
             noisy[row, level < density / 2] = low
@@ -132,15 +147,17 @@ def corrupt_clients(
 
 @checked(labels=not_empty(check_labels), rows=check_array)
 def flip_labels(labels: np.ndarray, rows: np.ndarray, *, classes: int) -> np.ndarray:
-    """Labels whose given rows say K - 1 - k in place of k: clients that lie by their data.
+    """Return labels in which class k of the given rows has become K - 1 - k.
+
+    Clients with such rows lie by their data.
 
     Args:
-        labels: `[D]`; not changed.
-        rows: to flip, such as those of some clients.
-        classes: K.
+        labels: Class labels `[D]`. They are not changed.
+        rows: Row numbers of the labels to flip, for instance those of some clients.
+        classes: Number K of classes.
 
     Raises:
-        ValueError: labels or rows outside their range.
+        ValueError: A label or a row is outside its range.
 
     Example:
         >>> flip_labels(np.array([0, 1, 9]), np.array([0, 1]), classes=10).tolist()

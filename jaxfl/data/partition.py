@@ -1,9 +1,9 @@
 """Partitions: labels -> one list of example rows per client.
 
-Every function returns disjoint int32 rows in ascending order, one array per client, drawn from a
-generator of its own: the same arguments give the same partition.
+Every function returns disjoint int32 rows in ascending order, one array per client. Each call draws
+from a generator of its own, so the same arguments give the same partition.
 
-Internally, a partition is one vector: the owner of each example, or -1.
+Internally, a partition is one vector with the client of each example, or -1.
 """
 
 from bisect import bisect_left
@@ -34,29 +34,37 @@ Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
 def iid(
     labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: int | None = None
 ) -> Rows:
-    """Deal examples at random; sizes differ by at most one.
+    """Deal examples at random, in lists whose sizes differ by at most one.
 
     Args:
-        labels: `[D]` labels; only their number matters.
+        labels: Labels `[D]`, of which only the number matters.
         clients: Number of clients, at most D.
         seed: Seed of the partition.
-        size: Examples per client; by default all examples are dealt.
+        size: Number of examples per client. None deals all examples.
 
     Raises:
-        ValueError: Fewer examples than `clients` (times `size`).
+        ValueError: There are fewer examples than `clients`, or than `clients * size`.
 
     Example:
         >>> [rows.tolist() for rows in iid(np.zeros(5, int), 2, seed=0)]
         [[1, 2, 3], [0, 4]]
     """
     if clients * (size or 1) > len(labels):
-        raise ValueError(
-            f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller"
-        )
+        raise ValueError(_too_few(len(labels), clients, size))
     dealt = len(labels) if size is None else clients * size
+    order = np.random.default_rng(seed).permutation(len(labels))
     owner = np.full(len(labels), -1)
-    owner[np.random.default_rng(seed).permutation(len(labels))[:dealt]] = np.arange(dealt) % clients
+    owner[order[:dealt]] = np.arange(dealt) % clients
     return lists_of(owner, clients)
+
+
+def _too_few(examples: int, clients: int, size: int | None) -> str:
+    """Return the message that there are too few examples for the clients."""
+    got = f"{clients}" if size is None else f"{clients} with size={size}"
+    return (
+        f"clients must be at most {examples // (size or 1)} for {examples} examples, got {got}. "
+        "Give fewer or smaller clients."
+    )
 
 
 @checked(labels=check_targets, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
@@ -66,7 +74,7 @@ def by_sizes(
     """Deal `sizes[i]` examples at random to client i.
 
     Raises:
-        ValueError: Negative sizes, or a sum above the number of examples.
+        ValueError: A size is negative, or their sum exceeds the number of examples.
 
     Example:
         >>> [len(rows) for rows in by_sizes(np.zeros(9, int), [5, 0, 3], seed=0)]
@@ -75,12 +83,12 @@ def by_sizes(
     sizes = np.asarray(sizes)
     if sizes.sum() > len(labels):
         raise ValueError(
-            f"sizes={show(sizes)} sum to {sizes.sum()}: give at most the {len(labels)} examples"
+            f"sizes must have a sum of at most {len(labels)}, the number of examples, got "
+            f"{show(sizes)} with the sum {sizes.sum()}. Give smaller sizes."
         )
+    order = np.random.default_rng(seed).permutation(len(labels))
     owner = np.full(len(labels), -1)
-    owner[np.random.default_rng(seed).permutation(len(labels))[: sizes.sum()]] = np.repeat(
-        np.arange(len(sizes)), sizes
-    )
+    owner[order[: sizes.sum()]] = np.repeat(np.arange(len(sizes)), sizes)
     return lists_of(owner, len(sizes))
 
 
@@ -90,20 +98,20 @@ def dirichlet(
 ) -> Rows:
     """Split each class over the clients in proportions drawn from a symmetric Dirichlet(alpha).
 
-    All examples are dealt. Small alpha: few classes per client, very different sizes, and clients
-    without examples unless `minimum` says otherwise; large alpha: nearly equal shares. The draw is made
-    once and in logarithms, so that it terminates, without NaN, for every alpha. Clients below `minimum` then
-    receive random examples from the largest clients, which leaves the other lists as drawn.
+    All examples are dealt. A small alpha gives few classes per client, very different sizes, and
+    clients without examples. A large alpha gives nearly equal shares. The draw is made once and in
+    logarithms, so that it terminates, without NaN, for every alpha. Clients below `minimum` then
+    receive random examples from the largest clients, and the other lists stay as drawn.
 
     Args:
-        labels: `[D]` class labels from 0.
+        labels: Class labels `[D]` from 0.
         clients: Number of clients.
         alpha: Concentration above 0.
         seed: Seed of the partition.
-        minimum: Least number of examples per client.
+        minimum: Least number of examples per client. 0 allows clients without examples.
 
     Raises:
-        ValueError: Fewer than `clients * minimum` examples.
+        ValueError: There are fewer than `clients * minimum` examples.
 
     Example:
         >>> lists = dirichlet(np.arange(1000) % 10, 20, 0.1, seed=0, minimum=5)
@@ -111,19 +119,21 @@ def dirichlet(
         (1000, True)
 
     References:
-        Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks"; Li et al.
-        2022, "Federated learning on non-IID data silos". The code of both redraws until the smallest client is
-        large enough, which need not terminate.
+        Yurochkin et al. 2019, "Bayesian nonparametric federated learning of neural networks"; Li et
+        al. 2022, "Federated learning on non-IID data silos". The code of both redraws until the
+        smallest client is large enough, which need not terminate.
     """
     if clients * minimum > len(labels):
         raise ValueError(
-            f"minimum={minimum}: {clients} clients need more than {len(labels)} examples, give a smaller one"
+            f"minimum must be at most {len(labels) // clients} for {len(labels)} examples and "
+            f"{clients} clients, got {minimum}. Give a smaller one."
         )
     rng = np.random.default_rng(seed)
     owner = np.full(len(labels), -1)
     for k in np.unique(labels):
         rows = rng.permutation(np.flatnonzero(labels == k))
-        ends = np.rint(np.cumsum(_proportions(rng, clients, alpha)) * len(rows)).astype(int)
+        cumulative = np.cumsum(_proportions(rng, clients, alpha))
+        ends = np.rint(cumulative * len(rows)).astype(int)
         owner[rows] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
     return lists_of(_top_up(rng, owner, clients, minimum), clients)
 
@@ -132,20 +142,21 @@ def dirichlet(
 def dirichlet_by_client(
     labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, size: int, seed: int
 ) -> Rows:
-    """Give each client as many examples, of classes in proportions of its own from a symmetric Dirichlet(alpha).
+    """Give each client `size` examples, with class proportions from a symmetric Dirichlet(alpha).
 
-    Clients come one after another and draw without replacement; of a class that is used up nothing is drawn, so that
-    the last ones are more alike than alpha says where most examples are dealt.
+    Clients draw their own proportions, and then examples without replacement, one client after the
+    other. A class that is used up gives no more examples. If most examples are dealt, the last
+    clients are therefore more similar than alpha implies.
 
     Args:
-        labels: `[D]` class labels from 0.
+        labels: Class labels `[D]` from 0.
         clients: Number of clients.
         alpha: Concentration above 0.
-        size: Examples of each client.
+        size: Number of examples of each client.
         seed: Seed of the partition.
 
     Raises:
-        ValueError: Fewer than `clients * size` examples.
+        ValueError: There are fewer than `clients * size` examples.
 
     Example:
         >>> lists = dirichlet_by_client(np.arange(1000) % 10, 20, 0.1, size=50, seed=0)
@@ -153,13 +164,11 @@ def dirichlet_by_client(
         {50}
 
     References:
-        Hsu, Qi, Brown 2019, "Measuring the effects of non-identical data distribution for federated visual
-        classification".
+        Hsu, Qi, Brown 2019, "Measuring the effects of non-identical data distribution for federated
+        visual classification".
     """
     if clients * size > len(labels):
-        raise ValueError(
-            f"clients={clients}, size={size}: {len(labels)} examples are too few, give fewer or smaller"
-        )
+        raise ValueError(_too_few(len(labels), clients, size))
     rng = np.random.default_rng(seed)
     rows = [rng.permutation(np.flatnonzero(labels == k)) for k in np.unique(labels)]
     left = np.array([len(own) for own in rows])
@@ -168,7 +177,8 @@ def dirichlet_by_client(
         weights = _proportions(rng, len(rows), alpha)
         while missing := size - np.count_nonzero(owner == client):
             weights = weights * (left > 0)
-            weights = weights if weights.any() else left / left.sum()
+            if not weights.any():
+                weights = left / left.sum()
             drawn = np.minimum(rng.multinomial(missing, weights / weights.sum()), left)
             for own, end, count in zip(rows, left, drawn, strict=True):
                 owner[own[end - count : end]] = client
@@ -200,21 +210,23 @@ def label_share(
 ) -> Rows | tuple[Rows, Rows]:
     """Give each client a random share of the labels, and spread each label evenly over its owners.
 
-    A client owns `share * K` labels, rounded, at least one; 20 % of 10 labels are 2. Every example of a
-    label that has an owner is dealt, and every label has an owner if there are enough clients.
+    A client owns `share * K` labels, rounded, and at least one: 20 % of 10 labels are 2. Every
+    example of a label that has an owner is dealt. Every label has an owner if there are enough
+    clients.
 
     Args:
-        labels: `[D]` class labels from 0; K is the number of distinct labels.
+        labels: Class labels `[D]` from 0. K is the number of distinct labels.
         clients: Number of clients.
         share: Share of the labels per client, in (0, 1].
         seed: Seed of the partition.
-        test_labels: `[M]`; where given, the test examples are spread over the same owners.
+        test_labels: Labels `[M]` of test examples, which are spread over the same owners by
+            `matching`. None leaves test examples out.
 
     Returns:
-        The training rows; with `test_labels`, training rows and test rows (by `matching`).
+        The training rows, or training rows and test rows if `test_labels` are given.
 
     Raises:
-        ValueError: A share outside (0, 1], or a label with fewer examples than owners.
+        ValueError: The share is outside (0, 1], or a label has fewer examples than owners.
 
     Example:
         >>> labels = np.arange(1000) % 10
@@ -227,16 +239,18 @@ def label_share(
     rng = np.random.default_rng(seed)
     classes = np.unique(labels)
     number = max(1, round(share * len(classes)))
-    owned = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1) < number
+    rank = np.argsort(rng.random((clients, len(classes))), axis=1).argsort(axis=1)
+    owned = rank < number
     while clients * number >= len(classes) and not owned.any(0).all():
         orphan = owned.sum(0).argmin()
         client, label = _pick(rng, np.argwhere(owned & (owned.sum(0) > 1)))
-        owned[client, [orphan, label]] = True, False
+        owned[client, orphan] = True
+        owned[client, label] = False
     _check_shards("labels", labels, classes, owned.sum(0))
     train = _deal(rng, labels, classes, owned.astype(int))
-    return (
-        train if test_labels is None else (train, matching(train, labels, test_labels, seed=seed))
-    )
+    if test_labels is None:
+        return train
+    return train, matching(train, labels, test_labels, seed=seed)
 
 
 @checked(labels=not_empty(check_labels), test_labels=not_empty(check_labels), seed=count_from_0)
@@ -252,26 +266,28 @@ def classes_per_client(
 ) -> tuple[Rows, Rows]:
     """Give each client s classes, and each class as nearly as possible the same number of clients.
 
-    There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and the remainder goes
-    to randomly chosen classes, one each; the slots are dealt at random, s to a client.
-    Each class is split into one shard per slot, of sizes that differ by at most one. The test examples are
-    split by the same slots. `s = K` with distinct classes is a split with equal labels everywhere.
+    There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and the
+    remainder goes to randomly chosen classes, one each. The slots are dealt at random, s to a
+    client. Each class is split into one shard per slot, and sizes of its shards differ by at most
+    one. The test examples are split by the same slots. `s = K` with distinct classes gives every
+    client equal shares of all labels.
 
     Args:
-        labels: `[D]` class labels from 0; K is the number of distinct labels.
-        test_labels: `[M]` labels of the test examples.
+        labels: Class labels `[D]` from 0. K is the number of distinct labels.
+        test_labels: Labels `[M]` of the test examples.
         clients: Number of clients.
-        s: Classes per client, at most K if they are distinct.
+        s: Number of classes per client, at most K if they are distinct.
         seed: Seed of the partition.
-        distinct: Repair the random deal by swaps until no client has a class twice. Otherwise a client
-            may get several shards of a class, as in FedRep's code ("at most s classes").
-        test: `"disjoint"`: disjoint shards; `"all"`: each client tests on all examples of its classes.
+        distinct: Whether swaps repair the random deal until no client has a class twice. With False
+            a client may get several shards of a class, as in FedRep's code ("at most s classes").
+        test: Split of the test examples. `"disjoint"` gives clients disjoint shards, and `"all"`
+            tests each client on all examples of its classes.
 
     Returns:
-        Training rows and test rows; those of `"all"` overlap between clients.
+        Training rows and test rows. Test rows of `"all"` overlap between clients.
 
     Raises:
-        ValueError: s too large, or a class with fewer examples than shards.
+        ValueError: s is too large, or a class has fewer examples than shards.
 
     Example:
         >>> labels = np.arange(400) % 10
@@ -280,8 +296,8 @@ def classes_per_client(
         True
 
     References:
-        Collins et al. 2021, "Exploiting shared representations for personalized federated learning";
-        its code needs K to divide `s * clients`.
+        Collins et al. 2021, "Exploiting shared representations for personalized federated
+        learning", whose code needs K to divide `s * clients`.
     """
     classes = np.unique(labels)
     check_count("s", s, most=len(classes) if distinct else None)
@@ -300,9 +316,11 @@ def classes_per_client(
     if test == "disjoint":
         return train, _deal(rng, test_labels, classes, slots)
     rows = [np.flatnonzero(test_labels == k).astype(np.int32) for k in classes]
-    return train, [
-        np.sort(np.concatenate([rows[k] for k in np.flatnonzero(client)])) for client in slots
-    ]
+    tested = []
+    for client_slots in slots:
+        own_rows = [rows[k] for k in np.flatnonzero(client_slots)]
+        tested.append(np.sort(np.concatenate(own_rows)))
+    return train, tested
 
 
 @checked(
@@ -320,29 +338,30 @@ def matching(
 ) -> Rows:
     """Split the test examples so that each client is tested on the label mix it trains on.
 
-    Client i, with `n_ik` of the `n_k` owned training examples of class k, gets `m_k n_ik / n_k` of the
-    `m_k` test examples, rounded up or down. Shares are rounded up where the client has received too little
-    so far, so that its total is near its fair share as well. All test examples of a
-    class that some client owns are dealt, and those of other classes are left out.
+    Client i, with `n_ik` of the `n_k` owned training examples of class k, gets `m_k n_ik / n_k` of
+    the `m_k` test examples, rounded up or down. A share is rounded up where the client has received
+    too little so far, so that the client's total is near its fair share as well. All test examples
+    of a class that some client owns are dealt, and test examples of other classes are left out.
 
     Args:
         train_lists: Training rows of each client.
-        labels: `[D]` training labels from 0.
-        test_labels: `[M]` test labels from 0.
+        labels: Training labels `[D]` from 0.
+        test_labels: Test labels `[M]` from 0.
         seed: Seed of the split.
 
     Raises:
-        ValueError: Labels that are not whole numbers from 0, no client, or training rows outside
-            `labels`.
+        ValueError: Labels are not whole numbers from 0, there is no client, or a training row is
+            outside `labels`.
 
     Example:
-        >>> labels = np.array([0, 0, 0, 1])
-        >>> matching([np.array([0, 1]), np.array([2, 3])], labels, np.array([1, 0, 0, 0]), seed=0)[1].size
+        >>> labels, test_labels = np.array([0, 0, 0, 1]), np.array([1, 0, 0, 0])
+        >>> matching([np.array([0, 1]), np.array([2, 3])], labels, test_labels, seed=0)[1].size
         2
     """
-    clients, train_lists = len(train_lists), check_rows("train_lists", train_lists, len(labels))
+    clients = len(train_lists)
+    train_lists = check_rows("train_lists", train_lists, len(labels))
     if not clients:
-        raise ValueError("train_lists must have a client, got []. Give the rows of one at least.")
+        raise ValueError("train_lists must have at least one client, got []. Give its rows.")
     client = np.repeat(np.arange(clients), [len(rows) for rows in train_lists])
     rows = np.concatenate([np.zeros(0, np.int32), *train_lists])
     rng = np.random.default_rng(seed)
@@ -351,13 +370,13 @@ def matching(
     for k in np.unique(labels[rows]):
         counts = np.bincount(client[labels[rows] == k], minlength=clients)
         pool = rng.permutation(np.flatnonzero(test_labels == k))
-        whole, rest = np.divmod(len(pool) * counts, counts.sum())
+        dealt, rest = np.divmod(len(pool) * counts, counts.sum())
         short += rest / counts.sum()
         order = np.lexsort((rng.random(clients), -short, rest == 0))
-        up = order[: len(pool) - whole.sum()]
-        whole[up] += 1
+        up = order[: len(pool) - dealt.sum()]
+        dealt[up] += 1
         short[up] -= 1
-        owner[pool] = np.repeat(np.arange(clients), whole)
+        owner[pool] = np.repeat(np.arange(clients), dealt)
     return lists_of(owner, clients)
 
 
@@ -369,8 +388,8 @@ def _check_shards(
     k = (counts - shards).argmin()
     if counts[k] < shards[k]:
         raise ValueError(
-            f"{name} has {counts[k]} examples of class {classes[k]} for {shards[k]} shards: "
-            f"give fewer clients or fewer classes per client{remedy}"
+            f"{name} must have an example of class {classes[k]} for each of its {shards[k]} "
+            f"shards, got {counts[k]}. Give fewer clients or fewer classes per client{remedy}."
         )
 
 
@@ -379,17 +398,22 @@ def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
 
 
 def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
-    """The rows of each owner."""
+    """Return the rows of each client, from the client of each example or -1."""
     rows = np.argsort(owner, kind="stable").astype(np.int32)
-    return np.split(rows, np.cumsum(np.bincount(owner + 1, minlength=clients + 1))[:-1])[1:]
+    sizes = np.bincount(owner + 1, minlength=clients + 1)
+    # The first part has the examples of no client.
+    return np.split(rows, np.cumsum(sizes)[:-1])[1:]
 
 
 def _proportions(rng: np.random.Generator, clients: int, alpha: float) -> Float[np.ndarray, "C"]:
-    """One Dirichlet draw, by log Gamma(a) = log Gamma(a + 1) - Exponential / a, which cannot underflow."""
+    """Draw proportions from a symmetric Dirichlet distribution.
+
+    The draw is by log Gamma(a) = log Gamma(a + 1) - Exponential / a, which cannot underflow.
+    """
     alpha = float(np.clip(alpha, 1e-300, 1e300))
-    logs = (
-        np.log(rng.standard_gamma(alpha + 1, clients)) - rng.standard_exponential(clients) / alpha
-    )
+    gamma = rng.standard_gamma(alpha + 1, clients)
+    exponential = rng.standard_exponential(clients)
+    logs = np.log(gamma) - exponential / alpha
     weights = np.exp(logs - logs.max())
     return weights / weights.sum()
 
@@ -398,11 +422,13 @@ def _top_up(rng: np.random.Generator, owner: np.ndarray, clients: int, minimum: 
     """Raise clients to the minimum, always taking from the largest."""
     sizes = np.bincount(owner, minlength=clients)
     give = np.maximum(minimum - sizes, 0)
-    # The highest size at which cutting all larger clients down to it yields enough.
+
+    def yields_too_little(cut: int) -> bool:
+        return bool(np.maximum(sizes - cut, 0).sum() < give.sum())
+
+    # The level is the highest size such that cutting all larger clients down to it yields enough.
     cuts = range(minimum, int(sizes.max()) + 1)
-    level = cuts[
-        bisect_left(cuts, True, key=lambda cut: np.maximum(sizes - cut, 0).sum() < give.sum()) - 1
-    ]
+    level = cuts[bisect_left(cuts, True, key=yields_too_little) - 1]
     take = np.maximum(sizes - level, 0)
     take[np.flatnonzero(take)[: take.sum() - give.sum()]] -= 1
     order = rng.permutation(len(owner))
@@ -418,10 +444,10 @@ def _make_distinct(
 ) -> Int[np.ndarray, "C K"]:
     """Swap slots between clients until none has a class twice.
 
-    A client with class a twice swaps one with a client that lacks a (there is one, since a has at most
-    as many slots as there are clients). That client gives a class b that the first lacks, or that it has
-    twice itself; it has one or the other, as the first has at most s - 2 classes beside a. Either way
-    the number of (client, class) pairs grows, so this ends.
+    A client i with class a twice swaps one slot of a with a client j that lacks a. Such a client
+    exists, because a has at most as many slots as there are clients. Client j gives a class b that
+    i lacks, or one that j has twice. Client j has such a class, because i has at most s - 2 classes
+    other than a. Either way the number of (client, class) pairs grows, so the loop ends.
     """
     while len(twice := np.argwhere(slots > 1)):
         for i, a in twice:

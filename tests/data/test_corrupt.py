@@ -72,7 +72,7 @@ def test_higher_density_keeps_what_the_lower_corrupts():
         (lambda: salt_and_pepper(GRAY, np.array([0]), 0.1, seed=-1), "seed=-1"),
         (
             lambda: corrupt_clients(GRAY, [np.array([0])], [0.1, 0.2], seed=0),
-            r"densities=\[0.1, 0.2\]: give one",
+            r"densities must have one .* got \[0.1, 0.2\]",
         ),
         (
             lambda: corrupt_clients(GRAY, [np.array([0]), np.array([0])], [0.1, 0.2], seed=0),

@@ -1,4 +1,4 @@
-"""A model whose parameters have an entry beside its layers, which clients set and nobody trains."""
+"""Models with an extra entry among their parameters, which clients set and nobody trains."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,20 +19,21 @@ def extended(
     start: Callable[[Key[Array, ""]], Tree],
     change: Callable[[Tree, Array, Array], Array],
 ) -> Model:
-    """Return the model with an entry beside its layers that changes its outputs.
+    """Return a model with an extra entry among its parameters that changes its outputs.
 
-    The entry belongs to no layer, so that whoever trains layers leaves it alone. Parameters without
-    it are those of the given model, and have its outputs.
+    The entry belongs to no layer, so that training does not touch it. Parameters without the entry
+    give the outputs of the given model.
 
     Args:
         model: the network.
-        entry: its name among the parameters.
-        start: makes it, from the key of the parameters; only its shapes matter.
-        change: makes outputs of the entry, the given model's outputs, and what these were made of:
-            a prepared batch, or its features.
+        entry: the name of the entry among the parameters.
+        start: a function of the key of the parameters that returns a first entry. Only its shapes
+            matter.
+        change: a function of the entry, the given model's outputs, and their inputs that returns
+            new outputs. The inputs are a prepared batch or, for `classify`, its features.
 
     Raises:
-        ValueError: the parameters have an entry of that name already.
+        ValueError: the parameters already have an entry of this name.
     """
     if entry in jax.eval_shape(lambda: model.init(key_of(0))):
         raise ValueError(
@@ -69,15 +70,15 @@ def extended(
 
 
 def outputs_of(model: Model) -> Any:
-    """Return shape and type of the outputs for a batch of 2.
+    """Return shape and type of a model's outputs for a batch of 2.
 
     Raises:
-        ValueError: the model does not say what its inputs are, or does not take them.
+        ValueError: the model has no `input_shape`, or does not take a batch of that shape.
     """
     if model.input_shape is None:
         raise ValueError(
             f"algorithm must have a model with an `input_shape`, got model={model.name!r}. "
-            "Give the model one, by model._replace(input_shape=...)."
+            "Set it by model._replace(input_shape=...)."
         )
     shape = (2, *model.input_shape)
 

@@ -1,4 +1,4 @@
-"""A model some of whose layers train while the others keep given weights."""
+"""Models in which some layers train while the others keep given weights."""
 
 import contextlib
 import functools
@@ -14,34 +14,42 @@ from jaxfl.types import Model, Params, Tree
 
 
 class _Given:
-    """Arrays that stand for others.
+    """A map from original arrays, by `id`, to their substitutes.
 
-    JAX keeps this object in its caches, and compares it by identity: a program's arrays are no other program's.
+    JAX stores this object in its caches and compares it by identity, so that no program gets
+    another program's arrays.
     """
 
     def __init__(self, own: Tree, arrays: Tree) -> None:
         own_leaves = jax.tree.leaves(own)
         pairs = zip(own_leaves, jax.tree.leaves(arrays), strict=True)
         self.arrays = {id(leaf): array for leaf, array in pairs}
-        self.kept = own_leaves
-        """No other array gets the identity of one of these."""
+        self.originals = own_leaves
+        """The original arrays, which stay alive so that their ids stay unique."""
 
     def clear(self) -> None:
-        """Let go of the arrays, which JAX's caches would keep."""
-        self.arrays, self.kept = {}, []
+        """Release the arrays, because JAX's caches would keep them alive."""
+        self.arrays = {}
+        self.originals = []
 
 
 _GIVEN = jax.make_user_context(None)
+"""The substitutes for frozen weights, or None. It is part of the key of JAX's caches of traces."""
+
 _FUNCTIONS = ("extract", "classify", "apply", "sum_grad_squared")
-"""Of a model, of parameters and inputs."""
+"""Fields of a model with functions of parameters and inputs."""
 
 
 @contextlib.contextmanager
 def given(own: Tree, arrays: Tree) -> Iterator[None]:
-    """Within it, networks read `arrays` in place of a model's own frozen weights (`Model.frozen`).
+    """Let networks read other arrays than a model's own frozen weights, within a `with` block.
 
-    A program that takes them as an argument is the same for all weights. As its constants, they would be compiled into
-    it, at several times their memory, and kept with it.
+    A program that takes frozen weights as an argument is the same for all weights. Constant weights
+    would be compiled into the program, at several times their memory, and stay in it.
+
+    Args:
+        own: the frozen weights (`Model.frozen`).
+        arrays: the substitutes, a tree of the same structure.
     """
     if not jax.tree.leaves(own):
         # Programs without frozen weights share what JAX has traced of its own functions.
@@ -57,7 +65,7 @@ def given(own: Tree, arrays: Tree) -> Iterator[None]:
 
 
 def current(own: Tree) -> Tree:
-    """The weights to compute with: what the program was given for `own`, or else those."""
+    """Return the substitutes for frozen weights that `given` has set, or the weights themselves."""
     stand_ins = _GIVEN.value
     if stand_ins is None:
         return own
@@ -66,19 +74,20 @@ def current(own: Tree) -> Tree:
 
 @checked(train=check_layers)
 def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) -> Model:
-    """The model with some layers that train, from the given weights on, and others that keep theirs.
+    """Return a model in which some layers train and the others keep the given weights.
 
-    Frozen layers are no parameters: they are not sent, clipped, noised or stored, and all clients that are vectorised
-    share each of their matrix products. They must be public, or their owners' consent is needed: no epsilon covers
-    what they were trained on.
+    Frozen layers are not among the parameters, so they are not sent, clipped, noised or stored. All
+    vectorised clients share their matrix products. Frozen weights must be public, or their owners
+    must consent, because no epsilon covers the data that they were trained on.
 
     Args:
         model: the network.
-        params: weights of all of its layers.
-        train: names of the layers that train (default: the head).
+        params: the weights of all its layers. Layers that train start from them.
+        train: the names of the layers that train. The default is the head.
 
     Raises:
-        ValueError: the weights are not the model's, or a layer does not exist; nothing would train.
+        ValueError: the weights do not have the model's shapes, the model has frozen weights
+            already, a layer does not exist, or no layer would train.
 
     >>> from jaxfl.models import mlp
     >>> base = mlp((8, 8, 1), hidden=(16,))
@@ -86,27 +95,32 @@ def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) 
     >>> model.layers, sum(leaf.size for leaf in jax.tree.leaves(model.frozen))
     (('head',), 1040)
     """
-    params, train = check_params(model, params), layers_of(model, train)
+    params = check_params(model, params)
+    train = layers_of(model, train)
     if not train:
-        raise ValueError(f"train={train!r}: name at least one of the layers {model.layers}")
+        raise ValueError(
+            f"train must name at least one layer, got {train!r}. Choose from {model.layers}."
+        )
     start = {name: params[name] for name in train}
     fixed = {name: params[name] for name in params if name not in train}
     part = rebuilt(model, "frozen", start, fixed, _joined)
-    # Squares of gradients do not depend on what else has a gradient; their norms do.
+    # Squares of gradients do not depend on which other parameters have a gradient. Norms of
+    # gradients do.
     return part._replace(ghost_norms=None)
 
 
 def rebuilt(
     model: Model, kind: str, start: Params, fixed: Tree, network: Callable[[Callable], Callable]
 ) -> Model:
-    """The model with other parameters, and with frozen weights.
+    """Return a model with other parameters, and with frozen weights.
 
     Args:
         model: the network.
-        kind: for its name.
-        start: its parameters at the start, by layers of the model.
-        fixed: its frozen weights.
-        network: makes of each of the model's functions the same one of parameters, frozen weights and inputs.
+        kind: the suffix of the new model's name.
+        start: the new model's parameters at the start, by the names of layers of the model.
+        fixed: the new model's frozen weights.
+        network: a function that turns each of the model's functions, of parameters and inputs, into
+            one of new parameters, frozen weights and inputs.
     """
 
     def of(function: Callable | None) -> Callable | None:
@@ -122,13 +136,14 @@ def rebuilt(
         return call
 
     layers = tuple(name for name in model.layers if name in start)
+    head = tuple(name for name in model.head if name in start)
     functions: dict[str, Any] = {name: of(getattr(model, name)) for name in _FUNCTIONS}
     return model._replace(
         name=f"{model.name}_{kind}",
         init=lambda key: jax.tree.map(jnp.asarray, {name: start[name] for name in layers}),
         **functions,
         layers=layers,
-        head=tuple(name for name in model.head if name in start),
+        head=head,
         frozen=fixed,
     )
 
@@ -138,32 +153,48 @@ def _joined(function: Callable) -> Callable:
 
 
 def check_params(model: Model, params: Any) -> Params:
-    """Require weights of the model's shapes."""
+    """Return weights as JAX arrays, and require the shapes of a model's parameters.
+
+    Raises:
+        ValueError: the weights have other shapes, or the model has frozen weights already.
+    """
     if model.frozen:
         raise ValueError(
-            f"model={model.name!r} has frozen weights already: give the model that they belong to"
+            f"model must have no frozen weights, got model={model.name!r} with some. Give the "
+            "model that these weights belong to."
         )
-    shapes = [
-        {
-            jax.tree_util.keystr(path): np.shape(leaf)
-            for path, leaf in jax.tree.leaves_with_path(tree)
-        }
-        for tree in (params, jax.eval_shape(lambda: model.init(key_of(0))))
-    ]
-    found, wanted = shapes
+    found = _shapes(params)
+    wanted = _shapes(jax.eval_shape(lambda: model.init(key_of(0))))
     if other := sorted(found.keys() ^ wanted.keys()):
         raise ValueError(
-            f"params={show(params)}: give weights of model={model.name!r}; only one of the two has {other[0]}"
+            f"params must have the arrays of model={model.name!r}, got {show(params)}, and only "
+            f"one of the two has {other[0]}. Give weights of this model."
         )
     for path, shape in wanted.items():
         if found[path] != shape:
-            raise ValueError(f"params{path} has shape {found[path]}: give weights of shape {shape}")
+            raise ValueError(
+                f"params{path} must have shape {shape}, got {found[path]}. Give weights of "
+                f"model={model.name!r}."
+            )
     return jax.tree.map(jnp.asarray, params)
 
 
 def layers_of(model: Model, train: Sequence[str] | None) -> tuple[str, ...]:
-    """Names of the layers that train; those of the head where None."""
+    """Return the names of the layers that train, by default those of the head.
+
+    Raises:
+        ValueError: the model has no layer of a given name.
+    """
     names = model.head if train is None else tuple(train)
     if unknown := [name for name in names if name not in model.layers]:
-        raise ValueError(f"train={names!r}: {unknown[0]!r} is none of the layers {model.layers}")
+        raise ValueError(
+            f"train must name layers of model={model.name!r}, got {unknown[0]!r} in {names!r}. "
+            f"Choose from {model.layers}."
+        )
     return names
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a tree's arrays by their paths."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}

@@ -1,4 +1,4 @@
-"""A pretrained network that is adapted by matrices of low rank (LoRA)."""
+"""Pretrained networks that are adapted by matrices of low rank (LoRA)."""
 
 import contextlib
 import functools
@@ -19,24 +19,36 @@ from jaxfl.types import Model, Params, Tree
 
 
 class _Kernel(NamedTuple):
-    """A matrix of a network: the axes of its layer's input that it contracts, and the shapes of its two sides."""
+    """The kernel of a dense layer, as a matrix from inputs to outputs."""
 
     axes: tuple[int, ...]
+    """Axes of the layer's input that the kernel contracts, counted from the end."""
     inputs: tuple[int, ...]
+    """Sizes of these axes."""
     outputs: tuple[int, ...]
+    """Sizes of the axes that the kernel adds."""
     first: bool = False
-    """Whether the layer's outputs have their features in the first axis, not in the last ones."""
+    """Whether the layer's outputs have their features on the first axis, not on the last ones."""
 
 
 Path = tuple[str, ...]
+"""Names that lead to a layer among the parameters."""
+
 _DENSE = (nn.Dense, nn.DenseGeneral, Dense, FirstAxisDense)
+"""Classes of layers that may have an adapter."""
+
 _Context = nn.module.InterceptorContext
+
 _TRACE = jax.make_user_context(None)
+"""An object that is part of the key of JAX's caches of traces."""
 
 
 @contextlib.contextmanager
 def _intercepted(interceptor: Callable) -> Iterator[None]:
-    """Let calls of Flax's methods go through a function, also in what JAX traced before: its caches know of none."""
+    """Call Flax's methods through an interceptor, within a `with` block.
+
+    JAX's caches of traces do not see interceptors. A new object in their key makes JAX trace again.
+    """
     with nn.intercept_methods(interceptor), _TRACE(object()):
         yield
 
@@ -53,34 +65,41 @@ def lora(
     train_a: bool = False,
     seed: int = 0,
 ) -> Model:
-    r"""The model with frozen weights, and an adapter of low rank beside its dense layers.
+    r"""Return a model with frozen weights and trained adapters of low rank on its dense layers.
 
-    .. math:: y = x W + b + \frac{\alpha}{r} (x A) B, \qquad A \in R^{m \times r}, \; B \in R^{r \times n}
+    .. math::
+        y = x W + b + \frac{\alpha}{r} (x A) B, \qquad
+        A \in R^{m \times r}, \; B \in R^{r \times n}
 
-    The parameters are the B, zeros at the start, where the model is the given one, and the layers of `train`. A is
-    drawn once from N(0, 1/m) by a public seed and frozen, so that a layer is linear in what is trained: the mean of
-    clients' updates is the update of the mean, and noise on B is noise A N on the weights, without the products of
-    noises that a trained A adds. x W and x A are one product for all clients that are vectorised.
+    The parameters are the matrices B and the layers of `train`. Each B starts at zero, where the
+    model equals the given one. A is drawn once from N(0, 1/m) by a public seed, and frozen. A layer
+    is then linear in its trained parameters, so that the mean of clients' updates is the update of
+    the mean. Noise N on B is noise A N on the weights, without the products of noises that a
+    trained A would add. Vectorised clients share the products x W and x A.
 
     Args:
-        model: a network of Flax linen, of the zoo or from `from_flax`.
-        params: its weights, for instance pretrained ones.
-        rank: r, of every adapter.
-        where: names of the layers with an adapter, anywhere in their path, such as ("query", "value"); None: all dense
-            layers (`nn.Dense`, `nn.DenseGeneral`, those of the zoo), attention included, besides those of `train`.
-        alpha: strength of the adapters; None: r, so that they are added as they are.
-        train: names of the top-level layers that train in full, from their given weights on (default: the head).
+        model: a network of Flax linen, from the zoo or from `from_flax`.
+        params: the network's weights, for instance pretrained ones.
+        rank: r, the rank of every adapter.
+        where: names of the layers that get an adapter, such as ("query", "value"). A name may be
+            anywhere in a layer's path. The default is all dense layers (`nn.Dense`,
+            `nn.DenseGeneral` and those of the zoo, attention included) except those of `train`.
+        alpha: the strength of the adapters. The default is r, which adds them without a factor.
+        train: names of the top-level layers that train in full, from the given weights. The default
+            is the head.
         train_a: whether A is trained too.
-        seed: public; of A.
+        seed: the public seed of A.
 
-    Guarantee: as the method's, for adapters and layers of `train`. No epsilon covers what the frozen weights were
-        trained on; A follows from the seed and reveals nothing.
+    Guarantee: the method's, for adapters and layers of `train`. No epsilon covers the data that the
+        frozen weights were trained on. A follows from the seed and reveals nothing.
     Deviations from the paper: A is frozen unless `train_a`, as in FFA-LoRA.
-    References: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022; Sun et al., Improving LoRA in
-        Privacy-preserving Federated Learning, ICLR 2024 (FFA-LoRA).
+    References: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022; Sun et
+        al., Improving LoRA in Privacy-preserving Federated Learning, ICLR 2024 (FFA-LoRA).
 
     Raises:
-        ValueError: the weights are not the model's; no dense layer is of these names, or one of them is no dense layer.
+        ValueError: the weights do not have the model's shapes, or the model takes no batch of its
+            `input_shape`. A name of `where` is in no dense layer's path, or a layer of `train` does
+            not exist. No dense layer would be adapted.
 
     >>> from jaxfl.models import mlp
     >>> base = mlp((8, 8, 1), hidden=(16,))
@@ -90,18 +109,18 @@ def lora(
     >>> model.layers, model.head
     (('dense_0', 'head'), ('head',))
     """
-    params, train = check_params(model, params), layers_of(model, train)
+    params = check_params(model, params)
+    train = layers_of(model, train)
     scale = 1.0 if alpha is None else check_positive("alpha", alpha) / rank
     kernels = _chosen(model, params, where, train)
     keys = jax.random.split(key_of(seed), len(kernels))
-    a = {
-        path: _random(key, kernel, rank)
-        for key, (path, kernel) in zip(keys, kernels.items(), strict=True)
-    }
-    b = {path: jnp.zeros((rank, *kernel.outputs)) for path, kernel in kernels.items()}
-    adapters = {
-        path: {"a": a[path], "b": b[path]} if train_a else {"b": b[path]} for path in kernels
-    }
+    keys_of_kernels = zip(keys, kernels.items(), strict=True)
+    a = {path: _random(key, kernel, rank) for key, (path, kernel) in keys_of_kernels}
+    adapters: dict[Path, Params] = {}
+    for path, kernel in kernels.items():
+        adapters[path] = {"b": jnp.zeros((rank, *kernel.outputs))}
+        if train_a:
+            adapters[path] = {"a": a[path]} | adapters[path]
     start = _nested(adapters) | {name: params[name] for name in train}
     base = {name: params[name] for name in params if name not in train}
     fixed = (base, {} if train_a else a)
@@ -114,57 +133,59 @@ def lora(
             def adapt(
                 call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context
             ) -> Any:
-                path, y = context.module.path, call(*args, **kwargs)
+                path = context.module.path
+                y = call(*args, **kwargs)
                 if path not in kernels or context.method_name != "__call__":
                     return y
-                own = functools.reduce(lambda tree, name: tree[name], path, params)
+                adapter = functools.reduce(lambda tree, name: tree[name], path, params)
                 x = _input(args, kwargs).astype(y.dtype)
-                return y + scale * _low_rank(x, own.get("a", a.get(path)), own["b"], kernels[path])
+                own_a = adapter.get("a", a.get(path))
+                return y + scale * _low_rank(x, own_a, adapter["b"], kernels[path])
 
             with _intercepted(adapt):
                 return function(base | {name: params[name] for name in train}, *inputs)
 
         return call
 
-    return rebuilt(model, f"lora_{rank}", start, fixed, network)._replace(
-        sum_grad_squared=None, ghost_norms=None
-    )
+    adapted = rebuilt(model, f"lora_{rank}", start, fixed, network)
+    return adapted._replace(sum_grad_squared=None, ghost_norms=None)
 
 
 def _low_rank(x: Array, a: Array, b: Array, kernel: _Kernel) -> Array:
-    """(x A) B, with the axes of x that stay in front, or behind where the layer has its features first."""
-    x = jnp.tensordot(x, a.astype(x.dtype), (kernel.axes, tuple(range(len(kernel.axes)))))
+    """Return (x A) B, with its features on the axes where the layer has them."""
+    contracted = tuple(range(len(kernel.axes)))
+    x = jnp.tensordot(x, a.astype(x.dtype), (kernel.axes, contracted))
     y = jnp.tensordot(x, b.astype(x.dtype), 1)
     return jnp.moveaxis(y, -1, 0) if kernel.first else y
 
 
 def _input(args: tuple, kwargs: dict[str, Any]) -> Array:
-    """The only input of a dense layer, by position or by name."""
+    """Return the only input of a dense layer, which may come by position or by name."""
     return (*args, *kwargs.values())[0]
 
 
 def _random(key: Array, kernel: _Kernel, rank: int) -> Float[Array, "*m r"]:
+    """Draw a matrix A from N(0, 1/m)."""
     values = jax.random.normal(key, (*kernel.inputs, rank))
     return values / values[..., 0].size ** 0.5
 
 
 def _nested(adapters: Mapping[Path, Any]) -> dict[str, Any]:
-    """As a tree, like the parameters of the layers."""
+    """Return adapters as a tree with the structure of the layers' parameters."""
     tree: dict[str, Any] = {}
     for path, adapter in adapters.items():
-        functools.reduce(lambda tree, name: tree.setdefault(name, {}), path[:-1], tree)[
-            path[-1]
-        ] = adapter
+        *parents, last = path
+        parent = functools.reduce(lambda tree, name: tree.setdefault(name, {}), parents, tree)
+        parent[last] = adapter
     return tree
 
 
 def _chosen(
     model: Model, params: Params, where: Sequence[str] | None, train: Sequence[str]
 ) -> dict[Path, _Kernel]:
-    """The dense layers that get an adapter, in the order of their calls."""
-    found = {
-        path: kernel for path, kernel in _kernels(model, params).items() if path[0] not in train
-    }
+    """Return the dense layers that get an adapter, in the order of their calls."""
+    kernels = _kernels(model, params)
+    found = {path: kernel for path, kernel in kernels.items() if path[0] not in train}
     if where is None:
         chosen = found
     else:
@@ -172,34 +193,36 @@ def _chosen(
         if missing := [name for name in where if not any(name in path for path in chosen)]:
             names = sorted({name for path in found for name in path})
             raise ValueError(
-                f"where={where!r}: {missing[0]!r} is in the path of no dense layer, but these are: {names}"
+                f"where must have names from the paths of dense layers, got {missing[0]!r} in "
+                f"{where!r}. Choose from {names}."
             )
     if not chosen:
         raise ValueError(
-            f"model={model.name!r} has no dense layer besides train={train!r}: nothing would be adapted"
+            f"model must have a dense layer to adapt, got model={model.name!r} with "
+            f"train={train!r} and where={where!r}. Name other layers."
         )
     return chosen
 
 
 def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
-    """The dense layers of a network, by a look at its calls."""
+    """Find the dense layers of a network by tracing its calls."""
     found: dict[Path, _Kernel] = {}
 
     def see(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:
-        module, y = context.module, call(*args, **kwargs)
+        module = context.module
+        y = call(*args, **kwargs)
         if context.method_name != "__call__" or not isinstance(module, _DENSE):
             return y
-        x, axes = _input(args, kwargs), getattr(module, "axis", -1)
-        axes = tuple(
-            axis % x.ndim - x.ndim for axis in ((axes,) if isinstance(axes, int) else axes)
-        )
+        x = _input(args, kwargs)
+        axis = getattr(module, "axis", -1)
+        axes = (axis,) if isinstance(axis, int) else axis
+        axes = tuple(axis % x.ndim - x.ndim for axis in axes)
         inputs = tuple(x.shape[axis] for axis in axes)
         first = isinstance(module, FirstAxisDense)
         outputs = y.shape[:1] if first else y.shape[x.ndim - len(axes) :]
-        kernel = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params).get(
-            "kernel"
-        )
-        # Others are shared out over batches, or over the turns of a loop.
+        own = functools.reduce(lambda tree, name: tree.get(name, {}), module.path, params)
+        kernel = own.get("kernel")
+        # A kernel of another shape has axes for batches or for the iterations of a loop.
         if module.path and jnp.shape(kernel) == (*inputs, *outputs):
             found[module.path] = _Kernel(axes, inputs, outputs, first)
         return y
@@ -211,10 +234,15 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
 
     shape = model.input_shape
     if shape is None:
-        raise ValueError(f"model={model.name!r} has no input_shape: give it that of an example")
+        raise ValueError(
+            f"model must have an `input_shape`, got model={model.name!r} without one. Set it by "
+            "model._replace(input_shape=...)."
+        )
     try:
         with_either(functools.partial(look, shape=shape))
     except ExceptionGroup as group:
-        refusal = f"model={model.name!r} takes no batch of input_shape={model.input_shape!r}"
-        raise ValueError(f"{refusal}: {group.exceptions[0]}") from None
+        raise ValueError(
+            f"model must take a batch of its input_shape={model.input_shape!r}, got "
+            f"model={model.name!r}, which raised: {group.exceptions[0]}. Correct its input_shape."
+        ) from None
     return found

@@ -1,4 +1,4 @@
-"""Networks at lower precision than their weights."""
+"""Networks that compute at a lower precision than that of their weights."""
 
 import functools
 from collections.abc import Callable
@@ -12,26 +12,31 @@ from jaxfl._validate import checked
 from jaxfl.types import Model
 
 Precision = Literal["float32", "tf32", "bfloat16"]
+"""Names of the precisions of `with_precision`."""
 
 _PRODUCTS = {"float32": "float32", "tf32": "tensorfloat32", "bfloat16": None}
+"""JAX's precision of matrix products, where None is the default."""
 
 
 @checked()
 def with_precision(model: Model, precision: Precision) -> Model:
-    """The model with its network computed at a precision, in training and evaluation.
+    """Return a model whose network computes at a precision, in training and evaluation.
 
-    Weights stay in float32, as do gradients, optimizer, updates, clipping, noise and sums. Private steps on single
-    examples clip each gradient as computed: below float32, `ghost_norms` would be norms of differently rounded
-    gradients, so they are dropped. Fisher information (`sum_grad_squared`) is computed as before.
+    Weights stay in float32, and so do gradients, the optimizer, updates, clipping, noise and sums.
+    Private steps on single examples clip each gradient as computed. Below float32 the result has no
+    `ghost_norms`, because these would be norms of differently rounded gradients. Fisher information
+    (`sum_grad_squared`) is computed as before.
 
     Args:
-        model: any.
-        precision: "float32": matrix products in float32, not the default of accelerators; "tf32": with 10 bits of
-            mantissa where the accelerator has TensorFloat-32, elsewhere as "float32"; "bfloat16":
-            weights and activations of the network in bfloat16, logits and features returned in float32.
+        model: any network.
+        precision: one of three names. "float32" computes matrix products in float32, unlike the
+            default of accelerators. "tf32" computes them with 10 bits of mantissa where the
+            accelerator has TensorFloat-32, and in float32 elsewhere. "bfloat16" converts the
+            network's weights and activations to bfloat16, and its logits and features to float32.
 
     Raises:
-        ValueError: the model has frozen weights, which bfloat16 would not reach.
+        ValueError: `precision` is "bfloat16", and the model has frozen weights, which it would not
+            convert.
 
     >>> from jaxfl.models import mlp
     >>> with_precision(mlp((8, 8, 1)), "bfloat16").name
@@ -39,7 +44,8 @@ def with_precision(model: Model, precision: Precision) -> Model:
     """
     if precision == "bfloat16" and jax.tree.leaves(model.frozen):
         raise ValueError(
-            f"model={model.name!r} has frozen weights: apply with_precision first, and freeze then"
+            f"model must have no frozen weights for bfloat16, got model={model.name!r} with some. "
+            "Apply with_precision first, and freeze its result."
         )
 
     def at(network: Callable[..., Array]) -> Callable[..., Array]:
@@ -48,7 +54,8 @@ def with_precision(model: Model, precision: Precision) -> Model:
             with jax.default_matmul_precision(_PRODUCTS[precision]):
                 if precision != "bfloat16":
                     return network(params, x, *key)
-                return network(*jax.tree.map(_lowered, (params, x)), *key).astype(jnp.float32)
+                lowered = jax.tree.map(_lowered, (params, x))
+                return network(*lowered, *key).astype(jnp.float32)
 
         return call
 
@@ -62,5 +69,8 @@ def with_precision(model: Model, precision: Precision) -> Model:
 
 
 def _lowered(leaf: Array) -> Array:
-    """Tokens stay whole: bfloat16 has no 257."""
-    return leaf.astype(jnp.bfloat16) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    """Convert floating numbers to bfloat16."""
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.astype(jnp.bfloat16)
+    # Tokens stay integers, because bfloat16 cannot represent 257.
+    return leaf

@@ -1,7 +1,8 @@
-"""Networks over tokens: a recurrent one, and a transformer.
+"""Networks over tokens: a recurrent network and a transformer.
 
-Inputs are whole numbers [D, L] below the size of the vocabulary, of any type, bytes included. Outputs are [B, L, K] at
-every position, each of the tokens up to there (`jaxfl.tasks.next_token`), or [B, K] after the last one.
+Inputs are integers [D, L] of any type, bytes included, below the size of the vocabulary. Outputs
+are [B, L, K] or [B, K]. The former are predictions at every position from the tokens up to it
+(`jaxfl.tasks.next_token`). The latter are one prediction after the last token.
 """
 
 import math
@@ -21,7 +22,10 @@ from jaxfl.tasks import classification, next_token
 from jaxfl.types import Model
 
 _ONE_HOT = 512
-"""Largest vocabulary whose embeddings are looked up by a matrix product, whose gradient is another and no scatter."""
+"""Largest vocabulary whose embeddings are looked up by a matrix product.
+
+The gradient of the product is a product too, while the gradient of an indexed table is a scatter.
+"""
 
 
 @checked()
@@ -34,20 +38,22 @@ def gru(
     width: int = 64,
     every: bool = True,
 ) -> Model:
-    """A gated recurrent unit between embeddings and a dense head.
+    """Return a gated recurrent unit between embeddings and a dense head.
 
     Args:
-        vocabulary: V, number of tokens.
-        length: L, tokens of an example.
-        outputs: K; None: V.
-        embedding: size of an embedding.
-        width: of the state.
-        every: outputs at every position, of the next token; otherwise one after the last, a classification.
+        vocabulary: V, the number of different tokens.
+        length: L, the number of tokens in an example.
+        outputs: K, the number of outputs. The default is V.
+        embedding: the size of an embedding.
+        width: the size of the state.
+        every: whether every position predicts the next token. False gives one prediction after the
+            last token, for a classification.
 
     >>> gru().layers, sum(a.size for a in jax.tree.leaves(gru().init(jax.random.key(0))))
     (('embed', 'recurrent', 'head'), 26448)
 
-    References: Cho et al. 2014 (arXiv:1406.1078), with the reset gate after the product, as in cuDNN.
+    References: Cho et al. 2014 (arXiv:1406.1078), with the reset gate after the product as in
+        cuDNN.
     """
     module = _Gru(vocabulary, outputs or vocabulary, embedding, width, every)
     return _model("gru", module, length, every, vocabulary)
@@ -64,19 +70,22 @@ def transformer(
     heads: int = 4,
     every: bool = True,
 ) -> Model:
-    """A causal transformer: learned positions, layer normalisation first, GELU, no dropout, a head of its own.
+    """Return a causal transformer with learned positions, GELU, no dropout, and a head of its own.
+
+    Layer normalisation comes before each part of a block.
 
     Args:
-        vocabulary: V, number of tokens.
-        length: L, tokens of an example.
-        outputs: K; None: V.
-        width: of embeddings; each block has a hidden layer of four times as many.
-        blocks: number of blocks, each a layer of the model.
-        heads: of attention in a block, a divisor of `width`.
-        every: outputs at every position, of the next token; otherwise one after the last, a classification.
+        vocabulary: V, the number of different tokens.
+        length: L, the number of tokens in an example.
+        outputs: K, the number of outputs. The default is V.
+        width: the size of an embedding. The hidden layer of a block is four times as wide.
+        blocks: the number of blocks, each of which is a layer of the model.
+        heads: the number of attention heads in a block, a divisor of `width`.
+        every: whether every position predicts the next token. False gives one prediction after the
+            last token, for a classification.
 
     Raises:
-        ValueError: a width that the heads do not divide.
+        ValueError: `heads` does not divide `width`.
 
     >>> transformer(blocks=2).layers
     ('embed', 'position', 'block_0', 'block_1', 'norm', 'head')
@@ -84,7 +93,9 @@ def transformer(
     References: Vaswani et al. 2017 (arXiv:1706.03762); Radford et al. 2019 (GPT-2).
     """
     if width % heads:
-        raise ValueError(f"heads={heads}: give a divisor of width={width}")
+        raise ValueError(
+            f"heads must be a divisor of width={width}, got {heads}. Choose one of its divisors."
+        )
     module = _Transformer(vocabulary, outputs or vocabulary, length, width, blocks, heads, every)
     return _model("transformer", module, length, every, vocabulary)
 
@@ -101,6 +112,7 @@ def _model(name: str, module: nn.Module, length: int, every: bool, vocabulary: i
 
 
 def _whole(tokens: Shaped[Array, "B L"]) -> Int[Array, "B L"]:
+    """Convert tokens of any type, such as bytes, to 32-bit integers."""
     return tokens.astype(jnp.int32)
 
 
@@ -113,13 +125,15 @@ class _Network(nn.Module):
 
 
 class _Recurrent(nn.Module):
-    r"""A gated recurrent unit, from zero states, on inputs that are one of a few.
+    r"""A gated recurrent unit, from zero states, on inputs x from a table.
 
     .. math::
-        r, z = \sigma(W_{rz} x + b_{rz} + U_{rz} h), \quad n = \tanh(W_n x + b_n + r (U_n h + c)), \quad
-        h' = (1 - z) n + z h
+        r, z &= \sigma(W_{rz} x + b_{rz} + U_{rz} h) \\
+        n &= \tanh(W_n x + b_n + r (U_n h + c)) \\
+        h' &= (1 - z) n + z h
 
-    The part of x is the same wherever x is: computed once for each, it leaves one product to a step.
+    The products of x are computed once for each row of the table, which leaves one product to a
+    step.
     """
 
     width: int
@@ -141,11 +155,13 @@ class _Recurrent(nn.Module):
             state = new + keep * (state - new)
             return state, state
 
-        return lax.scan(step, jnp.zeros((len(tokens), width), ahead.dtype), ahead)[1].swapaxes(0, 1)
+        start = jnp.zeros((len(tokens), width), ahead.dtype)
+        _, states = lax.scan(step, start, ahead)
+        return states.swapaxes(0, 1)
 
 
 class _Gru(_Network):
-    """Embeddings, a gated recurrent unit, a dense head."""
+    """A network of embeddings, a gated recurrent unit and a dense head."""
 
     vocabulary: int
     outputs: int
@@ -164,10 +180,10 @@ class _Gru(_Network):
 
 
 class _Transformer(_Network):
-    """Token and position embeddings, blocks, layer normalisation, a dense head.
+    """A network of token and position embeddings, blocks, layer normalisation and a dense head.
 
-    Activations are feature-major, (features, B, L): sums over features then run over contiguous positions, and so do
-    those of attention, whose scores are (keys, queries).
+    Activations are feature-major, (features, B, L), so that sums over features run over contiguous
+    positions. Scores of attention are (keys, queries), and their sums run over contiguous queries.
     """
 
     vocabulary: int
@@ -191,19 +207,22 @@ class _Transformer(_Network):
         x = x + self.position.embedding[: tokens.shape[1]].T[:, None]
         for block in self.block:
             x = block(x)
-        return self.norm(x if self.every else x[..., -1:]).transpose(1, 2, 0)[
-            :, slice(None) if self.every else 0
-        ]
+        features = self.norm(x if self.every else x[..., -1:]).transpose(1, 2, 0)
+        return features[:, slice(None) if self.every else 0]
 
 
 class _Block(nn.Module):
-    """x + attention(norm(x)), then x + dense(GELU(dense(norm(x)))), four times as wide in between."""
+    """A block of a transformer: x + attention(norm(x)), then x + dense(GELU(dense(norm(x)))).
+
+    The hidden layer between the two dense ones is four times as wide.
+    """
 
     heads: int
 
     @nn.compact
     def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "F B L"]:
-        (width, batch, length), size = x.shape, x.shape[0] // self.heads
+        width, batch, length = x.shape
+        size = width // self.heads
         projected = FirstAxisDense(3 * width, name="attention")(_Norm(name="attention_norm")(x))
         projected = projected.reshape(3, self.heads, size, batch, length).transpose(0, 1, 3, 2, 4)
         mixed = _attend(*projected).transpose(0, 2, 1, 3).reshape(x.shape)
@@ -213,7 +232,7 @@ class _Block(nn.Module):
 
 
 class _Norm(nn.Module):
-    """Layer normalisation over the first axis."""
+    """A layer normalisation over the first axis."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "F B L"]) -> Float[Array, "F B L"]:
@@ -224,7 +243,7 @@ class _Norm(nn.Module):
 
 @jax.custom_vjp
 def _standardize(x: Float[Array, "F B L"]) -> Float[Array, "F B L"]:
-    """Mean 0 and variance 1 over the first axis."""
+    """Return x with mean 0 and variance 1 over the first axis."""
     return _standardize_forward(x)[0]
 
 
@@ -234,9 +253,10 @@ def _standardize_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
     return centred * scale, (centred * scale, scale)
 
 
-def _standardize_backward(kept: tuple[Array, Array], slope: Array) -> tuple[Array]:
-    # Written out: XLA would fuse it with the sums of the residual path, and compute those for every feature anew.
-    y, scale = kept
+def _standardize_backward(saved: tuple[Array, Array], slope: Array) -> tuple[Array]:
+    # The rule is written out, because XLA would fuse JAX's own with the sums of the residual path,
+    # and compute these sums again for every feature.
+    y, scale = saved
     return ((slope - _mean(slope) - y * _mean(slope * y)) * scale,)
 
 
@@ -250,16 +270,22 @@ _standardize.defvjp(_standardize_forward, _standardize_backward)
 def _attend(
     queries: Float[Array, "H B S L"], keys: Float[Array, "H B S L"], values: Float[Array, "H B S L"]
 ) -> Float[Array, "H B S L"]:
-    """Each position's mean of the values up to it, weighted by the softmax of scaled scores."""
+    """Return each position's mean of the values up to it, weighted by a softmax of scores.
+
+    Scores are divided by the square root of S, the size of a head.
+    """
     size, length = queries.shape[-2:]
     scores = jnp.einsum("hbsk,hbsq->hbkq", keys, queries * size**-0.5)
     past = np.triu(np.ones((1, 1, length, length), bool))
     scores = jnp.where(past, scores, -math.inf)
-    weights = jnp.exp(scores - lax.stop_gradient(jnp.max(scores, -2, keepdims=True)))
-    return jnp.einsum("hbsk,hbkq->hbsq", values, weights) / jnp.sum(weights, -2)[:, :, None]
+    largest = lax.stop_gradient(jnp.max(scores, -2, keepdims=True))
+    weights = jnp.exp(scores - largest)
+    sums = jnp.einsum("hbsk,hbkq->hbsq", values, weights)
+    return sums / jnp.sum(weights, -2)[:, :, None]
 
 
 def _look_up(table: Float[Array, "V F"], tokens: Int[Array, "B L"]) -> Float[Array, "F B L"]:
+    """Return the rows of a table that tokens index, feature-major."""
     if len(table) > _ONE_HOT:
         return table[tokens].transpose(2, 0, 1)
     one_hot = (tokens.reshape(1, -1) == jnp.arange(len(table))[:, None]).astype(table.dtype)

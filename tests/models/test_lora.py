@@ -305,20 +305,29 @@ def test_the_precision_of_a_base_is_that_of_its_adapters():
     [
         (
             lambda: lora(BASE, WEIGHTS, rank=2, where=("quary",)),
-            "'quary' is in the path of no dense layer.*'query'",
+            "where must have names from the paths of dense layers, got 'quary'.*'query'",
         ),
-        (lambda: lora(BASE, WEIGHTS, rank=2, train=("tail",)), "'tail' is none of the layers"),
-        (lambda: lora(BASE, WEIGHTS, rank=2, train=BASE.layers), "nothing would be adapted"),
+        (
+            lambda: lora(BASE, WEIGHTS, rank=2, train=("tail",)),
+            "train must name layers of model='Encoder', got 'tail'",
+        ),
+        (
+            lambda: lora(BASE, WEIGHTS, rank=2, train=BASE.layers),
+            "must have a dense layer to adapt",
+        ),
         (
             lambda: lora(BASE, {"head": WEIGHTS["head"]}, rank=2),
-            "give weights of model='Encoder'; only one of the two has",
+            "params must have the arrays of model='Encoder'.*only one of the two has",
         ),
-        (lambda: lora(ADAPTED, WEIGHTS, rank=2), "has frozen weights already"),
-        (lambda: frozen(BASE, WEIGHTS, train=()), r"train=\(\): name at least one"),
-        (lambda: lora(BASE._replace(input_shape=None), WEIGHTS, rank=2), "has no input_shape"),
+        (lambda: lora(ADAPTED, WEIGHTS, rank=2), "model must have no frozen weights"),
+        (lambda: frozen(BASE, WEIGHTS, train=()), r"train must name at least one layer, got \(\)"),
+        (
+            lambda: lora(BASE._replace(input_shape=None), WEIGHTS, rank=2),
+            "model must have an `input_shape`",
+        ),
         (
             lambda: lora(BASE._replace(input_shape=(3,)), WEIGHTS, rank=2),
-            "takes no batch of input_shape",
+            "model must take a batch of its input_shape",
         ),
     ],
 )
@@ -331,7 +340,7 @@ def test_weights_of_another_shape_are_refused():
     wrong = jax.tree.map(lambda leaf: leaf[..., :9], WEIGHTS["head"])
     with pytest.raises(
         ValueError,
-        match=r"params\['head'\]\['bias'\] has shape \(9,\): give weights of shape \(10,\)",
+        match=r"params\['head'\]\['bias'\] must have shape \(10,\), got \(9,\)",
     ):
         frozen(BASE, WEIGHTS | {"head": wrong})
 

@@ -169,7 +169,7 @@ def test_rows_are_standardized_with_their_slopes():
 
 
 def test_heads_divide_the_width():
-    with pytest.raises(ValueError, match="heads=3: give a divisor of width=8"):
+    with pytest.raises(ValueError, match="heads must be a divisor of width=8, got 3"):
         transformer(width=8, heads=3)
 
 

@@ -1,4 +1,4 @@
-"""Your own Flax module, linen or nnx, as a model."""
+"""Models from your own Flax modules, linen or nnx."""
 
 import functools
 import inspect
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def scale_bytes(inputs: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
-    """Bytes are images, normalised to [-1, 1]; other inputs go to the module unchanged."""
+    """Scale bytes, which are pictures, to [-1, 1], and return other inputs unchanged."""
     return as_floats(inputs) if inputs.dtype == jnp.uint8 else inputs
 
 
@@ -44,33 +44,43 @@ def from_flax(
     form: Form | None = None,
     vocabulary: int | None = None,
 ) -> Model:
-    """Wrap a Flax linen module that maps a batch `[B, *input_shape]` to outputs `[B, ...]`, logits `[B, K]` by default.
+    """Wrap a Flax linen module that maps a batch `[B, *input_shape]` to outputs `[B, ...]`.
 
-    Bytes are images, normalised to [-1, 1]; all other numbers, floats and tokens, are passed on unchanged. A
-    module with methods `extract` (batch to features [B, F]) and `classify` (features to logits) has its head fitted on
-    cached features; otherwise the head is trained through the whole network. Dropout, and whatever else draws, does so
-    in training only: a module that draws has an argument `train`, `training` or `deterministic` in its call, and in
-    `extract` and `classify` where these draw.
+    Outputs are logits `[B, K]` by default. Bytes are pictures, which are scaled to [-1, 1]. All
+    other numbers, floats and tokens, reach the module unchanged.
+
+    A module may have the methods `extract` (batch to features [B, F]) and `classify` (features to
+    logits). Its head is then fitted on cached features. Otherwise the head is trained through the
+    full network.
+
+    Dropout and other random layers draw in training only. A module with such layers needs an
+    argument `train`, `training` or `deterministic` in its call, and in `extract` and `classify` if
+    these draw.
 
     Args:
-        module: without batch statistics, or other collections than `params`.
-        input_shape: shape of one example.
-        head: names of the top-level layers that are the head (default: the last one).
-        name: for reports (default: the module's class).
-        prepare: from a stored batch to the module's input, for instance
+        module: the module. It has no batch statistics, and no collections other than `params`.
+        input_shape: the shape of one example.
+        head: the names of the top-level layers that form the head. The default is the last one.
+        name: the model's name in reports. The default is the module's class.
+        prepare: a function from a stored batch to the module's input, for instance
             `lambda x: x.astype(jnp.int32)` for tokens that are stored as bytes.
-        task: what the outputs are for (see `jaxfl.tasks`).
-        form: of convolutions and pooling: "winograd" or "im2col", for CPUs, and "grouped" or "packed", for GPUs, where
-            square kernels have one; see `jaxfl.models.layers`. Any other, such as "lax", runs the module as it is.
-            None: "winograd" on a CPU, where it is many times as fast, "grouped" on a GPU, "lax" on a TPU.
-        vocabulary: number of rows of the table that the inputs index; a run refuses inputs outside [0, vocabulary).
-            None: the size of the table that the traced program looks the inputs up in as they are, if there is one.
+        task: the task of the outputs (see `jaxfl.tasks`).
+        form: the form of convolutions and pooling (see `jaxfl.models.layers`). "winograd" and
+            "im2col" suit CPUs. "grouped" and "packed" suit GPUs, for square kernels. Any other form
+            evaluates the module as it is. The default is "winograd" on a CPU, where it is many
+            times as fast, "grouped" on a GPU, and "lax" on a TPU.
+        vocabulary: the number of rows of the table that the inputs index. A run raises for inputs
+            outside [0, vocabulary). The default is the size of the table that the traced program
+            indexes by its unchanged inputs, if there is one.
 
     Raises:
-        ValueError: the module does not take a batch of that shape, keeps more than parameters, draws in evaluation,
-            does not give [B, ...], or has no layer of a head's name.
+        ValueError: the module does not take a batch of this shape, or does not return [B, ...]. It
+            has no parameters, keeps more than parameters, or draws in evaluation. It has no layer
+            of a name in `head`.
 
-    >>> network = nn.Sequential([lambda x: x.reshape(len(x), -1), nn.Dense(16), nn.relu, nn.Dense(10)])
+    >>> def flat(x):
+    ...     return x.reshape(len(x), -1)
+    >>> network = nn.Sequential([flat, nn.Dense(16), nn.relu, nn.Dense(10)])
     >>> model = from_flax(network, (8, 8, 1))
     >>> model.layers, model.head
     (('layers_1', 'layers_3'), ('layers_3',))
@@ -81,26 +91,28 @@ def from_flax(
         return module.init(key, batch, **mode)
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Any:
-        rngs = None if key is None else {"params": key}  # other streams derive from it
-        return module.apply(
-            {"params": params}, x, method=method, rngs=rngs, **_mode(module, method, key)
-        )
+        # Flax derives all other streams from this one.
+        rngs = None if key is None else {"params": key}
+        mode = _mode(module, method, key)
+        return module.apply({"params": params}, x, method=method, rngs=rngs, **mode)
 
-    options = {
-        "head": head,
-        "name": name,
-        "prepare": prepare,
-        "task": task,
-        "form": form,
-        "vocabulary": vocabulary,
-    }
-    return _model(_Network(module, variables, call), tuple(input_shape), **options)
+    return _model(
+        _Network(module, variables, call),
+        tuple(input_shape),
+        head=head,
+        name=name,
+        prepare=prepare,
+        task=task,
+        form=form,
+        vocabulary=vocabulary,
+    )
 
 
 def _check_nnx(name: str, value: Any) -> Any:
     if not isinstance(value, nnx.Module) and not callable(value):
         raise TypeError(
-            f"{name}={show(value)}: give an nnx.Module, or a function of nnx.Rngs that makes one"
+            f"{name} must be an nnx.Module, or a function of nnx.Rngs that returns one, got "
+            f"{show(value)}. Give one, for instance lambda rngs: Net(10, rngs=rngs)."
         )
     return value
 
@@ -119,26 +131,36 @@ def from_nnx(
     form: Form | None = None,
     vocabulary: int | None = None,
 ) -> Model:
-    """Wrap a Flax nnx module, as `from_flax` does a linen one.
+    """Wrap a Flax nnx module that maps a batch `[B, *input_shape]` to outputs `[B, ...]`.
 
-    Its layers are its attributes with parameters, in the order in which `__init__` sets them; each layer of a list is
-    one, `layers_0` for instance. It draws in training only: `module.train()` and `module.eval()` switch dropout.
+    The layers are the module's attributes with parameters, in the order in which `__init__` sets
+    them. Each layer of a list is a layer of its own, for instance `layers_0`. The module draws in
+    training only, because `module.train()` and `module.eval()` switch dropout. See `from_flax` for
+    the scaling of bytes, and for the methods `extract` and `classify`.
 
     Args:
-        module: a function of `nnx.Rngs`, such as `lambda rngs: Net(10, rngs=rngs)`, whose parameters a run draws by its
-            key; or an instance, whose own parameters every run starts from. It keeps nothing but `nnx.Param`.
-        input_shape: as for `from_flax`, like the other arguments.
-        head: names of layers.
-        name: for reports.
-        prepare: from a stored batch to the module's input.
-        task: what the outputs are for.
-        form: of convolutions and pooling.
-        vocabulary: number of rows of the table that the inputs index; None: found as by `from_flax`.
+        module: a function of `nnx.Rngs`, such as `lambda rngs: Net(10, rngs=rngs)`, whose
+            parameters a run draws from its key. Or an instance, whose own parameters start every
+            run. It has no variables other than `nnx.Param`.
+        input_shape: the shape of one example.
+        head: the names of the layers that form the head. The default is the last one.
+        name: the model's name in reports. The default is the module's class.
+        prepare: a function from a stored batch to the module's input. The default scales bytes to
+            [-1, 1].
+        task: the task of the outputs (see `jaxfl.tasks`).
+        form: the form of convolutions and pooling (see `from_flax`). The default suits the devices.
+        vocabulary: the number of rows of the table that the inputs index. The default is found in
+            the traced program (see `from_flax`).
 
     Raises:
-        ValueError: as `from_flax`.
+        TypeError: the function returns no `nnx.Module`.
+        ValueError: the module does not take a batch of this shape, or does not return [B, ...]. It
+            has no parameters, keeps more than parameters, or draws in evaluation. It has no layer
+            of a name in `head`.
 
-    >>> model = from_nnx(lambda rngs: nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)), (4,))
+    >>> def network(rngs):
+    ...     return nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs))
+    >>> model = from_nnx(network, (4,))
     >>> model.layers, model.head
     (('layers_0', 'layers_1'), ('layers_1',))
     """
@@ -147,19 +169,21 @@ def from_nnx(
         made = module if isinstance(module, nnx.Module) else module(rngs)
         if not isinstance(made, nnx.Module):
             raise TypeError(
-                f"module={show(module)} makes {show(made)}: give a function of nnx.Rngs to an nnx.Module"
+                f"module must be a function of nnx.Rngs that returns a module, got {show(module)}, "
+                f"which makes {show(made)}. Return an nnx.Module."
             )
         return made
 
-    instance: Any = (
-        module if isinstance(module, nnx.Module) else nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-    )
+    instance: Any = module
+    if not isinstance(module, nnx.Module):
+        instance = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
     graph, own, rest = nnx.split(instance, nnx.Param, ...)
     shapes = [
         (path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for path, leaf in nnx.to_flat_state(own)
     ]
-    kept = {
+    # Variables other than parameters, which `_model` does not accept.
+    others = {
         type(leaf).__name__: leaf
         for _, leaf in nnx.to_flat_state(rest)
         if not isinstance(leaf, nnx.RngState)
@@ -167,45 +191,46 @@ def from_nnx(
 
     def variables(key: Array, _batch: Array) -> Any:
         made = make(nnx.Rngs(key))
-        attributes, leaves = list(vars(made)), nnx.to_flat_state(nnx.state(made, nnx.Param))
+        attributes = list(vars(made))
+        leaves = nnx.to_flat_state(nnx.state(made, nnx.Param))
         leaves = sorted(leaves, key=lambda leaf: attributes.index(leaf[0][0]))
         params = {_named(path): variable[...] for path, variable in leaves}
-        return ({"params": unflatten_dict(params)} if params else {}) | kept
+        collections = {"params": unflatten_dict(params)} if params else {}
+        return collections | others
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Array:
         flat = flatten_dict(params)
-        # A head gets its own parameters alone: the others are shapes, which nothing can compute with.
+        # A head gets only its own parameters. Shapes stand for the others, which it does not read.
         values = [flat.get(_named(path), shape) for path, shape in shapes]
+        # The streams are new, because those of `rest` could not count their uses within this trace.
         streams = [_stream(key, number, leaf) for number, leaf in enumerate(jax.tree.leaves(rest))]
-        # New variables: those of `rest` could not count within this trace.
-        states = (
-            jax.tree.unflatten(jax.tree.structure(tree), new)
-            for tree, new in ((own, values), (rest, streams))
-        )
-        merged = nnx.merge(graph, *states)
+        params_state = jax.tree.unflatten(jax.tree.structure(own), values)
+        streams_state = jax.tree.unflatten(jax.tree.structure(rest), streams)
+        merged = nnx.merge(graph, params_state, streams_state)
         merged.eval() if key is None else merged.train()
         return getattr(merged, method)(x, **_mode(merged, method, key))
 
-    options = {
-        "head": head,
-        "name": name,
-        "prepare": prepare,
-        "task": task,
-        "form": form,
-        "vocabulary": vocabulary,
-    }
-    return _model(_Network(instance, variables, call), tuple(input_shape), **options)
+    return _model(
+        _Network(instance, variables, call),
+        tuple(input_shape),
+        head=head,
+        name=name,
+        prepare=prepare,
+        task=task,
+        form=form,
+        vocabulary=vocabulary,
+    )
 
 
 def _named(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Of an nnx parameter: a layer of a list at the top is one of the model's."""
+    """Return the path of an nnx parameter by names, where each layer of a top-level list is one."""
     if len(path) > 1 and isinstance(path[1], int):
         path = (f"{path[0]}_{path[1]}", *path[2:])
     return tuple(map(str, path))
 
 
 def _stream(key: Array | None, number: int, leaf: Any) -> Array:
-    """A new value of one leaf of nnx's streams: a key, or how often it was used."""
+    """Return a new value of one leaf of nnx's streams, which is a key or a count of its uses."""
     if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.zeros(leaf.shape, leaf.dtype)
     key = jax.random.fold_in(key_of(0) if key is None else key, number)
@@ -213,17 +238,20 @@ def _stream(key: Array | None, number: int, leaf: Any) -> Array:
 
 
 class _Network(NamedTuple):
-    """A module, its variables by collections for a key and a batch, and one of its methods as a pure function."""
+    """A module as pure functions."""
 
     module: Any
     variables: Callable[[Array, Array], Any]
+    """From a key and a batch to the module's variables by collections."""
     call: Callable[[str, Params, Array, Array | None], Array]
+    """From a method's name, parameters, a batch and a key (None in evaluation) to its result."""
 
 
 def _mode(module: Any, method: str, key: Array | None) -> dict[str, bool]:
-    """The argument that says whether this is training, where a method has one."""
+    """Return the method's arguments that switch between training and evaluation."""
     names = inspect.signature(getattr(module, method)).parameters
-    values = {"train": key is not None, "training": key is not None, "deterministic": key is None}
+    train = key is not None
+    values = {"train": train, "training": train, "deterministic": not train}
     return {name: value for name, value in values.items() if name in names}
 
 
@@ -238,6 +266,7 @@ def _model(
     form: Form | None,
     vocabulary: int | None,
 ) -> Model:
+    """Return the model of a network, or raise if the network does not fit one."""
     kind = type(network.module).__name__
 
     def method(method: str) -> Callable[..., Array]:
@@ -245,50 +274,69 @@ def _model(
         return lambda params, x, key=None: function(params, x, key)
 
     def made(key: Array, inputs: Array) -> tuple[Any, Any]:
-        """Variables, and outputs where there are parameters alone."""
+        """Return variables, and outputs if the variables are parameters only."""
         batch = prepare(inputs)
         variables = network.variables(key, batch)
-        outputs = (
-            network.call("__call__", variables["params"], batch, None)
-            if set(variables) == {"params"}
-            else None
-        )
+        outputs = None
+        if set(variables) == {"params"}:
+            outputs = network.call("__call__", variables["params"], batch, None)
         return variables, outputs
 
     dtype, program, variables, outputs = _first_taken(made, kind, input_shape)
     if "params" not in variables:
-        raise ValueError(f"module={kind} has no parameters: give one that can be trained")
-    if kept := set(variables) - {"params"}:
         raise ValueError(
-            f"module={kind} keeps {sorted(kept)}: use layers without state, GroupNorm for BatchNorm"
+            f"module must have parameters, got {kind} without any. Give one that can be trained."
+        )
+    if others := set(variables) - {"params"}:
+        raise ValueError(
+            f"module must keep nothing but parameters, got {kind} with {sorted(others)}. Use "
+            "layers without state, such as GroupNorm instead of BatchNorm."
         )
     if not outputs.shape or outputs.shape[0] != 2:
         raise ValueError(
-            f"module={kind} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]"
+            f"module must map a batch of 2 to outputs [2, ...], got {kind} with outputs of shape "
+            f"{outputs.shape}. Return one output for each example."
         )
 
     def init(key: Array) -> Params:
-        return network.variables(key, prepare(jnp.zeros((2, *input_shape), dtype)))["params"]
+        batch = prepare(jnp.zeros((2, *input_shape), dtype))
+        return network.variables(key, batch)["params"]
 
     layers = depth_order(init)
     head = layers[-1:] if head is None else tuple(head)
     if not head or not set(head) <= set(layers):
-        raise ValueError(f"head={head!r}: name at least one of the module's layers {layers}")
+        raise ValueError(
+            f"head must name one or more layers of the module, got {head!r}. Choose from {layers}."
+        )
     split = hasattr(network.module, "extract") and hasattr(network.module, "classify")
-    extract, classify = (method(part) if split else None for part in ("extract", "classify"))
-    model = Model(
-        name or kind, init, prepare, extract, classify, method("__call__"), None, layers, head
-    )
     if vocabulary is None:
         vocabulary = min(tables_of(program), default=None)
-    return model._replace(input_shape=input_shape, task=task, vocabulary=vocabulary)
+    return Model(
+        name=name or kind,
+        init=init,
+        prepare=prepare,
+        extract=method("extract") if split else None,
+        classify=method("classify") if split else None,
+        apply=method("__call__"),
+        sum_grad_squared=None,
+        layers=layers,
+        head=head,
+        input_shape=input_shape,
+        task=task,
+        vocabulary=vocabulary,
+    )
 
 
 def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
-    """The dtype that inputs may have, floats or, for embeddings of tokens, whole numbers; and what a look at it gives.
+    """Return the first dtype of inputs that a function takes, and the function's result.
+
+    The dtypes are float32, and int32 for embeddings of tokens.
+
+    Args:
+        look: a function of the dtype.
 
     Raises:
-        ExceptionGroup: neither fits.
+        ExceptionGroup: the function raises for both dtypes.
     """
     errors = []
     for dtype in (jnp.float32, jnp.int32):
@@ -302,7 +350,13 @@ def with_either(look: Callable[[Any], T]) -> tuple[Any, T]:
 def _first_taken(
     made: Callable[[Array, Array], Any], kind: str, input_shape: tuple[int, ...]
 ) -> tuple[Any, core.ClosedJaxpr, Any, Any]:
-    """Return the dtype that a module takes, and the traced program and the shapes of what it makes of a batch."""
+    """Return a module's input dtype, its traced program, and shapes of its variables and outputs.
+
+    Args:
+        made: a function of a key and inputs that returns variables and outputs.
+        kind: the name of the module's class, for errors.
+        input_shape: the shape of one example.
+    """
 
     def trace(dtype: Any) -> tuple[core.ClosedJaxpr, Any]:
         batch = jax.ShapeDtypeStruct((2, *input_shape), dtype)
@@ -317,7 +371,11 @@ def _first_taken(
         isinstance(error, flax.errors.InvalidRngError) or "deterministic" in str(error)
         for error in errors
     ):
-        remedy = "give its call an argument `train`, `training` or `deterministic` that switches this off"
-        raise ValueError(f"module={kind} draws in evaluation too: {remedy}") from errors[0]
-    refusal = f"module={kind} does not take a batch of input_shape={input_shape!r}"
-    raise ValueError(f"{refusal}: {errors[0]}") from errors[0]
+        raise ValueError(
+            f"module must not draw in evaluation, got {kind}, which does. Give its call an "
+            "argument `train`, `training` or `deterministic` that switches this off."
+        ) from errors[0]
+    raise ValueError(
+        f"module must take a batch of input_shape={input_shape!r}, got {kind}, which raised: "
+        f"{errors[0]}. Correct the module or input_shape."
+    ) from errors[0]

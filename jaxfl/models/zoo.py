@@ -1,4 +1,4 @@
-"""Models by name: the networks of the papers."""
+"""Networks of the papers, by name."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +17,7 @@ from jaxfl.models.layers import Convolution, Dense, GroupNorm, as_floats
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]
+"""Height, width and channels of a picture."""
 
 
 def _flat(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B F"]:
@@ -27,14 +28,17 @@ def _flat(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B F"]:
 
 
 def _bytes(inputs: Shaped[Array, "B H W C"]) -> Shaped[Array, "C H W B"]:
-    """Batch-minor, bytes as they are: a quarter of the memory to move."""
+    """Transpose pictures to batch-minor, and leave bytes as they are.
+
+    Bytes are a quarter of the memory to move.
+    """
     return inputs.transpose(3, 1, 2, 0)
 
 
 def _maps(
     inputs: Shaped[Array, "B H W C"], padding: int | None = None
 ) -> Float[Array, "maps H2 W2 B"]:
-    """Batch-minor feature maps; with a padding, in pairs of columns."""
+    """Return batch-minor maps of floats, in pairs of columns unless `padding` is None."""
     x = _bytes(inputs)
     if padding:
         x = jnp.pad(as_floats(x), ((0, 0), (padding, padding), (padding, padding), (0, 0)))
@@ -69,7 +73,7 @@ class _Mlp(_Network):
 
 
 class _Cnn(_Network):
-    """Convolutions, dense layers with or without ReLU in between, a head."""
+    """A network of convolutions, dense layers with or without ReLU in between, and a head."""
 
     convolutions: tuple[Mapping[str, Any], ...]
     widths: tuple[int, ...]
@@ -94,7 +98,7 @@ class _Cnn(_Network):
 
 
 class _NormLenet(_Network):
-    """LeNet with GroupNorm after every hidden layer, before pooling and ReLU."""
+    """A LeNet with GroupNorm after every hidden layer, before pooling and ReLU."""
 
     groups: int
     classes: int
@@ -123,9 +127,10 @@ class _NormLenet(_Network):
 
 
 class _ResNet(_Network):
-    """Residual blocks of two 3x3 convolutions, each with GroupNorm.
+    """A network of residual blocks of two 3x3 convolutions, each with GroupNorm.
 
-    Where a block halves the maps, its shortcut takes every second pixel and pads channels with zeros.
+    The shortcut of a block that halves the maps takes every second pixel, and pads channels with
+    zeros.
     """
 
     widths: tuple[int, ...]
@@ -153,9 +158,8 @@ class _ResNet(_Network):
         for i in range(1, len(self.conv), 2):
             y = self.conv[i + 1](self.norm[i](self.conv[i](x)))
             stride = self.conv[i].stride
-            shortcut = jnp.pad(
-                x[:, ::stride, ::stride], ((0, len(y) - len(x)), (0, 0), (0, 0), (0, 0))
-            )
+            missing = len(y) - len(x)
+            shortcut = jnp.pad(x[:, ::stride, ::stride], ((0, missing), (0, 0), (0, 0), (0, 0)))
             x = self.norm[i + 1](y, shortcut)
         return x.mean((1, 2)).T
 
@@ -163,7 +167,9 @@ class _ResNet(_Network):
 def _check_shape(name: str, value: Any) -> Shape:
     shape = check_counts(name, value)
     if len(shape) != 3:
-        raise ValueError(f"{name}={show(value)}: give (H, W, channels)")
+        raise ValueError(
+            f"{name} must be (H, W, channels), got {show(value)}. Give three whole numbers."
+        )
     return shape
 
 
@@ -178,7 +184,13 @@ def mlp(
     classes: int = 10,
     hidden: Sequence[int] = (200, 200),
 ) -> Model:
-    """Multilayer perceptron with ReLU, of pictures (H, W, C) or vectors (F,) such as features.
+    """Return a multilayer perceptron with ReLU.
+
+    Args:
+        input_shape: the shape of an example, (H, W, C) of pictures or (F,) of vectors such as
+            features.
+        classes: the number of logits.
+        hidden: the widths of the hidden layers. An empty sequence gives a linear model.
 
     >>> model = mlp(hidden=(200, 200))
     >>> model.layers, model.head
@@ -193,22 +205,22 @@ def mlp(
         probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
         return twin.apply({"params": probed}, x)
 
-    return _model("mlp", network, lambda _form, x: _flat(x), input_shape)._replace(
-        ghost_norms=ghost_norms
-    )
+    model = _model("mlp", network, lambda _form, x: _flat(x), input_shape)
+    return model._replace(ghost_norms=ghost_norms)
 
 
 @checked(input_shape=_check_shape)
 def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None = None) -> Model:
-    """LeNet: two 5x5 convolutions (6 and 16 channels, ReLU, 2x2 max-pool), dense 120, 84 and `classes`.
+    """Return LeNet: two 5x5 convolutions and dense layers of widths 120, 84 and `classes`.
 
-    62,006 parameters for 32x32x3 and 44,426 for 28x28x1 with 10 classes.
+    The convolutions have 6 and 16 channels, each with ReLU and 2x2 max-pool. There are 62,006
+    parameters for 32x32x3 and 44,426 for 28x28x1 with 10 classes.
 
     Args:
-        input_shape: (H, W, C).
-        classes: number of logits.
-        form: of convolutions (see `jaxfl.models.layers`): "lax" if forward-mode differentiation is needed; None:
-            the best for the devices of a run.
+        input_shape: the shape (H, W, C) of an example.
+        classes: the number of logits.
+        form: the form of convolutions (see `jaxfl.models.layers`). The default is the best for the
+            devices of a run. "lax" supports forward-mode differentiation.
 
     >>> sum(a.size for a in jax.tree.leaves(lenet().init(jax.random.key(0))))
     62006
@@ -221,15 +233,16 @@ def lenet(input_shape: Shape = (32, 32, 3), classes: int = 10, form: Form | None
 def lenet_groupnorm(
     input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
 ) -> Model:
-    """LeNet with GroupNorm after every hidden layer: its features keep their scale whatever the weights.
+    """Return LeNet with GroupNorm after every hidden layer.
 
-    Convolutions have no bias.
+    Its features have the same scale for any weights. Convolutions have no bias.
 
     Args:
-        input_shape: (H, W, C).
-        classes: number of logits.
-        groups: number of groups of GroupNorm, 1 or 2.
-        form: as for `lenet`.
+        input_shape: the shape (H, W, C) of an example.
+        classes: the number of logits.
+        groups: the number of groups of GroupNorm, 1 or 2.
+        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+            run.
 
     >>> lenet_groupnorm().layers[:4]
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
@@ -239,32 +252,44 @@ def lenet_groupnorm(
 
 
 _FEDDPA_CLASSES = {
-    "cifar10": 10, "cifar100": 100, "svhn_cropped": 10, "mnist": 10, "fashion_mnist": 10, "emnist": 62, "femnist": 62,
-}  # fmt: skip
+    "cifar10": 10,
+    "cifar100": 100,
+    "svhn_cropped": 10,
+    "mnist": 10,
+    "fashion_mnist": 10,
+    "emnist": 62,
+    "femnist": 62,
+}
+"""Number of classes of each dataset that FedDPA's code has a network for."""
 
 
 @checked(dataset=functools.partial(check_choice, choices=tuple(_FEDDPA_CLASSES)))
 def feddpa_cnn(
     dataset: str = "cifar10", classes: int | None = None, form: Form | None = None
 ) -> Model:
-    """FedDPA's network for a dataset, as in its published code.
+    """Return FedDPA's network for a dataset, as in its published code.
 
-    - cifar10, cifar100 (32x32x3): three 3x3 convolutions with 16, 32, 32 channels and padding 1, each with ReLU
-      and 2x2 max-pool; dense 512, 128 and `classes` with ReLU between (512 features enter).
-    - svhn_cropped (32x32x3): 3x3 convolutions 32 (ReLU) and 64 (ReLU, pool), dense 128 (ReLU) and `classes`.
-    - mnist, fashion_mnist, emnist, femnist (28x28x1): 3x3 convolutions 32 (no ReLU) and 64 (ReLU, pool), dense
-      128 (no ReLU) and `classes`.
+    - cifar10, cifar100 (32x32x3): three 3x3 convolutions with 16, 32 and 32 channels and padding 1,
+      each with ReLU and 2x2 max-pool. Dense layers of widths 512, 128 and `classes` follow, with
+      ReLU between them. 512 features enter the first dense layer.
+    - svhn_cropped (32x32x3): 3x3 convolutions with 32 (ReLU) and 64 (ReLU, pool) channels, then
+      dense layers of widths 128 (ReLU) and `classes`.
+    - mnist, fashion_mnist, emnist, femnist (28x28x1): 3x3 convolutions with 32 (no ReLU) and 64
+      (ReLU, pool) channels, then dense layers of widths 128 (no ReLU) and `classes`.
 
     Args:
-        dataset: name, as above.
-        classes: number of logits (default: the dataset's: 10, 100 for cifar100, 62 for emnist and femnist).
-        form: as for `lenet`.
+        dataset: the name of the dataset.
+        classes: the number of logits. The default is the dataset's number of classes: 10, 100 for
+            cifar100, 62 for emnist and femnist.
+        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+            run.
 
-    Deviations: the published networks name dropout layers, but the code's Fisher pass switches them to evaluation
-    and nothing switches back, so no unit is ever dropped: there are none here.
+    Deviations: the published networks name dropout layers, and this one has none. The code's Fisher
+        pass switches them to evaluation and nothing switches them back, so no unit is ever dropped.
 
     References:
-        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023.
+        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy,
+        NeurIPS 2023.
     """
     classes = _FEDDPA_CLASSES[dataset] if classes is None else classes
     if dataset in ("cifar10", "cifar100"):
@@ -283,7 +308,16 @@ def feddpa_cnn(
 def digits_cnn(
     input_shape: Shape = (8, 8, 1), classes: int = 10, form: Form | None = None
 ) -> Model:
-    """Small network for 8x8 digits: two 3x3 convolutions (8 and 16 channels, padding 1, pool), dense 32."""
+    """Return a small network for 8x8 digits: two 3x3 convolutions and a dense layer of width 32.
+
+    The convolutions have 8 and 16 channels, padding 1, ReLU and 2x2 max-pool.
+
+    Args:
+        input_shape: the shape (H, W, C) of an example.
+        classes: the number of logits.
+        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+            run.
+    """
     convolutions = [{"features": n, "size": 3, "padding": 1} for n in (8, 16)]
     return _cnn("digits_cnn", convolutions, (32,), input_shape, classes, form)
 
@@ -292,42 +326,56 @@ def digits_cnn(
 def resnet20(
     input_shape: Shape = (32, 32, 3), classes: int = 10, groups: int = 2, form: Form | None = None
 ) -> Model:
-    """ResNet20: a 3x3 convolution, 3 stages of 3 residual blocks with 16, 32 and 64 channels, mean, `classes`.
+    """Return ResNet20: a 3x3 convolution, 3 stages of 3 residual blocks, a mean, and a head.
 
-    The later stages begin with stride 2. 269,072 parameters without the head, for 3 channels.
+    The stages have 16, 32 and 64 channels, and the later ones begin with stride 2. There are
+    269,072 parameters without the head, for 3 channels. The mean is over pixels.
 
     Args:
-        input_shape: (H, W, C).
-        classes: number of logits.
-        groups: of GroupNorm, which replaces BatchNorm, whose running statistics would leave a client unclipped.
-        form: as for `lenet`.
+        input_shape: the shape (H, W, C) of an example.
+        classes: the number of logits.
+        groups: the number of groups of GroupNorm, a divisor of 16. GroupNorm replaces BatchNorm,
+            whose running statistics would leave a client unclipped.
+        form: the form of convolutions (see `lenet`). The default is the best for the devices of a
+            run.
 
     References:
         He et al., Deep Residual Learning for Image Recognition, CVPR 2016 (section 4.2, option A).
-        Hsieh et al., The Non-IID Data Quagmire of Decentralized Machine Learning, ICML 2020 (GroupNorm with 2 groups).
+        Hsieh et al., The Non-IID Data Quagmire of Decentralized Machine Learning, ICML 2020
+        (GroupNorm with 2 groups).
     """
     if 16 % groups:
-        raise ValueError(f"groups={groups!r}: give a divisor of the 16 channels of the first stage")
+        raise ValueError(
+            f"groups must be a divisor of the 16 channels of the first stage, got {groups!r}. "
+            "Choose 1, 2, 4, 8 or 16."
+        )
     network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes)
-    return _model("resnet20", network, lambda _form, x: _maps(x), input_shape, form)._replace(
-        microbatch="auto"
-    )
+    model = _model("resnet20", network, lambda _form, x: _maps(x), input_shape, form)
+    return model._replace(microbatch="auto")
 
 
 @checked(input_shape=_check_shape)
 def build(name: str, input_shape: Shape, classes: int) -> Model:
-    """The model of that name for inputs of a shape.
+    """Return the model of a name for inputs of a shape.
 
-    Names: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn", "resnet20".
+    Args:
+        name: "mlp", "lenet", "lenet_groupnorm", "feddpa_cnn", "digits_cnn" or "resnet20".
+        input_shape: the shape (H, W, C) of an example.
+        classes: the number of logits.
 
     >>> build("lenet", (28, 28, 1), 10).name
     'lenet'
     """
     builders: dict[str, Callable[..., Model]] = {
-        "mlp": mlp, "lenet": lenet, "lenet_groupnorm": lenet_groupnorm, "feddpa_cnn": _feddpa_by_shape,
-        "digits_cnn": digits_cnn, "resnet20": resnet20,
-    }  # fmt: skip
-    return builders[check_choice("name", name, tuple(builders))](input_shape, classes)
+        "mlp": mlp,
+        "lenet": lenet,
+        "lenet_groupnorm": lenet_groupnorm,
+        "feddpa_cnn": _feddpa_by_shape,
+        "digits_cnn": digits_cnn,
+        "resnet20": resnet20,
+    }
+    builder = builders[check_choice("name", name, tuple(builders))]
+    return builder(input_shape, classes)
 
 
 def _feddpa_by_shape(input_shape: Shape, classes: int) -> Model:
@@ -344,8 +392,11 @@ def _cnn(
     form: Form | None,
     relu: bool = True,
 ) -> Model:
-    # A product with few outputs is slow: pairs of columns double them, for (k + 1) / k times the operations.
-    first, padding = convolutions[0], convolutions[0].get("padding", 0)
+    """Return a model of convolutions, dense layers of some widths, and a head."""
+    # A product with few outputs is slow. Pairs of columns double them, for (k + 1) / k times the
+    # operations.
+    first = convolutions[0]
+    padding = first.get("padding", 0)
     pairs = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
     joined = _joined(convolutions)
 
@@ -353,8 +404,13 @@ def _cnn(
         return form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
 
     def network(form: Form, sum_grad_squared: bool) -> nn.Module:
-        layers = tuple(pairs if paired(form) else joined if form == "pallas" else convolutions)
-        return _Cnn(layers, widths, classes, relu, form, sum_grad_squared)
+        if paired(form):
+            layers = pairs
+        elif form == "pallas":
+            layers = joined
+        else:
+            layers = convolutions
+        return _Cnn(tuple(layers), widths, classes, relu, form, sum_grad_squared)
 
     def prepare(form: Form, inputs: Array) -> Array:
         if form == "pallas" and inputs.dtype == jnp.uint8:
@@ -365,12 +421,17 @@ def _cnn(
 
 
 def _joined(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, each of the fused ones told what the next one takes, if that has no padding."""
-    joined, parts = [], 1
+    """Return convolutions with the `parts` that fused layers write for the next one.
+
+    A layer reads parts only if it is fused and has no padding.
+    """
+    joined = []
+    wanted = 1
     for options in reversed(convolutions):
         fused = Convolution(**options, form="pallas").fused
-        joined.insert(0, options | {"parts": parts if fused else 1})
-        parts = 2 * joined[0]["parts"] if fused and not options.get("padding") else 1
+        parts = wanted if fused else 1
+        joined.insert(0, options | {"parts": parts})
+        wanted = 2 * parts if fused and not options.get("padding") else 1
     return joined
 
 
@@ -381,7 +442,19 @@ def _model(
     shape: tuple[int, ...],
     form: Form | None = None,
 ) -> Model:
-    """A model of networks by form, with or without squares of gradients; None: the form of the devices of a run."""
+    """Return a model of networks that depend on the form.
+
+    Args:
+        name: the model's name.
+        network: a function of the form, and of whether gradients are sums of squares, that returns
+            a module.
+        layout: a function of the form and a stored batch that returns the module's input.
+        shape: the shape of an example.
+        form: the form of convolutions. The default is that of the devices of a run.
+
+    Raises:
+        ValueError: a layer gets no input for this shape.
+    """
 
     def chosen() -> Form:
         return backend().convolution if form is None else form
@@ -397,7 +470,8 @@ def _model(
 
     if _empty(init):
         raise ValueError(
-            f"input_shape={shape!r}: nothing is left of it after the convolutions of {name}, give a larger one"
+            f"input_shape must leave a pixel after the convolutions of {name}, got {shape!r}. Give "
+            "a larger one."
         )
     layers = depth_order(init)
     return Model(
@@ -415,7 +489,7 @@ def _model(
 
 
 def _empty(init: Callable[[Array], Any]) -> bool:
-    """Return whether a layer gets nothing, which some initializers divide by."""
+    """Return whether a layer gets an empty input, by whose size some initializers divide."""
     try:
         params = jax.eval_shape(lambda: init(key_of(0)))
     except ZeroDivisionError:
@@ -424,7 +498,10 @@ def _empty(init: Callable[[Array], Any]) -> bool:
 
 
 def depth_order(init: Callable[[Array], Any]) -> tuple[str, ...]:
-    """Names of the top-level parameters in order of creation: a dict that went through JAX is sorted."""
+    """Return the names of the top-level parameters in the order of their creation.
+
+    JAX sorts the dicts that it returns, so the names are recorded during a trace.
+    """
     names: list[str] = []
     jax.eval_shape(lambda: names.extend(init(key_of(0))))
     return tuple(names)

@@ -1,7 +1,7 @@
 """Convolution, bias, ReLU and 2x2 max-pool as one function with its own differentiation rule.
 
 Activations are batch-minor: (channels, H, W, batch). A pass is one batch of matrix products over
-the points p of a filter, with patches P (k c, tiles w n), weights U (k c, f) and products
+the points p of a filter. There are patches P (k c, tiles w n), weights U (k c, f) and products
 M (f, tiles w n):
 
     M_p = U_p^T P_p,   dU_p = P_p dM_p^T,   dP_p = U_p dM_p.
@@ -59,8 +59,8 @@ def _forward(
 ) -> tuple[Array, Array, Array, Array]:
     """Return the output, the patches, the kernel by points, and the route of the gradient.
 
-    With pooling, the route is the place of each window's maximum, or `_NOBODY` where ReLU is
-    inactive. Otherwise it says where ReLU is active.
+    The route of pooled maps is the place of each window's maximum, or `_NOBODY` where ReLU is
+    inactive. The route of other maps says where ReLU is active.
     """
     plan = _plan(x, kernel, options)
     weights = _to_points(_pair_kernel(kernel) if options.pairs else kernel, plan)

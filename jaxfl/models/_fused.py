@@ -146,8 +146,8 @@ def convolve_pooled(
             layer. 1 returns an array. If x is `Maps`, it is half of their number of remainders.
 
     Returns:
-        Maps [features, (H + 2 padding - k + 1) // 2, (W + 2 padding - k + 1) // 2, B], as an array
-        for one part and as `Maps` for more.
+        Pooled maps [features, (H + 2 padding - k + 1) // 2, (W + 2 padding - k + 1) // 2, B]. They
+        are an array for one part, and `Maps` for more.
     """
     if not isinstance(x, Maps):
         padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
@@ -503,8 +503,9 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
         for f in range(tile):
             bias[client, a, c, first + f] = jnp.sum(sums[size * tile + f])
 
-    kernels, biases = (size, size, channels, features), (size, channels, features)
-    return body, (size, channels, features // tile), [(kernels, jnp.float32), (biases, jnp.float32)]
+    kernels = ((size, size, channels, features), jnp.float32)
+    biases = ((size, channels, features), jnp.float32)
+    return body, (size, channels, features // tile), [kernels, biases]
 
 
 def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: Array) -> tuple:

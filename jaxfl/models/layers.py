@@ -15,8 +15,8 @@ A convolution has seven forms, which load the same parameters:
 - "packed": for GPUs. It is "grouped", but up to 8 clients share a group of the convolution, whose
   kernel has theirs on its diagonal. This takes 8 times the operations, in matrix products that fill
   the tensor cores.
-- "blocks": for TPUs. It is "lax", but a layer with pooling takes a block of 2x2 pixels as one
-  pixel, and the four places of a pooling window as channels. This takes ((k + 1) / k)^2 times the
+- "blocks": for TPUs. It is "lax", but layers with pooling take a block of 2x2 pixels as one pixel.
+  The four places of a pooling window are channels. This takes ((k + 1) / k)^2 times the
   operations, at a quarter of the positions, each with four times the channels.
 - "pallas": for GPUs. A float32 layer with ReLU and pooling is one kernel each way (`_fused`), and
   any other layer is "grouped". It supports reverse mode only. Other devices interpret the kernel,
@@ -90,7 +90,9 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
 
 
 class Convolution(nn.Module):
-    """Convolution, bias, ReLU and 2x2 max-pool (stride 2; the first maximum wins) in one layer.
+    """A layer of a convolution, bias, ReLU and 2x2 max-pool.
+
+    The pool has stride 2, and the first maximum of a window wins.
 
     Args:
         features: the number of output channels.

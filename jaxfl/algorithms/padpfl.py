@@ -95,7 +95,7 @@ def padpfl(
         mu: :math:`\mu`, the weight of the proximal term.
         sampling: Rule that draws the participants of each round. The default draws all clients.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
-            clients. Without `impacts` None stands for 1e-5, which suits up to 10,000 clients.
+            clients. If `impacts` is None too, it is 1e-5, which suits up to 10,000 clients.
         accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
         options: Further arguments of `fedavg`, such as `local` and `server_optimizer`. A `DPSGD` as
             `local` protects single examples, as the paper intends.
@@ -157,8 +157,8 @@ def padpfl_paper(
         \sigma_U &= \frac{2 c C L}{m \epsilon} \; (8) \\
         \sigma_A &= \frac{2 c C T \max_i p_i}{m \epsilon}
 
-    This :math:`\sigma_A` makes the :math:`\sigma_D` of `padpfl` that of (13). The method with equal
-    factors is NbAFL.
+    Equation (13) is the :math:`\sigma_D` of `padpfl` with this :math:`\sigma_A`. The method with
+    equal factors is NbAFL.
 
     Args:
         model: The network.
@@ -173,7 +173,7 @@ def padpfl_paper(
         sampling: Rule that draws the participants of each round. The default draws all clients.
             A cohort whose factors are all 0 leaves the server unchanged.
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
-            clients. Without `impacts` None stands for 1e-5, which suits up to 10,000 clients.
+            clients. If `impacts` is None too, it is 1e-5, which suits up to 10,000 clients.
         local: Optimizer, batches and epochs of a client's training in a round. A `DPSGD` protects
             single examples.
 
@@ -235,7 +235,7 @@ def nbafl_noise(epsilon: Number, *, delta: float, smallest: int, times: int = 1)
 def sound_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
     """Return the multiplier of the noise on the sum for an epsilon after all rounds.
 
-    Sampling does not amplify privacy. The multiplier for an infinite epsilon is 0.
+    The multiplier assumes no amplification by sampling. An infinite epsilon has the multiplier 0.
     """
     if math.isinf(epsilon):
         return 0.0
@@ -245,7 +245,7 @@ def sound_noise(epsilon: float, rounds: int, delta: float, accountant: Accountan
 def sound_upload_noise(epsilon: float, rounds: int, delta: float, accountant: Accountant) -> float:
     """Return the std, in units of C, of a client's noise for an epsilon after `rounds` uploads.
 
-    The std for an infinite epsilon is 0.
+    An infinite epsilon has the std 0.
     """
     if math.isinf(epsilon):
         return 0.0
@@ -407,7 +407,7 @@ def _slope(
 ) -> Float[Array, ""]:
     """Return the norm of the gradient of a client's proximal objective.
 
-    One plain step with all of the client's examples moves the parameters by the gradient.
+    One plain step with all of the client's examples moves the parameters by the negative gradient.
     """
     # The key only orders the examples of the single batch.
     key = key_of(0)

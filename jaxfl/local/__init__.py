@@ -1,4 +1,4 @@
-"""Work of a client: local training, and statistics of its own examples."""
+"""Work of one client: local training, and statistics of its own examples."""
 
 from jaxfl.local.train import LocalSGD
 

@@ -1,4 +1,4 @@
-"""Diagonal Fisher information: which weights matter for a client's own examples."""
+"""Diagonal Fisher information, which shows what weights matter for a client's own examples."""
 
 import functools
 from collections.abc import Callable
@@ -20,63 +20,74 @@ def fisher_diagonal(
     labels: Shaped[Array, "B ..."],
     weights: Float[Array, "B"],
 ) -> Tree:
-    """Sum over examples of squared per-example gradients: F_j = sum_n w_n (d loss_n / d theta_j)^2.
+    """Return the sum over examples of squared gradients, F_j = sum_n w_n (d loss_n / d theta_j)^2.
 
-    The loss is the task's: for a classification -log p(y_n | x_n).
+    The loss is the task's, which is -log p(y_n | x_n) for a classification.
 
-    Exact, in about the time of one gradient: through `model.sum_grad_squared`, whose backward pass squares each layer's
-    per-example gradients as it sums them (a dense layer's have rank one: (h^2)^T (dy^2)). A model without that
-    rule takes one gradient per example, a few at a time.
+    The sum is exact, and takes about the time of one gradient through `model.sum_grad_squared`. Its
+    backward pass squares each layer's per-example gradients as it sums them. The gradients of a
+    dense layer have rank one, so that their sum of squares is (h^2)^T (dy^2). A model without such
+    a rule takes one gradient per example, a few at a time.
 
     Args:
-        model: the network.
-        params: its parameters.
-        x: examples that went through `model.prepare`.
-        labels: theirs.
-        weights: 1, or 0 for padding.
+        model: Network whose task gives the loss.
+        params: Parameters at which gradients are taken.
+        x: Inputs that went through `model.prepare`.
+        labels: Labels of the inputs.
+        weights: Weight of each example: 1, or 0 for padding.
 
     Returns:
-        A tree like `params`; divide by the sum of weights for the mean.
+        A tree like `params`. Divide it by the sum of weights for the mean.
 
     References:
-        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy, NeurIPS 2023, eq. 4.
+        Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy,
+        NeurIPS 2023, eq. 4.
     """
     if model.sum_grad_squared is None:
         return _one_by_one(model, params, x, labels, weights)
-    # A per-example gradient is squared with its weight, 0 or 1, which squaring does not change.
     network = model.sum_grad_squared
-    return jax.grad(lambda p: jnp.sum(weights * model.task.loss(network(p, x), labels)))(params)
+
+    # A per-example gradient is squared with its weight, 0 or 1, which squaring does not change.
+    def weighted_loss(p: Params) -> Array:
+        return jnp.sum(weights * model.task.loss(network(p, x), labels))
+
+    return jax.grad(weighted_loss)(params)
 
 
 def client_fisher(model: Model, params: Params, data: ClientData, batch_size: int = 32) -> Tree:
-    """Mean over a client's own examples of squared per-example gradients, block by block.
+    """Return the mean over a client's own examples of squared per-example gradients.
 
     Args:
-        model: the network.
-        params: its parameters.
-        data: the client's examples; only the first `size` rows are read.
-        batch_size: examples per block; the result does not depend on it.
+        model: Network whose task gives the loss.
+        params: Parameters at which gradients are taken.
+        data: Examples of the client.
+        batch_size: Number of examples per block. The result does not depend on it.
 
     Returns:
-        A tree like `params`, in single precision at least; zeros for a client without examples.
+        A tree like `params`, in single precision at least. A client without examples has zeros.
     """
-    return _mean_over(
-        functools.partial(fisher_diagonal, model, params), model, params, data, batch_size
-    )
+    sum_of_squares = functools.partial(fisher_diagonal, model, params)
+    return _mean_over(sum_of_squares, model, params, data, batch_size)
 
 
 def squared_gradient(model: Model, params: Params, data: ClientData, batch_size: int = 32) -> Tree:
-    """Square of the mean gradient over a client's own examples: ADP-PFL's (13) to the letter.
+    """Return the square of the mean gradient over a client's own examples.
 
-    It vanishes where the client's loss is least, however much single examples pull.
+    This is equation 13 of ADP-PFL to the letter. It vanishes where the client's loss is least, even
+    if the gradients of single examples are large there.
 
-    Args: as for `client_fisher`.
+    Args:
+        model: Network whose task gives the loss.
+        params: Parameters at which gradients are taken.
+        data: Examples of the client.
+        batch_size: Number of examples per block. The result does not depend on it.
     """
 
     def gradient(x: Array, labels: Array, weights: Array) -> Tree:
-        return jax.grad(lambda p: jnp.sum(weights * model.task.loss(model.apply(p, x), labels)))(
-            params
-        )
+        def weighted_loss(p: Params) -> Array:
+            return jnp.sum(weights * model.task.loss(model.apply(p, x), labels))
+
+        return jax.grad(weighted_loss)(params)
 
     return jax.tree.map(jnp.square, _mean_over(gradient, model, params, data, batch_size))
 
@@ -84,7 +95,10 @@ def squared_gradient(model: Model, params: Params, data: ClientData, batch_size:
 def _mean_over(
     sum_of: Callable[..., Tree], model: Model, params: Params, data: ClientData, batch_size: int
 ) -> Tree:
-    """Mean over a client's examples of what `sum_of(inputs, labels, weights)` adds up over a block."""
+    """Return the mean over a client's examples, from the sums that `sum_of` returns for blocks.
+
+    Its arguments are the inputs, the labels and the weights of a block.
+    """
     batch_size = min(batch_size, data.padded)
 
     def block(i: Array) -> tuple[Array, Array, Array]:
@@ -97,29 +111,30 @@ def _mean_over(
     ) -> tuple[Tree, tuple[Array, Array, Array]]:
         total, examples = carry
         total = jax.tree.map(jnp.add, total, sum_of(*examples))
-        # The next block is prepared here and carried: the loop boundary keeps XLA from recomputing the layout change
-        # in every slice of the convolutions' patches.
+        # The next block is prepared here and carried over the loop's boundary. XLA would otherwise
+        # recompute the change of layout in every slice of the convolutions' patches.
         return total, block(i + 1)
 
     start = (_zeros(params), block(jnp.int32(0)))
-    total, _ = jax.lax.fori_loop(
-        0, longest((data.size + batch_size - 1) // batch_size), step, start
-    )
+    blocks = longest((data.size + batch_size - 1) // batch_size)
+    total, _ = jax.lax.fori_loop(0, blocks, step, start)
     return jax.tree.map(lambda leaf: leaf / jnp.maximum(data.size, 1), total)
 
 
 def normalize_per_layer(fisher: Tree) -> Tree:
-    """Min-max of each tensor to [0, 1]: (F - min F) / (max F - min F); a constant tensor becomes 0.
+    """Scale each tensor to [0, 1], by (F - min F) / (max F - min F). A constant tensor becomes 0.
 
     References:
         Yang et al., NeurIPS 2023, eq. 5. The published code leaves 0/0 in a constant tensor.
 
-    >>> normalize_per_layer({"w": jnp.array([1.0, 2.0, 5.0]), "b": jnp.array([3.0, 3.0])})["w"].tolist()
+    >>> fisher = {"w": jnp.array([1.0, 2.0, 5.0]), "b": jnp.array([3.0, 3.0])}
+    >>> normalize_per_layer(fisher)["w"].tolist()
     [0.0, 0.25, 1.0]
     """
 
     def scale(leaf: Array) -> Array:
-        low, high = leaf.min(), leaf.max()
+        low = leaf.min()
+        high = leaf.max()
         spread = high - low
         return jnp.where(spread > 0, (leaf - low) / jnp.where(spread > 0, spread, 1), 0)
 
@@ -127,7 +142,7 @@ def normalize_per_layer(fisher: Tree) -> Tree:
 
 
 def normalize_over_all(fisher: Tree) -> Tree:
-    """Min-max over all tensors together to [0, 1] (ADP-PFL, eq. 14); a constant becomes 0."""
+    """Scale all tensors together to [0, 1] (ADP-PFL, eq. 14). Equal numbers become 0."""
     flat, unravel = ravel_pytree(fisher)
     return unravel(normalize_per_layer(flat))
 
@@ -135,11 +150,13 @@ def normalize_over_all(fisher: Tree) -> Tree:
 def _one_by_one(
     model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8
 ) -> Tree:
-    """The same sum by vmap(grad) over chunks of examples."""
-    chunk, axis = min(chunk, len(labels)), _batch_axis(model)
+    """Return the sum of `fisher_diagonal` by one gradient per example, a chunk at a time."""
+    chunk = min(chunk, len(labels))
+    axis = _batch_axis(model)
 
     def split(array: Array) -> Array:
-        padded = jnp.pad(array, [(0, -len(labels) % chunk)] + [(0, 0)] * (array.ndim - 1))
+        inner_axes = [(0, 0)] * (array.ndim - 1)
+        padded = jnp.pad(array, [(0, -len(labels) % chunk), *inner_axes])
         return padded.reshape(-1, chunk, *array.shape[1:])
 
     def loss(p: Params, x: Array, label: Array, weight: Array) -> Array:
@@ -150,20 +167,28 @@ def _one_by_one(
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
     examples = jax.tree.map(split, (jnp.moveaxis(x, axis, 0), labels, weights))
-    return jax.lax.scan(step, _zeros(params), examples)[0]
+    total, _ = jax.lax.scan(step, _zeros(params), examples)
+    return total
 
 
 def _zeros(params: Params) -> Tree:
-    """To add up in single precision, whatever the weights' own."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), params
-    )
+    """Return zeros like the parameters, in single precision at least, so that sums are accurate."""
+
+    def zeros(leaf: Array) -> Array:
+        return jnp.zeros_like(leaf, jnp.promote_types(leaf.dtype, jnp.float32))
+
+    return jax.tree.map(zeros, params)
 
 
 def _batch_axis(model: Model) -> int:
-    """Where a prepared batch has its examples: first, unless the model's shape of an example tells otherwise."""
+    """Return the axis along which a prepared batch has its examples.
+
+    It is the axis whose length differs between batches of two and three examples. A model that
+    accepts inputs of any shape must have it first.
+    """
     if model.input_shape is None:
         return 0
-    shapes = (jax.ShapeDtypeStruct((size, *model.input_shape), jnp.uint8) for size in (2, 3))
-    sizes = zip(*(jax.eval_shape(model.prepare, batch).shape for batch in shapes), strict=True)
-    return next(axis for axis, (two, three) in enumerate(sizes) if two != three)
+    batches = [jax.ShapeDtypeStruct((size, *model.input_shape), jnp.uint8) for size in (2, 3)]
+    two, three = (jax.eval_shape(model.prepare, batch).shape for batch in batches)
+    lengths = zip(two, three, strict=True)
+    return next(axis for axis, (of_two, of_three) in enumerate(lengths) if of_two != of_three)

@@ -1,9 +1,10 @@
-"""Loops of clients that are vectorised, each a lane, although their lengths differ.
+"""Loops of vectorised clients, called lanes here, whose lengths differ.
 
-A loop whose bound differs by lane would, once vectorised, carry everything by lane: its index, so that each slice
-becomes a gather, and a selection of the whole carry in every pass. With `longest`, all lanes go on until the last one
-ends; `hold` keeps what a lane had when it ended, where a pass beyond its end would change it. Of one client, both do
-nothing. What a loop begins with goes through `begin`.
+A vectorised loop whose bound differs by lane has an index for each lane, so that each slice becomes
+a gather. It also selects between the old and the new carry in every pass. With `longest`, all lanes
+run until the last one ends. Where a further pass would change a lane's result, `hold` keeps the
+carry with which the lane ended. Both leave a loop of a single client unchanged. Wrap a loop's
+initial carry in `begin`.
 """
 
 import collections
@@ -17,19 +18,20 @@ from jaxtyping import Bool, Shaped
 from jaxfl.backend import backend
 from jaxfl.types import Tree
 
-_ALIKE = 4
-"""So many leaves of one shape are updated together on a GPU."""
+_LEAST_LEAVES = 4
+"""Least number of leaves of one shape that are updated together on a GPU."""
 
 
 def begin(tree: Tree) -> Tree:
-    """What a loop begins with."""
-    # XLA for GPUs would keep the copies by lane for what reads the same later, such as an update's difference.
+    """Return a loop's initial carry, behind an optimisation barrier on GPUs."""
+    # XLA for GPUs would otherwise keep copies by lane for later readers of the same values, such as
+    # the difference that becomes an update.
     return lax.optimization_barrier(tree) if backend().few_kernels else tree
 
 
 @custom_vmap
 def longest(bound: Shaped[Array, ""]) -> Shaped[Array, ""]:
-    """A loop's bound, or whether it goes on: the largest of all lanes."""
+    """Return the largest value of all lanes, for a loop's bound or for its condition."""
     return bound
 
 
@@ -40,7 +42,7 @@ def _(_size: int, batched: list[bool], bound: Array) -> tuple[Array, bool]:
 
 @custom_vmap
 def hold(active: Bool[Array, ""], new: Tree, old: Tree) -> Tree:
-    """The new carry of a loop where a lane has not ended, its old one where it has."""
+    """Return a loop's new carry for a lane that is still active, and its old one otherwise."""
     del active, old
     return new
 
@@ -56,16 +58,22 @@ def _(size: int, batched: list[Tree], active: Array, new: Tree, old: Tree) -> tu
         return jax.tree.map(lambda a, b: jnp.where(active, a, b), new, old)
 
     axes = jax.tree.map(lambda lane: 0 if lane else None, batched)
-    return jax.vmap(select, tuple(axes))(active, new, old), jax.tree.map(lambda _: True, batched[1])
+    held = jax.vmap(select, tuple(axes))(active, new, old)
+    return held, jax.tree.map(lambda _: True, batched[1])
 
 
 def _together(active: Array, batched: Tree, new: Tree, old: Tree) -> Tree:
-    """The new carry, where leaves of one shape all read one array: XLA for GPUs then writes them in one kernel."""
-    alike = collections.Counter(leaf.shape for leaf in jax.tree.leaves(new))
+    """Return the new carry, of which leaves of one shape all read the array `active`.
+
+    XLA for GPUs then writes such leaves in one kernel.
+    """
+    leaves_of_shape = collections.Counter(leaf.shape for leaf in jax.tree.leaves(new))
     active = lax.optimization_barrier(active)
 
     def select(lane: bool, a: Array, b: Array) -> Array:
         here = active.reshape(-1, *[1] * (a.ndim - 1))
-        return jnp.where(here, a, b) if lane and alike[a.shape] >= _ALIKE else a
+        if lane and leaves_of_shape[a.shape] >= _LEAST_LEAVES:
+            return jnp.where(here, a, b)
+        return a
 
     return jax.tree.map(select, batched, new, old)

@@ -1,15 +1,18 @@
-r"""Jacobian leakage risk: how strongly what a client sends depends on its inputs.
+r"""Jacobian leakage risk, which measures how strongly a client's update depends on its inputs.
 
-Of an example (x, y), the Jacobian of the loss's gradient and its risk (ADP-PFL, eq. 7 and 8 with p = 2):
+The risk of an example (x, y) is the norm of the Jacobian of the loss's gradient (ADP-PFL, eq. 7 and
+8 with p = 2):
 
 .. math::
-    J(x) = \frac{\partial}{\partial x} \left[ \frac{\partial \ell(x, y, \theta)}{\partial \theta} \right],
+    J(x) = \frac{\partial}{\partial x}
+        \left[ \frac{\partial \ell(x, y, \theta)}{\partial \theta} \right],
     \qquad R(x) = \|J(x)\|_F.
 
-J has a row per parameter and a column per input: exact computations are for small models and tests. All work with all
-forms of a convolution: they differentiate gradients, and a gradient of the fast form is ordinary code.
+J has a row per parameter and a column per input, so exact computations are for small models and
+tests. All functions work with all forms of a convolution. They differentiate gradients, and a
+gradient of the fast form is ordinary code.
 
-Inputs are those after `Model.prepare`: normalised.
+Inputs x are normalised: they have gone through `Model.prepare`.
 """
 
 import functools
@@ -41,54 +44,60 @@ def client_risk(
     batch_size: int = 24,
     reading: Literal["gradient", "output"] = "gradient",
 ) -> Float[Array, ""]:
-    r"""Mean risk of a client's own examples, block by block; a function of private data, like any other statistic.
+    r"""Return the mean risk of a client's own examples.
 
-    In a trained model few examples dominate the mean, and the risk of each grows with :math:`w = 1 - p(y|x)`. If there
-    are too many, M are drawn in proportion to w, which takes a forward pass over all:
-    :math:`\frac1N \sum_n R_n` is estimated by :math:`\frac{\sum_n w_n}{N} \frac1M \sum_m R_m / w_m`, without bias.
+    The mean is a function of private data, like any other statistic of them.
+
+    In a trained model few examples dominate the mean, and the risk of an example grows with
+    :math:`w = 1 - p(y|x)`. If a client has more than M examples, M are drawn in proportion to w,
+    which takes a forward pass over all N. Then
+    :math:`\frac{\sum_n w_n}{N} \frac1M \sum_m R_m / w_m` estimates
+    :math:`\frac1N \sum_n R_n` without bias.
 
     Args:
-        key: choice of examples, and probes.
-        model: the network.
-        params: its parameters.
-        data: the client's rows; padding is ignored.
-        probes: P of `probe_risk`.
-        examples: M, how many are drawn from a client that has more; None: all are taken.
-        batch_size: examples per block, which share their probes: errors of small blocks average out, large blocks draw
-            fewer probes.
-        reading: "gradient" is `probe_risk`, "output" is `output_risk` (all examples are equally likely to be drawn).
+        key: Key of the drawn examples and of the probes.
+        model: Network whose task gives the loss.
+        params: Parameters at which the risk is taken.
+        data: Examples of the client. Padding is ignored.
+        probes: Number P of probes of `probe_risk`.
+        examples: Number M of examples that are drawn from a client with more. None takes all.
+        batch_size: Number of examples per block, which share their probes. Errors of small blocks
+            average out, and large blocks draw fewer probes.
+        reading: Definition of the risk. "gradient" is `probe_risk`, and "output" is `output_risk`,
+            for which all examples are equally likely to be drawn.
 
     Returns:
-        The mean; 0 for a client without examples.
+        The mean, or 0 for a client without examples.
     """
     padded = data.padded
     most = min(padded, examples or padded)
-    batch, number = min(batch_size, most), jnp.minimum(data.size, most)
+    batch = min(batch_size, most)
+    number = jnp.minimum(data.size, most)
     drawing, probing = jax.random.split(key)
-    chosen, factors = jnp.arange(padded), jnp.ones(padded)
+    chosen = jnp.arange(padded)
+    factors = jnp.ones(padded)
     if most < padded:
         weights = factors if reading == "output" else _doubts(model, params, data)
-        drawn, weighted = _draw(
-            drawing, jnp.where(chosen < data.size, weights, 0.0), most, data.size
-        )
+        real_weights = jnp.where(chosen < data.size, weights, 0.0)
+        drawn, weighted = _draw(drawing, real_weights, most, data.size)
         few = data.size <= most
-        chosen, factors = jnp.where(few, chosen[:most], drawn), jnp.where(few, 1.0, weighted)
-    chosen, factors = (jnp.pad(a, (0, -most % batch)) for a in (chosen, factors))
+        chosen = jnp.where(few, chosen[:most], drawn)
+        factors = jnp.where(few, 1.0, weighted)
+    padding = (0, -most % batch)
+    chosen = jnp.pad(chosen, padding)
+    factors = jnp.pad(factors, padding)
 
     def block(i: Int[Array, ""], total: Float[Array, ""]) -> Float[Array, ""]:
-        positions, factor = (
-            lax.dynamic_slice_in_dim(a, i * batch, batch) for a in (chosen, factors)
-        )
+        positions = lax.dynamic_slice_in_dim(chosen, i * batch, batch)
+        factor = lax.dynamic_slice_in_dim(factors, i * batch, batch)
         inputs, labels = data.take(positions)
         if reading == "output":
             risks = output_risk(model, params, inputs)
         else:
-            risks = probe_risk(
-                jax.random.fold_in(probing, i), model, params, inputs, labels, probes
-            )
-        return total + jnp.sum(
-            jnp.where(i * batch + jnp.arange(batch) < number, factor * risks, 0.0)
-        )
+            probe_key = jax.random.fold_in(probing, i)
+            risks = probe_risk(probe_key, model, params, inputs, labels, probes)
+        counts = i * batch + jnp.arange(batch) < number
+        return total + jnp.sum(jnp.where(counts, factor * risks, 0.0))
 
     total = lax.fori_loop(0, longest(-(-number // batch)), block, jnp.zeros(()))
     return total / jnp.maximum(number, 1)
@@ -102,40 +111,43 @@ def probe_risk(
     labels: Shaped[Array, "B ..."],
     probes: int,
 ) -> Float[Array, "B"]:
-    r"""Risk of each example, estimated without bias in its square.
+    r"""Estimate the risk of each example, without bias in its square.
 
     .. math::
-        \hat R(x)^2 = \|J(x) u\|^2 + \frac{1}{P-S} \sum_{p=S+1}^P \|(I - u u^\top) J(x)^\top v_p\|^2,
+        \hat R(x)^2 = \|J(x) u\|^2
+            + \frac{1}{P-S} \sum_{p=S+1}^P \|(I - u u^\top) J(x)^\top v_p\|^2,
         \qquad S = \min(\lfloor P / 2 \rfloor, 4),
 
-    v random signs: exact along the unit vector u, the leading direction of the first S :math:`J(x)^\top v_p`, and
-    estimated by the other probes across it. Few directions dominate a classifier's Jacobian, often one. Probes alone,
-    :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a third at P = 4, and equally for the examples of a batch.
-    The root is too small by an eighth of its square's relative variance, to second order: with two or more probes
-    across, this is estimated and added.
+    where v are random signs, and the unit vector u is the leading direction of the first S
+    :math:`J(x)^\top v_p`. The estimate is exact along u, and the other probes estimate the rest,
+    across u. Few directions dominate a classifier's Jacobian, often one. Probes alone,
+    :math:`\frac1P \sum_p \|J^\top v_p\|^2`, are then off by a third at P = 4, and by the same
+    factor for all examples of a batch. The root is too small by an eighth of its square's relative
+    variance, to second order. With two or more probes across u, this is estimated and added.
 
-    :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the derivative of :math:`\nabla_x \ell` along v
-    in the parameters: one forward pass and one input gradient, and their derivatives once per probe, for all examples
-    together. :math:`J u` is the derivative of each example's gradient along its own u.
+    :math:`J^\top v = \nabla_x \langle \nabla_\theta \ell, v \rangle` is the derivative of
+    :math:`\nabla_x \ell` along v in the parameters. It takes one forward pass and one input
+    gradient, and their derivatives once per probe, for all examples together. :math:`J u` is the
+    derivative of each example's gradient along its own u.
 
     Args:
-        key: the probes, the same for all examples of the batch: their errors are then correlated.
-        model: the network.
-        params: its parameters.
-        inputs: stored examples.
-        labels: theirs.
-        probes: P; with 1 the square is :math:`\|J^\top v\|^2`.
+        key: Key of the probes, which all examples of the batch share. Their errors are correlated.
+        model: Network whose task gives the loss.
+        params: Parameters at which the risk is taken.
+        inputs: Inputs from the store, before `Model.prepare`.
+        labels: Labels of the inputs.
+        probes: Number P of probes. With 1 the square is :math:`\|J^\top v\|^2`.
 
-    References: Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix; Meyer, Musco, Musco and
-        Woodruff 2021, Hutch++: Optimal Stochastic Trace Estimation. Normal numbers would do as well as signs, but
-        drawing them would take as long as the derivatives.
+    References: Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix; Meyer,
+        Musco, Musco and Woodruff 2021, Hutch++: Optimal Stochastic Trace Estimation. Normal numbers
+        would do as well as signs, but drawing them would take as long as the derivatives.
     """
     x, axis = _prepared(model, inputs)
 
     def slope(params: Params) -> Array:
         return jax.grad(lambda x: jnp.sum(_losses(model, params, x, labels)))(x)
 
-    derivative = jax.linearize(slope, params)[1]
+    _, derivative = jax.linearize(slope, params)
 
     def probe(i: Int[Array, ""]) -> Float[Array, "B N"]:
         return _flat(derivative(_signs(jax.random.fold_in(key, i), params)), axis)
@@ -144,7 +156,8 @@ def probe_risk(
     first = lax.map(probe, jnp.arange(searching))
     if probes == 1:
         return jnp.linalg.norm(first[0], axis=1)
-    leading = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))[1][:, :, -1]
+    _, eigenvectors = jnp.linalg.eigh(jnp.einsum("sbn,tbn->bst", first, first))
+    leading = eigenvectors[:, :, -1]
     direction = jnp.einsum("bs,sbn->bn", leading, first)
     size = jnp.linalg.norm(direction, axis=1, keepdims=True)
     unit = direction / jnp.where(size > 0, size, 1.0)
@@ -154,7 +167,8 @@ def probe_risk(
         return jnp.maximum(jnp.sum(along**2, axis=1) - jnp.sum(along * unit, axis=1) ** 2, 0.0)
 
     def gain(x: Array, label: Array, unit: Float[Array, "N"]) -> Float[Array, ""]:
-        tangent = jax.jvp(_gradient(model, params, label, axis), (x,), (unit.reshape(x.shape),))[1]
+        gradient = _gradient(model, params, label, axis)
+        _, tangent = jax.jvp(gradient, (x,), (unit.reshape(x.shape),))
         return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
     gains = jax.vmap(gain, (axis, 0, 0))(x, labels, unit)
@@ -162,7 +176,8 @@ def probe_risk(
     square = gains + jnp.mean(rests, axis=0)
     if len(rests) == 1:
         return jnp.sqrt(square)
-    relative = jnp.var(rests, axis=0, ddof=1) / len(rests) / jnp.where(square > 0, square, 1.0) ** 2
+    variance = jnp.var(rests, axis=0, ddof=1) / len(rests)
+    relative = variance / jnp.where(square > 0, square, 1.0) ** 2
     return jnp.sqrt(square) * (1 + relative / 8)
 
 
@@ -175,45 +190,50 @@ def exact_risk(
     by: Literal["columns", "jacrev"] = "columns",
     chunk: int = 16,
 ) -> Float[Array, "B"]:
-    """Risk of each example by its whole Jacobian, one example after the other.
+    """Return the risk of each example by its full Jacobian, one example after the other.
 
     Args:
-        model: the network.
-        params: its parameters.
-        inputs: stored examples.
-        labels: theirs.
-        by: "columns": `chunk` derivatives of the gradient along inputs at a time; "jacrev": the definition, the whole
-            Jacobian in memory (d x inputs: 19 GB for LeNet).
-        chunk: columns at a time.
+        model: Network whose task gives the loss.
+        params: Parameters at which the risk is taken.
+        inputs: Inputs from the store, before `Model.prepare`.
+        labels: Labels of the inputs.
+        by: Way of the computation. "columns" takes `chunk` derivatives of the gradient along inputs
+            at a time. "jacrev" is the definition, with the full Jacobian in memory: d x inputs
+            numbers, or 19 GB for LeNet.
+        chunk: Number of columns at a time.
 
     >>> from jaxfl.models import mlp
     >>> model = mlp((1, 1, 2), 3, hidden=())
     >>> example = model.init(jax.random.key(0)), jnp.ones((1, 1, 1, 2)), jnp.array([0])
-    >>> bool(jnp.allclose(exact_risk(model, *example, by="columns"), exact_risk(model, *example, by="jacrev")))
+    >>> by_columns = exact_risk(model, *example, by="columns")
+    >>> by_definition = exact_risk(model, *example, by="jacrev")
+    >>> bool(jnp.allclose(by_columns, by_definition))
     True
     """
     check_choice("by", by, ("columns", "jacrev"))
     check_count("chunk", chunk)
     x, axis = _prepared(model, inputs)
-    square = (
-        functools.partial(_square_by_columns, chunk=chunk)
-        if by == "columns"
-        else _square_by_definition
-    )
+    if by == "columns":
+        square: Callable[..., Array] = functools.partial(_square_by_columns, chunk=chunk)
+    else:
+        square = _square_by_definition
 
     def risk(example: tuple[Array, Array]) -> Float[Array, ""]:
-        return jnp.sqrt(square(_gradient(model, params, example[1], axis), example[0]))
+        x_of_one, label = example
+        return jnp.sqrt(square(_gradient(model, params, label, axis), x_of_one))
 
     return lax.map(risk, (jnp.moveaxis(x, axis, 0), labels))
 
 
 def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) -> Float[Array, "B"]:
-    r"""Eq. 8 read for "the k-th output": :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K outputs f.
+    r"""Return :math:`\frac1K \sum_k \|\partial f_k(x) / \partial x\|_2` of K outputs f.
+
+    This is equation 8 of ADP-PFL, read for "the k-th output".
 
     Args:
-        model: the network.
-        params: its parameters.
-        inputs: stored examples.
+        model: Network with the outputs f.
+        params: Parameters at which the risk is taken.
+        inputs: Inputs from the store, before `Model.prepare`.
     """
     x, axis = _prepared(model, inputs)
     outputs, pull = jax.vjp(lambda x: model.apply(params, x).reshape(len(inputs), -1), x)
@@ -222,12 +242,14 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
         (slope,) = pull(jnp.broadcast_to(seed, outputs.shape))
         return total + jnp.linalg.norm(_flat(slope, axis), axis=1), None
 
-    return lax.scan(add, jnp.zeros(len(outputs)), jnp.eye(outputs.shape[1]))[0] / outputs.shape[1]
+    total, _ = lax.scan(add, jnp.zeros(len(outputs)), jnp.eye(outputs.shape[1]))
+    return total / outputs.shape[1]
 
 
 def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]:
-    """1 - exp(-loss) of each row, block by block: 1 - p(y|x) of a classification."""
-    batch = min(data.padded, 64)  # forward passes alone can take larger batches than derivatives
+    """Return 1 - exp(-loss) of each row, which is 1 - p(y|x) for a classification."""
+    # Forward passes alone can take larger batches than derivatives.
+    batch = min(data.padded, 64)
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
         inputs, labels = data.take(i * batch + jnp.arange(batch))
@@ -235,37 +257,39 @@ def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]
         return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
 
     blocks = longest(-(-data.size // batch))
-    return lax.fori_loop(0, blocks, block, jnp.zeros(data.padded + -data.padded % batch))[
-        : data.padded
-    ]
+    nothing = jnp.zeros(data.padded + -data.padded % batch)
+    doubts = lax.fori_loop(0, blocks, block, nothing)
+    return doubts[: data.padded]
 
 
 def _draw(
     key: Key[Array, ""], weights: Float[Array, "N"], count: int, size: Int[Array | np.ndarray, ""]
 ) -> tuple[Int[Array, "M"], Float[Array, "M"]]:
-    """Systematic sampling: positions, expected in proportion to their weights, and factors for a mean over them."""
-    order = jnp.argsort(
-        weights, descending=True
-    )  # similar neighbours: each kind is drawn in proportion
+    """Draw positions by systematic sampling, and return factors for a mean over them.
+
+    A position is expected in the sample in proportion to its weight.
+    """
+    # Similar weights are neighbours in this order, so each kind of weight is drawn in proportion.
+    order = jnp.argsort(weights, descending=True)
     ends = jnp.cumsum(weights[order])
     marks = (jnp.arange(count) + jax.random.uniform(key)) * (ends[-1] / count)
-    drawn = order[
-        jnp.minimum(jnp.searchsorted(ends, marks, side="right"), jnp.maximum(size - 1, 0))
-    ]
+    ranks = jnp.searchsorted(ends, marks, side="right")
+    drawn = order[jnp.minimum(ranks, jnp.maximum(size - 1, 0))]
     doubts = weights[drawn]
-    return drawn, jnp.where(
-        doubts > 0, ends[-1] / jnp.maximum(size, 1) / jnp.where(doubts > 0, doubts, 1.0), 0.0
-    )
+    positive = doubts > 0
+    factors = ends[-1] / jnp.maximum(size, 1) / jnp.where(doubts > 0, doubts, 1.0)
+    return drawn, jnp.where(positive, factors, 0.0)
 
 
 def _square_by_columns(
     gradient: Callable[[Array], Params], x: Array, chunk: int
 ) -> Float[Array, ""]:
-    """Sum over inputs of the squared derivatives of the gradient along them."""
+    """Return the sum over inputs of the squared derivatives of the gradient along each of them."""
 
     def column(i: Int[Array, ""]) -> Float[Array, ""]:
         unit = (jnp.arange(x.size) == i).astype(x.dtype).reshape(x.shape)
-        return jnp.asarray(optax.tree.norm(jax.jvp(gradient, (x,), (unit,))[1], squared=True))
+        _, tangent = jax.jvp(gradient, (x,), (unit,))
+        return jnp.asarray(optax.tree.norm(tangent, squared=True))
 
     return jnp.sum(lax.map(column, jnp.arange(x.size), batch_size=min(chunk, x.size)))
 
@@ -275,7 +299,7 @@ def _square_by_definition(gradient: Callable[[Array], Params], x: Array) -> Floa
 
 
 def _signs(key: Key[Array, ""], like: Params) -> Params:
-    """A tree of independent 1 and -1, each from one random bit."""
+    """Return a tree of independent 1 and -1, each from one random bit."""
     flat, unravel = ravel_pytree(like)
     words = jax.random.bits(key, (-(-flat.size // 32), 1), jnp.uint32)
     bits = (words >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
@@ -283,10 +307,15 @@ def _signs(key: Key[Array, ""], like: Params) -> Params:
 
 
 def _gradient(model: Model, params: Params, label: Array, axis: int) -> Callable[[Array], Params]:
-    """The loss's gradient as a function of one input."""
-    return lambda x: jax.grad(
-        lambda p: _losses(model, p, jnp.expand_dims(x, axis), label[None])[0]
-    )(params)
+    """Return the loss's gradient by the parameters, as a function of one input."""
+
+    def gradient(x: Array) -> Params:
+        def loss(p: Params) -> Array:
+            return _losses(model, p, jnp.expand_dims(x, axis), label[None])[0]
+
+        return jax.grad(loss)(params)
+
+    return gradient
 
 
 def _losses(
@@ -296,14 +325,15 @@ def _losses(
 
 
 def _flat(x: Array, axis: int) -> Float[Array, "B N"]:
-    """A row per example; examples lie along `axis`."""
+    """Return one row per example of an array whose examples lie along `axis`."""
     return jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 
 def _prepared(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:
-    """A batch laid out for the network, and the axis along which its examples lie."""
+    """Return a batch laid out for the network, and the axis along which its examples lie."""
     x = model.prepare(inputs)
-    more = jax.eval_shape(
-        model.prepare, jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype)
-    )
-    return x, next(i for i, (a, b) in enumerate(zip(x.shape, more.shape)) if a != b)
+    one_more = jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype)
+    longer = jax.eval_shape(model.prepare, one_more).shape
+    # The axis of examples is the one that grows with their number.
+    lengths = enumerate(zip(x.shape, longer))
+    return x, next(axis for axis, (length, of_more) in lengths if length != of_more)

@@ -1,4 +1,4 @@
-"""Masks of coordinates: personal or shared, kept or dropped."""
+"""Masks of coordinates that are personal or shared, kept or dropped."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,7 +15,9 @@ from jaxfl.types import Number, Params, Tree
 
 
 def fisher_mask(fisher: Tree, threshold: Number) -> Tree:
-    r"""Personal coordinates :math:`M_1 = [\hat F \ge \tau]` of a per-layer normalised Fisher diagonal (FedDPA, eq. 6).
+    r"""Return the personal coordinates :math:`M_1 = [\hat F \ge \tau]` (FedDPA, eq. 6).
+
+    The argument `fisher` is a Fisher diagonal, normalised by layer.
 
     >>> fisher_mask({"w": jnp.array([0.0, 0.25, 1.0])}, 0.4)
     {'w': Array([False, False,  True], dtype=bool)}
@@ -24,36 +26,39 @@ def fisher_mask(fisher: Tree, threshold: Number) -> Tree:
 
 
 def merge(mask: Tree, inside: Tree, outside: Tree) -> Tree:
-    r""":math:`M \odot a + (1 - M) \odot b`, without arithmetic on either."""
+    r"""Return :math:`M \odot a + (1 - M) \odot b`, without arithmetic on either."""
     return jax.tree.map(jnp.where, mask, inside, outside)
 
 
 def keep(mask: Tree, tree: Tree) -> Tree:
-    r""":math:`M \odot a`, exactly 0 outside whatever the values there."""
+    r"""Return :math:`M \odot a`, which is exactly 0 outside the mask, also where a is NaN there."""
     return jax.tree.map(lambda m, leaf: jnp.where(m, leaf, 0), mask, tree)
 
 
 def sparsify(mask: Tree, sent: Tree) -> Tree:
-    r""":math:`M \odot a` of what a client sends; all NaN where `a` is not finite.
+    r"""Return :math:`M \odot a` of a client's message, or NaN everywhere if `a` is not finite.
 
-    The engine drops a client whose update is not finite, and a mask may cut just the coordinates that show it.
+    The engine drops a client whose update is not finite. Without this, a mask might cut exactly the
+    coordinates that show it.
     """
     lost = ~jnp.isfinite(optax.tree.sum(sent))
     return jax.tree.map(lambda leaf: jnp.where(lost, jnp.nan, leaf), keep(mask, sent))
 
 
 def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*S"]:
-    """Exactly `count` entries of largest magnitude; ties go to the lower index. For up to 2^24 values.
+    """Return the mask of exactly `count` entries of largest magnitude. Ties go to the lower index.
 
-    The search finds a threshold that `count` magnitudes reach, or with ties the largest that at least `count` reach;
-    then the position up to which ties are kept. It takes about a dozen passes over the values.
+    The search finds a threshold that `count` magnitudes reach, or with ties the largest that at
+    least `count` reach. Then it finds the position up to which ties are kept. It takes about a
+    dozen passes over the values, of which there may be 2^24 at most.
 
     >>> top_k_mask(jnp.array([0.1, -0.5, 0.3, 0.2]), 2)
     Array([False,  True,  True, False], dtype=bool)
     """
     bits = lax.bitcast_convert_type(jnp.abs(values).astype(jnp.float32), jnp.int32).ravel()
     threshold, number = _threshold(bits, count)
-    ties, position = bits == threshold, jnp.arange(bits.size)
+    ties = bits == threshold
+    position = jnp.arange(bits.size)
     room = count - _number_of(bits > threshold)
     length = bits.size.bit_length()
 
@@ -69,10 +74,11 @@ def top_k_mask(values: Float[Array, "*S"], count: int | Array) -> Bool[Array, "*
 def _threshold(
     bits: Int[Array, "D"], count: int | Array
 ) -> tuple[Int[Array, ""], Float[Array, ""]]:
-    """Bits that `count` values reach, or the largest that at least `count` reach, and how many do.
+    """Return a threshold of bits that `count` values reach, and the number of values that reach it.
 
-    By regula falsi (Illinois) on the bits, which are ordered like the magnitudes and spread like their logarithms;
-    every fourth step halves the interval.
+    If ties prevent that, it is the largest threshold that at least `count` values reach. The search
+    is regula falsi (Illinois) on the bits, which are ordered like the magnitudes and spread like
+    their logarithms. Every fourth step halves the interval.
     """
 
     def searching(state: tuple) -> Bool[Array, ""]:
@@ -80,37 +86,47 @@ def _threshold(
         return (over > 0) & (high - low > 1)
 
     def narrow(state: tuple) -> tuple:
-        # By how much the number of values that reach `low` exceeds `count`, and that of `high` falls short; and whether
-        # the last guess was reached.
+        # `over` is by how much more values than `count` reach `low`, and `under` by how much fewer
+        # reach `high`. `last` is whether at least `count` values reached the last guess.
         low, high, over, under, last, stays, turn = state
-        over_, under_ = jnp.where(last, over, over * stays), jnp.where(last, under * stays, under)
-        share = over_ / (over_ + under_)
+        # An end of the interval that stays counts less in the next guess.
+        over_weight = jnp.where(last, over, over * stays)
+        under_weight = jnp.where(last, under * stays, under)
+        share = over_weight / (over_weight + under_weight)
         guess = jnp.where(turn % 4 == 3, 0.5, share) * (high - low).astype(jnp.float32)
         middle = low + jnp.clip(guess.astype(jnp.int32), 1, high - low - 1)
         excess = _number_of(bits >= middle) - count
         reached = excess >= 0
-        low, high = jnp.where(reached, middle, low), jnp.where(reached, high, middle)
-        over, under = jnp.where(reached, excess, over), jnp.where(reached, under, -excess)
-        stays = jnp.where(reached == last, stays / 2, 1.0)  # an end that stays counts less
+        low = jnp.where(reached, middle, low)
+        high = jnp.where(reached, high, middle)
+        over = jnp.where(reached, excess, over)
+        under = jnp.where(reached, under, -excess)
+        stays = jnp.where(reached == last, stays / 2, 1.0)
         return low, high, over, under, reached, stays, turn + 1
 
-    over, under = jnp.asarray(bits.size - count, jnp.float32), jnp.asarray(count, jnp.float32)
-    start = (jnp.int32(0), jnp.max(bits) + 1, over, under, jnp.bool(True), jnp.float32(1), 0)
+    over = jnp.asarray(bits.size - count, jnp.float32)
+    under = jnp.asarray(count, jnp.float32)
+    low = jnp.int32(0)
+    high = jnp.max(bits) + 1
+    start = (low, high, over, under, jnp.bool(True), jnp.float32(1), 0)
     low, _, over, *_ = lax.while_loop(searching, narrow, start)
     return low, over + count
 
 
 def _number_of(mask: Bool[Array, "D"]) -> Float[Array, ""]:
-    return jnp.sum(mask.astype(jnp.float32))  # whole up to 2^24, and twice as fast as whole numbers
+    # Single precision is exact up to 2^24, and its sum takes half the time of an integer sum.
+    return jnp.sum(mask.astype(jnp.float32))
 
 
 def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
-    """Layerwise top-k: each kernel (two axes or more) of `layers` keeps its largest weights; the rest is kept whole.
+    """Return masks that keep the largest weights of each kernel, and all other parameters.
+
+    A kernel is a parameter of `layers` with two axes or more.
 
     Args:
-        params: weights by layer.
-        layers: names of the layers to sparsify.
-        density: share S that is kept: max(1, ceil(S n)) of a kernel's n weights.
+        params: Weights by layer.
+        layers: Names of the layers to sparsify.
+        density: Share S of a kernel's n weights that is kept: max(1, ceil(S n)) of them.
     """
     return _by_kernel(lambda kernel, kept, _: top_k_mask(kernel, kept), params, layers, density)
 
@@ -118,25 +134,34 @@ def top_k_masks(params: Params, layers: Iterable[str], density: Number) -> Tree:
 def random_masks(
     key: Key[Array, ""], params: Params, layers: Iterable[str], density: Number
 ) -> Tree:
-    """As `top_k_masks`, with random weights in place of the largest."""
+    """Return masks that keep as many weights as those of `top_k_masks`, drawn at random.
 
-    def select(kernel: Array, kept: int | Array, number: int) -> Array:
-        return top_k_mask(jax.random.uniform(jax.random.fold_in(key, number), kernel.shape), kept)
+    Args:
+        key: Key of the draw.
+        params: Weights by layer.
+        layers: Names of the layers to sparsify.
+        density: Share S of a kernel's n weights that is kept: max(1, ceil(S n)) of them.
+    """
+
+    def select(kernel: Array, kept: int | Array, leaf_index: int) -> Array:
+        drawn = jax.random.uniform(jax.random.fold_in(key, leaf_index), kernel.shape)
+        return top_k_mask(drawn, kept)
 
     return _by_kernel(select, params, layers, density)
 
 
 def top_percentile_mask(values: Tree, percentile: Number) -> Tree:
-    """Entries above a percentile of all magnitudes, over all tensors together; ties as in `top_k_mask`.
+    """Return the mask of entries above a percentile of all magnitudes, over all tensors together.
 
-    The percentile is interpolated between the two nearest magnitudes, so that of n distinct ones
-    n - 1 - floor((n - 1) percentile / 100) are above it.
+    The percentile is interpolated between the two nearest magnitudes. If n magnitudes are distinct,
+    n - 1 - floor((n - 1) percentile / 100) of them are above it. Ties go to the lower index.
 
     >>> top_percentile_mask({"a": jnp.arange(5.0), "b": jnp.arange(5.0, 10.0)}, 80.0)["b"]
     Array([False, False, False,  True,  True], dtype=bool)
     """
     flat, unravel = ravel_pytree(values)
-    if traced(percentile):  # single precision, where a whole number may come out a little too small
+    # Rounding may make a whole number a little too small, and more so in single precision.
+    if traced(percentile):
         below = jnp.floor((flat.size - 1) * percentile / 100 * (1 + 3e-7)).astype(jnp.int32)
     else:
         below = math.floor((flat.size - 1) * percentile / 100 + 1e-9)
@@ -150,18 +175,23 @@ def _by_kernel(
     layers: Iterable[str],
     density: Number,
 ) -> Tree:
-    sparse, leaves = frozenset(layers), jax.tree.leaves_with_path(params)
+    """Return masks of all parameters, made by `select` for the kernels of the layers.
+
+    Its arguments are a kernel, the number of weights to keep, and the kernel's index in `params`.
+    """
+    sparse = frozenset(layers)
     masks = []
-    for number, (path, leaf) in enumerate(leaves):
+    for leaf_index, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
         if path[0].key in sparse and leaf.ndim >= 2:
-            masks.append(select(leaf, _kept(density, leaf.size), number))
+            masks.append(select(leaf, _kept(density, leaf.size), leaf_index))
         else:
             masks.append(jnp.ones(leaf.shape, bool))
     return jax.tree.unflatten(jax.tree.structure(params), masks)
 
 
 def _kept(density: Number, size: int) -> int | Array:
-    """max(1, ceil(S n)), where a rounding error of S n adds no weight: 0.7 * 10 is 7.000000000000001."""
+    """Return max(1, ceil(S n)), without a further weight for a rounding error of S n."""
+    # For instance, 0.7 * 10 is 7.000000000000001.
     if traced(density):
         return jnp.maximum(1, jnp.ceil(density * size * (1 - 1e-6))).astype(jnp.int32)
     return max(1, math.ceil(density * size - 1e-9))

@@ -1,4 +1,4 @@
-"""Sharpness-aware steps: the gradient is taken where the loss rises fastest."""
+"""Sharpness-aware steps, whose gradient is taken one step uphill."""
 
 from collections.abc import Callable
 
@@ -13,18 +13,20 @@ from jaxfl.types import Number, Params, Tree
 
 
 def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
-    """Sharpness-aware steps, as `gradient` of `jaxfl.local.train.train`: the gradient at `ascend` of the parameters.
+    """Return sharpness-aware steps, as the argument `gradient` of `jaxfl.local.train.train`.
 
-    A step reads its batch twice, and reports the loss at the parameters themselves.
+    Such a step takes its gradient at `ascend` of the parameters. It reads its batch twice, and
+    reports the loss at the parameters themselves.
 
     Args:
-        radius: rho.
+        radius: Length rho of the step to the point of the gradient.
     """
 
     def of_step(gradient_fn: GradientFn) -> GradientFn:
         def sharp(params: Params) -> tuple[Float[Array, ""], Tree]:
             value, slope = gradient_fn(params)
-            return value, gradient_fn(ascend(params, slope, radius))[1]
+            _, sharp_slope = gradient_fn(ascend(params, slope, radius))
+            return value, sharp_slope
 
         return sharp
 
@@ -32,9 +34,12 @@ def sam(radius: Number) -> Callable[[GradientFn], GradientFn]:
 
 
 def ascend(params: Params, gradient: Tree, radius: Number) -> Params:
-    r"""Where SAM takes its gradient: :math:`w + \rho \, g / \|g\|_2`, one norm over the whole tree; w where g = 0.
+    r"""Return the point at which SAM takes its gradient, :math:`w + \rho \, g / \|g\|_2`.
 
-    References: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021, eq. 2.
+    The norm is over all leaves of the tree together. The point is w if g = 0.
+
+    References: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization,
+        ICLR 2021, eq. 2.
 
     >>> ascend({"w": jnp.array([3.0, 4.0])}, {"w": jnp.array([3.0, 4.0])}, 0.5)
     {'w': Array([3.3, 4.4], dtype=float32)}

@@ -12,7 +12,7 @@ from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Model, Tree
 
 _BLOCK = 128
-"""Examples that are summed at once."""
+"""Number of examples that are summed at once."""
 
 
 def summed(
@@ -23,10 +23,10 @@ def summed(
     """Return the sum of a function over a client's examples, block by block.
 
     Args:
-        model: Prepares the inputs.
-        data: The client.
-        of_batch: From prepared inputs [B, ...], labels [B, ...], and which of them are examples and
-            no padding, to a tree of sums over the examples.
+        model: Network that prepares the inputs.
+        data: Examples of the client.
+        of_batch: Function that returns a tree of sums over a batch. Its arguments are prepared
+            inputs [B, ...], labels [B, ...], and a mask [B] of the examples that are not padding.
 
     >>> from jaxfl.models import mlp
     >>> inputs, labels = jnp.ones((3, 2)), jnp.array([1, 0, 1])

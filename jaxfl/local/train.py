@@ -22,43 +22,52 @@ from jaxfl.server import schedule_free, states_of
 from jaxfl.types import ClientData, Model, Params, Tree
 
 STEP = "local_step"
-"""By this name a compiled program shows what is part of one."""
+"""Name of the `jax.named_scope` around one local step."""
 
 _RESTARTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
     "restarted", default=None
 )
+"""Optimizers with a schedule, collected by `restarted`. None outside of it."""
 
 _BLOCK_EXAMPLES = 128
-"""Examples gathered and laid out at once: few enough that a small client among large ones stays cheap."""
+"""Number of examples that are gathered and laid out at once.
+
+It is so small that a small client among large ones stays cheap.
+"""
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
+"""Trainable coordinates, or a function from parameters to them. None trains all of them."""
 Penalty: TypeAlias = Callable[[Params], Float[Array, ""]]
+"""Function from parameters to a term that is added to the loss."""
 BatchLoss: TypeAlias = Callable[[Any, Array, Float[Array, "B"]], Float[Array, ""]]
-"""From a batch's outputs, labels and weights, 0 for padding, to a mean over the other examples."""
+"""Function from a batch's outputs, labels and weights to its mean loss. Padding has weight 0."""
 Apply: TypeAlias = Callable[[Params, Array, Key[Array, ""]], Any]
-"""From parameters, a prepared batch, and a key for layers that draw, to outputs."""
+"""Function from parameters, a prepared batch, and a key for layers that draw, to outputs."""
 Decay: TypeAlias = Callable[[Any], Any]
-"""From the number of a round to a factor of its updates."""
+"""Function from the index of a round to a factor of its updates."""
 GradientFn: TypeAlias = Callable[[Params], tuple[Float[Array, ""], Tree]]
-"""From parameters to a value and its gradient."""
+"""Function from parameters to a value and its gradient."""
 
 
 @checked(epochs=count_from_0)
 @dataclasses.dataclass(frozen=True)
 class LocalSGD:
-    """How a client trains: minibatch steps over its own examples, by an optimizer with a fresh state.
+    """Local training by minibatch steps over a client's own examples, with a fresh optimizer state.
 
     Args:
-        optimizer: any optax transformation. A schedule in it starts again in every round, because its state does. Of
-            `optax.contrib.schedule_free`, the weights for evaluation are kept.
-        batch_size: B; the last batch of an epoch may be smaller.
-        epochs: passes over the client's examples, unless `steps` is given; 0 leaves the parameters as they are.
-        steps: number of steps, however many passes they take.
-        decay: a schedule as of optax, from a round's number (from 0) to a factor of all updates in that round. It
-            scales the learning rate of SGD, with momentum or without. Training for an evaluation has the factor of the
-            last round.
+        optimizer: Any optax transformation. A schedule in it starts again in every round, because
+            its state does. With `optax.contrib.schedule_free`, training returns the weights for
+            evaluation.
+        batch_size: Number B of examples per step. The last batch of an epoch may be smaller.
+        epochs: Number of passes over the client's examples, unless `steps` is given. 0 leaves the
+            parameters unchanged.
+        steps: Number of steps, however many passes they take. None trains for `epochs`.
+        decay: Schedule as in optax, from a round's index (from 0) to a factor of all updates in
+            that round. It scales the learning rate of SGD, with momentum or without. Training for
+            an evaluation has the factor of the last round. None stands for a factor of 1.
 
-    >>> LocalSGD(optax.sgd(0.1), decay=optax.exponential_decay(1.0, transition_steps=10, decay_rate=0.5)).batch_size
+    >>> halves = optax.exponential_decay(1.0, transition_steps=10, decay_rate=0.5)
+    >>> LocalSGD(optax.sgd(0.1), decay=halves).batch_size
     32
     >>> LocalSGD(optax.sgd(0.1), batch_size=0)
     Traceback (most recent call last):
@@ -84,7 +93,22 @@ class LocalSGD:
         loss: BatchLoss | None = None,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
-        """`train` on batches of the model's inputs, through its own `apply` and its task's loss, or others."""
+        """Train the parameters on a client's examples, by `jaxfl.local.train.train`.
+
+        Args:
+            key: Key for the order of the examples, and for layers that draw.
+            model: Network that prepares the inputs.
+            params: Parameters at the start.
+            data: Examples of the client.
+            apply: Function that computes outputs. None takes that of the model.
+            mask: Trainable coordinates, or a function from parameters to them. None trains all.
+            penalty: Function whose value is added to the mean loss of every batch.
+            loss: Mean loss of a batch. None takes that of the model's task.
+            gradient: Change of each step's gradient, such as `jaxfl.local.sam.sam`.
+
+        Returns:
+            The trained parameters, and the mean loss over all steps with the number of steps.
+        """
         return train(
             key,
             params,
@@ -101,12 +125,12 @@ class LocalSGD:
 
     @property
     def dp_sgd(self) -> None:
-        """No private steps (see `jaxfl.privacy.DPSGD`)."""
+        """Return None, because these steps are not private (see `jaxfl.privacy.DPSGD`)."""
         return
 
     @property
     def trains(self) -> bool:
-        """Whether it takes any step."""
+        """Whether local training takes any step."""
         return self.steps is not None or self.epochs > 0
 
 
@@ -127,105 +151,116 @@ def train(
 ) -> tuple[Params, dict[str, Array]]:
     """Minimise a loss plus a penalty on one client's examples by minibatch steps.
 
-    Every epoch visits each example once, in a fresh random order; the number of steps follows the client's own size.
-    Once weights have turned NaN, no further block of batches is trained.
+    Every epoch visits each example once, in a fresh random order. The number of steps follows the
+    client's own size. Once weights have become NaN, no further block of batches is trained.
 
     Args:
-        key: order of the examples, and what layers draw.
-        params: where training starts.
-        data: the client's rows; padding is never visited.
-        apply: outputs of a prepared batch.
-        prepare: normalises and lays out a batch; called per block of batches, outside the loop over steps.
-        local: optimizer, batch size, and how long.
-        loss: of outputs, labels and weights.
-        mask: trainable coordinates (bool, shaped like params), or a function of the parameters that gives them at
-            every step; all others keep their bits.
-        penalty: added to the mean loss of every batch.
-        gradient: from a batch's value and gradient to those of a step, such as `jaxfl.local.sam.sam` (None: the same).
-        microbatch: largest number of examples through `apply` at once (None: the whole batch): a batch's gradient is
-            the sum over its parts.
+        key: Key for the order of the examples, and for layers that draw.
+        params: Parameters at the start.
+        data: Examples of the client. Padding is never visited.
+        apply: Function that computes outputs of a prepared batch.
+        prepare: Function that normalises and lays out a batch. It is called once per block of
+            batches, outside the loop over steps.
+        local: Optimizer, batch size, and number of epochs or steps.
+        loss: Function from outputs, labels and weights to the mean loss of a batch.
+        mask: Trainable coordinates (bool, shaped like `params`), or a function that gives them from
+            the parameters at every step. All others keep their bits. None trains all coordinates.
+        penalty: Function whose value is added to the mean loss of every batch. None adds nothing.
+        gradient: Function from a batch's value and gradient to those of a step, such as
+            `jaxfl.local.sam.sam`. None changes nothing.
+        microbatch: Largest number of examples that go through `apply` at once. A batch's gradient
+            is the sum over its parts. None takes all examples of a batch.
 
     Returns:
         The trained parameters, and the mean loss over all steps with the number of steps.
     """
-    padded, optimizer = data.padded, decayed(local.optimizer, local.decay, data)
+    padded = data.padded
+    optimizer = decayed(local.optimizer, local.decay, data)
     batch = min(local.batch_size, padded)
     blocks, per_block = blocks_of(padded, batch)
     part = next(n for n in range(min(microbatch or batch, batch), 0, -1) if batch % n == 0)
     shape = (per_block, batch // part, part)
     batches = -(-data.size // batch)
-    total = jnp.where(
-        data.size > 0, local.epochs * batches if local.steps is None else local.steps, 0
-    )
+    has_examples = data.size > 0
+    wanted_steps = local.epochs * batches if local.steps is None else local.steps
+    total = jnp.where(has_examples, wanted_steps, 0)
 
     def value_and_gradient(
         params: Params, key: Key[Array, ""], x: Array, labels: Array, weights: Array
     ) -> tuple[Float[Array, ""], Tree]:
-        """Value and gradient of loss plus penalty; the batch is in parts [parts, part, ...]."""
-        share = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
+        """Return value and gradient of loss plus penalty. The batch has axes [parts, part, ...]."""
+        shares = jnp.sum(weights, axis=1) / jnp.maximum(jnp.sum(weights), 1.0)
 
         def loss_of(params: Params, i: Int[Array, ""] | int) -> Float[Array, ""]:
-            return share[i] * loss(
-                apply(params, x[i], jax.random.fold_in(key, i)), labels[i], weights[i]
-            )
+            share = shares[i]
+            outputs = apply(params, x[i], jax.random.fold_in(key, i))
+            return share * loss(outputs, labels[i], weights[i])
+
+        def penalty_alone(params: Params) -> Float[Array, ""]:
+            return penalty_of(penalty, params)
+
+        def penalised_loss(params: Params) -> Float[Array, ""]:
+            return loss_of(params, 0) + penalty_of(penalty, params)
 
         if len(x) == 1:
-            return jax.value_and_grad(
-                lambda params: loss_of(params, 0) + penalty_of(penalty, params)
-            )(params)
+            return jax.value_and_grad(penalised_loss)(params)
 
         def add(i: Int[Array, ""], total: tuple) -> tuple:
             return optax.tree.add(total, jax.value_and_grad(loss_of)(params, i))
 
-        return lax.fori_loop(
-            0, len(x), add, jax.value_and_grad(lambda params: penalty_of(penalty, params))(params)
-        )
+        start = jax.value_and_grad(penalty_alone)(params)
+        return lax.fori_loop(0, len(x), add, start)
 
     def epoch(index: Int[Array, ""], carry: tuple) -> tuple:
         epoch_key = jax.random.fold_in(key, index)
         order = _shuffle(epoch_key, padded, data.size)
         order = jnp.pad(order, (0, blocks * per_block * batch - padded))
-        here = jnp.minimum(batches, total - index * batches)
+        # The last epoch ends early if the number of steps is given.
+        epoch_batches = jnp.minimum(batches, total - index * batches)
 
-        def goes_on(progress: tuple) -> Bool[Array, ""]:
+        def unfinished(progress: tuple) -> Bool[Array, ""]:
             number, carry = progress
-            return longest((number * per_block < here) & ~_lost(carry[0]))
+            return longest((number * per_block < epoch_batches) & ~_lost(carry[0]))
 
         def block(progress: tuple) -> tuple:
             number, carry = progress
             start = number * per_block * batch
             positions = (start + jnp.arange(per_block * batch)).reshape(shape)
-            inputs, labels = data.take(
-                lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)
-            )
+            chosen = lax.dynamic_slice(order, (start,), (per_block * batch,)).reshape(shape)
+            inputs, labels = data.take(chosen)
             x = jax.vmap(jax.vmap(prepare))(inputs)
             weights = (positions < data.size).astype(jnp.float32)
 
             def step(i: Int[Array, ""], carry: tuple) -> tuple:
-                drawing = jax.random.fold_in(epoch_key, number * per_block + i)
-                batch = {"key": drawing, "x": x[i], "labels": labels[i], "weights": weights[i]}
-                of_batch = functools.partial(value_and_gradient, **batch)
+                of_batch = functools.partial(
+                    value_and_gradient,
+                    key=jax.random.fold_in(epoch_key, number * per_block + i),
+                    x=x[i],
+                    labels=labels[i],
+                    weights=weights[i],
+                )
                 new = descend(optimizer, of_batch, carry, mask=mask, gradient=gradient)
-                return hold(number * per_block + i < here, new, carry)
+                return hold(number * per_block + i < epoch_batches, new, carry)
 
-            steps = longest(jnp.minimum(per_block, here - number * per_block))
+            steps = longest(jnp.minimum(per_block, epoch_batches - number * per_block))
             return number + 1, lax.fori_loop(0, steps, step, carry)
 
-        return lax.while_loop(goes_on, block, (0, carry))[1]
+        _, carry = lax.while_loop(unfinished, block, (0, carry))
+        return carry
 
     start = (begin(params), first_state(optimizer, params, local.decay), jnp.zeros(()))
-    params, state, total_loss = lax.fori_loop(
-        0, longest(-(-total // jnp.maximum(batches, 1))), epoch, start
-    )
+    epochs = longest(-(-total // jnp.maximum(batches, 1)))
+    params, state, total_loss = lax.fori_loop(0, epochs, epoch, start)
     params = weights_to_keep(state, params, mask, total)
     return params, {"loss": total_loss / jnp.maximum(total, 1), "steps": total.astype(jnp.float32)}
 
 
 def check_head(model: Model) -> None:
-    """Require a head."""
+    """Require a model with a head."""
     if not model.head:
         raise ValueError(
-            f"model={model.name!r} has no head: give a model whose `head` names its last layers"
+            f"model must name the layers of its head, got model={model.name!r}, which has no head. "
+            "Give a model whose `head` names its last layers."
         )
 
 
@@ -238,28 +273,38 @@ def fit_head(
     local: LocalSGD,
     penalty: Penalty | None = None,
 ) -> tuple[Params, dict[str, Array]]:
-    """Train the head alone, on features that the frozen extractor computes once if the model can be split.
+    """Train the head alone, on features that the frozen extractor computes once.
+
+    If the model cannot be split, the head trains through the full network.
 
     Args:
-        key: order of the examples.
-        model: names the head and splits `apply` into `extract` and `classify`.
-        params: all parameters; the extractor's keep their bits.
-        data: the client's rows.
-        local: optimizer, batch size, and how long.
-        penalty: of the parameters (only the head's if the model can be split).
+        key: Key for the order of the examples, and for layers that draw.
+        model: Network that names the head, and splits `apply` into `extract` and `classify`.
+        params: All parameters. Those of the extractor keep their bits.
+        data: Examples of the client.
+        local: Optimizer, batch size, and number of epochs or steps.
+        penalty: Function whose value is added to the mean loss of every batch. It gets the head's
+            parameters if the model can be split, and all parameters otherwise.
+
+    Returns:
+        All parameters, and the mean loss over all steps with the number of steps.
     """
-    extract, classify = model.extract, model.classify
+    extract = model.extract
+    classify = model.classify
     if extract is None or classify is None:
-        mask = {
-            name: jax.tree.map(lambda _, kept=name in model.head: kept, params[name])
-            for name in params
-        }
+
+        def mask_of(name: str) -> Tree:
+            in_head = name in model.head
+            return jax.tree.map(lambda _: in_head, params[name])
+
+        mask = {name: mask_of(name) for name in params}
         return local.train(key, model, params, data, mask=mask, penalty=penalty)
     batch = min(_BLOCK_EXAMPLES // 2, data.padded)
     positions = jnp.arange(data.padded + -data.padded % batch)
 
     def block(start: Int[Array, ""]) -> Float[Array, "B ..."]:
-        return extract(params, model.prepare(data.take(start + jnp.arange(batch))[0]))
+        inputs, _ = data.take(start + jnp.arange(batch))
+        return extract(params, model.prepare(inputs))
 
     def put(i: Int[Array, ""], features: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
         return lax.dynamic_update_slice_in_dim(features, block(i * batch), i * batch, axis=0)
@@ -267,17 +312,27 @@ def fit_head(
     shape = jax.eval_shape(block, jnp.zeros((), jnp.int32))
     features = jnp.zeros((len(positions), *shape.shape[1:]), shape.dtype)
     features = lax.fori_loop(0, longest(-(-data.size // batch)), put, features)
-    rows = ClientData(
-        features, data.take(positions)[1], positions[: data.padded], data.size, round=data.round
+    _, labels = data.take(positions)
+    of_features = ClientData(
+        features, labels, positions[: data.padded], data.size, round=data.round
     )
     head = {name: params[name] for name in model.head}
-    beside = {name: params[name] for name in params if name not in model.layers}
+    # Wrappers of models keep entries of their own besides the layers.
+    entries = {name: params[name] for name in params if name not in model.layers}
 
     def apply(head: Params, features: Array, *key: Array) -> Array:
-        return classify({**head, **beside}, features, *key)
+        return classify({**head, **entries}, features, *key)
 
-    options: dict[str, Any] = {"local": local, "penalty": penalty, "loss": model.task.mean_loss}
-    head, info = train(key, head, rows, apply=apply, prepare=lambda x: x, **options)
+    head, info = train(
+        key,
+        head,
+        of_features,
+        apply=apply,
+        prepare=lambda x: x,
+        local=local,
+        loss=model.task.mean_loss,
+        penalty=penalty,
+    )
     return {**params, **head}, info
 
 
@@ -290,15 +345,18 @@ def fit_layers(
     local: LocalSGD,
     layers: Collection[str],
 ) -> Params:
-    """Train some layers alone: the optimizer sees no others, which keep their bits.
+    """Train some layers alone. The optimizer reads no others, and they keep their bits.
 
     Args:
-        key: order of the examples, and what layers draw.
-        model: names its layers.
-        params: all parameters, also those that are no layer's.
-        data: the client's rows.
-        local: optimizer, batch size, and how long.
-        layers: names of the layers; those of the head are fitted as `fit_head` does it.
+        key: Key for the order of the examples, and for layers that draw.
+        model: Network that names its layers.
+        params: All parameters, also those that belong to no layer.
+        data: Examples of the client.
+        local: Optimizer, batch size, and number of epochs or steps.
+        layers: Names of the layers to train. If they are the head's, `fit_head` trains them.
+
+    Returns:
+        All parameters.
     """
     if set(layers) == set(model.head):
         return fit_head(key, model, params, data, local=local)[0]
@@ -313,7 +371,7 @@ def fit_layers(
 def decayed(
     optimizer: optax.GradientTransformation, decay: Decay | None, data: ClientData
 ) -> optax.GradientTransformation:
-    """An optimizer as it is in the client's round."""
+    """Return the optimizer of the client's round, with updates scaled by the decay, if any."""
     return optimizer if decay is None else optax.chain(optimizer, optax.scale(decay(data.round)))
 
 
@@ -331,12 +389,16 @@ def restarted() -> Iterator[list[optax.GradientTransformation]]:
 def first_state(
     optimizer: optax.GradientTransformation, params: Params, decay: Decay | None
 ) -> Tree:
-    """Return an optimizer's state at the start of a round."""
+    """Return an optimizer's state at the start of a round.
+
+    Raises:
+        ValueError: There is a decay for `optax.contrib.schedule_free`.
+    """
     state = optimizer.init(params)
     if decay is not None and schedule_free(state):
         raise ValueError(
-            f"decay must be None with optax.contrib.schedule_free, got {decay!r}. Leave decay out: the steps' average "
-            "takes the place of a schedule."
+            f"decay must be None with optax.contrib.schedule_free, got {decay!r}. "
+            "Leave decay out: the steps' average takes the place of a schedule."
         )
     found = _RESTARTED.get()
     if found is not None and states_of(state, _has_schedule):
@@ -345,17 +407,21 @@ def first_state(
 
 
 def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, ""]) -> Params:
-    """Return the weights that training ends with: those for evaluation of `optax.contrib.schedule_free`.
+    """Return the weights that training keeps.
 
-    The steps of any other optimizer end where they should. Masked coordinates keep their bits.
+    They are the last weights, or with `optax.contrib.schedule_free` its weights for evaluation.
+    Coordinates that are not trainable keep their bits.
+
+    Raises:
+        ValueError: `optax.contrib.schedule_free` is applied to a part of the parameters only.
     """
     free = schedule_free(state)
     if not free:
         return params
     if len(free) > 1 or jax.tree.structure(free[0].z) != jax.tree.structure(params):
         raise ValueError(
-            "optimizer must apply optax.contrib.schedule_free to all parameters at once, got one of a part of them. "
-            "Give another optimizer, such as optax.sgd(0.1)."
+            "optimizer must apply optax.contrib.schedule_free to all parameters at once, got one "
+            "for a part of them. Give another optimizer, such as optax.sgd(0.1)."
         )
     averages = optax.contrib.schedule_free_eval_params(free[0], params)
     trainable = mask(params) if callable(mask) else mask
@@ -370,7 +436,8 @@ def weights_to_keep(state: Tree, params: Params, mask: Mask, steps: Int[Array, "
 
 def _has_schedule(state: Any) -> bool:
     """Return whether a part of an optimizer's state counts the steps of a schedule."""
-    injected = getattr(state, "hyperparams_states", {})  # of `optax.inject_hyperparams`
+    # `optax.inject_hyperparams` keeps the states of schedules in an attribute of its own.
+    injected = getattr(state, "hyperparams_states", {})
     return isinstance(state, optax.ScaleByScheduleState) or bool(injected)
 
 
@@ -383,7 +450,18 @@ def descend(
     mask: Mask = None,
     gradient: Callable[[GradientFn], GradientFn] | None = None,
 ) -> tuple:
-    """One step of an optimizer from parameters, its state and the sum of losses so far (see `train`)."""
+    """Take one step of an optimizer, as part of `train`.
+
+    Args:
+        optimizer: Optimizer of the step.
+        gradient_fn: Function from parameters to a batch's value and gradient.
+        carry: Parameters, the optimizer's state, and the sum of losses so far.
+        mask: Trainable coordinates, or a function from parameters to them. None trains all.
+        gradient: Change of the step's gradient, such as `jaxfl.local.sam.sam`.
+
+    Returns:
+        The carry after the step.
+    """
     params, state, total_loss = carry
     trainable = mask(params) if callable(mask) else mask
 
@@ -396,17 +474,21 @@ def descend(
 
     value, slope = selected(params) if gradient is None else gradient(selected)(params)
     updates, state = optimizer.update(slope, state, params)
-    updates = select(updates)  # weight decay and momentum would move masked coordinates too
+    # Weight decay and momentum would also move coordinates that are not trainable.
+    updates = select(updates)
     return optax.apply_updates(params, updates), state, total_loss + value
 
 
 def penalty_of(penalty: Penalty | None, params: Params) -> Float[Array, ""]:
-    """The penalty, or 0 where there is none."""
+    """Return the penalty, or 0 if there is none."""
     return jnp.zeros(()) if penalty is None else penalty(params)
 
 
 def blocks_of(padded: int, batch: int) -> tuple[int, int]:
-    """Numbers of blocks, and of batches per block, that cover `padded` examples; a block is gathered at once."""
+    """Return the numbers of blocks, and of batches per block, that cover `padded` examples.
+
+    The examples of a block are gathered at once.
+    """
     batches = -(-padded // batch)
     blocks = max(1, round(batches * batch / _BLOCK_EXAMPLES))
     per_block = -(-batches // blocks)
@@ -414,18 +496,26 @@ def blocks_of(padded: int, batch: int) -> tuple[int, int]:
 
 
 def _lost(params: Params) -> Bool[Array, ""]:
-    """Whether the first numbers of the leaves add up to NaN, which no step mends; reading all would take time."""
+    """Return whether the first numbers of the leaves add up to NaN, after which no step helps."""
+    # Reading all numbers would take time.
     return jnp.isnan(sum(leaf.reshape(-1)[0] for leaf in jax.tree.leaves(params) if leaf.size))
 
 
 def _shuffle(
     key: Key[Array, ""], padded: int, size: Int[Array | np.ndarray, ""]
 ) -> Int[Array, "N"]:
-    """Real positions in random order, then the padding; does not depend on how much padding there is."""
+    """Return the real positions in random order, and then the padding.
+
+    The order does not depend on how much padding there is.
+    """
     positions = jnp.arange(padded, dtype=jnp.uint32)
-    # 23 random bits. A real position that draws the padding's rank still comes first: ties are in order of positions.
-    ranks = jnp.where(positions < size, jax.random.bits(key, (padded,), jnp.uint32) >> 9, 2**23 - 1)
+    real = positions < size
+    # A real position that draws the padding's rank among 23 bits still comes before the padding,
+    # because ties are in order of positions.
+    drawn = jax.random.bits(key, (padded,), jnp.uint32) >> 9
+    ranks = jnp.where(real, drawn, 2**23 - 1)
     if padded > 2**9:
         return jnp.argsort(ranks).astype(jnp.int32)
-    # The same order, in a sixth of the time: single numbers, the rank above 9 bits of the position.
+    # The same order takes a sixth of the time if single numbers are sorted: the rank, above 9 bits
+    # of the position.
     return (jnp.sort(ranks << 9 | positions) & 2**9 - 1).astype(jnp.int32)

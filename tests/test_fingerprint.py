@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
@@ -27,7 +28,7 @@ from jaxfl.privacy.sampling import FixedSize, Poisson
 from jaxfl.run import fingerprint
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.recorder import Plan
-from jaxfl.types import Lists
+from jaxfl.types import Lists, Terms
 
 KEY = jax.random.key(1)
 UPDATE = "the clients' update"
@@ -165,12 +166,39 @@ def test_the_same_run_is_read_whatever_its_speed(options, folder, monkeypatch):
 def test_what_is_in_another_function_changes_no_other_hash(folder):
     (manifest,) = folder.glob("ckpt/2/manifest.json")
     facts = json.loads(manifest.read_text())["fingerprint"]
-    clip = next(name for name in facts if name.startswith("the engine's round"))
-    assert fingerprint.differences(facts, facts | {clip: None, "labels": None, "jax": "0.1"}) == [
+    others = {"round": None, "clients.labels": None, "jax": "0.1"}
+    assert fingerprint.differences(facts, facts | others) == [
         f"jax {jax.__version__}, not 0.1",
         "labels",
     ]
-    assert fingerprint.differences(facts, facts | {clip: None}) == [clip]
+    assert fingerprint.differences(facts, facts | {"round": None}) == [
+        "the engine's round (sampling, clipping, noise)"
+    ]
+
+
+def test_a_folder_holds_codes_and_no_prose(folder):
+    """Words of messages may change, and a folder then still holds the same run."""
+    (manifest,) = folder.glob("ckpt/2/manifest.json")
+    facts = json.loads(manifest.read_text())["fingerprint"]
+    assert all(re.fullmatch(r"[a-z0-9_.]+", name) for name in facts)
+    parts = {"init", "client_update", "server_update"}
+    arrays = {f"clients.{name}" for name in ("inputs", "labels", "train", "train_size", "test")}
+    assert {*parts, "constants", "round", "evaluation", *arrays, "clients.test_size"} <= set(facts)
+    assert {"key", "noise_key", "paired_noise"} <= set(facts)
+    assert {"mechanism", "mechanism.clip", "mechanism.sampling.rate"} <= set(facts)
+
+
+def test_reworded_terms_are_the_same_run():
+    terms = Terms(1e-6, (2.0, "the rule of the paper"), "its masks are not hidden")
+    facts = fingerprint.of_terms("terms", terms)
+    reworded = terms._replace(claim=(2.0, "the paper's rule"), broken="no noise hides its masks")
+    assert fingerprint.of_terms("terms", reworded) == facts
+    for other in (
+        terms._replace(delta=1e-5),
+        terms._replace(claim=(3.0, "the rule of the paper")),
+        terms._replace(broken=None),
+    ):
+        assert fingerprint.of_terms("terms", other) != facts
 
 
 @pytest.mark.parametrize(

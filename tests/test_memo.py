@@ -1,9 +1,12 @@
 """Programs that are kept from run to run of a process."""
 
+import functools
 import gc
 import importlib
 import pathlib
+from typing import NamedTuple
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -12,9 +15,10 @@ from algorithms_table import MODEL, small_clients
 
 import jaxfl
 from jaxfl import LocalSGD, simulate, sweep
-from jaxfl.algorithms import ditto, dp_fedavg
+from jaxfl.algorithms import ditto, dp_fedavg, fedavg, fine_tuned
 from jaxfl.engine import memo
 from jaxfl.engine.mesh import place
+from jaxfl.models import mlp
 from jaxfl.privacy import Poisson
 
 QUIET = {"rounds": 2, "eval_every": 1, "progress": False}
@@ -53,6 +57,100 @@ def test_a_second_run_of_a_method_traces_nothing_and_equals_a_first_one(states):
     assert len(traces) > made
     jax.tree.map(np.testing.assert_array_equal, again.server, alone.server)
     assert again.metrics == alone.metrics
+
+
+TRACES = []
+"""Has an entry for each time that an update of `watched` is traced."""
+
+
+def watched(rate, width=16):
+    """Build all parts of a method anew: its model, its optimizer, its functions."""
+    model = mlp((8, 8, 1), 10, hidden=(width,))
+    local = LocalSGD(optax.sgd(rate, momentum=0.9), 4)
+    method = fine_tuned(fedavg(model, local=local), local=local)
+
+    def client_update(key, server, client, data):
+        TRACES.append(1)
+        return method.client_update(key, server, client, data)
+
+    return method._replace(client_update=client_update)
+
+
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_a_method_built_again_from_equal_arguments_traces_nothing(states):
+    memo.forget()
+    TRACES.clear()
+    first = simulate(0, watched(0.1), small_clients(), states=states, **QUIET)
+    made = len(TRACES)
+    again = simulate(0, watched(0.1), small_clients(), states=states, **QUIET)
+    assert len(TRACES) == made > 0
+    jax.tree.map(np.testing.assert_array_equal, first.server, again.server)
+    assert first.metrics == again.metrics
+    for other in (watched(0.2), watched(0.1, width=17)):
+        made = len(TRACES)
+        found = simulate(0, other, small_clients(), states=states, **QUIET)
+        assert len(TRACES) > made
+        assert found.metrics != first.metrics
+
+
+def scaled(factor, *, shift=0, power=lambda x: x):
+    def value(x, by=factor, *, plus=shift):
+        return by * power(x) + plus + later()
+
+    def later():
+        return 0
+
+    return value
+
+
+class Same(NamedTuple):
+    number: float
+
+
+class Other(NamedTuple):
+    number: float
+
+
+@pytest.mark.parametrize(
+    ("make", "other"),
+    [
+        (lambda: 1, lambda: 1.0),
+        (lambda: 1, lambda: True),
+        (lambda: 0.0, lambda: -0.0),
+        (lambda: float("nan"), lambda: 0.0),
+        (lambda: scaled(2.0), lambda: scaled(3.0)),
+        (lambda: scaled(2.0), lambda: scaled(2)),
+        (lambda: scaled(2.0), lambda: scaled(2.0, shift=1)),
+        (lambda: scaled(2.0), lambda: scaled(2.0, power=lambda x: x**2)),
+        (lambda: functools.partial(scaled, 1), lambda: functools.partial(scaled, shift=1)),
+        (lambda: Same(1.0), lambda: Other(1.0)),
+        (lambda: {"a": 1, "b": 2}, lambda: {"a": 1, "b": 3}),
+        (lambda: LocalSGD(optax.adam(0.1), 4), lambda: LocalSGD(optax.adam(0.1), 5)),
+        (lambda: LocalSGD(optax.adam(0.1)), lambda: LocalSGD(optax.adam(0.1, b1=0.8))),
+        (lambda: mlp((8, 8, 1), 10), lambda: mlp((8, 8, 1), 10, hidden=(3,))),
+        (lambda: nn.Dense(3), lambda: nn.Dense(3, use_bias=False)),
+        (lambda: Poisson(0.5), lambda: Poisson(0.6)),
+    ],
+)
+def test_keys_are_equal_for_what_is_made_alike_alone(make, other):
+    assert memo.key_of(make()) == memo.key_of(make())
+    assert hash(memo.key_of(make())) == hash(memo.key_of(make()))
+    assert memo.key_of(make()) != memo.key_of(other())
+
+
+@pytest.mark.parametrize("make", [lambda: [1], lambda: np.ones(2), object])
+def test_what_may_change_is_compared_by_identity(make):
+    """A list that counts calls would otherwise be another key after each of them."""
+    one = make()
+    assert memo.key_of(one) == memo.key_of(one)
+    assert memo.key_of(one) != memo.key_of(make())
+
+
+def test_a_dict_that_changed_has_another_key():
+    numbers = {"rate": 0.1}
+    before = memo.key_of(lambda: numbers)
+    numbers["rate"] = 0.2
+    assert memo.key_of(lambda: numbers) != before
 
 
 @pytest.mark.parametrize("states", ["device", "host"])

@@ -262,8 +262,8 @@ def answer(results: Mapping[str, Result]) -> str:
         "2. **One recipe.** DP-FedAvg whose clients also fine-tune and mix in a model of their own "
         f"(`dp_fedavg_mixed`) is {floor[small]} points from training alone "
         f"{at(number(small), floor[large], number(large))}.",
-        "3. **Others.** The best of the other private methods on validation examples, as published, corrected after "
-        "they were fitted, or mixed, is "
+        "3. **Others.** The best of the other private methods on validation examples, as published, corrected before or after "
+        "they are fitted, or mixed, is "
         f"{others[small]} points from that recipe {at(number(small), others[large], number(large))}.",
     ]
     titles = "; ".join(place["place"]["title"] for place in places)

@@ -4,10 +4,14 @@ Without this module each run would trace and compile functions of its own, which
 """
 
 import collections
+import dataclasses
+import functools
 import threading
+import types
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +22,11 @@ from jaxfl.types import Algorithm, Tree
 
 T = TypeVar("T")
 
-_MOST = 32
-"""Programs that are kept, the most recent ones; a run has about five. Small ones take ten megabytes each."""
+_MOST = 40
+"""Programs that are kept, the most recent ones; a run has about six. Small ones take ten megabytes each."""
+
+_EMPTY = object()
+"""Stands for the content of a variable that has none yet."""
 
 _KEPT: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 _LOCK = threading.Lock()
@@ -74,11 +81,76 @@ def clear_caches() -> None:
 
 
 def key_of_method(method: Algorithm | Points) -> Hashable:
-    """Return a key that is equal for the same functions and, of points, the same values."""
+    """Return a key that is equal for methods which were built from equal arguments.
+
+    The keys of points are equal if their values are equal too.
+    """
     if isinstance(method, Points):
         values = tuple((name, column.tobytes()) for name, column in sorted(method.values.items()))
-        return Same(method.build), values, method.batch
-    return Same(*method)
+        return key_of(method.build), values, method.batch
+    return key_of(tuple(method))
+
+
+def key_of(value: Any) -> Hashable:
+    """Return a key that is equal for values made alike, such as two functions that one builder returned.
+
+    Functions are compared by their code, and by what their defaults and closures hold. Tuples,
+    dicts and frozen dataclasses are compared by what they hold. Everything else, such as arrays,
+    lists and objects of other classes, is compared by identity.
+
+    >>> def scaled(factor):
+    ...     return lambda x: factor * x
+    >>> key_of(scaled(2.0)) == key_of(scaled(2.0)), key_of(scaled(2.0)) == key_of(scaled(3.0))
+    (True, False)
+    """
+    return _key_of(value, {})
+
+
+def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
+    """Return the key of a value within another one, of which `seen` has the functions so far."""
+    kind = type(value)
+    if kind in (bool, int, str, bytes, type(None)):
+        return kind, value
+    if kind in (float, complex):
+        return kind, repr(value)  # which tells 0.0 from -0.0, and equals itself for NaN
+
+    def inside(part: Any) -> Hashable:
+        return _key_of(part, seen)
+
+    if kind is types.FunctionType:
+        if id(value) in seen:  # a function that calls itself
+            return "again", seen[id(value)]
+        seen[id(value)] = len(seen)
+        cells = tuple(map(_content, value.__closure__ or ()))
+        held = (value.__defaults__, value.__kwdefaults__, cells)
+        return kind, value.__code__, Same(value.__globals__), inside(held)
+    if kind is types.MethodType:
+        return kind, inside((value.__func__, value.__self__))
+    if kind is functools.partial:
+        return kind, inside((value.func, value.args, value.keywords))
+    if isinstance(value, tuple):
+        return kind, tuple(map(inside, value))
+    if kind is dict:
+        return kind, tuple((inside(name), inside(part)) for name, part in value.items())
+    if _is_frozen(value):
+        fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
+        return kind, inside(fields)
+    return Same(value)
+
+
+def _content(cell: Any) -> Any:
+    """Return what a variable of a closure holds, which may not have been set yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def _is_frozen(value: Any) -> bool:
+    """Return whether an object is what its fields hold: a frozen dataclass, or a module of Flax."""
+    if isinstance(value, nn.Module):
+        return value.scope is None
+    return dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen
 
 
 def described(population: Population) -> Population:

@@ -22,42 +22,64 @@ from jaxfl.backend import backend
 from jaxfl.data.clients import packed
 from jaxfl.engine.memo import key_of_method, remembered
 from jaxfl.engine.program import Points, over_points
-from jaxfl.types import Algorithm, Clients, Model, Tree
+from jaxfl.types import Algorithm, Clients, Model, Terms, Tree
 
-_PARTS = {
+_PARTS = ("init", "client_update", "server_update", "personalize")
+"""Functions of an algorithm, each of which has a hash of its own."""
+
+_CONSTANTS = "constants"
+_PROGRAMS = (_CONSTANTS, "round", "evaluation")
+"""Hashes that follow from others: they are named only where nothing else differs."""
+
+_WORDS = {
     "init": "the start (weights of the model, or first states)",
     "client_update": "the clients' update (optimizer, learning rate, batch, epochs, penalty or model)",
     "server_update": "the server's update (its optimizer)",
     "personalize": "`personalize`, whose weights are evaluated",
-}
-_CONSTANTS = "constants"
-_WHOLE = {
     _CONSTANTS: "arrays that the method's functions hold",
     "round": "the engine's round (sampling, clipping, noise)",
     "evaluation": "the evaluation",
+    "clients.inputs": "inputs",
+    "clients.labels": "labels",
+    "clients.train": "the partition (rows of training examples)",
+    "clients.train_size": "the clients' numbers of training examples",
+    "clients.test": "rows of test examples",
+    "clients.test_size": "the clients' numbers of test examples",
+    "model.frozen": "the model's frozen weights",
+    "noise_key": "the secret key of the noise",
+    "cohort_key": "the cohorts of the points",
 }
-_ARRAYS = {
-    "inputs": "inputs",
-    "labels": "labels",
-    "train": "the partition (rows of training examples)",
-    "train_size": "the clients' numbers of training examples",
-    "test": "rows of test examples",
-    "test_size": "the clients' numbers of test examples",
-}
+"""Facts in words, for messages and reports. Folders hold the codes, so that words may change."""
 _PACKAGES = ("jaxfl", "jax", "jaxlib")
 """Packages whose version affects results."""
 
 _LONG = 16
 """Longer arrays are represented by their hash."""
 
-FORMAT = 2
-"""How facts are hashed: 2 hashes clients' rows without padding. Runs of other formats cannot be compared."""
+FORMAT = 3
+"""Version of the facts, which are compared within one version only.
+
+Version 2 hashed the clients' rows without padding. Version 3 named facts by codes.
+"""
 
 _SPOKEN = ("name", "debug_info")
 """Parameters of operations that affect no result."""
 
 Facts = dict[str, Any]
-"""JSON values by their names for users; a hash is `{"sha256": ...}`."""
+"""JSON values by their codes, which are stable. A hash is `{"sha256": ...}`."""
+
+
+def in_words(code: str) -> str:
+    """Return what a code of a fact means.
+
+    >>> in_words("clients.labels"), in_words("values.clip"), in_words("point.2.mechanism.clip")
+    ('labels', 'values of clip', 'point 2: mechanism.clip')
+    """
+    if point := re.fullmatch(r"point\.(\d+)\.(.*)", code):
+        return f"point {point[1]}: {in_words(point[2])}"
+    if values := re.fullmatch(r"values\.(.*)", code):
+        return f"values of {values[1]}"
+    return _WORDS.get(code, code)
 
 
 def marked(method: Any) -> Any:
@@ -97,8 +119,8 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
         whole = [_of_jaxpr(part.jaxpr, part.consts, hashes) for part in parts]
         hashes.setdefault(name, hashlib.sha256()).update(" ".join(whole).encode())
     return {
-        text: {"sha256": hashes[name].hexdigest()}
-        for name, text in (_PARTS | _WHOLE).items()
+        name: {"sha256": hashes[name].hexdigest()}
+        for name in (*_PARTS, *_PROGRAMS)
         if name in hashes
     }
 
@@ -109,19 +131,17 @@ def of_clients(clients: Clients) -> Facts:
     test = packed(clients.test, np.asarray(clients.test_size))
     arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
     return {"clients": clients.number} | {
-        _ARRAYS[name]: {"sha256": _of_array(array)} for name, array in arrays.items()
+        f"clients.{name}": {"sha256": _of_array(array)} for name, array in arrays.items()
     }
 
 
 def of_frozen(model: Model) -> Facts:
     """A hash of the frozen weights, if the model has any: the programs take them as an argument."""
     leaves = jax.tree.leaves_with_path(model.frozen)
+    if not leaves:
+        return {}
     whole = " ".join(f"{jax.tree_util.keystr(path)} {_of_array(leaf)}" for path, leaf in leaves)
-    return (
-        {"the model's frozen weights": {"sha256": hashlib.sha256(whole.encode()).hexdigest()}}
-        if leaves
-        else {}
-    )
+    return {"model.frozen": {"sha256": hashlib.sha256(whole.encode()).hexdigest()}}
 
 
 def of_key(key: Key[jax.Array, "*P"]) -> Facts:
@@ -129,8 +149,15 @@ def of_key(key: Key[jax.Array, "*P"]) -> Facts:
     return {"key": {"sha256": _of_array(key)}}
 
 
+def of_terms(name: str, terms: Terms) -> Facts:
+    """The numbers of a statement's terms, without its prose, which may be reworded."""
+    claimed = None if terms.claim is None else terms.claim[0]
+    facts = of_value(f"{name}.delta", terms.delta) | of_value(f"{name}.claim", claimed)
+    return facts | {f"{name}.broken": terms.broken is not None}
+
+
 def of_value(name: str, value: Any) -> Facts:
-    """The numbers of a mechanism, private steps or terms by field, in full; functions are part of the programs."""
+    """The numbers of a mechanism or of private steps by field, in full; functions are part of the programs."""
     fields = None
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -203,14 +230,15 @@ def _differing(stored: Facts, current: Facts) -> list[str]:
     ]
     groups: list[list[str]] = [[], [], []]
     for name in names:
-        groups[2 if name in _WHOLE.values() else int(name in _PARTS.values())].append(name)
+        groups[2 if name in _PROGRAMS else int(name in _PARTS)].append(name)
     return next(filter(None, groups), [])
 
 
 def _difference(name: str, stored: Any, current: Any) -> str:
+    words = in_words(name)
     if isinstance(stored, dict) or isinstance(current, dict):
-        return name
-    return f"{name} {_short(stored)}, not {_short(current)}"
+        return words
+    return f"{words} {_short(stored)}, not {_short(current)}"
 
 
 def _short(value: Any) -> str:

@@ -19,6 +19,7 @@ from jaxfl.privacy.statement import statement_lines
 from jaxfl.run import plots
 from jaxfl.run.checkpoint import checkpoints
 from jaxfl.run.comparison import Comparison, at_an_end
+from jaxfl.run.fingerprint import in_words
 from jaxfl.run.report import (
     AUDIT,
     CHECKPOINTS,
@@ -446,7 +447,7 @@ def _how(facts: Mapping[str, Any]) -> list[str]:
         if not (isinstance(value, dict) and "sha256" in value)
     }
     first = {name: plain[name] for name in _FIRST if name in plain}
-    rest = _flat({name: value for name, value in plain.items() if name not in first})
+    rest = _flat({in_words(name): value for name, value in plain.items() if name not in first})
     return [
         _pairs(first),
         _details("Everything that decides the numbers", _pairs(rest)) if rest else "",

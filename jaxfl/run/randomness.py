@@ -72,11 +72,11 @@ class Streams(NamedTuple):
         """What distinguishes runs of one key; a hash, which reveals no secret key."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
         facts: fingerprint.Facts = {
-            "the secret key of the noise": secret,
+            "noise_key": secret,
             "paired_noise": self.paired,
         }
         if keys.clients.ndim and not self.secret and not self.paired:
-            facts["the cohorts of the points"] = fingerprint.of_key(keys.cohort)["key"]
+            facts["cohort_key"] = fingerprint.of_key(keys.cohort)["key"]
         return facts
 
 

@@ -29,6 +29,7 @@ from jaxfl.backend import of_devices
 from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, opened
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
+from jaxfl.engine.memo import described, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.program import Points, over_points
 from jaxfl.engine.resident import Resident
@@ -348,6 +349,9 @@ class _Run:
         folders: list[pathlib.Path | None],
     ) -> None:
         rounds = settings.rounds
+        # JAX knows the functions of a method that was built from equal arguments before.
+        first = algorithms[0]
+        algorithms[0] = remembered(("method", key_of_method(first)), lambda: first)
         self.update = check_algorithm(algorithms[0], clients, rounds)
         for other in algorithms[
             1:
@@ -681,13 +685,23 @@ class _Run:
         values = self.points.values if self.points else {}
         facts: fingerprint.Facts = {"method": algorithms[0].name, "model": algorithms[0].model.name}
         facts |= {"states": settings.states}
-        facts |= {f"values of {name}": column.tolist() for name, column in values.items()}
+        facts |= {f"values.{name}": column.tolist() for name, column in values.items()}
         for p, algorithm in enumerate(algorithms):
-            prefix = f"point {p}: " if self.points else ""
-            for part in ("mechanism", "dp_sgd", "terms"):
+            prefix = f"point.{p}." if self.points else ""
+            for part in ("mechanism", "dp_sgd"):
                 facts |= fingerprint.of_value(f"{prefix}{part}", getattr(algorithm, part))
+            facts |= fingerprint.of_terms(f"{prefix}terms", algorithm.terms)
         facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)
-        start = fingerprint.start(method, population.clients, init_key)
-        programs = {"init": [start], **self.runner.programs(self.eval_key)}
         facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(algorithms[0].model)
-        return facts | fingerprint.of_programs(programs)
+
+        def of_programs() -> fingerprint.Facts:
+            start = fingerprint.start(method, population.clients, init_key)
+            programs = {"init": [start], **self.runner.programs(self.eval_key)}
+            return fingerprint.of_programs(programs)
+
+        # A program follows from the method and from the shapes and places of what it is given.
+        shapes = key_of_arrays((init_key, self.eval_key))
+        method_key = key_of_method(method)
+        kind = type(self.runner).__name__
+        key_of_programs = ("facts", kind, method_key, described(population), shapes)
+        return facts | remembered(key_of_programs, of_programs)

@@ -128,10 +128,9 @@ def corrupt_clients(
             f"lists must be disjoint, got row {different_rows[counts > 1][0]} twice. "
             "Leave it out of all lists but one."
         )
-    if inputs.dtype == np.uint8:
-        low, high = 0, 255
-    else:
-        low, high = inputs.min(), inputs.max()
+    of_bytes = inputs.dtype == np.uint8
+    low = 0 if of_bytes else inputs.min()
+    high = 255 if of_bytes else inputs.max()
     pixels = inputs.shape[1:3] if inputs.ndim == 4 else inputs.shape[1:]
     noisy = inputs.copy()
     sizes = [len(own_rows) for own_rows in lists]

@@ -315,8 +315,8 @@ class _Reader(pickle.Unpickler):
 def read_tensors(content: bytes) -> dict[str, np.ndarray]:
     """Return the tensors of a file that `torch.save` wrote before PyTorch 1.6.
 
-    Such a file has a magic number, a version, sizes of types, tensors by name, the keys of
-    storages, and then for each key the count of its numbers and the numbers.
+    Such a file has a magic number, a version, sizes of types, tensors by name, and the keys of
+    storages. Then it has the count of numbers and the numbers of each key.
 
     Raises:
         pickle.UnpicklingError: The file names anything but tensors.

@@ -338,10 +338,10 @@ def matching(
 ) -> Rows:
     """Split the test examples so that each client is tested on the label mix it trains on.
 
-    Client i, with `n_ik` of the `n_k` owned training examples of class k, gets `m_k n_ik / n_k` of
-    the `m_k` test examples, rounded up or down. A share is rounded up where the client has received
-    too little so far, so that the client's total is near its fair share as well. All test examples
-    of a class that some client owns are dealt, and test examples of other classes are left out.
+    Client i has `n_ik` of the `n_k` owned training examples of class k. It gets `m_k n_ik / n_k` of
+    the class's `m_k` test examples, rounded up or down. Rounding up goes to clients that have
+    received too little so far, so that each client's total is near its fair share as well. All test
+    examples of a class that some client owns are dealt. Those of other classes are left out.
 
     Args:
         train_lists: Training rows of each client.

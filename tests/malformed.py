@@ -478,7 +478,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "evaluation_epochs": (None, "count from 0?"),
     }),
     "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
-        "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0"),
+        "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0?"),
         "folds": (3, "fold count"),
     }),
     "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),

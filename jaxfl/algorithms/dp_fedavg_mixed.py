@@ -22,7 +22,7 @@ def dp_fedavg_mixed(
     local: LocalSGD = LocalSGD(optax.sgd(0.05)),
     tuning: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=5),
     alone: LocalSGD = LocalSGD(optax.sgd(0.05), epochs=20),
-    smoothing: Number = 0.1,
+    smoothing: Number | None = 0.1,
     folds: int = 3,
     delta: float | None = None,
 ) -> Algorithm:
@@ -42,7 +42,7 @@ def dp_fedavg_mixed(
     Use a linear model on features of a public encoder (`jaxfl.data.features`) if there is one.
 
     Args:
-        model: The network, for a classification.
+        model: The network, for a classification if predictions are corrected.
         clip: C, the L2 bound on a client's full update.
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
@@ -50,7 +50,10 @@ def dp_fedavg_mixed(
         local: Local training of a client in one round.
         tuning: Training of the shared model by a client before evaluation.
         alone: Training of a client's own model, with as many epochs as training alone takes.
-        smoothing: Number of examples that the correction adds to every class of a client.
+        smoothing: Number of examples that the correction adds to every class of a client. None
+            leaves :math:`\pi_i` out. Choose it on validation examples, as a rate: a correction
+            gains much where clients differ in their labels, and costs some accuracy where they do
+            not, because a few labels never look equally frequent.
         folds: Number of parts of a client's examples, each of which is left out once.
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
@@ -63,7 +66,8 @@ def dp_fedavg_mixed(
         Their combination is the project's own.
 
     Raises:
-        ValueError: The task is no classification.
+        ValueError: The task is no classification, or no task that `mixed` takes if `smoothing` is
+            None.
 
     >>> from jaxfl.models import mlp
     >>> from jaxfl.privacy import Poisson
@@ -79,6 +83,6 @@ def dp_fedavg_mixed(
         local=local,
         delta=delta,
     )
-    corrected = prior_corrected(private, smoothing=smoothing)
+    corrected = private if smoothing is None else prior_corrected(private, smoothing=smoothing)
     personal = fine_tuned(corrected, local=tuning)
     return mixed(personal, local=alone, folds=folds)._replace(name="dp_fedavg_mixed")

@@ -9,7 +9,7 @@ import optax
 from algorithms_table import MODEL, small_clients
 
 from jaxfl import LocalSGD, simulate
-from jaxfl.algorithms import dp_fedavg, dp_fedavg_mixed
+from jaxfl.algorithms import dp_fedavg, dp_fedavg_mixed, fine_tuned, mixed
 from jaxfl.data import load
 from jaxfl.privacy import Poisson
 from jaxfl.types import ClientData
@@ -37,6 +37,16 @@ def test_what_is_sent_is_dp_fedavgs_to_the_bit():
         np.testing.assert_array_equal(own, theirs)
     epsilons = [result.statement["honest"]["aggregate"]["epsilon"] for result in (found, expected)]
     assert epsilons[0] == epsilons[1]
+
+
+def test_without_smoothing_the_labels_are_not_counted():
+    clients = small_clients()
+    base = fine_tuned(dp_fedavg(MODEL, local=LOCAL, **PRIVATE), local=TUNING)
+    methods = (recipe(smoothing=None), mixed(base, local=ALONE))
+    found, expected = (simulate(0, own, clients, rounds=2, progress=False) for own in methods)
+    np.testing.assert_array_equal(found.scores["accuracy"], expected.scores["accuracy"])
+    corrected = simulate(0, recipe(), clients, rounds=2, progress=False)
+    assert np.any(found.scores["loss"] != corrected.scores["loss"])
 
 
 def test_a_useless_shared_model_leaves_the_clients_own():

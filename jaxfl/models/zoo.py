@@ -284,8 +284,9 @@ def feddpa_cnn(
         form: the form of convolutions (see `lenet`). The default is the best for the devices of a
             run.
 
-    Deviations: the published networks name dropout layers, and this one has none. The code's Fisher
-        pass switches them to evaluation and nothing switches them back, so no unit is ever dropped.
+    Deviations from the paper: the published networks name dropout layers, and this one has none.
+        The code's Fisher pass switches them to evaluation and nothing switches them back, so no
+        unit is ever dropped.
 
     References:
         Yang et al., Dynamic Personalized Federated Learning with Adaptive Differential Privacy,

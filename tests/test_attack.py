@@ -79,7 +79,7 @@ def test_weights_are_no_update(clients):
     }
     method = padpfl_paper(MODEL, epsilon=math.inf, **options)
     result = simulate(KEY, method, clients, rounds=1, progress=False)
-    with pytest.raises(ValueError, match="it sends weights"):
+    with pytest.raises(ValueError, match="which sends weights"):
         membership(KEY, method, result, clients)
 
 

@@ -448,7 +448,7 @@ def test_a_finished_run_is_read_where_nothing_can_be_written(store, runs, monkey
     again = quiet(folder, states=store)
     assert again.restored == 3
     equal(again[:2], whole[:2])
-    with pytest.raises(ValueError, match="cannot be written"):
+    with pytest.raises(ValueError, match="folder that can be written"):
         quiet(folder, states=store, resume="never")
     assert snapshot(folder) == before
 
@@ -487,7 +487,7 @@ def test_a_folder_in_use_is_refused_and_its_user_named(runs, tmp_path):
     before = snapshot(copy)
     for resume in ("auto", "never"):
         with pytest.raises(
-            ValueError, match=rf"is in use by process {os.getpid()} on .*: wait for it, end it, or"
+            ValueError, match=rf"is in use by process {os.getpid()} on .*\. Wait for that process, end it, or"
         ):
             quiet(copy, resume=resume)
     assert snapshot(copy) == before

@@ -1,1 +1,1 @@
-"""A run as its host sees it: what is run, recorded, kept in a folder and told."""
+"""A run on its host: what is run, recorded, kept in a folder and shown."""

@@ -1,4 +1,4 @@
-"""Attacks on single clients after a run: whose examples did they train on?"""
+"""Membership attacks on single clients after a run: which examples did a client train on?"""
 
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -22,17 +22,19 @@ from jaxfl.types import Algorithm, Clients, Message, Params, StepNoise
 _BATCH = 64
 """Examples per forward pass."""
 
-Found: TypeAlias = dict[str, Float[Array, "_"]]
-"""Losses of the rows of all clients, one client after the other, by split."""
+Losses: TypeAlias = dict[str, Float[Array, "_"]]
+"""Losses of the examples of all clients, one client after the other, by split."""
 
 
 class Membership(NamedTuple):
-    """How well a threshold on the loss tells a client's training examples from its test examples.
+    """Success of a threshold on the loss that separates a client's training and test examples.
 
     Args:
-        auc: area under the ROC curve, pooled over clients; 0.5 is guessing.
-        tpr: share of training examples identified at a false-positive rate of 1% on the test examples.
-        auc_by_client: NaN where a client lacks either.
+        auc: Area under the ROC curve, pooled over clients. Guessing gives 0.5.
+        tpr: Share of training examples that are identified at a false-positive rate of 1% on the
+            test examples.
+        auc_by_client: Area under the ROC curve of each client [C]. It is NaN for a client without
+            training examples or without test examples.
     """
 
     auc: float
@@ -52,42 +54,41 @@ def membership(
 ) -> Membership:
     r"""Attack every client by the loss of its model on its own training and test examples.
 
-    The model is what the client is evaluated with ("personal"), or what the server can make of one more upload
-    ("upload"): the broadcast parameters plus the client's update, bounded and with the client's own noise on all
-    coordinates, as the last round's table has it. Both splits should come from one distribution; the gap between them
-    is then what the model reveals.
+    "personal" attacks the model that the client is evaluated with. "upload" attacks the model that
+    the server can make of one more upload: the broadcast parameters plus the client's update. The
+    update is bounded, and has the client's own noise of the last round on all coordinates. Both
+    splits should come from one distribution, so that the gap between them is what the model
+    reveals.
 
     Args:
-        key: of the local training.
-        algorithm: as it was run.
-        result: of the run.
-        clients: as in the run.
-        of: what is attacked. "upload" is for methods that send updates of the parameters that they broadcast.
+        key: Key, or a seed, of the local training.
+        algorithm: The method that was run.
+        result: Result of the run.
+        clients: The clients of the run.
+        of: Model that is attacked. "upload" suits methods that send updates of the parameters that
+            they broadcast.
 
     Raises:
-        ValueError: "upload" with a method that sends something else.
+        ValueError: `of` is "upload", but the method sends something else.
 
-    References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership Inference Attacks
-        From First Principles, S&P 2022 (the rate at 1%).
+    References: Yeom et al., Privacy Risk in Machine Learning, CSF 2018; Carlini et al., Membership
+        Inference Attacks From First Principles, S&P 2022 (the rate at 1%).
     """
     if of == "upload" and algorithm.sends == "weights":
         raise ValueError(
-            f"{of=} with {algorithm.name!r}: it sends weights, no update of them; give 'personal'"
+            f"of must be 'personal' for {algorithm.name!r}, which sends weights and no update, "
+            f"got {of!r}. Give of='personal'."
         )
-    server, states, memory, mechanism = (
-        result.server,
-        result.states,
-        result.memory,
-        algorithm.mechanism,
-    )
+    server = result.server
+    memory = result.memory
+    mechanism = algorithm.mechanism
     model = algorithm.model
     sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
     capacities = capacities_of(sizes["train"])
-    clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), states))
+    clients, states = jax.tree.map(jnp.asarray, (shard(clients, 1), result.states))
     broadcast = getattr(server, "params", None)
-    last = max(
-        len(result.ledger.participants) - 1, 0
-    )  # the round whose `decay` the client's models have
+    # The clients' models follow from the `decay` of the last round.
+    last = max(len(result.ledger.participants) - 1, 0)
 
     def uploaded(index: Int[Array, ""], key: Key[Array, ""]) -> Params:
         def own(table: Float[Array, "#C"]) -> Float[Array, ""]:
@@ -106,7 +107,8 @@ def membership(
         message = by_capacity(capacities, clients.train_size[index], sent)
         if jax.tree.structure(message.update) != jax.tree.structure(broadcast):
             raise ValueError(
-                f"of={of!r} with {algorithm.name!r}: it sends no update of all parameters; give 'personal'"
+                f"of must be 'personal' for {algorithm.name!r}, which sends no update of all "
+                f"parameters, got {of!r}. Give of='personal'."
             )
         bounded = mechanism.bound(memory, message.update)[0]
         noise_std = jnp.asarray(mechanism.client_noise_table, jnp.float32)[-1]
@@ -122,11 +124,14 @@ def membership(
 
         return by_capacity(capacities, clients.train_size[index], params_of)
 
-    def add(index: Int[Array, ""], found: Found) -> Found:
-        params = (uploaded if of == "upload" else personal)(index, jax.random.fold_in(key, index))
+    params_of_client = uploaded if of == "upload" else personal
+
+    def add(index: Int[Array, ""], found: Losses) -> Losses:
+        params = params_of_client(index, jax.random.fold_in(key, index))
 
         def losses(split: str) -> Float[Array, "R"]:
-            lists, size = getattr(clients, split), getattr(clients, f"{split}_size")[index]
+            lists = getattr(clients, split)
+            size = getattr(clients, f"{split}_size")[index]
             start = lists.start[index]
 
             def block(i: Int[Array, ""], found: Float[Array, "R"]) -> Float[Array, "R"]:
@@ -141,7 +146,7 @@ def membership(
 
         return {split: losses(split) for split in found}
 
-    def all_losses() -> Found:
+    def all_losses() -> Losses:
         found = {
             split: jnp.zeros(size.sum() + _BATCH, jnp.float32) for split, size in sizes.items()
         }
@@ -149,30 +154,33 @@ def membership(
 
     found = jax.device_get(jax.jit(all_losses)())
     inside, outside = (found[split][: size.sum()] for split, size in sizes.items())
-    ends = [np.cumsum(size)[:-1] for size in sizes.values()]
-    by_client = [
-        _auc(a, b)
-        for a, b in zip(np.split(inside, ends[0]), np.split(outside, ends[1]), strict=True)
-    ]
+    inside_of_each = np.split(inside, np.cumsum(sizes["train"])[:-1])
+    outside_of_each = np.split(outside, np.cumsum(sizes["test"])[:-1])
+    by_client = [_auc(a, b) for a, b in zip(inside_of_each, outside_of_each, strict=True)]
     return Membership(_auc(inside, outside), _tpr(inside, outside), np.array(by_client))
 
 
 def _auc(inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]) -> float:
-    """P(member's loss < nonmember's); ties count a half."""
+    """Return the probability that a member has less loss than a nonmember. Ties count 1/2."""
     if not len(inside) or not len(outside):
         return float("nan")
     ordered = np.sort(outside)
-    above = (
-        len(ordered)
-        - (np.searchsorted(ordered, inside, "left") + np.searchsorted(ordered, inside, "right")) / 2
-    )
+    left = np.searchsorted(ordered, inside, "left")
+    right = np.searchsorted(ordered, inside, "right")
+    above = len(ordered) - (left + right) / 2
     return float(above.mean() / len(ordered))
 
 
 def _tpr(
     inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"], rate: float = 0.01
 ) -> float:
-    """Share of members below the threshold that `rate` of the others are below."""
+    """Return the share of members below a threshold, which a share `rate` of the others is below.
+
+    Args:
+        inside: Losses of members.
+        outside: Losses of the others.
+        rate: False-positive rate of the threshold.
+    """
     if not len(inside) or not len(outside):
         return float("nan")
     return float(np.mean(inside < np.sort(outside)[int(rate * len(outside))]))

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""Locks that allow one run at a time in a folder."""
 
 import contextlib
 import logging
@@ -12,24 +12,28 @@ from jaxfl.files import IrregularError, open_regular
 
 try:
     import fcntl
-except ImportError:  # Windows, where folders are not locked
+except ImportError:
+    # On Windows folders are not locked.
     fcntl = None
 
 _LOG = logging.getLogger("jaxfl")
 _NAME = ".lock"
+"""Name of the file that a lock holds."""
+
 _SIGNED = re.compile(rb"process [0-9]+ on [^\n]*\n")
-"""What a run writes into the file while it holds the lock."""
+"""Line that a run writes into the file while it holds the lock."""
 
 
 class Lock:
-    """The lock of a folder that a run uses; the system releases it however the process ends.
+    """Lock of a folder that a run uses, which the system releases however the process ends.
 
-    Of several processes of one run, the first holds the lock for all. The file stays, so that its name is safe to
-    reuse. While the folder is in use, the file names the process. A shared lock writes nothing: without a file to
-    open, nothing is locked. A file system without locks is not locked either.
+    The first of several processes of one run holds the lock for all of them. The file stays, so
+    that its name is safe to reuse. While the folder is in use, the file names the process. A shared
+    lock writes nothing, so nothing is locked if there is no file to open. On a file system without
+    locks nothing is locked either.
 
     Args:
-        folder: None: nothing is locked.
+        folder: Folder of the run. None locks nothing.
     """
 
     def __init__(self, folder: pathlib.Path | None) -> None:
@@ -38,23 +42,27 @@ class Lock:
         self._signed = False
 
     def take(self, *, shared: bool) -> None:
-        """Lock the folder, or change the lock: shared with other readers, or exclusive.
+        """Lock the folder, or replace the lock that this object holds.
+
+        Args:
+            shared: Whether other readers may lock the folder too. Otherwise the lock is exclusive.
 
         Raises:
-            ValueError: the folder is in use. An exclusive lock is also not to be had where the folder cannot be
-                written, or where a link, or a file of another program, has the name of the lock.
+            ValueError: The folder is in use. An exclusive lock also needs a folder that can be
+                written, and a name that no link and no file of another program has.
         """
         processes.by_first(lambda: self._take(shared))
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder's lock, and empty the file that names the process."""
         if self._file is None:
             return
         if self._signed:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, 0)
         os.close(self._file)
-        self._file, self._signed = None, False
+        self._file = None
+        self._signed = False
 
     def _take(self, shared: bool) -> None:
         self.close()
@@ -62,21 +70,22 @@ class Lock:
             return
         if not shared and not os.access(self.folder, os.W_OK):
             raise ValueError(
-                f"folder={str(self.folder)!r} cannot be written: choose another folder"
+                f"folder must be a folder that can be written, got {str(self.folder)!r}. "
+                "Choose another folder."
             )
         if fcntl is None:
             return
+        mode = os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
-            self._file = open_regular(
-                self.folder / _NAME, os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT
-            )
-            fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            self._file = open_regular(self.folder / _NAME, mode)
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            user = self._text().decode(errors="replace").strip()
+            user = self._text().decode(errors="replace").strip() or "another process"
             self.close()
             raise ValueError(
-                f"folder={str(self.folder)!r} is in use by {user or 'another process'}: wait for it, end it, or choose "
-                "another folder"
+                f"folder must be free, got {str(self.folder)!r}, which is in use by {user}. "
+                "Wait for that process, end it, or choose another folder."
             ) from None
         except OSError as error:
             self.close()
@@ -84,7 +93,7 @@ class Lock:
                 raise ValueError(f"{error}. Remove it, or choose another folder.") from None
             log = _LOG.debug if shared else _LOG.warning
             log(
-                "%s cannot be locked (%s): let no other run use it meanwhile",
+                "%s cannot be locked (%s). Let no other run use it meanwhile.",
                 self.folder,
                 error.strerror or error,
             )
@@ -93,23 +102,27 @@ class Lock:
             self._sign()
 
     def _sign(self) -> None:
-        """Write who holds the lock into the file, unless another program wrote the file."""
+        """Write the name of this process into the file, unless another program wrote the file."""
         assert self._file is not None
         found = self._text()
         linked = os.fstat(self._file).st_nlink > 1
         if linked or (found and not _SIGNED.fullmatch(found)):
             self.close()
             reason = "has further names (hard links)" if linked else "was written by no run"
-            text = f"folder={str(self.folder)!r} holds a file {_NAME!r} that {reason}"
-            raise ValueError(f"{text}. Remove it, or choose another folder.")
+            raise ValueError(
+                f"folder must hold a file {_NAME!r} of a run, or none, got "
+                f"{str(self.folder)!r}, whose file {reason}. "
+                "Remove it, or choose another folder."
+            )
         content = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-        with contextlib.suppress(OSError):  # a full disk
+        # The disk may be full.
+        with contextlib.suppress(OSError):
             os.ftruncate(self._file, 0)
             if os.pwrite(self._file, content, 0) < len(content):
                 os.ftruncate(self._file, 0)
         self._signed = True
 
     def _text(self) -> bytes:
-        """The beginning of the file."""
+        """Return the first 1000 bytes of the file."""
         assert self._file is not None
         return os.pread(self._file, 1000, 0)

@@ -1,4 +1,4 @@
-"""Where a run's randomness comes from: its key, or fresh bits of the system that only the owner can read."""
+"""Sources of a run's randomness: its key, or fresh system bits that only the owner can read."""
 
 import collections
 import hashlib
@@ -26,62 +26,73 @@ _BYTES = 16
 """Bytes of the secret bits of one run."""
 
 _DIGEST_BYTES = 32
-"""Bytes of the digest of run and folder (SHA-256) behind the bits. Files of earlier versions have none."""
+"""Bytes of the digest (SHA-256) of run and folder, which follows the bits in the file.
 
-_REMEDY = "Put the run's own file back, start over with resume='never', which draws new bits, or choose another folder."
+Files of earlier versions have no digest.
+"""
+
+_REMEDY = (
+    "Put the run's own file back, start over with resume='never', which draws new bits, or choose "
+    "another folder."
+)
+"""Remedy of errors about the file of the bits."""
 
 _LARGEST = 2**32 - 1
-"""The largest number that a key is derived from."""
+"""Largest number from which a key can be derived."""
 
 _POINT = 2**31
-"""No round has this number: keys of points are derived apart from those of rounds."""
+"""Number that derives keys of points. No round has it, so points share no key with rounds."""
 
 
 class Streams(NamedTuple):
-    """How a run's streams follow from its key."""
+    """Rule by which a run's streams of randomness follow from its key."""
 
     secret: bool
-    """Cohorts and noise from fresh bits of the system."""
+    """Whether cohorts and noise come from fresh bits of the system."""
     paired: bool = False
-    """The same cohorts and noise for points of the same key."""
+    """Whether points of the same key have the same cohorts and noise."""
     numbers: tuple[int, ...] | None = None
-    """Numbers of the points among those of their key; None: in the order of the points."""
+    """Number of each point among the points of its key. None numbers them in their order."""
 
     def bits(self, key: Key[Array, "*P"], folder: pathlib.Path | None) -> "SecretBits":
         """Return the secret bits of one run, or of each point, read from the folder or drawn."""
-        count = 0 if not self.secret else 1 if self.paired else key.size
-        return SecretBits(count, None if folder is None else folder / report.NOISE_KEY)
+        if not self.secret:
+            count = 0
+        elif self.paired:
+            count = 1
+        else:
+            count = key.size
+        path = None if folder is None else folder / report.NOISE_KEY
+        return SecretBits(count, path)
 
     def keys(self, key: Key[Array, "*P"], bits: "SecretBits") -> Keys:
-        """The streams of one run, or of each point."""
+        """Return the streams of one run, or of each point."""
         if not self.secret:
-            own = key if self.paired or not key.ndim else _apart(key, self.numbers)
+            shared = self.paired or not key.ndim
+            own = key if shared else _separated(key, self.numbers)
             return Keys(key, own, own)
-        noise = jax.random.wrap_key_data(
-            jnp.asarray(processes.of_first(bits.words)), impl="threefry2x32"
-        )
+        words = jnp.asarray(processes.of_first(bits.words))
+        noise = jax.random.wrap_key_data(words, impl="threefry2x32")
         noise = jnp.broadcast_to(noise, (key.size, 2)).reshape(*key.shape, 2)
         return Keys(key, noise, noise)
 
-    def told(self, key: Key[Array, "*P"]) -> dict[str, Any]:
-        """What a statement says about the randomness."""
+    def describe(self, key: Key[Array, "*P"]) -> dict[str, Any]:
+        """Return what a privacy statement says about the randomness."""
         equal = key.ndim > 0 and len(np.unique(jax.random.key_data(key), axis=0)) < len(key)
-        return {"randomness": "secret" if self.secret else "seed", "paired": self.paired and equal}
+        source = "secret" if self.secret else "seed"
+        return {"randomness": source, "paired": self.paired and equal}
 
     def facts(self, keys: Keys) -> fingerprint.Facts:
-        """What distinguishes runs of one key; a hash, which reveals no secret key."""
+        """Return facts that distinguish runs of one key. A hash stands for the secret key."""
         secret = fingerprint.of_key(keys.noise)["key"] if self.secret else None
-        facts: fingerprint.Facts = {
-            "noise_key": secret,
-            "paired_noise": self.paired,
-        }
+        facts: fingerprint.Facts = {"noise_key": secret, "paired_noise": self.paired}
         if keys.clients.ndim and not self.secret and not self.paired:
             facts["cohort_key"] = fingerprint.of_key(keys.cohort)["key"]
         return facts
 
 
-def _apart(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array, "P"]:
-    """Derive a key for each point from the point's number. Number 0 keeps its key, as in `simulate`."""
+def _separated(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array, "P"]:
+    """Derive a key for each point from its number. Number 0 keeps its key, as in `simulate`."""
     if numbers is None:
         numbers = _order(key)
     derived = [
@@ -92,24 +103,22 @@ def _apart(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array, "P
 
 
 def check_apart(key: Key[Array, "P"], numbers: Sequence[int]) -> None:
-    """Require that points of one key have different numbers, without which they would share their noise."""
+    """Require different numbers for points of one key, because equal ones would share noise."""
     if largest := [number for number in numbers if number > _LARGEST]:
         raise ValueError(
             f"numbers must be at most {_LARGEST}, got {largest[0]}. Number the points from 0."
         )
-    points = [
-        (data.tobytes(), number)
-        for data, number in zip(np.asarray(jax.random.key_data(key)), numbers)
-    ]
+    keys = np.asarray(jax.random.key_data(key))
+    points = [(data.tobytes(), number) for data, number in zip(keys, numbers)]
     if len(set(points)) < len(points):
         raise ValueError(
-            f"numbers must differ for points of one key, got {list(numbers)}. Number the points apart, or pass "
-            "paired_noise=True to let them share cohorts and noise."
+            f"numbers must differ for points of one key, got {list(numbers)}. Give each of these "
+            "points its own number, or pass paired_noise=True to let them share cohorts and noise."
         )
 
 
 def _order(key: Key[Array, "P"]) -> list[int]:
-    """Return for each key how many equal ones precede it."""
+    """Return for each key the number of equal keys before it."""
     uses = collections.Counter[bytes]()
     numbers = []
     for data in np.asarray(jax.random.key_data(key)):
@@ -119,19 +128,21 @@ def _order(key: Key[Array, "P"]) -> list[int]:
 
 
 class SecretBits:
-    """The secret bits of a run, and their file in its folder, which names the run that they were drawn for.
+    """Secret bits of a run, and their file in its folder, which names the run that owns them.
 
-    A run that starts from a checkpoint has the bits that the checkpoint names by their hash. A run that starts from
-    the beginning has bits that were drawn for it: new ones, or those that it left in the folder when it died before
-    its first checkpoint. Its first rows of metrics may have been read by then, so the same run must repeat them with
-    the same noise, and any other run must have other noise.
+    A run that starts from a checkpoint has the bits that the checkpoint names by their hash. A run
+    that starts from the beginning has bits that were drawn for it. They are new, or the run left
+    them in the folder when it died before its first checkpoint. Its first rows of metrics may have
+    been read by then. The same run must therefore repeat them with the same noise, and any other
+    run must have other noise.
 
     Args:
-        count: how many runs have bits of their own, 0 for none.
-        path: of the file; None: the bits are in no file. Of several processes, the first reads and writes it.
+        count: Number of runs that have bits of their own. 0 draws none.
+        path: Path of the file. None writes no file. The first of several processes reads and writes
+            the file.
 
     Raises:
-        ValueError: the file is not one that its owner alone can read, or has another size.
+        ValueError: Others than the owner can read the file, or the file has another size.
     """
 
     def __init__(self, count: int, path: pathlib.Path | None) -> None:
@@ -139,22 +150,21 @@ class SecretBits:
         self._size = _BYTES * count
         self._found = None if self._path is None else processes.by_first(self._read)
         self._bits = (self._found or secrets.token_bytes(self._size))[: self._size]
-        self.words: UInt32[np.ndarray, "P 2 2"] = np.frombuffer(self._bits, np.uint32).reshape(
-            count, 2, 2
-        )
+        words = np.frombuffer(self._bits, np.uint32)
+        self.words: UInt32[np.ndarray, "P 2 2"] = words.reshape(count, 2, 2)
 
     def begin(self, run: fingerprint.Facts) -> None:
         """Keep the bits for a run that starts from the beginning.
 
         Raises:
-            ValueError: the file's bits were drawn for another run, or in another folder.
-            OSError: the file cannot be written.
+            ValueError: The file's bits were drawn for another run, or in another folder.
+            OSError: The file cannot be written.
         """
         if self._path is not None:
             processes.by_first(lambda: self._keep(run))
 
     def _read(self) -> bytes | None:
-        """Return what the file holds, and None where nothing has its name."""
+        """Return the content of the file, or None if nothing has its name."""
         path = self._path
         if path is None or files.kind(path) is None:
             return None
@@ -170,7 +180,8 @@ class SecretBits:
                 content = file.read(status.st_size)
         except OSError as error:
             raise ValueError(f"{str(path)!r} cannot be used ({error}). {_REMEDY}") from error
-        if not all(any(content[start : start + _BYTES]) for start in range(0, self._size, _BYTES)):
+        starts = range(0, self._size, _BYTES)
+        if not all(any(content[start : start + _BYTES]) for start in starts):
             raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_REMEDY}")
         return content
 
@@ -185,20 +196,27 @@ class SecretBits:
             try:
                 files.write_secret(path, content)
             except OSError as error:
-                text = f"{error.strerror}: the secret bits cannot be kept. Make room, or choose another folder"
+                text = (
+                    f"{error.strerror}: the secret bits cannot be kept. Make room, or choose "
+                    "another folder"
+                )
                 raise OSError(error.errno, text, str(path)) from error
             try:
                 self._found = self._read()
-            except ValueError:  # a file system that keeps neither owner nor mode
+            except ValueError:
+                # Some file systems keep neither owner nor mode.
                 path.unlink(missing_ok=True)
                 raise
         if self._found != content:
-            text = f"{str(path)!r} holds bits that were drawn for another run or in another folder"
-            raise ValueError(f"{text}, whose noise must not be used twice. {_REMEDY}")
+            raise ValueError(
+                f"{str(path)!r} must hold bits of this run, got bits that were drawn for another "
+                f"run or in another folder. Their noise must not be used twice. {_REMEDY}"
+            )
 
 
 def _check_owner(path: pathlib.Path, found: os.stat_result) -> None:
-    """Require that only the user of this process can open the file. Windows has no such modes."""
+    """Require that only the user of this process can open the file."""
+    # Windows has no such modes.
     if not hasattr(os, "geteuid"):
         return
     if found.st_uid != os.geteuid():
@@ -207,5 +225,7 @@ def _check_owner(path: pathlib.Path, found: os.stat_result) -> None:
         )
     if found.st_mode & 0o077:
         mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
-        text = f"{str(path)!r} must be open to its owner alone, got {mode}"
-        raise ValueError(f"{text}. If nobody else has read it, call `chmod 600` for it. {_REMEDY}")
+        raise ValueError(
+            f"{str(path)!r} must be open to its owner alone, got {mode}. "
+            f"If nobody else has read it, call `chmod 600` for it. {_REMEDY}"
+        )

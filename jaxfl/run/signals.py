@@ -7,28 +7,30 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals whose handlers are replaced during a run."""
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[Callable[[], int]]:
-    """Turn the first signal into a number that the function returns (0: none yet); each further one interrupts.
+    """Record the first signal, and yield a function that returns its number.
 
-    Handlers are restored at the end; a signal that is still pending then is sent again. Python handles signals
-    in its main thread: elsewhere nothing changes.
+    The function returns 0 before the first signal. Each further signal interrupts. Handlers are
+    restored at the end, and a signal that is still pending then is sent again. Python handles
+    signals in its main thread, so nothing changes in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: 0
         return
-    asked, previous = 0, {number: signal.getsignal(number) for number in _SIGNALS}
+    asked = 0
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def restore() -> None:
         for number, old in previous.items():
-            signal.signal(
-                number, signal.SIG_DFL if old is None else old
-            )  # None: a handler that Python cannot set
+            # None stands for a handler that Python cannot set.
+            signal.signal(number, signal.SIG_DFL if old is None else old)
 
     def handler(number: int, frame: FrameType | None) -> None:
-        # Another signal may come between any two lines: a plain variable, since a lock would wait for itself.
+        # Another signal may come between any two lines, and a lock would then wait for itself.
         nonlocal asked
         if asked:
             restore()
@@ -46,12 +48,12 @@ def deferred() -> Iterator[Callable[[], int]]:
 
 
 def stopped(number: int, text: str) -> KeyboardInterrupt:
-    """The error that ends a run; the process exits with the code of the signal (see `exit_code`)."""
+    """Return the error that ends a run, and from which `exit_code` gets the signal."""
     error = KeyboardInterrupt(text)
     error.signal = number or signal.SIGINT  # pyrefly: ignore[missing-attribute]
     return error
 
 
 def exit_code(error: KeyboardInterrupt) -> int:
-    """128 plus the signal, as in shells."""
+    """Return 128 plus the signal, the exit code that shells use."""
     return 128 + getattr(error, "signal", signal.SIGINT)

@@ -394,7 +394,7 @@ class _Run:
         plan = Plan(rounds, evaluations, self.keeps)
         public, told = (
             settings.report == "public",
-            settings.streams.told(key) | {"stateful": self.runner.stateful},
+            settings.streams.describe(key) | {"stateful": self.runner.stateful},
         )
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         options = {"public": public, "told": told, "pictures": len(algorithms) <= _PICTURES}

@@ -18,8 +18,8 @@ from jaxfl import LocalSGD, simulate, sweep
 from jaxfl.algorithms import ditto, dp_fedavg, fedavg, fine_tuned
 from jaxfl.engine import memo
 from jaxfl.engine.mesh import place
-from jaxfl.models import mlp
-from jaxfl.privacy import Poisson
+from jaxfl.models import feddpa_cnn, lenet, mlp, transformer
+from jaxfl.privacy import Full, Poisson
 
 QUIET = {"rounds": 2, "eval_every": 1, "progress": False}
 
@@ -130,6 +130,14 @@ class Other(NamedTuple):
         (lambda: mlp((8, 8, 1), 10), lambda: mlp((8, 8, 1), 10, hidden=(3,))),
         (lambda: nn.Dense(3), lambda: nn.Dense(3, use_bias=False)),
         (lambda: Poisson(0.5), lambda: Poisson(0.6)),
+        (lambda: Poisson, lambda: Full),
+        (lambda: np.ones(3), lambda: np.ones(3, np.float32)),
+        (lambda: np.ones(3), lambda: np.ones((3, 1))),
+        (lambda: np.ones(3), lambda: np.array([1.0, 1.0, 2.0])),
+        (lambda: jax.ShapeDtypeStruct((3,), np.int32), lambda: jax.ShapeDtypeStruct((3,), bool)),
+        (feddpa_cnn, lambda: feddpa_cnn("svhn_cropped")),
+        (lenet, lambda: lenet((28, 28, 1))),
+        (lambda: transformer(60), lambda: transformer(61)),
     ],
 )
 def test_keys_are_equal_for_what_is_made_alike_alone(make, other):
@@ -138,7 +146,7 @@ def test_keys_are_equal_for_what_is_made_alike_alone(make, other):
     assert memo.key_of(make()) != memo.key_of(other())
 
 
-@pytest.mark.parametrize("make", [lambda: [1], lambda: np.ones(2), object])
+@pytest.mark.parametrize("make", [lambda: [1], lambda: np.ones(1000), object])
 def test_what_may_change_is_compared_by_identity(make):
     """A list that counts calls would otherwise be another key after each of them."""
     one = make()

@@ -25,6 +25,9 @@ T = TypeVar("T")
 _MOST = 40
 """Programs that are kept, the most recent ones; a run has about six. Small ones take ten megabytes each."""
 
+_SMALL = 4096
+"""Bytes of the largest array that is compared by its numbers."""
+
 _EMPTY = object()
 """Stands for the content of a variable that has none yet."""
 
@@ -95,8 +98,8 @@ def key_of(value: Any) -> Hashable:
     """Return a key that is equal for values made alike, such as two functions that one builder returned.
 
     Functions are compared by their code, and by what their defaults and closures hold. Tuples,
-    dicts and frozen dataclasses are compared by what they hold. Everything else, such as arrays,
-    lists and objects of other classes, is compared by identity.
+    dicts, frozen dataclasses and small NumPy arrays are compared by what they hold. Everything
+    else, such as large arrays, lists and objects of other classes, is compared by identity.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
@@ -132,6 +135,10 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, tuple(map(inside, value))
     if kind is dict:
         return kind, tuple((inside(name), inside(part)) for name, part in value.items())
+    if kind is jax.ShapeDtypeStruct:
+        return kind, value
+    if kind is np.ndarray and value.nbytes <= _SMALL and value.dtype != object:
+        return kind, value.shape, value.dtype.str, value.tobytes()
     if _is_frozen(value):
         fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
         return kind, inside(fields)
@@ -150,7 +157,9 @@ def _is_frozen(value: Any) -> bool:
     """Return whether an object is what its fields hold: a frozen dataclass, or a module of Flax."""
     if isinstance(value, nn.Module):
         return value.scope is None
-    return dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return False
+    return type(value).__dataclass_params__.frozen
 
 
 def described(population: Population) -> Population:

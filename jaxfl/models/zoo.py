@@ -398,8 +398,10 @@ def _cnn(
     # operations.
     first = convolutions[0]
     padding = first.get("padding", 0)
-    pairs = [{**first, "padding": 0, "pairs": True}, *convolutions[1:]]
-    joined = _joined(convolutions)
+    # Tuples, so that a network that is built again is known to be the same.
+    plain = tuple(convolutions)
+    pairs = ({**first, "padding": 0, "pairs": True}, *convolutions[1:])
+    joined = tuple(_joined(convolutions))
 
     def paired(form: Form) -> bool:
         return form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
@@ -410,8 +412,8 @@ def _cnn(
         elif form == "pallas":
             layers = joined
         else:
-            layers = convolutions
-        return _Cnn(tuple(layers), widths, classes, relu, form, sum_grad_squared)
+            layers = plain
+        return _Cnn(layers, widths, classes, relu, form, sum_grad_squared)
 
     def prepare(form: Form, inputs: Array) -> Array:
         if form == "pallas" and inputs.dtype == jnp.uint8:

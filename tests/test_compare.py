@@ -365,7 +365,7 @@ def either(rate):
         (
             other_shape,
             {"rate": [0.1, 0.5]},
-            r"at \(rate=0.5\): model='mlp' takes inputs of shape \(5, 5, 1\)",
+            r"at \(rate=0.5\): model must .* got model='mlp' for shape \(5, 5, 1\)",
         ),
         (
             other_metric,

@@ -182,31 +182,40 @@ def test_a_dataset_with_something_replaced_is_checked(change, named):
         ({"labels": CLIENTS.labels + 1}, "clients.labels up to 10"),
         ({"train": [[0, 1], [2, 3]]}, "clients.train must be an array, got [[0, 1], [2, 3]]"),
         ({"train_size": [1, 2]}, "clients.train_size must be an array, got [1, 2]"),
-        ({"train": Lists(CLIENTS.train.flat + 5000, CLIENTS.train.start)}, "clients.train=5000"),
-        ({"train": Lists(CLIENTS.train.flat - 1, CLIENTS.train.start)}, "clients.train=-1"),
-        ({"train": MATRIX * 1.0}, "clients.train is float64"),
-        ({"train": MATRIX - 1}, "clients.train=-1"),
+        (
+            {"train": Lists(CLIENTS.train.flat + 5000, CLIENTS.train.start)},
+            "clients.train must be rows from 0 to 1796, got 5000",
+        ),
+        ({"train": Lists(CLIENTS.train.flat - 1, CLIENTS.train.start)}, "to 1796, got -1"),
+        ({"train": MATRIX * 1.0}, "matrix of whole numbers, got float64 of shape"),
+        ({"train": MATRIX - 1}, "clients.train must be rows from 0 to 1796, got -1"),
         (
             {"train": Lists(CLIENTS.train.flat * 1.0, CLIENTS.train.start)},
-            "clients.train.flat is float64",
+            "clients.train.flat must be a vector of whole numbers, got float64",
         ),
-        ({"train": Lists(CLIENTS.train.flat, -CLIENTS.train.start)}, "clients.train.start=-"),
+        (
+            {"train": Lists(CLIENTS.train.flat, -CLIENTS.train.start)},
+            "positions in clients.train.flat, got -",
+        ),
         (
             {"train": Lists(CLIENTS.train.flat, CLIENTS.train.start + 5000)},
-            "clients.train.start=5000",
+            "clients.train.start must be ascending positions in clients.train.flat, got 5000",
         ),
-        ({"train": MATRIX[0]}, "clients.train is int32 of shape (9,)"),
+        ({"train": MATRIX[0]}, "matrix of whole numbers, got int32 of shape (9,)"),
         (
             {"train": MATRIX[:, :0], "train_size": CLIENTS.train_size * 0},
-            "clients.train has shape (11, 0)",
+            "clients.train must have room for at least one row, got shape (11, 0)",
         ),
-        ({"train_size": CLIENTS.train_size + 9}, "clients.train_size=9 to 18"),
-        ({"train_size": CLIENTS.train_size[:-1]}, "clients.train_size is int32 of shape (10,)"),
+        ({"train_size": CLIENTS.train_size + 9}, "number of rows in clients.train, got 9 to 18"),
+        ({"train_size": CLIENTS.train_size[:-1]}, "train_size must be 11 whole numbers, got int32"),
         (
             {"test": CLIENTS.test.flat.reshape(11, 5)[:-1]},
-            "clients.test holds lists of 10 clients: give lists of 11",
+            "clients.test must hold lists of 11 clients, got 10. Give each client a list.",
         ),
-        ({"test_size": -CLIENTS.test_size}, "clients.test_size=-5"),
+        (
+            {"test_size": -CLIENTS.test_size},
+            "clients.test_size must be from 0 to the number of rows in clients.test, got -5",
+        ),
     ],
 )
 def test_clients_with_something_replaced_are_checked(change, named, never_runs):
@@ -220,15 +229,15 @@ def test_clients_with_something_replaced_are_checked(change, named, never_runs):
         (mlp((8, 8, 1), 9, hidden=(4,)), "got 9 outputs for clients.labels up to 9"),
         (
             lenet((28, 28, 1)),
-            "model='lenet' takes inputs of shape (28, 28, 1), and clients.inputs are of shape (8, 8, 1)",
+            "the shape of clients.inputs, got model='lenet' for shape (28, 28, 1)",
         ),
         (
             MODEL._replace(init=lambda key: jnp.zeros(3)),
-            "model='mlp' with inputs uint8(8, 8, 1) fails, given float32(3,)",
+            "model='mlp' with inputs uint8(8, 8, 1) must run with float32(3,)",
         ),
         (
             MODEL._replace(apply=lambda params, x: x[0]),
-            "model='mlp' with inputs uint8(8, 8, 1) maps a batch of 2 to (64,)",
+            "must map a batch of 2 to outputs [2, ...], got (64,)",
         ),
     ],
 )
@@ -250,38 +259,38 @@ def updates(change):
     [
         (
             BASE._replace(init=lambda key, clients: BASE.init(key, clients)[0]._asdict()),
-            "init gives {'optimizer'",
+            "init must return a tuple of the server's state, client states, got {'optimizer'",
         ),
         (
             BASE._replace(
                 init=lambda key, clients: (BASE.init(key, clients)[0], {"w": jnp.zeros(3)})
             ),
-            "init gives client states['w'] of shape (3,): give a row for each client, [11, ...]",
+            "init must return client states['w'] of shape [11, ...], got (3,)",
         ),
         (
             BASE._replace(init=lambda key, clients: (BASE.init(key, clients)[0], jnp.zeros(()))),
-            "init gives client states of shape (): give a row for each client",
+            "init must return client states of shape [11, ...], got ()",
         ),
-        (updates(lambda message, client, info: (message, client)), "client_update gives (Message("),
+        (updates(lambda message, client, info: (message, client)), "info, got (Message("),
         (
             updates(lambda message, client, info: (message.update, client, info)),
-            "gives message={'dense_0'",
+            "client_update must return a jaxfl.Message first, got {'dense_0'",
         ),
         (
             updates(lambda message, client, info: (message, jnp.zeros(2), info)),
-            "client_update gives the client's state like float32(2,), and init makes one like (): give",
+            "client_update must return the client's state like (), which init makes, got float32(2,)",
         ),
         (
             updates(lambda message, client, info: (message, client, {"own": jnp.zeros(2)})),
-            "client_update gives info={'own': float32(2,)}: give a dict of single numbers",
+            "return info as a dict of single numbers, got {'own': float32(2,)}",
         ),
         (
             updates(lambda message, client, info: (Message({"w": jnp.zeros(3)}), client, info)),
-            "server_update fails, given Server(params={'dense_0'",
+            "server_update must run with Server(params={'dense_0'",
         ),
         (
             updates(lambda message, client, info: (Message(jnp.zeros(3, int)), client, info)),
-            "client_update gives message.update of int32: give floating numbers",
+            "client_update must return floating numbers in message.update, got int32",
         ),
         (
             BASE._replace(
@@ -289,15 +298,15 @@ def updates(change):
                     params=server.params["head"]
                 )
             ),
-            "server_update gives the server's state like Server(params={'bias'",
+            "which init makes, got Server(params={'bias'",
         ),
         (
             BASE._replace(personalize=lambda key, server, client, data: server),
-            "personalize gives parameters like Server(params={'dense_0'",
+            "which the model has, got Server(params={'dense_0'",
         ),
         (
             BASE._replace(client_update=lambda key, server: server),
-            "client_update fails, given key<fry>(), Server(",
+            "client_update must run with key<fry>(), Server(",
         ),
         (BASE._replace(mechanism=None), "algorithm.mechanism=None: give a jaxfl.privacy.Mechanism"),
         (BASE._replace(init=3), "algorithm.init=3: give a function"),
@@ -318,7 +327,7 @@ def test_client_states_of_another_shape_name_both_shapes(never_runs):
             {},
         ),
     )
-    message = "client_update gives the client's state['w'] of float32(2,), and init makes one of float32(3,)"
+    message = "return the client's state['w'] as float32(3,), which init makes, got float32(2,)."
     with pytest.raises(ValueError, match=re.escape(message)):
         simulate(KEY, own, CLIENTS, rounds=1, progress=False)
 

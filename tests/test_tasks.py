@@ -350,7 +350,7 @@ def test_a_merge_that_changes_the_sums_is_refused():
         lambda o, y, w: jnp.sum(w), lambda total: total, merge=lambda a, b: (a, b)
     )
     task = own(metrics={"error": metric})()
-    with pytest.raises(ValueError, match=r"metrics\['error'\].merge gives sums"):
+    with pytest.raises(ValueError, match=r"metrics\['error'\].merge must return sums"):
         jaxfl.simulate(KEY, fedavg(from_flax(nn.Dense(1), (6,), task=task)), clients, rounds=1)
 
 

@@ -1,4 +1,4 @@
-"""Whether the arguments of a run are valid, and algorithm, model and clients fit: nothing is compiled."""
+"""Checks of a run's arguments, and of algorithm, model and clients together, without compiling."""
 
 import functools
 import logging
@@ -41,7 +41,7 @@ from jaxfl.types import (
 _LOG = logging.getLogger("jaxfl")
 
 _PART = 4096
-"""Rows of the store that are checked at once."""
+"""Number of rows of the store that are checked at once."""
 
 
 def check_clients(name: str, value: Any) -> Clients:
@@ -50,7 +50,8 @@ def check_clients(name: str, value: Any) -> Clients:
     for field, array in clients._asdict().items():
         if isinstance(array, list | tuple):
             raise TypeError(
-                f"{name}.{field} must be an array, got {show(array)}. Convert it by `numpy.asarray`."
+                f"{name}.{field} must be an array, got {show(array)}. "
+                "Convert it by `numpy.asarray`."
             )
     inputs = check_inputs(f"{name}.inputs", clients.inputs)
     checked: dict[str, Any] = {}
@@ -62,24 +63,33 @@ def check_clients(name: str, value: Any) -> Clients:
         number = len(lists) if number is None else number
         if len(lists) != number or not number:
             raise ValueError(
-                f"{name}.{split} holds lists of {len(lists)} clients: give lists of {number or 1}"
+                f"{name}.{split} must hold lists of {number or 1} clients, got {len(lists)}. "
+                "Give each client a list."
             )
         if size.shape != (number,) or size.dtype.kind not in "iu":
-            kind = f"{size.dtype} of shape {size.shape}"
-            raise ValueError(f"{name}.{split}_size is {kind}: give [{number}] whole numbers")
+            raise ValueError(
+                f"{name}.{split}_size must be {number} whole numbers, got {size.dtype} of shape "
+                f"{size.shape}. Give each client a size."
+            )
         rows = lists.flat
         room = np.diff(lists.start, append=len(rows))
         if size.min() < 0 or (size > room).any():
-            wanted = f"sizes from 0 to the numbers of rows in {name}.{split}"
-            raise ValueError(f"{name}.{split}_size={size.min()} to {size.max()}: give {wanted}")
+            raise ValueError(
+                f"{name}.{split}_size must be from 0 to the number of rows in {name}.{split}, got "
+                f"{size.min()} to {size.max()}. Correct the sizes, or give the clients more rows."
+            )
         if rows.size and (rows.min() < 0 or rows.max() >= len(inputs)):
             raise ValueError(
-                f"{name}.{split}={rows.min()} to {rows.max()}: give rows from 0 to {len(inputs) - 1}"
+                f"{name}.{split} must be rows from 0 to {len(inputs) - 1}, got {rows.min()} to "
+                f"{rows.max()}. Give positions in {name}.inputs."
             )
         checked |= {split: lists, f"{split}_size": size}
     shape = np.shape(clients.train.flat if isinstance(clients.train, Lists) else clients.train)
     if not shape[-1]:
-        raise ValueError(f"{name}.train has shape {shape}: give room for at least one row")
+        raise ValueError(
+            f"{name}.train must have room for at least one row, got shape {shape}. "
+            "Give a client a training example."
+        )
     return clients._replace(**checked)
 
 
@@ -88,80 +98,100 @@ def _check_lists(name: str, value: Any) -> Lists:
     if not isinstance(value, Lists):
         rows = check_array(name, value)
         if rows.ndim != 2 or rows.dtype.kind not in "iu":
-            wanted = (
-                "give jaxfl.types.Lists, or a matrix of whole numbers with a line for each client"
+            raise ValueError(
+                f"{name} must be jaxfl.types.Lists, or a matrix of whole numbers, got {rows.dtype} "
+                f"of shape {rows.shape}. Give a line of rows for each client."
             )
-            raise ValueError(f"{name} is {rows.dtype} of shape {rows.shape}: {wanted}")
         return Lists.of(rows)
-    flat, start = (
-        check_array(f"{name}.{field}", getattr(value, field)) for field in ("flat", "start")
-    )
+    flat = check_array(f"{name}.flat", value.flat)
+    start = check_array(f"{name}.start", value.start)
     for field, array in (("flat", flat), ("start", start)):
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(
-                f"{name}.{field} is {array.dtype} of shape {array.shape}: give a vector of whole numbers"
+                f"{name}.{field} must be a vector of whole numbers, got {array.dtype} of shape "
+                f"{array.shape}. Convert it."
             )
     if start.size and (start[0] < 0 or (np.diff(start, append=len(flat)) < 0).any()):
         raise ValueError(
-            f"{name}.start={start.min()} to {start.max()}: give ascending positions in {name}.flat"
+            f"{name}.start must be ascending positions in {name}.flat, got {start.min()} to "
+            f"{start.max()}. Give the position of each client's first row."
         )
     return Lists(flat, start)
 
 
 def check_chunk(name: str, value: Any) -> Any:
     """Require a number of clients, or "auto"."""
-    return value if isinstance(value, str) and value == "auto" else check_count(name, value)
+    if isinstance(value, str) and value == "auto":
+        return value
+    return check_count(name, value)
 
 
 def check_devices(name: str, value: Any) -> list[jax.Device]:
-    """Require different devices."""
-    if (
-        isinstance(value, list | tuple)
-        and value
-        and all(isinstance(device, jax.Device) for device in value)
-    ):
-        if len(set(value)) == len(value):
-            return list(value)
-        raise ValueError(f"{name}={show(value)}: give each device once")
-    raise TypeError(f"{name}={show(value)}: give a list of devices, for instance jax.devices()")
+    """Require a list of devices, each of which occurs once."""
+    listed = isinstance(value, list | tuple) and len(value) > 0
+    if not listed or not all(isinstance(device, jax.Device) for device in value):
+        raise TypeError(
+            f"{name} must be a list of devices, got {show(value)}. Give for instance jax.devices()."
+        )
+    if len(set(value)) < len(value):
+        raise ValueError(
+            f"{name} must be different devices, got {show(value)}. Give each device once."
+        )
+    return list(value)
 
 
 def check_one_key(name: str, value: Any) -> Key[Array, ""]:
-    """Require a single key."""
+    """Require a single key, or a seed, and return the key."""
     key = check_key(name, value)
     if key.ndim:
-        raise ValueError(f"{name} has shape {key.shape}: give one key, or use `sweep`")
+        raise ValueError(
+            f"{name} must be a single key, got keys of shape {key.shape}. "
+            "Give one key, or use `sweep`."
+        )
     return key
 
 
 def check_values(name: str, value: Any) -> dict[str, list[float]]:
-    """Require columns of numbers; the builder checks their values."""
+    """Require columns of numbers, whose values the builder checks."""
     return check_columns(name, value, _numbers, "numbers")
 
 
 def check_columns(name: str, value: Any, check: Check, kind: str) -> dict[str, list[Any]]:
-    """Require columns by argument, each of which passes a check of its own."""
+    """Require columns by argument, and return what `check` makes of each column.
+
+    Args:
+        name: Name of the argument that has the columns.
+        value: The columns by argument of a builder.
+        check: Check of one column, which gets its name and value.
+        kind: Name of the columns' values in the error message.
+    """
     if not isinstance(value, Mapping) or not all(isinstance(argument, str) for argument in value):
-        wanted = f"columns of {kind} by argument, for instance {{'clip': [0.1, 1.0]}}"
-        raise TypeError(f"{name}={show(value)}: give {wanted}")
+        raise TypeError(
+            f"{name} must be columns of {kind} by argument, got {show(value)}. "
+            "Give for instance {'clip': [0.1, 1.0]}."
+        )
     return {argument: check(f"{name}[{argument!r}]", column) for argument, column in value.items()}
 
 
 def _numbers(name: str, column: Any) -> list[float]:
     array = check_array(name, column)
     if array.ndim != 1 or array.dtype.kind not in "iuf" or np.any(np.isnan(array)):
-        raise ValueError(f"{name}={show(column)}: give a vector of numbers")
+        raise ValueError(
+            f"{name} must be a vector of numbers, got {show(column)}. "
+            "Give a list of numbers without NaN."
+        )
     return [float(value) for value in array]
 
 
 def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree:
-    """Require that an algorithm's functions take and return what the engine expects, for these clients and rounds.
+    """Require an algorithm whose functions fit the engine, and return the shapes of an update.
 
-    Each function is traced once, for its shapes; returns those of an update.
+    Each function is traced once for its shapes, with these clients and rounds.
 
     Raises:
-        TypeError: a field of the algorithm has the wrong type.
-        ValueError: names the function, and what it returns, or the two shapes that do not fit.
+        TypeError: A field of the algorithm has the wrong type.
+        ValueError: A function fails, or returns another value or other shapes than the engine
+            expects. The message names the function.
     """
     _check_fields(algorithm)
     algorithm.mechanism.check_fits(clients.number, rounds)
@@ -170,47 +200,58 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     key = jax.eval_shape(lambda: key_of(0))
     params = _check_model(algorithm.model, clients, key)
     server, states = _started(algorithm, clients, key)
-    noise = (
-        None if algorithm.dp_sgd is None else StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
-    )
+    noise = None
+    if algorithm.dp_sgd is not None:
+        noise = StepNoise(jax.ShapeDtypeStruct((), jnp.float32), key)
     client = _of_one(states)
     data = _data_of_one(clients, noise)
 
     with restarted() as schedules:
-        given = _trace("client_update", algorithm.client_update, key, server, client, data)
+        returned = _trace("client_update", algorithm.client_update, key, server, client, data)
     if schedules:
         _warn_of_restarts(algorithm.name)
-    message, after, info = _parts(
-        "client_update", given, ("a Message", "the client's state", "info")
-    )
+    parts = ("a Message", "the client's state", "info")
+    message, after, info = _parts("client_update", returned, parts)
     if not isinstance(message, Message):
         raise ValueError(
-            f"client_update gives message={_kind(message)}: give a jaxfl.Message(update)"
+            f"client_update must return a jaxfl.Message first, got {_kind(message)}. "
+            "Return jaxfl.Message(update)."
         )
     for path, leaf in jax.tree.leaves_with_path(message.update):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             where = f"message.update{jax.tree_util.keystr(path)}"
-            raise ValueError(f"client_update gives {where} of {leaf.dtype}: give floating numbers")
+            raise ValueError(
+                f"client_update must return floating numbers in {where}, got {leaf.dtype}. "
+                "Convert them to float32."
+            )
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
-        raise ValueError(f"client_update gives info={_kind(info)}: give a dict of single numbers")
+        raise ValueError(
+            f"client_update must return info as a dict of single numbers, got {_kind(info)}. "
+            "Give each number the shape ()."
+        )
     if wrong := [name for name in info if not isinstance(name, str) or not name.isidentifier()]:
         raise ValueError(
-            f"client_update must give info by identifiers, got {wrong[0]!r}. Use letters, digits and _ in its names."
+            f"client_update must give info by identifiers, got {wrong[0]!r}. "
+            "Use letters, digits and _ in its names."
         )
-    _check_same("client_update gives the client's state", after, client, "init makes one")
+    _check_same("client_update must return the client's state", after, client, "init makes")
 
     stepped = _trace("server_update", algorithm.server_update, server, message.update)
-    _check_same("server_update gives the server's state", stepped, server, "init makes one")
+    _check_same("server_update must return the server's state", stepped, server, "init makes")
     _check_personal(algorithm, params, key, server, client, data)
     return message.update
 
 
 def check_evaluation(algorithm: Algorithm, clients: Clients) -> tuple[Tree, Tree]:
-    """Require that a method evaluates these clients, and return the shapes of their first states.
+    """Require that a method can evaluate these clients.
+
+    Returns:
+        The shapes of the first states of the server and the clients.
 
     Raises:
-        TypeError: a field of the algorithm has the wrong type.
-        ValueError: names the function, and what it returns, or the two shapes that do not fit.
+        TypeError: A field of the algorithm has the wrong type.
+        ValueError: A function fails, or returns another value or other shapes than the engine
+            expects. The message names the function.
     """
     _check_fields(algorithm)
     key = jax.eval_shape(lambda: key_of(0))
@@ -221,7 +262,13 @@ def check_evaluation(algorithm: Algorithm, clients: Clients) -> tuple[Tree, Tree
 
 
 def check_state(name: str, value: Any, made: Tree) -> Tree:
-    """Require arrays like those that `init` makes, of which the shapes are given."""
+    """Require arrays with the structure, shapes and dtypes that `init` makes.
+
+    Args:
+        name: Name of the argument.
+        value: The arrays that the caller gave.
+        made: The shapes that `init` makes.
+    """
     remedy = "Give the state that a run of this method left, for these clients."
     try:
         shapes = jax.eval_shape(lambda: value)
@@ -254,9 +301,9 @@ def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tr
     server, states = _parts("init", made, ("the server's state", "client states"))
     for path, leaf in jax.tree.leaves_with_path(states):
         if leaf.shape[:1] != (clients.number,):
-            where = f"client states{jax.tree_util.keystr(path)} of shape {leaf.shape}"
             raise ValueError(
-                f"init gives {where}: give a row for each client, [{clients.number}, ...]"
+                f"init must return client states{jax.tree_util.keystr(path)} of shape "
+                f"[{clients.number}, ...], got {leaf.shape}. Give each client a row."
             )
     return server, states
 
@@ -267,7 +314,7 @@ def _of_one(tree: Tree) -> Tree:
 
 
 def _data_of_one(clients: Clients, noise: StepNoise | None = None) -> ClientData:
-    """Return the shapes of what one client sees."""
+    """Return the shapes of one client's data."""
     shapes: Any = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, _canonical(leaf.dtype)), clients
     )
@@ -282,43 +329,48 @@ def _check_personal(
     algorithm: Algorithm, params: Tree, key: Any, server: Tree, client: Tree, data: ClientData
 ) -> None:
     personal = _trace("personalize", algorithm.personalize, key, server, client, data)
-    _check_same("personalize gives parameters", personal, params, "the model has some")
+    _check_same("personalize must return parameters", personal, params, "the model has")
 
 
-@functools.cache  # once for a method, however many runs of it there are
+# The cache limits the warning to one for each method, for any number of runs.
+@functools.cache
 def _warn_of_restarts(name: str) -> None:
     if jax.process_index() == 0:
         _LOG.warning(
-            "%s: the schedule in the clients' optimizer starts again in every round. Give a schedule over rounds as "
-            "LocalSGD(decay=...)",
+            "%s: the schedule in the clients' optimizer starts again in every round. "
+            "Give a schedule over rounds as LocalSGD(decay=...)",
             name,
         )
 
 
 def check_mechanism(algorithm: Algorithm, clients: Clients, update: Tree) -> None:
-    """Require that a mechanism begins, for clients who send such an update."""
-    begin = functools.partial(
+    """Require that a mechanism can make its first state for these clients and this update."""
+    start = functools.partial(
         algorithm.mechanism.init, update=lambda: update, clients=clients.number
     )
-    jax.eval_shape(lambda: begin(key_of(0)))
+    jax.eval_shape(lambda: start(key_of(0)))
 
 
 def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
-    """Shapes of the model's parameters, where it takes the clients' inputs and has an output for each label."""
+    """Require a model for the clients' inputs and labels, and return its parameters' shapes."""
     shape = clients.inputs.shape[1:]
     if model.input_shape is not None and tuple(shape) != model.input_shape:
-        mismatch = (
-            f"takes inputs of shape {model.input_shape}, and clients.inputs are of shape {shape}"
+        raise ValueError(
+            f"model must take inputs of shape {shape}, the shape of clients.inputs, got "
+            f"model={model.name!r} for shape {model.input_shape}. Make the model for the clients."
         )
-        raise ValueError(f"model={model.name!r} {mismatch}: make the model for that shape")
-    subject = f"model={model.name!r} with inputs {_canonical(clients.inputs.dtype)}{shape}"
-    batch = jax.ShapeDtypeStruct((2, *shape), _canonical(clients.inputs.dtype))
+    dtype = _canonical(clients.inputs.dtype)
+    subject = f"model={model.name!r} with inputs {dtype}{shape}"
+    batch = jax.ShapeDtypeStruct((2, *shape), dtype)
     params = _trace(f"{subject}: init", model.init, key)
     outputs = _trace(
         subject, lambda params, x: model.apply(params, model.prepare(x)), params, batch
     )
     if not outputs.shape or outputs.shape[0] != 2:
-        raise ValueError(f"{subject} maps a batch of 2 to {outputs.shape}: give outputs [B, ...]")
+        raise ValueError(
+            f"{subject} must map a batch of 2 to outputs [2, ...], got {outputs.shape}. "
+            "Give each example its outputs."
+        )
     _check_indices(model, clients)
     labels = np.asarray(clients.labels)
     check_instance("model.task", model.task, (Task,))
@@ -326,9 +378,8 @@ def _check_model(model: Model, clients: Clients, key: Any) -> Tree:
         model.task.check(outputs, labels)
     except ValueError as error:
         raise ValueError(f"{subject} {error}") from None
-    _check_task(
-        model.task, outputs, jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype))
-    )
+    batch_labels = jax.ShapeDtypeStruct((2, *labels.shape[1:]), _canonical(labels.dtype))
+    _check_task(model.task, outputs, batch_labels)
     return params
 
 
@@ -338,85 +389,104 @@ def _check_indices(model: Model, clients: Clients) -> None:
         return
     if clients.inputs.dtype.kind == "u" and np.iinfo(clients.inputs.dtype).max < model.vocabulary:
         return
-    for start in range(
-        0, len(clients.inputs), _PART
-    ):  # the store may be a file that is larger than memory
+    # The store may be a file that is larger than memory.
+    for start in range(0, len(clients.inputs), _PART):
         part = np.asarray(clients.inputs[start : start + _PART])
         outside = (part < 0) | (part >= model.vocabulary) | (part != np.floor(part))
         if outside.any():
             row = start + int(np.argwhere(outside)[0][0])
             raise ValueError(
-                f"clients.inputs must be whole numbers in [0, {model.vocabulary}), the rows of the table of "
-                f"model={model.name!r}, got {part[outside][0]} in row {row}. Correct the data, for instance by a token "
-                "of its own for padding and for unknown words, or make the model for a larger vocabulary."
+                f"clients.inputs must be whole numbers in [0, {model.vocabulary}), the rows of the "
+                f"table of model={model.name!r}, got {part[outside][0]} in row {row}. Correct the "
+                "data, for instance by a token of its own for padding and for unknown words, or "
+                "make the model for a larger vocabulary."
             )
 
 
 def _check_task(task: Task, outputs: Any, labels: Any) -> None:
-    """Require a loss for each example, and metrics that are single numbers under names of their own."""
+    """Require a loss for each example, and at least one metric, whose value is a single number."""
     if not task.metrics:
-        raise ValueError(f"task={task.name!r} has no metrics: give one at least")
+        raise ValueError(
+            f"task.metrics must have at least one metric, got none for task={task.name!r}. Add one."
+        )
     losses = _trace(f"task={task.name!r}: loss", task.loss, outputs, labels)
     if losses.shape != (2,):
         raise ValueError(
-            f"task={task.name!r}: loss gives {_kind(losses)} for a batch of 2: give one loss per example"
+            f"task={task.name!r}: loss must return one loss per example, got {_kind(losses)} for a "
+            "batch of 2. Leave out the mean over examples."
         )
     weights = jax.ShapeDtypeStruct((2,), jnp.float32)
     for name, metric in task.metrics.items():
         subject = f"task={task.name!r}: metrics[{name!r}]"
         sums = _trace(f"{subject}.sums", metric.sums, outputs, labels, weights)
         merged = _trace(f"{subject}.merge", metric.merge, sums, sums)
-        _check_same(f"{subject}.merge gives sums", merged, sums, f"{subject}.sums gives some")
+        _check_same(f"{subject}.merge must return sums", merged, sums, f"{subject}.sums returns")
         value = _trace(f"{subject}.value", metric.value, sums)
         if value.shape != ():
-            raise ValueError(f"{subject}.value gives {_kind(value)}: give a single number")
+            raise ValueError(
+                f"{subject}.value must return a single number, got {_kind(value)}. "
+                "Reduce it to the shape ()."
+            )
 
 
 def _canonical(dtype: Any) -> np.dtype:
-    """The dtype that JAX gives 64-bit numbers in a run."""
+    """Return the dtype that a run gives to arrays of `dtype`, which has at most 32 bits."""
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _trace(name: str, function: Callable, *arguments: Any) -> Any:
+    """Return the shapes that a function returns, or raise a ValueError that names the function."""
     try:
         return jax.eval_shape(function, *arguments)
     except Exception as error:
         given = ", ".join(_kind(argument) for argument in arguments)
-        raise ValueError(f"{name} fails, given {given}: {type(error).__name__}: {error}") from error
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} must run with {given}, got {cause}") from error
 
 
 def _parts(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
     if type(value) is tuple and len(value) == len(parts):
         return value
-    raise ValueError(f"{name} gives {_kind(value)}: give a tuple of {', '.join(parts)}")
+    raise ValueError(
+        f"{name} must return a tuple of {', '.join(parts)}, got {_kind(value)}. "
+        "Return them in this order."
+    )
 
 
 def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
-    """Require the same structure, and leaves of the same shapes and kinds of numbers."""
+    """Require the same structure, and leaves of the same shapes and dtypes.
+
+    Args:
+        subject: Beginning of the error message, up to what must be returned.
+        given: The shapes that were returned.
+        wanted: The shapes that are required.
+        origin: Source of the required shapes, as in "which init makes".
+    """
     if jax.tree.structure(given) != jax.tree.structure(wanted):
         raise ValueError(
-            f"{subject} like {_kind(given)}, and {origin} like {_kind(wanted)}: give the same structure"
+            f"{subject} like {_kind(wanted)}, which {origin}, got {_kind(given)}. "
+            "Keep the structure."
         )
-    for (path, new), old in zip(
-        jax.tree.leaves_with_path(given), jax.tree.leaves(wanted), strict=True
-    ):
+    leaves = jax.tree.leaves_with_path(given)
+    for (path, new), old in zip(leaves, jax.tree.leaves(wanted), strict=True):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
-            given_leaf = f"{subject}{jax.tree_util.keystr(path)} of {new.dtype}{new.shape}"
-            raise ValueError(f"{given_leaf}, and {origin} of {old.dtype}{old.shape}: give the same")
+            raise ValueError(
+                f"{subject}{jax.tree_util.keystr(path)} as {_kind(old)}, which {origin}, "
+                f"got {_kind(new)}. Keep shape and dtype."
+            )
 
 
 def _kind(tree: Tree) -> str:
-    """A tree as text, with each leaf's dtype and shape in its place."""
-    text = str(
-        jax.tree.map(
-            lambda leaf: _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf,
-            tree,
-        )
-    )
+    """Return a tree as text, with the dtype and shape of each leaf, cut after 300 characters."""
+
+    def described(leaf: Any) -> Any:
+        return _Text(f"{leaf.dtype}{leaf.shape}") if hasattr(leaf, "dtype") else leaf
+
+    text = str(jax.tree.map(described, tree))
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 class _Text(str):
-    """Without quotes in a printed tree."""
+    """Text that a printed tree shows without quotes."""
 
     __repr__ = str.__str__

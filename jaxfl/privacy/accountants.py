@@ -1,25 +1,32 @@
-r"""Epsilon of what an observer sees, by dp-accounting: Rényi divergences (RDP) or privacy loss distributions (PLD).
+r"""Epsilon of a view, by Rényi divergences (RDP) or privacy loss distributions (PLD).
 
-Where rounds or clients have too many distinct multipliers, these are rounded down, which never lowers epsilon.
+The library dp-accounting computes both. If rounds or clients have too many distinct multipliers,
+these are rounded down, which never lowers epsilon.
 
-**Replace-one under Poisson sampling.** A client participates with probability q, whatever its data. A round then
-follows :math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` for its update u, and :math:`P_v` for a replacement v,
-where r is the other clients' sum, :math:`\|u\|, \|v\| \le C`. For every :math:`\alpha \ge 0`,
+**Replace-one under Poisson sampling.** A client participates with probability q, whatever its data.
+A round then follows :math:`P_u = (1-q) N(r, \sigma^2) + q N(r + u, \sigma^2)` for its update u, and
+:math:`P_v` for a replacement v. Here r is the sum of the other clients, and
+:math:`\|u\|, \|v\| \le C`. For every :math:`\alpha \ge 0`,
 
-.. math:: H_\alpha(P_u \| P_v) \le H_\alpha(P_{+C} \| P_{-C}) \qquad \text{(in one dimension, } r = 0).
+.. math:: H_\alpha(P_u \| P_v) \le H_\alpha(P_{+C} \| P_{-C}) \qquad
+    \text{(in one dimension, } r = 0).
 
-Proof: for :math:`\alpha < 1`, :math:`H_\alpha(P \| Q) = 1 - \alpha + \alpha H_{1/\alpha}(Q \| P)`. Otherwise let
-:math:`r = 0` and :math:`\sigma = 1`, let the event A attain the left side, and :math:`N_u(A) = \Phi(-c)`. Among events
-of this probability under N_u, a half-space has the least under another mean, :math:`\Phi(-c - \text{distance})`
-(Neyman-Pearson), and the means 0 and v are at most C and 2C away:
+Proof: For :math:`\alpha < 1`, :math:`H_\alpha(P \| Q) = 1 - \alpha + \alpha H_{1/\alpha}(Q \| P)`.
+Otherwise let :math:`r = 0` and :math:`\sigma = 1`, let the event A attain the left side, and let
+:math:`N_u(A) = \Phi(-c)`. Among events of this probability under N_u, a half-space has the least
+probability under another mean, :math:`\Phi(-c - \text{distance})` (Neyman-Pearson). The means 0 and
+v are at most C and 2C away:
 
-.. math:: P_u(A) - \alpha P_v(A) = q N_u(A) - (\alpha - 1)(1 - q) N_0(A) - \alpha q N_v(A)
+.. math:: P_u(A) - \alpha P_v(A)
+    = q N_u(A) - (\alpha - 1)(1 - q) N_0(A) - \alpha q N_v(A)
     \le q \Phi(-c) - (\alpha - 1)(1 - q) \Phi(-c - C) - \alpha q \Phi(-c - 2C),
 
-which equals that difference for the half-line :math:`x \ge c + C` under :math:`P_{\pm C}`. So this pair dominates every
-round, given the past and the other clients' coins and noise, and so does its adaptive composition (Zhu, Dong, Wang,
-Optimal Accounting of Differential Privacy via Characteristic Function, AISTATS 2022). Clients may be stateful: mixtures
-over states obey the same bound. PLD accounting has this pair as `REPLACE_ONE`; its Rényi divergence is integrated here.
+which equals that difference for the half-line :math:`x \ge c + C` under :math:`P_{\pm C}`. So this
+pair dominates every round, given the past and the other clients' coins and noise. Its adaptive
+composition therefore dominates the run (Zhu, Dong, Wang, Optimal Accounting of Differential Privacy
+via Characteristic Function, AISTATS 2022). Clients may keep a state, because mixtures over states
+obey the same bound. PLD accounting has this pair as `REPLACE_ONE`. This module integrates its Rényi
+divergence.
 """
 
 import contextlib
@@ -36,43 +43,58 @@ from jaxfl.lazy import dp_accounting
 from jaxfl.privacy.observers import View
 
 Accountant = Literal["pld", "rdp"]
+"""Privacy loss distributions, or Rényi divergences."""
 Levels = tuple[tuple[float, int], ...]
-"""Distinct finite multipliers and how often each occurs."""
+"""Distinct finite multipliers, and how often each of them occurs."""
 
 ORDERS = [*range(2, 65), 76, 91, 108, 128, 152, 181, 215, 256, 512, 1024]
-"""Rényi orders under sampling: integers, as the series may diverge at fractional orders; few, as an order costs as many
-terms. The last digits of an epsilon depend on them."""
+"""Rényi orders under sampling.
+
+They are integers, because the series may diverge at fractional orders. They are few, because an
+order costs as many terms as its number. The last digits of an epsilon depend on the orders.
+"""
 
 _LEAST_ON_GRID = 1e-3
-"""Less noise than this under sampling is accounted for by RDP: its losses, of up to 500,000, fit no grid."""
+"""Smallest multiplier under sampling that PLD accounts for. RDP accounts for smaller ones.
+
+Their losses, of up to 500,000, fit no grid.
+"""
 
 MOST_ROUGH = 32
-"""The highest order of rough searches: the best order of most budgets is lower."""
+"""Highest order of rough searches. The best order of most budgets is lower."""
 
 _MOST_COMPOSED = 10**6
-"""More sampled rounds than these are accounted for by RDP alone: their PLD needs too fine a grid."""
+"""Most sampled rounds that PLD accounts for. More would need too fine a grid."""
 
-_PLAIN_ORDERS = (
-    1 + np.geomspace(0.01, 1e5, 256)
-).tolist()  # without sampling: a closed form at every order
+_PLAIN_ORDERS = (1 + np.geomspace(0.01, 1e5, 256)).tolist()
+"""Rényi orders without sampling, which has a closed form at every order."""
 
-_MOST_TOTALS, _MOST_LEVELS, _MOST_AMPLIFIED, _MOST_WORK = (
-    256,
-    64,
-    8,
-    64,
-)  # a total costs 1 ms, a level 15 to 300
+_MOST_TOTALS = 256
+"""Most distinct totals of unsampled rounds. Each costs about 1 ms."""
+
+_MOST_LEVELS = 64
+"""Most distinct multipliers of sampled rounds. Each costs 15 to 300 ms."""
+
+_MOST_AMPLIFIED = 8
+"""Most distinct multipliers of rounds that only RDP can amplify."""
+
+_MOST_WORK = 64
+"""Most levels of all kinds of clients together. Beyond it one kind stands for all."""
 
 LEAST = 1e-60
-"""Smaller noise multipliers count as none: accountants take their inverse squares."""
+"""Smallest noise multiplier that counts as noise: accountants take inverse squares."""
 
-_remember = functools.lru_cache(
-    maxsize=4096
-)  # runs that differ only by seed share their accounting
+# Runs that differ only by their seed share their accounting.
+_remember = functools.lru_cache(maxsize=4096)
 
 
 def default_delta(clients: int | None) -> float:
-    """Smaller of 1e-5 and 1 / (10 C), since 1 / C allows publishing one client outright; None: up to 10,000 clients.
+    """Return the smaller of 1e-5 and 1 / (10 C), or 1e-5 for an unknown number of clients.
+
+    A delta of 1 / C would allow publishing one client outright. 1e-5 suits up to 10,000 clients.
+
+    Args:
+        clients: C, the number of clients. None if it is unknown.
 
     >>> default_delta(100), default_delta(1_000_000)
     (1e-05, 1e-07)
@@ -81,17 +103,17 @@ def default_delta(clients: int | None) -> float:
 
 
 def failure_probability(delta: float | None, clients: int | None) -> float:
-    """The given delta, or the default for so many clients."""
+    """Return `delta`, or the default for this number of clients if it is None."""
     return default_delta(clients) if delta is None else delta
 
 
 def trivial(view: View) -> bool:
-    """Whether every client is fully exposed or not at all, which needs no accountant."""
+    """Return whether each multiplier is 0 or infinite, so that no accountant is needed."""
     return bool(np.all((view.multiplier == 0) | (view.multiplier == math.inf)))
 
 
 class Bound(NamedTuple):
-    """Epsilon of each client, and its theorem."""
+    """Epsilon of each client, and the theorem that proves it."""
 
     values: Float[np.ndarray, "#C"]
     theorem: str
@@ -100,10 +122,16 @@ class Bound(NamedTuple):
 def bound(
     view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
 ) -> Bound:
-    """The smallest epsilon that the accountant proves for `repeats` such views.
+    """Return the smallest epsilon that the accountant proves for `repeats` such views.
 
-    A `grid` above 1 is for searches: losses lie on a grid so many times as wide, and under sampling the lowest Rényi
-    orders alone are tried. The epsilon is valid, and larger.
+    Args:
+        view: Multipliers by round and client.
+        accountant: "pld" or "rdp".
+        delta: Failure probability.
+        repeats: Number of times that the view occurs in the run.
+        grid: Width of the grid of losses, relative to the usual one. A value above 1 is for
+            searches. The accountant then tries only the lowest Rényi orders under sampling. The
+            epsilon is valid, and larger.
     """
     kinds, kind_of_client = _group_clients(view)
     if repeats * int(view.hidden.sum()) > _MOST_COMPOSED:
@@ -118,18 +146,17 @@ def bound(
 
     values = np.array([evaluate(kind) for kind in kinds.T])
     worst = _least_noise(kinds)
-    if worst is not None:  # more noise never costs more, but its grid may be coarser
+    if worst is not None:
+        # More noise never costs more, but the grid of its losses may be coarser.
         values = np.minimum(values, values[worst])
     direct = Bound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
     if view.amplified is None or accountant == "pld":
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
-    spent = np.sum(
-        [count * view.amplified.divergences(level, most=most) for level, count in levels], axis=0
-    )
-    value = float(
-        dp_accounting.rdp.compute_epsilon(orders_up_to(most), (repeats * spent).tolist(), delta)[0]
-    )
+    parts = [count * view.amplified.divergences(level, most=most) for level, count in levels]
+    spent = repeats * np.sum(parts, axis=0)
+    orders = orders_up_to(most)
+    value = float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
     if direct.values.max() <= value:
         return direct
     return Bound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
@@ -138,15 +165,19 @@ def bound(
 def least_epsilon(
     view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
 ) -> float:
-    """The smallest valid epsilon of the worst client ("pld": also where only RDP has the theorem)."""
-    names: list[Accountant] = (
-        ["pld", "rdp"] if accountant == "pld" and view.amplified is not None else [accountant]
-    )
+    """Return the smallest valid epsilon of the worst client.
+
+    "pld" also tries RDP if only RDP can account for the amplification. Arguments are those of
+    `bound`.
+    """
+    names: list[Accountant] = [accountant]
+    if accountant == "pld" and view.amplified is not None:
+        names = ["pld", "rdp"]
     return min(float(bound(view, name, delta, repeats, grid).values.max()) for name in names)
 
 
 def worst_rounds(view: View) -> Iterator[View]:
-    """The worst client's worst round among amplified rounds, and among the others."""
+    """Yield the worst client's worst amplified round, and its worst round of the others."""
     for hidden in np.unique(view.hidden):
         least = view.multiplier[view.hidden == hidden].min(keepdims=True)
         amplified = view.amplified
@@ -156,7 +187,10 @@ def worst_rounds(view: View) -> Iterator[View]:
 
 
 def most_exposed(view: View) -> View:
-    """Return a view whose largest bounds are those of all clients, of one client where it is known which."""
+    """Return a view whose largest bounds equal those of all clients.
+
+    It is the view of a single client if that client is known.
+    """
     if view.multiplier.shape[1] == 1:
         return view
     if not view.hidden.any():
@@ -169,13 +203,13 @@ def most_exposed(view: View) -> View:
 
 
 def worst_client(view: View) -> View:
-    """The view of the client most exposed in every round; unchanged if there is none."""
+    """Return the view of the client most exposed in every round, or the view if there is none."""
     worst = _least_noise(view.multiplier)
     return view if worst is None else view._replace(multiplier=view.multiplier[:, [worst]])
 
 
 def _least_noise(multiplier: Float[np.ndarray, "R C"]) -> int | None:
-    """Return the column that has the least noise in every row, if there is one."""
+    """Return the column that has the least noise in every row, or None if there is none."""
     least = multiplier.min(axis=1, keepdims=True)
     everywhere = np.all(multiplier == least, axis=0)
     return int(np.argmax(everywhere)) if everywhere.any() else None
@@ -190,9 +224,16 @@ def rdp_epsilon(
     replaced: bool = False,
     most: int = ORDERS[-1],
 ) -> float:
-    """RDP epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one.
+    """Return the RDP epsilon of one Gaussian and of Poisson-sampled Gaussians.
 
-    Under sampling, by orders up to `most`.
+    Args:
+        plain: Multiplier of the Gaussian. Infinity leaves it out.
+        sampled: Multiplier of each sampled Gaussian. Infinity leaves it out.
+        rate: Probability of participation in a sampled Gaussian.
+        delta: Failure probability.
+        repeats: Number of times that all of these Gaussians occur.
+        replaced: Whether adjacency is replace-one. The default is zero-out.
+        most: Highest Rényi order under sampling.
     """
     return _rdp_epsilon(plain, _levels(sampled), rate, delta, repeats, replaced, most)
 
@@ -210,13 +251,13 @@ def _rdp_epsilon(
     if _vanishing(plain, sampled):
         return math.inf
     orders = orders_up_to(most) if sampled else _PLAIN_ORDERS
-    spent = repeats * (np.array(orders) / (2 * (plain / 2 if replaced else plain) ** 2))
+    unsampled = plain / 2 if replaced else plain
+    spent = repeats * (np.array(orders) / (2 * unsampled**2))
     for level, count in sampled:
-        divergences = (
-            replaced_divergences(level, rate)
-            if replaced
-            else sampled_divergences(level, rate, most)
-        )
+        if replaced:
+            divergences = replaced_divergences(level, rate)
+        else:
+            divergences = sampled_divergences(level, rate, most)
         spent += repeats * count * divergences[: len(orders)]
     return float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
 
@@ -230,16 +271,26 @@ def pld_epsilon(
     replaced: bool = False,
     grid: float = 1.0,
 ) -> float:
-    """PLD epsilon of one Gaussian and Poisson-sampled Gaussians, under zero-out or (`replaced`) replace-one.
+    """Return the PLD epsilon of one Gaussian and of Poisson-sampled Gaussians.
 
-    Exact for the Gaussian alone. Losses lie on a grid `grid` times as wide as usual. Where they exceed any grid, the
-    epsilon is the smaller of that by RDP and that of the Gaussians without sampling, which never adds to an epsilon.
+    The epsilon of the Gaussian alone is exact. Some losses exceed any grid. The epsilon is then the
+    smaller of two: the one by RDP, and the one of the Gaussians without sampling, because sampling
+    never adds to an epsilon.
+
+    Args:
+        plain: Multiplier of the Gaussian. Infinity leaves it out.
+        sampled: Multiplier of each sampled Gaussian. Infinity leaves it out.
+        rate: Probability of participation in a sampled Gaussian.
+        delta: Failure probability.
+        repeats: Number of times that all of these Gaussians occur.
+        replaced: Whether adjacency is replace-one. The default is zero-out.
+        grid: Width of the grid of losses, relative to the usual one.
     """
     levels = _levels(sampled)
     if _vanishing(plain, levels):
         return math.inf
     if not levels or levels[0][0] >= _LEAST_ON_GRID:
-        # Exponentials of losses may exceed floating point, and delta the mass of the tails that a grid leaves out.
+        # Exponentials of losses may overflow. A grid leaves out tails, whose mass may exceed delta.
         with contextlib.suppress(OverflowError):
             value = _pld_epsilon(plain, levels, rate, delta, repeats, replaced, grid)
             if math.isfinite(value) or not levels:
@@ -265,8 +316,9 @@ def _pld_epsilon(
     interval = grid * _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0)
     parts = []
     for level, count in sampled:
-        losses, times = _losses(level, rate, replaced, interval), repeats * count
-        # The library takes as long for two times at once as for six one by one.
+        losses = _losses(level, rate, replaced, interval)
+        times = repeats * count
+        # Composing two copies in one call takes the library as long as six one by one.
         parts += [losses] * times if times < 6 else [losses.self_compose(times)]
     if math.isfinite(plain):
         parts.append(_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
@@ -276,9 +328,13 @@ def _pld_epsilon(
 
 @functools.lru_cache(maxsize=64)
 def _losses(multiplier: float, rate: float, replaced: bool, interval: float) -> Any:
-    """Return the privacy loss distribution of one sampled Gaussian, which serves every number of rounds."""
+    """Return the privacy loss distribution of one sampled Gaussian.
+
+    One distribution serves every number of rounds.
+    """
     library = dp_accounting.pld.privacy_loss_distribution
-    if replaced:  # REPLACE_ONE doubles the sensitivity itself
+    if replaced:
+        # REPLACE_ONE doubles the sensitivity itself.
         return library.from_gaussian_mechanism(
             multiplier,
             value_discretization_interval=interval,
@@ -286,25 +342,29 @@ def _losses(multiplier: float, rate: float, replaced: bool, interval: float) -> 
             neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE,
         )
     directions = [1] if rate == 1 else [1, -1]
-    return library.PrivacyLossDistribution(
-        *[_on_grid(multiplier, rate, sign, interval) for sign in directions]
-    )
+    losses = [_on_grid(multiplier, rate, sign, interval) for sign in directions]
+    return library.PrivacyLossDistribution(*losses)
 
 
 def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
-    r"""Return the losses of a sampled Gaussian against an unmoved one (sign 1), or the other way round (-1).
+    r"""Return the losses of a sampled Gaussian against an unmoved one, or of the reverse.
 
-    The library's `from_gaussian_mechanism` gives the same, but inverts the loss in a loop over the grid, which takes
-    ten times as long. The loss at x is :math:`\log(1 - q + q e^u)` with :math:`u = (-x - 1/2) / z^2`.
+    The library's `from_gaussian_mechanism` gives the same losses. It inverts the loss in a loop
+    over the grid, which takes ten times as long. The loss at x is :math:`\log(1 - q + q e^u)` with
+    :math:`u = (-x - 1/2) / z^2`.
+
+    Args:
+        multiplier: z of the Gaussian.
+        rate: q, the probability of participation.
+        sign: 1 for the sampled Gaussian against the unmoved one, -1 for the reverse.
+        interval: Spacing of the grid.
     """
     mechanisms = dp_accounting.pld.privacy_loss_mechanism
     kind = mechanisms.AdjacencyType.REMOVE if sign > 0 else mechanisms.AdjacencyType.ADD
     losses = mechanisms.GaussianPrivacyLoss(multiplier, sampling_prob=rate, adjacency_type=kind)
     bounds = losses.connect_dots_bounds()
-    lowest, highest = (
-        math.floor(bounds.epsilon_lower / interval),
-        math.ceil(bounds.epsilon_upper / interval),
-    )
+    lowest = math.floor(bounds.epsilon_lower / interval)
+    highest = math.ceil(bounds.epsilon_upper / interval)
     epsilons = interval * np.arange(lowest, highest + 1)
     with np.errstate(divide="ignore"):
         least = np.log1p(-rate)
@@ -317,19 +377,21 @@ def _on_grid(multiplier: float, rate: float, sign: int, interval: float) -> Any:
     pmf = dp_accounting.pld.pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(
         interval, lowest, highest, np.clip(deltas, 0.0, 1.0)
     )
-    # The library takes the size of a sparse one to the power of the rounds, a number of up to a million digits.
+    # For a sparse one the library computes its size to the power of the rounds, which may have a
+    # million digits.
     return pmf.to_dense_pmf()
 
 
 def _gaussian_epsilon(plain: float, delta: float, repeats: int, replaced: bool) -> float:
-    """Return the exact epsilon of one Gaussian, `repeats` times."""
-    with np.errstate(divide="ignore"):  # it takes log(0) where delta is far from reached
+    """Return the exact epsilon of one Gaussian that occurs `repeats` times."""
+    # The library takes log(0) if the failure probability is far below delta.
+    with np.errstate(divide="ignore"):
         single = plain / (2 if replaced else 1) / math.sqrt(repeats)
         return float(dp_accounting.get_epsilon_gaussian(single, delta))
 
 
 def _vanishing(plain: float, sampled: Levels) -> bool:
-    """Whether some noise is too small for the squares that accountants need."""
+    """Return whether some multiplier is too small for accountants, which square it."""
     return min([plain, *(level for level, _ in sampled)]) < LEAST
 
 
@@ -337,13 +399,19 @@ def _vanishing(plain: float, sampled: Levels) -> bool:
 def sampled_divergences(
     multiplier: float, rate: float, most: int = ORDERS[-1]
 ) -> Float[np.ndarray, "orders"]:
-    r"""Return the Rényi divergences of a Poisson-sampled Gaussian at the orders up to `most`, under zero-out.
+    r"""Return the zero-out Rényi divergences of a Poisson-sampled Gaussian.
 
     .. math:: (a - 1) D_a = \log \sum_k \binom{a}{k} (1 - q)^{a - k} q^k e^{k (k - 1) / 2 z^2}
 
-    (Mironov, Talwar and Zhang, Rényi Differential Privacy of the Sampled Gaussian Mechanism, 2019). The library's value
-    of it may round to 0 and below, so that large noise would cost nothing: here 1, the sum without exponentials, is
-    taken out of the sum, which leaves all digits.
+    (Mironov, Talwar and Zhang, Rényi Differential Privacy of the Sampled Gaussian Mechanism, 2019).
+    The library's value of this logarithm may round to 0 or below, so that large noise would cost
+    nothing. Without its exponentials the sum is 1. Here this 1 is taken out of the sum, which keeps
+    all digits.
+
+    Args:
+        multiplier: z of the Gaussian.
+        rate: q, the probability of participation.
+        most: Highest order. Divergences are those of all `ORDERS` up to it.
     """
     orders = orders_up_to(most)
     if rate == 1:
@@ -364,48 +432,54 @@ def sampled_divergences(
 
 
 def orders_up_to(most: int) -> list[int]:
-    """Return the Rényi orders up to one."""
+    """Return those `ORDERS` that are at most `most`."""
     return [order for order in ORDERS if order <= most]
 
 
 @_remember
 def replaced_divergences(multiplier: float, rate: float) -> Float[np.ndarray, "orders"]:
-    r"""Rényi divergences :math:`D_a(P_{+1} \| P_{-1})`, :math:`P_{\pm 1} = (1-q) N(0, z^2) + q N(\pm 1, z^2)`.
+    r"""Return the replace-one Rényi divergences of a Poisson-sampled Gaussian.
 
-    By the trapezoidal rule with step h, whose error decays like :math:`e^{-2 \pi y / h}` for an integrand analytic
-    within y of the real line: :math:`P_{-1}` has no zero within :math:`\pi z^2`, and steps of :math:`z^2 / 25` and
-    :math:`z / 6` leave less than rounding error, which is added. Orders that need too many steps get the unsampled
-    divergence, :math:`2 a / z^2`, which is no smaller (quasi-convexity).
+    These are :math:`D_a(P_{+1} \| P_{-1})` with
+    :math:`P_{\pm 1} = (1-q) N(0, z^2) + q N(\pm 1, z^2)`, by the trapezoidal rule with step h. Its
+    error decays like :math:`e^{-2 \pi y / h}` for an integrand that is analytic within y of the
+    real line. :math:`P_{-1}` has no zero within :math:`\pi z^2`. Steps of :math:`z^2 / 25` and
+    :math:`z / 6` leave less than rounding error, which is added. Orders that need too many steps
+    get the unsampled divergence, :math:`2 a / z^2`, which is no smaller (quasi-convexity).
     """
-    z, q = multiplier, rate
+    z = multiplier
+    q = rate
     divergences = 2 * np.array(ORDERS) / z**2
     if q == 1:
         return divergences
     step = min(z / 6, z**2 / 25)
     for i, order in enumerate(ORDERS):
-        first, last = -14 * z - 1, order + 14 * z  # the integrand's peaks lie from 0 to the order
+        # The integrand's peaks lie from 0 to the order.
+        first = -14 * z - 1
+        last = order + 14 * z
         if (last - first) / step > 2e5:
             break
         x = np.arange(first, last, step)
-        up, down = ((sign * x - 0.5) / z**2 for sign in (1, -1))
+        up = (x - 0.5) / z**2
+        down = (-x - 0.5) / z**2
         below = _log_mixture(down, q)
         exponent = order * (_log_mixture(up, q) - below) + below - 0.5 * (x / z) ** 2
         most = exponent.max()
-        total = most + math.log(np.exp(exponent - most).sum() * step / (z * math.sqrt(2 * math.pi)))
-        divergences[i] = min(
-            (max(total, 0.0) + 3e-14 * (1 + abs(total))) / (order - 1), divergences[i]
-        )
+        scale = z * math.sqrt(2 * math.pi)
+        total = most + math.log(np.exp(exponent - most).sum() * step / scale)
+        rounded_up = max(total, 0.0) + 3e-14 * (1 + abs(total))
+        divergences[i] = min(rounded_up / (order - 1), divergences[i])
     return divergences
 
 
 def _log_mixture(u: Float[np.ndarray, "x"], rate: float) -> Float[np.ndarray, "x"]:
-    """log(1 - q + q exp(u)), to full precision for small q."""
+    """Return log(1 - q + q exp(u)) to full precision, also for small q."""
     small = np.log1p(rate * np.expm1(np.minimum(u, 30.0)))
     return np.where(u < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + u))
 
 
 def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray, "*C"]:
-    r"""Unsampled rounds compose to one Gaussian: :math:`z^{-2} = \sum_t z_t^{-2}`."""
+    r"""Return the multiplier of unsampled rounds together: :math:`z^{-2} = \sum_t z_t^{-2}`."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.asarray(np.sum(multiplier**-2.0, axis=0) ** -0.5)
 
@@ -413,7 +487,10 @@ def total_multiplier(multiplier: Float[np.ndarray, "R *C"]) -> Float[np.ndarray,
 def round_down(
     values: Float[np.ndarray, "..."], most: int = _MOST_LEVELS
 ) -> Float[np.ndarray, "..."]:
-    """Round down to at most `most` levels, besides 0 and infinity; the minimum stays exact."""
+    """Round numbers down to at most `most` distinct values.
+
+    0 and infinity stay, and the smallest positive number stays exact.
+    """
     finite = (values > 0) & (values < math.inf)
     if np.unique(values[finite]).size <= most:
         return values
@@ -424,9 +501,10 @@ def round_down(
 
 
 def _group_clients(view: View) -> tuple[Float[np.ndarray, "R K"], Int[np.ndarray, "#C"]]:
-    """Distinct clients as columns (plain rounds in total, then each sampled round), and the column of each client.
+    """Return the distinct clients as columns, and the column of each client.
 
-    If there are too many, one column at least as exposed as every client.
+    A column is the total of a client's plain rounds, then each of its sampled rounds. Too many
+    distinct clients give a single column that is at least as exposed as every client.
     """
     plain = round_down(total_multiplier(view.multiplier[~view.hidden]), _MOST_TOTALS)
     sampled = view.multiplier[view.hidden]
@@ -445,14 +523,24 @@ def _levels(values: Float[np.ndarray, "R"]) -> Levels:
 
 
 def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: float) -> float:
-    """Return the grid's spacing: small against one round's loss, and at most about a million points.
+    """Return the spacing of the grid of losses.
 
-    It follows the rounds in powers of 2, so that few grids serve all evaluations of a run. Where a round's loss has
-    the standard deviation s, a spacing of h adds about :math:`h^2 / 12 s^2` of an epsilon to it: 2e-4 for 0.05 s, the
-    most, and 3e-5 for 0.02 s, below which little is gained.
+    It is small against the loss of one round, and leaves at most about a million points. It follows
+    the number of rounds in powers of 2, so that few grids serve all evaluations of a run. If the
+    loss of a round has standard deviation s, a spacing of h adds about :math:`h^2 / 12 s^2` of an
+    epsilon to it. That is 2e-4 for 0.05 s, the largest spacing, and 3e-5 for 0.02 s, below which
+    little is gained.
+
+    Args:
+        plain: Multiplier of unsampled rounds together.
+        sampled: Multipliers of sampled rounds, and how often each of them occurs.
+        rate: Probability of participation in a sampled round.
+        repeats: Number of times that all of these rounds occur.
+        change: Sensitivity to one client, in clip bounds.
     """
     levels, counts = np.array(sampled).T
-    plain, levels = plain / change, levels / change
+    plain = plain / change
+    levels = levels / change
     spread = counts @ (rate / levels) ** 2
     total = math.sqrt(repeats * (spread + plain**-2.0))
     least = min(plain / math.sqrt(repeats), levels.min())
@@ -467,7 +555,16 @@ def _interval(plain: float, sampled: Levels, rate: float, repeats: int, change: 
 def without_replacement(
     multiplier: float, clients: int, size: int, most: int = ORDERS[-1]
 ) -> Float[np.ndarray, "orders"]:
-    """Replace-one Rényi divergences of a Gaussian on `size` of the clients; they bound the zero-out ones."""
+    """Return the replace-one Rényi divergences of a Gaussian on a sample without replacement.
+
+    They also bound the zero-out ones.
+
+    Args:
+        multiplier: z of the Gaussian under replace-one.
+        clients: Number of clients.
+        size: Number of clients in the sample.
+        most: Highest order. Divergences are those of all `ORDERS` up to it.
+    """
     accountant = dp_accounting.rdp.RdpAccountant(
         orders_up_to(most), dp_accounting.NeighboringRelation.REPLACE_ONE
     )
@@ -481,22 +578,31 @@ def without_replacement(
 def balls_in_bins(
     multiplier: float, bins: int, most: int = ORDERS[-1]
 ) -> Float[np.ndarray, "orders"]:
-    r"""Rényi divergences of a Gaussian in one uniformly drawn round of b, against none; the larger direction.
+    r"""Return the Rényi divergences of a Gaussian in one uniformly drawn round of b, against none.
 
-    The pair :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions dominates (Chua et
-    al., Balls-and-Bins Sampling for DP-SGD, AISTATS 2025). With :math:`L_j = dN(e_j) / dQ`, independent under Q,
+    Of the two directions the larger divergence counts. The pair
+    :math:`P = \frac{1}{b} \sum_j N(e_j, z^2 I)` and :math:`Q = N(0, z^2 I)` in b dimensions
+    dominates (Chua et al., Balls-and-Bins Sampling for DP-SGD, AISTATS 2025). With
+    :math:`L_j = dN(e_j) / dQ`, independent under Q,
 
     .. math::
-        E_Q\Big[\Big(\frac{1}{b} \sum_j L_j\Big)^a\Big] = \frac{a!}{b^a} [x^a]
-            \Big( \sum_k \frac{e^{k (k-1) / 2 z^2}}{k!} x^k \Big)^b, \qquad
-        E_Q\Big[\Big(\frac{1}{b} \sum_j L_j\Big)^{-s}\Big] = \frac{b^s}{\Gamma(s)} \int_0^\infty t^{s-1}
-            E[e^{-t L_1}]^b \, dt,
+        E_Q\Big[\Big(\frac{1}{b} \sum_j L_j\Big)^a\Big] &= \frac{a!}{b^a} [x^a]
+            \Big( \sum_k \frac{e^{k (k-1) / 2 z^2}}{k!} x^k \Big)^b, \\
+        E_Q\Big[\Big(\frac{1}{b} \sum_j L_j\Big)^{-s}\Big] &= \frac{b^s}{\Gamma(s)}
+            \int_0^\infty t^{s-1} E[e^{-t L_1}]^b \, dt.
 
-    the integrals by the trapezoidal rule over log t and the normal variable of L. Orders above 256, and those whose
-    integrand does not decay on the grid, get the unsampled divergence, :math:`a / 2 z^2`, which is no smaller.
+    The trapezoidal rule over log t and over the normal variable of L gives the integrals. Orders
+    above 256 get the unsampled divergence, :math:`a / 2 z^2`, which is no smaller. So do orders
+    whose integrand does not decay on the grid.
+
+    Args:
+        multiplier: z of the Gaussian.
+        bins: b, the number of rounds.
+        most: Highest order. Divergences are those of all `ORDERS` up to it.
     """
     orders = orders_up_to(most)
-    z, plain = multiplier, np.array(orders) / (2 * multiplier**2)
+    z = multiplier
+    plain = np.array(orders) / (2 * multiplier**2)
     highest = max(order for order in orders if order <= 256)
     k = np.arange(highest + 1)
     term = k * (k - 1) / (2 * z**2) - scipy.special.gammaln(k + 1)
@@ -527,16 +633,20 @@ def balls_in_bins(
 
 
 def _log_sum(terms: Float[np.ndarray, "n"]) -> float:
-    """Return the logarithm of a sum, from those of its terms."""
+    """Return the logarithm of a sum, given the logarithms of its terms."""
     largest = terms.max()
     return float(largest + math.log(np.exp(terms - largest).sum()))
 
 
 def _log_power(term: Float[np.ndarray, "n"], power: int) -> Float[np.ndarray, "n"]:
-    """Log-coefficients of a power of a series, from those of the series."""
+    """Return the logarithms of the coefficients of a power of a series.
+
+    The series is given by the logarithms of its own coefficients.
+    """
 
     def product(a: Float[np.ndarray, "n"], b: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-        return np.array([np.logaddexp.reduce(a[: n + 1] + b[n::-1]) for n in range(len(a))])
+        terms = (a[: n + 1] + b[n::-1] for n in range(len(a)))
+        return np.array([np.logaddexp.reduce(logs) for logs in terms])
 
     result = np.r_[0.0, np.full(len(term) - 1, -math.inf)]
     while power:

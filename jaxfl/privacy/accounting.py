@@ -1,4 +1,4 @@
-"""From ledger to epsilon by observer; planned ledgers, progress, and calibration."""
+"""Epsilon of a ledger for each observer, planned ledgers, running epsilons, and calibration."""
 
 import dataclasses
 import math
@@ -26,23 +26,29 @@ from jaxfl.privacy.sampling import Full, Poisson, Sampling, limited
 from jaxfl.types import Ledger, Terms
 
 Unit = Literal["client", "example"]
+"""What an epsilon protects: all of a client's data, or one of its examples."""
+
 BOTH: tuple[Accountant, ...] = ("pld", "rdp")
+"""All accountants."""
+
 _FULL = Full()
 _TINY = "the noise or delta is too small to account for"
 
-
 _LEAST_BUDGET = 1e-8
+"""Smallest epsilon that noise is sought for."""
+
 _MOST_BUDGET = 1e5
+"""Largest epsilon that noise is sought for."""
 
 
 def check_budget(name: str, value: Any) -> float:
-    """Require an epsilon for which accountants find the noise in floating point."""
+    """Require an epsilon whose noise accountants can find in floating point."""
     budget = check_positive(name, value)
     if _LEAST_BUDGET <= budget <= _MOST_BUDGET:
         return budget
     raise ValueError(
         f"{name} must be from {_LEAST_BUDGET:g} to {_MOST_BUDGET:g}, got {show(value)}. "
-        "Give an epsilon in that range; a larger one protects nobody, so leave the noise out."
+        "Give an epsilon in that range, or leave the noise out: a larger epsilon protects nobody."
     )
 
 
@@ -50,28 +56,34 @@ def check_ledger(name: str, value: Any) -> Ledger:
     """Require a ledger whose tables fit one another."""
     if not isinstance(value, Ledger):
         raise TypeError(
-            f"{name}={show(value)}: give a Ledger, of a run or from jaxfl.privacy.planned_ledger"
+            f"{name} must be a Ledger, got {show(value)}. "
+            "Give the ledger of a run, or one from jaxfl.privacy.planned_ledger."
         )
     shape = np.shape(value.participants)
     if len(shape) != 2:
-        raise ValueError(f"{name}.participants has shape {shape}: give [T, C]")
-    fits = {"client_noise": (shape[0], (1, shape[1])), "weights": (shape[0], (1, shape[1]))}
-    for field, (rounds, clients) in fits.items():
+        raise ValueError(
+            f"{name}.participants must have shape [T, C], got {shape}. "
+            "Give a row per round, and a column per client."
+        )
+    rounds, clients = shape
+    for field in ("client_noise", "weights"):
         axes = np.shape(getattr(value, field))
-        if len(axes) != 2 or axes[0] != rounds or axes[1] not in clients:
+        if axes not in ((rounds, clients), (rounds, 1)):
             raise ValueError(
-                f"{name}.{field} has shape {axes}: give [{rounds}, {clients[1]}] or [{rounds}, 1]"
+                f"{name}.{field} must have shape [{rounds}, {clients}] or [{rounds}, 1], "
+                f"got {axes}. Give a row per round."
             )
     for field in ("server_noise", "noise_multiplier"):
-        if np.shape(getattr(value, field)) != shape[:1]:
+        axes = np.shape(getattr(value, field))
+        if axes != (rounds,):
             raise ValueError(
-                f"{name}.{field} has shape {np.shape(getattr(value, field))}: give [{shape[0]}]"
+                f"{name}.{field} must have shape [{rounds}], got {axes}. Give a number per round."
             )
     return value
 
 
 class Epsilon(NamedTuple):
-    """The largest epsilon over clients, every client's, its theorem, and the reason if it is infinite."""
+    """Largest epsilon over clients, each client's own, its theorem, and why it is infinite."""
 
     value: float
     per_client: Float[np.ndarray, "C"]
@@ -91,31 +103,37 @@ def epsilon(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> Epsilon:
-    """Account for a ledger.
+    """Return the epsilon of a ledger.
 
     Args:
-        ledger: the rounds as they happened, or as planned (`planned_ledger`).
-        mechanism: clip bound, sampling and denominator; its noise is read from the ledger.
-        observer: "aggregate" (noisy sums only), "upload" (every upload), or "client" (another client: the sums, and the
-            noise that it added itself), see `jaxfl.privacy.observers`.
-        accountant: "pld": the smallest valid bound, by RDP where only RDP has a theorem (sampling without replacement);
-            or "rdp" alone.
-        delta: failure probability; None: min(1e-5, 1 / (10 C)) for C clients.
-        one_round: the worst client's worst round, for all clients, instead of all rounds.
-        unit: "example": one of the client's examples is replaced by another. Without per-example clipping this may move
-            the update across the whole clip ball: replace-one for all observers. Participation does not depend on the
-            example, so sampling amplifies as it does for clients. All clients get the worst epsilon. For per-example
-            clipping, see `example_epsilon`.
-        stateful: clients keep a state. Sampling without replacement then has no proven amplification, since later
-            updates of the clients drawn in its place may reveal a client's absence; Poisson sampling still has.
+        ledger: Rounds as they happened, or as planned (`planned_ledger`).
+        mechanism: Mechanism with the clip bound, the sampling and the denominator. Its noise is
+            read from the ledger.
+        observer: "aggregate" sees noisy sums only. "upload" sees every upload. "client" is another
+            client, which sees the sums and knows the noise that it added itself. See
+            `jaxfl.privacy.observers`.
+        accountant: "pld" gives the smallest valid bound. Some sampling, such as that without
+            replacement, has a theorem for RDP only. The bound is then by RDP. "rdp" uses RDP alone.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 C)) with C clients.
+        one_round: Whether the epsilon is that of the worst client's worst round, for all clients.
+            The default accounts for all rounds.
+        unit: "client" protects all of a client's data. "example" replaces one of the client's
+            examples by another. Without per-example clipping this may move the update across the
+            whole clip ball, so adjacency is replace-one for all observers. Participation does not
+            depend on the example, so sampling amplifies as it does for clients. All clients get the
+            worst epsilon. For per-example clipping, see `example_epsilon`.
+        stateful: Whether clients keep a state. Sampling without replacement then has no proven
+            amplification, because later updates of the clients that were drawn instead may reveal a
+            client's absence. Poisson sampling still amplifies.
 
-    Guarantee: for a client, or one of its examples (`unit`); zero-out of a client for the aggregate, replace-one for
-        uploads; by the mechanism's `view`. Assumes that noise, weights and sampling depend on private data at most
-        through releases under the mechanism's filter, and that clipping covers a client's whole update.
+    Guarantee: Privacy of a client, or of one of its examples (`unit`), by the mechanism's `view`.
+        Adjacency is zero-out of a client for the aggregate, and replace-one for uploads. Noise,
+        weights and sampling are assumed to depend on private data at most through releases under
+        the mechanism's filter. Clipping is assumed to cover a client's whole update.
 
     >>> run = planned_ledger(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4, rounds=100)
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
-    >>> [round(epsilon(run, mechanism, accountant=accountant).value, 2) for accountant in ("pld", "rdp")]
+    >>> [round(epsilon(run, mechanism, accountant=name).value, 2) for name in ("pld", "rdp")]
     [4.38, 4.73]
     """
     by = BOTH if accountant == "pld" else (accountant,)
@@ -130,7 +148,7 @@ def epsilon(
 
 
 def tightest(bounds: Mapping[Any, Epsilon]) -> Epsilon:
-    """The smallest bound; the first on ties."""
+    """Return the smallest bound, and the first one on ties."""
     return min(bounds.values(), key=lambda bound: bound.value)
 
 
@@ -145,16 +163,25 @@ def epsilons(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> dict[Accountant, Epsilon]:
-    """`epsilon` by the theorems of each accountant alone."""
+    """Return the epsilon by the theorems of each accountant alone.
+
+    Args:
+        ledger: Rounds as they happened, or as planned.
+        mechanism: Mechanism with the clip bound, the sampling and the denominator.
+        observer: Observer, as in `epsilon`.
+        by: Accountants.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 C)) with C clients.
+        one_round: Whether the epsilon is that of the worst client's worst round.
+        unit: Unit of protection, as in `epsilon`.
+        stateful: Whether clients keep a state.
+    """
     clients = ledger.participants.shape[1]
     delta = failure_probability(delta, clients)
     check_fraction("delta", delta, one=False)
     view = _view(ledger, mechanism, observer, one_round=one_round, unit=unit, stateful=stateful)
-    parts = (
-        [view]
-        if accountants.trivial(view) or not one_round
-        else list(accountants.worst_rounds(view))
-    )
+    parts = [view]
+    if one_round and not accountants.trivial(view):
+        parts = list(accountants.worst_rounds(view))
     return _bounds(parts, by, delta, clients)
 
 
@@ -167,10 +194,9 @@ def _view(
     unit: Unit = "client",
     stateful: bool = False,
 ) -> View:
-    """Return what an observer learns about a unit."""
-    view = mechanism.view(
-        ledger, observer, replaced=unit == "example" and observer != "upload", one_round=one_round
-    )
+    """Return the observer's view of a unit."""
+    replaced = unit == "example" and observer != "upload"
+    view = mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
     if unit == "example":
         view = accountants.worst_client(view)
     return _of_states(view) if stateful else view
@@ -179,48 +205,42 @@ def _view(
 def _bounds(
     parts: Sequence[View], by: Sequence[Accountant], delta: float, clients: int, repeats: int = 1
 ) -> dict[Accountant, Epsilon]:
-    """Return each accountant's largest epsilons over several views, each repeated."""
+    """Return each accountant's largest epsilons over several views, each of them repeated."""
     if accountants.trivial(parts[0]) and len(parts) == 1:
         return dict.fromkeys(by, _trivial(parts[0], clients))
     return {accountant: _worst(parts, accountant, delta, clients, repeats) for accountant in by}
 
 
 def _of_states(view: View) -> View:
-    """Drop amplification that requires stateless clients."""
-    return (
-        view._replace(amplified=None)
-        if view.amplified is not None and view.amplified.stateless
-        else view
-    )
+    """Return the view without amplification that requires stateless clients."""
+    if view.amplified is not None and view.amplified.stateless:
+        return view._replace(amplified=None)
+    return view
 
 
 def _trivial(view: View, clients: int) -> Epsilon:
-    """Epsilon of a view that needs no accountant."""
+    """Return the epsilon of a view that needs no accountant."""
     per_client = np.where((view.multiplier == 0).any(axis=0), math.inf, 0.0)
     per_client = np.array(np.broadcast_to(per_client, clients))
     value = float(per_client.max())
-    return (
-        Epsilon(value, per_client, "none", view.silent)
-        if value
-        else Epsilon(value, per_client, view.theorem, None)
-    )
+    if value:
+        return Epsilon(value, per_client, "none", view.silent)
+    return Epsilon(value, per_client, view.theorem, None)
 
 
 def _worst(
     parts: Sequence[View], accountant: Accountant, delta: float, clients: int, repeats: int = 1
 ) -> Epsilon:
-    """Each client's largest epsilon over several views, each repeated, by one accountant."""
+    """Return each client's largest epsilon over several repeated views, by one accountant."""
     bounds = [accountants.bound(part, accountant, delta, repeats) for part in parts]
-    per_client = np.array(
-        np.broadcast_to(np.maximum.reduce([bound.values for bound in bounds]), clients)
-    )
+    largest = np.maximum.reduce([bound.values for bound in bounds])
+    per_client = np.array(np.broadcast_to(largest, clients))
     value = float(per_client.max())
     if math.isinf(value):
         tiny = all(np.all(part.multiplier > 0) for part in parts)
         return Epsilon(value, per_client, "none", _TINY if tiny else parts[0].silent)
-    return Epsilon(
-        value, per_client, max(bounds, key=lambda bound: bound.values.max()).theorem, None
-    )
+    worst = max(bounds, key=lambda bound: bound.values.max())
+    return Epsilon(value, per_client, worst.theorem, None)
 
 
 @checked(ledger=check_ledger, delta=probability)
@@ -232,20 +252,24 @@ def example_epsilon(
     delta: float | None = None,
     examples: int | None = None,
 ) -> Epsilon:
-    """Example-level epsilon of each client, composed over the local steps of its rounds.
+    """Return the example-level epsilon of each client, composed over all of its local steps.
 
-    Messages are post-processing of these steps, so the epsilon holds for both observers. Noise that is added after the
-    local steps does not lower the epsilon, nor do cohorts that the observer does not know.
+    Messages are post-processing of these steps, so the epsilon holds for both observers. Noise that
+    is added after the local steps does not lower the epsilon, nor do cohorts that the observer does
+    not know.
 
     Args:
-        ledger: the rounds as they happened, or as planned; a client's least noise counts for all its rounds.
-        dp_sgd: the steps, whose noise is read from the ledger; None: there are none.
-        accountant: "pld", or "rdp".
-        delta: failure probability; None: min(1e-5, 1 / (10 N)) for N examples.
-        examples: N, training examples of all clients together, a public number; None: as many as clients.
+        ledger: Rounds as they happened, or as planned. A client's least noise counts for all its
+            rounds.
+        dp_sgd: Private local steps, whose noise is read from the ledger. None if there are none.
+        accountant: "pld" or "rdp".
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 N)) with N examples.
+        examples: N, the number of training examples of all clients together, which is public. None
+            stands for the number of clients.
 
-    Guarantee: example-level, zero-out; an example belongs to one client. With more than 64 kinds of clients, every
-        client counts as participating as often as the most frequent one.
+    Guarantee: Example-level privacy under zero-out adjacency. An example belongs to one client.
+        With more than 64 kinds of clients, every client counts as participating as often as the
+        most frequent one.
 
     >>> steps = DPSGD(clip=1.0, noise_multiplier=1.0, rate=0.1, steps=10)
     >>> run = planned_ledger(Mechanism(), clients=4, rounds=10, dp_sgd=steps)
@@ -258,9 +282,8 @@ def example_epsilon(
     if dp_sgd is None:
         return no_epsilon(clients, "examples are not clipped one by one")
     rounds = np.asarray(ledger.participants, bool).sum(axis=0)
-    used = np.where(ledger.participants, ledger.example_noise, math.inf).min(
-        axis=0, initial=math.inf
-    )
+    used = np.where(ledger.participants, ledger.example_noise, math.inf)
+    used = used.min(axis=0, initial=math.inf)
     noise = accountants.round_down(np.where(rounds > 0, used, 0.0))
     kinds, kind_of_client = np.unique(np.stack([noise, rounds]), axis=1, return_inverse=True)
     if kinds.shape[1] > 64:
@@ -276,9 +299,8 @@ def example_epsilon(
     per_client = np.array([of_kind(*kind) for kind in kinds.T])[kind_of_client.reshape(-1)]
     worst = float(per_client.max())
     if math.isinf(worst):
-        return Epsilon(
-            worst, per_client, "none", _TINY if kinds[0].all() else "local steps add no noise"
-        )
+        reason = _TINY if kinds[0].all() else "local steps add no noise"
+        return Epsilon(worst, per_client, "none", reason)
     theorem = (
         f"Poisson-sampled Gaussian, rate {dp_sgd.rate:g}, zero-out, {dp_sgd.steps} steps per round"
     )
@@ -289,9 +311,16 @@ def example_epsilon(
 def planned_ledger(
     mechanism: Mechanism, clients: int, rounds: int, dp_sgd: DPSGD | None = None
 ) -> Ledger:
-    """Worst-case ledger of a planned run: every client participates in every round it can.
+    """Return the worst-case ledger of a planned run.
 
-    Noise set by released numbers is planned with everyone's full budget share.
+    Every client participates in every round it can. Noise that follows from released numbers is
+    planned as if each client had its full share of the budget.
+
+    Args:
+        mechanism: Mechanism of the run.
+        clients: Number of clients.
+        rounds: Number of rounds.
+        dp_sgd: Private local steps. None if there are none.
     """
     plan = mechanism.planned(clients, rounds)
     plan = plan._replace(participants=np.asarray(plan.participants, bool))
@@ -303,16 +332,16 @@ def planned_ledger(
 
 
 class Spent(NamedTuple):
-    """Epsilons of a run so far. `None` marks an observer or a unit that the run does not protect."""
+    """Epsilons of a run so far. None marks an observer or a unit that the run does not protect."""
 
     epsilon: float
-    """One client against an observer of sums: the tightest valid bound, the headline of the statement."""
+    """Tightest valid bound for one client against an observer of sums: the statement's headline."""
     rdp: float
-    """The same by Rényi divergences alone."""
+    """Bound for the same client and observer by Rényi divergences alone."""
     upload: float | None = None
-    """One client against an observer of uploads, where clients add noise."""
+    """Epsilon of one client against an observer of uploads, if clients add noise."""
     example: float | None = None
-    """One example, where local steps are private."""
+    """Epsilon of one example, if local steps are private."""
 
 
 @checked()
@@ -325,18 +354,19 @@ def running_epsilon(
     examples: int | None = None,
     stateful: bool = False,
 ) -> Callable[[int | Ledger], Spent]:
-    """Build a function from the rounds so far to their epsilons, as `privacy_statement` states them.
+    """Build a function from the rounds so far to their epsilons.
 
-    The rounds are a ledger, or a number of planned ones. The result is bitwise a function of these rounds alone,
-    whatever the earlier calls. It is cheap enough for every evaluation: one round's losses are computed once.
+    Its epsilons are those that `privacy_statement` states. The rounds are a ledger, or a number of
+    planned ones. The result is bitwise a function of these rounds alone, whatever the earlier
+    calls. It is cheap enough for every evaluation, because one round's losses are computed once.
 
     Args:
-        mechanism: the run's.
-        clients: number of clients.
-        terms: delta, and the reason if no epsilon exists.
-        dp_sgd: the private local steps, None: there are none.
-        examples: training examples of all clients, for the default delta of one example.
-        stateful: clients keep a state, see `epsilon`.
+        mechanism: Mechanism of the run.
+        clients: Number of clients.
+        terms: Terms with delta, and the reason if no epsilon exists.
+        dp_sgd: Private local steps. None if there are none.
+        examples: Number of training examples of all clients, for the default delta of one example.
+        stateful: Whether clients keep a state (see `epsilon`).
 
     >>> spent = running_epsilon(Mechanism(clip=1.0, noise_multiplier=10.0), clients=4)
     >>> [round(value, 2) for value in spent(100)[:2]], spent(0).epsilon
@@ -348,10 +378,12 @@ def running_epsilon(
 
     def planned(done: int) -> Ledger:
         if known > 1 and done > known:
-            raise ValueError(f"done={done!r}: the mechanism's schedule has {known} rounds")
-        return first_rounds(
-            planned_ledger(mechanism, clients, known if known > 1 else max(done, 1), dp_sgd), done
-        )
+            raise ValueError(
+                f"done must be at most {known}, the rounds of the mechanism's schedule, "
+                f"got {done!r}. Give fewer rounds."
+            )
+        length = known if known > 1 else max(done, 1)
+        return first_rounds(planned_ledger(mechanism, clients, length, dp_sgd), done)
 
     def client(ledger: Ledger, observer: Observer) -> dict[Accountant, float]:
         if not len(ledger.participants):
@@ -374,14 +406,20 @@ def running_epsilon(
         ledger = rounds if isinstance(rounds, Ledger) else planned(rounds)
         sums = client(ledger, "aggregate")
         upload = min(client(ledger, "upload").values()) if mechanism.clients_noisy else None
-        least = min([*sums.values(), *([] if upload is None else [upload])])
-        return Spent(least, sums["rdp"], upload, None if dp_sgd is None else example(ledger))
+        least = min(sums.values())
+        if upload is not None:
+            least = min(least, upload)
+        of_example = None if dp_sgd is None else example(ledger)
+        return Spent(least, sums["rdp"], upload, of_example)
 
     return spent
 
 
 def first_rounds(ledger: Ledger, done: int) -> Ledger:
-    """Return the first rounds of a ledger, whose arrays may stand for all rounds."""
+    """Return the first `done` rounds of a ledger.
+
+    Arrays that have one entry for all rounds stay as they are.
+    """
     rounds = len(ledger.participants)
 
     def part(leaf: np.ndarray) -> np.ndarray:
@@ -390,28 +428,32 @@ def first_rounds(ledger: Ledger, done: int) -> Ledger:
     fields: dict[str, Any] = {
         name: part(np.asarray(leaf)) for name, leaf in ledger._asdict().items() if name != "notes"
     }
-    return Ledger(**fields, notes={name: part(note) for name, note in ledger.notes.items()})
+    notes = {name: part(note) for name, note in ledger.notes.items()}
+    return Ledger(**fields, notes=notes)
 
 
 def no_epsilon(clients: int, reason: str) -> Epsilon:
-    """Infinite epsilon of unprotected clients."""
+    """Return the infinite epsilon of unprotected clients."""
     return Epsilon(math.inf, np.full(clients, math.inf), "none", reason)
 
 
 class Exposure(NamedTuple):
-    """What the sums of a planned run reveal of its most exposed client: so many times what one view reveals."""
+    """View of a planned run's most exposed client, against an observer of sums.
+
+    The run reveals the view `repeats` times.
+    """
 
     view: View
     repeats: int
 
     def scaled(self, factor: float) -> "Exposure":
-        """Return it with `factor` times the noise."""
+        """Return the exposure with `factor` times the noise."""
         return self._replace(view=self.view.scaled(factor))
 
     def epsilons(
         self, clients: int, delta: float, by: Sequence[Accountant] = BOTH
     ) -> dict[Accountant, Epsilon]:
-        """Return the epsilon by each accountant; every client counts as the most exposed one."""
+        """Return the epsilon by each accountant. Every client counts as the most exposed one."""
         found = _bounds([self.view], by, delta, self.view.multiplier.shape[1], self.repeats)
         return {
             accountant: worst._replace(per_client=np.broadcast_to(worst.value, clients))
@@ -428,22 +470,23 @@ def planned_exposure(
     separation: int | None = None,
     stateful: bool = False,
 ) -> Exposure:
-    """Return what a planned run reveals, by rounds, rates, and most participations and least gap of a client.
+    """Return what a planned run reveals of its most exposed client.
 
-    Rounds that are alike are accounted for once, so neither the number of clients nor that of rounds costs memory,
-    unless noise or weights follow a schedule, or noise is correlated.
+    Equal rounds are accounted for once, so neither the number of clients nor that of rounds costs
+    memory. They do if noise or weights follow a schedule, or if noise is correlated.
 
     Args:
-        mechanism: with its noise and its sampler.
-        clients: number of clients.
-        rounds: T.
-        participations: most rounds of a client, and
-        separation: fewest rounds from one to the next, as a server enforces them; None: those of the sampler.
-        stateful: clients keep a state, see `epsilon`.
+        mechanism: Mechanism with its noise and its sampler.
+        clients: Number of clients.
+        rounds: T, the number of rounds.
+        participations: Most rounds of a client, as a server enforces it. None leaves it to the
+            sampler.
+        separation: Fewest rounds from one participation of a client to its next, as a server
+            enforces it. None leaves it to the sampler.
+        stateful: Whether clients keep a state (see `epsilon`).
     """
-    mechanism = dataclasses.replace(
-        mechanism, sampling=limited(mechanism.sampling, rounds, participations, separation)
-    )
+    sampling = limited(mechanism.sampling, rounds, participations, separation)
+    mechanism = dataclasses.replace(mechanism, sampling=sampling)
     tables = mechanism.client_noise_table, mechanism.weight_table, mechanism.noise_multiplier_table
     length = max(len(table) for table in tables)
     if length not in (1, rounds):
@@ -455,8 +498,8 @@ def planned_exposure(
     repeats = -(-rounds // length)
     if participations is not None:
         repeats = min(repeats, participations)
-    view = accountants.worst_client(_of_states(view) if stateful else view)
-    return Exposure(view, repeats)
+    view = _of_states(view) if stateful else view
+    return Exposure(accountants.worst_client(view), repeats)
 
 
 @checked(epsilon=check_budget, delta=probability, shape=check_numbers)
@@ -474,27 +517,31 @@ def calibrate(
     participations: int | None = None,
     separation: int | None = None,
 ) -> float:
-    r"""Find the smallest noise multiplier z whose aggregate epsilon after `rounds` is at most `epsilon`.
+    r"""Return the smallest noise multiplier z whose epsilon for sums is at most `epsilon`.
 
     Args:
-        epsilon: target for the whole run; the result stays below it, by at most 0.1% where possible.
-        clients: number of clients.
-        rounds: T.
-        sampling: who takes part.
-        mechanism: the mechanism to calibrate, whose sampler replaces `sampling`; None: the Gaussian mechanism. Its
-            multiplier is not read.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld": the smallest valid bound, see `epsilon`; or "rdp", which needs more noise.
-        shape: relative noise by round `[T]`; the result is then a factor on it.
-        stateful: clients keep a state, see `epsilon`; without, fixed-size sampling may need less noise.
-        participations: k, the most rounds in which a client takes part, which the server of a deployment enforces;
-            None: as many as the sampler and `separation` allow.
-        separation: b, the fewest rounds from one participation of a client to its next, which the server enforces, if
-            the sampler does not keep them anyway; None: the sampler's.
+        epsilon: Target for the whole run. The result's epsilon stays below it, by at most 0.1% if
+            possible.
+        clients: Number of clients.
+        rounds: T, the number of rounds.
+        sampling: Rule that draws the participants of each round. The default draws all clients.
+        mechanism: Mechanism to calibrate, whose sampler replaces `sampling`. Its multiplier is not
+            read. None stands for the Gaussian mechanism.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
+        accountant: "pld" gives the smallest valid bound (see `epsilon`). "rdp" needs more noise.
+        shape: Relative noise by round `[T]`. The result is then a factor on it. None gives all
+            rounds the same noise.
+        stateful: Whether clients keep a state (see `epsilon`). If not, fixed-size sampling may need
+            less noise.
+        participations: k, the most rounds in which a client takes part, which the server of a
+            deployment enforces. None allows as many as the sampler and `separation` do.
+        separation: b, the fewest rounds from one participation of a client to its next, which the
+            server enforces if the sampler does not. None leaves it to the sampler.
 
-    Limits take the place of amplification by sampling (see `jaxfl.privacy.sampling.Limited`): the run is one Gaussian
-    of multiplier :math:`z / \sqrt{k}` with independent noise, and :math:`z / (\sqrt{k} \|c\|_2)` with a strategy c of
-    at most b bands (`jaxfl.privacy.mechanisms.correlated`).
+    Limits replace amplification by sampling (see `jaxfl.privacy.sampling.Limited`). With
+    independent noise the run is one Gaussian of multiplier :math:`z / \sqrt{k}`. With a strategy c
+    of at most b bands the multiplier is :math:`z / (\sqrt{k} \|c\|_2)`
+    (`jaxfl.privacy.mechanisms.correlated`).
 
     >>> round(calibrate(1.0, clients=20, rounds=100), 1)
     37.3
@@ -502,33 +549,41 @@ def calibrate(
     37.3
     """
     if shape is not None and len(shape) != rounds:
-        raise ValueError(f"shape={show(shape)}: give {rounds} numbers above 0, one per round")
+        raise ValueError(
+            f"shape must have one number above 0 per round, got {show(shape)} for {rounds} rounds. "
+            f"Give {rounds} numbers."
+        )
     scale = np.ones(1) if shape is None else np.asarray(shape, float)
     base = Mechanism(clip=1.0, sampling=sampling) if mechanism is None else mechanism
     if base.clients_noisy:
         raise ValueError(
-            f"mechanism={base!r}: its clients add noise; give one whose server does, or calibrate_upload"
+            f"mechanism must have no noise by its clients, got {base!r}. "
+            "Let the server add the noise, or use calibrate_upload."
         )
-    if (weighed := len(base.weight_table)) not in (1, rounds):
+    weighed = len(base.weight_table)
+    if weighed not in (1, rounds):
         raise ValueError(
-            f"mechanism.weights={show(base.weights)}, of {weighed} rounds: give one, or {rounds}"
+            f"mechanism.weights must cover 1 or {rounds} rounds, got {show(base.weights)} "
+            f"of {weighed} rounds. Give weights for each round, or the same ones for all."
         )
 
     def exposed(factor: float) -> Exposure:
         noise = tuple((factor * scale).tolist())
-        probe = dataclasses.replace(
-            base, clip=1.0, noise_multiplier=noise if len(noise) > 1 else noise[0]
-        )
+        multiplier = noise if len(noise) > 1 else noise[0]
+        probe = dataclasses.replace(base, clip=1.0, noise_multiplier=multiplier)
         limits: dict[str, Any] = {"participations": participations, "separation": separation}
         return planned_exposure(probe, clients, rounds, stateful=stateful, **limits)
 
     exposure = exposed(1.0)
     view = exposure.view
-    if accountants.trivial(view) or not np.allclose(
+    # Twice the noise must give twice the multipliers, else no factor on the noise can be found.
+    scales = not accountants.trivial(view) and np.allclose(
         exposed(2.0).view.multiplier, 2 * view.multiplier
-    ):
+    )
+    if not scales:
         raise ValueError(
-            f"mechanism={base!r}: its epsilon is not that of noise_multiplier ({view.silent})"
+            "mechanism must have an epsilon that follows from noise_multiplier, got "
+            f"{base!r} ({view.silent}). Give a mechanism whose noise_multiplier sets its noise."
         )
     return needed_noise(exposure, epsilon, failure_probability(delta, clients), accountant)
 
@@ -542,14 +597,16 @@ def calibrate_upload(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """Find the smallest client noise s (std over C) whose upload epsilon is at most `epsilon`.
+    """Return the smallest client noise s whose epsilon for uploads is at most `epsilon`.
+
+    The noise is a std over the clip bound.
 
     Args:
-        epsilon: target for the whole run, replace-one.
-        participations: most rounds in which a client uploads.
-        clients: their number, for the default delta; None: up to 10,000.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
-        accountant: "pld" (exact here), or "rdp", which needs more noise.
+        epsilon: Target for the whole run under replace-one adjacency.
+        participations: Most rounds in which a client uploads.
+        clients: Number of clients, for the default delta. None suits up to 10,000 clients.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
+        accountant: "pld", which is exact here, or "rdp", which needs more noise.
 
     >>> round(calibrate_upload(1.0, participations=100), 1)
     74.6
@@ -570,15 +627,16 @@ def calibrate_examples(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """Find the smallest noise multiplier of `DPSGD` whose epsilon is at most `epsilon`.
+    """Return the smallest noise multiplier of `DPSGD` whose epsilon is at most `epsilon`.
 
     Args:
-        epsilon: example-level target for the whole run, zero-out.
-        rate: probability that an example is in a batch.
-        steps: local steps per round.
-        participations: most rounds in which a client participates.
-        examples: training examples of all clients, for the default delta; None: up to 10,000.
-        delta: failure probability; None: min(1e-5, 1 / (10 examples)).
+        epsilon: Example-level target for the whole run under zero-out adjacency.
+        rate: Probability that an example is in a batch.
+        steps: Local steps per round.
+        participations: Most rounds in which a client participates.
+        examples: Number of training examples of all clients, for the default delta. None suits up
+            to 10,000 examples.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 examples)).
         accountant: "pld", or "rdp", which needs more noise.
 
     >>> round(calibrate_examples(7.05, rate=0.1, steps=10, participations=10), 2)
@@ -590,9 +648,10 @@ def calibrate_examples(
 
 
 def rough_noise(exposure: Exposure, target: float, delta: float) -> float:
-    """Return about the noise factor whose epsilon is the target: by RDP, with few orders.
+    """Return a noise factor whose epsilon is about the target, by RDP with few orders.
 
-    Where these prove no epsilon so small, whatever the noise, by the central limit.
+    These orders prove no epsilon below some bound, whatever the noise. For smaller targets the
+    central limit gives the factor.
     """
     view, repeats = exposure
     total = accountants.total_multiplier(view.multiplier.min(axis=1)) / math.sqrt(repeats)
@@ -616,20 +675,24 @@ def needed_noise(exposure: Exposure, target: float, delta: float, accountant: Ac
 
     noise = rough_noise(exposure, target, delta)
     if accountant == "pld" and view.hidden.any():
-        return _search(spent, target, _by_wide_grids(spent, target, noise), slack=3e-4)
+        closer = _by_wide_grids(spent, target, noise)
+        return _search(spent, target, closer, slack=3e-4)
     return _search(spent, target, noise)
 
 
 _MOST_ATTEMPTS = 60
+"""Most epsilons that a search computes."""
+
 _WIDE = 16.0
-"""Of the grids of losses on which noise is sought: an epsilon takes a tenth of the time."""
+"""Width of the grid of losses in searches. An epsilon takes a tenth of the usual time."""
 
 
 def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise: float) -> float:
-    """Return about the noise that spends the target.
+    """Return the noise that spends about the target.
 
-    What a grid adds to epsilon is proportional to its squared width, so two widths say what there is without. Where it
-    adds much, at very small budgets, the first guess is as good.
+    A grid adds to epsilon in proportion to its squared width, so two widths give the epsilon
+    without a grid. If the grid adds much, which happens at very small budgets, the first guess is
+    as good.
     """
     if spent(noise, _WIDE) > target:
         return noise
@@ -637,41 +700,52 @@ def _by_wide_grids(spent: Callable[[float, float], float], target: float, noise:
     value = spent(noise, _WIDE)
     half = spent(noise, _WIDE / 2)
     excess = value / (half - (value - half) / 3)
-    return _search(
-        lambda factor: spent(factor, _WIDE), target * excess * (1 - 1e-4), noise, slack=2e-4
-    )
+    aim = target * excess * (1 - 1e-4)
+    return _search(lambda factor: spent(factor, _WIDE), aim, noise, slack=2e-4)
 
 
 def _search(
     spent: Callable[[float], float], target: float, noise: float, slack: float = 5e-4
 ) -> float:
-    """Return noise near a first guess that spends the target, or less by a share of at most `slack`."""
-    low, above, high, below = (
-        0.0,
-        math.inf,
-        math.inf,
-        0.0,
-    )  # noise too small, its epsilon; enough, its epsilon
-    aim, attempt = target * (1 - 0.4 * slack), 0
+    """Return noise near a first guess that spends the target, or a little less.
+
+    Args:
+        spent: Function from noise to its epsilon.
+        target: Largest epsilon.
+        noise: First guess.
+        slack: Largest share of the target that may be left.
+    """
+    # Noise that is too small, and its epsilon above the target.
+    low = 0.0
+    above = math.inf
+    # Noise that is enough, and its epsilon, at most the target.
+    high = math.inf
+    below = 0.0
+    aim = target * (1 - 0.4 * slack)
+    attempt = 0
     while below < target * (1 - slack) and high > low * (1 + 2e-5) and attempt < _MOST_ATTEMPTS:
-        noise = float(
-            f"{noise:.6g}"
-        )  # processors differ in the last digits, and so would runs' folders
+        # Processors differ in the last digits, and so would the noise of equal runs.
+        noise = float(f"{noise:.6g}")
         value = spent(noise)
         if value > target:
-            low, above = noise, value
+            low = noise
+            above = value
         else:
-            high, below = noise, value
+            high = noise
+            below = value
         attempt += 1
-        if low == 0 or math.isinf(high):  # epsilon decays like a power of the noise
+        if low == 0 or math.isinf(high):
+            # Epsilon decays like a power of the noise.
             noise *= min(max((value / aim) ** 0.8, 0.25), 4.0)
-        else:  # log-linear interpolation, or bisection
+        else:
+            # Interpolate log-linearly, or bisect.
             interpolate = attempt % 4 and below > 0 and math.isfinite(above)
             part = math.log(aim / below) / math.log(above / below) if interpolate else 0.5
             noise = high * (low / high) ** min(max(part, 0.02), 0.98)
     if math.isinf(high):
         raise ValueError(
-            f"epsilon must be larger for this accountant, which proves no less than {above:.3g} with noise of "
-            f"{low:.3g}, got {target:.6g}. Give a larger epsilon, or the accountant 'pld'."
+            f"epsilon must be larger for this accountant, which proves no less than {above:.3g} "
+            f"with noise of {low:.3g}, got {target:.6g}. "
+            "Give a larger epsilon, or the accountant 'pld'."
         )
     return high

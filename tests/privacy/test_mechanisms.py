@@ -366,8 +366,8 @@ def test_update_and_bit_keep_their_bound_on_the_grid():
     ("mechanism", "message"),
     [
         (Median(clip=1.0), "takes neither noise nor weights"),
-        (PrivacyFilter(clip=1.0, client_noise=1.0, least_total=3.0), "clients add noise"),
-        (Mechanism(clip=1.0, communicates=False), "not that of noise_multiplier"),
+        (PrivacyFilter(clip=1.0, client_noise=1.0, least_total=3.0), "no noise by its clients"),
+        (Mechanism(clip=1.0, communicates=False), "follows from noise_multiplier"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(mechanism, message):

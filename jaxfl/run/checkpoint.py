@@ -1,4 +1,4 @@
-"""Checkpoints of a run: all that a later call needs to resume bit-identically, or to see that it must not."""
+"""Checkpoints of a run, which a later call resumes bit-identically, or finds to be of another run."""
 
 import contextlib
 import hashlib
@@ -21,52 +21,64 @@ from jaxfl.run.recorder import Plan
 from jaxfl.types import Tree
 
 _LOG = logging.getLogger("jaxfl")
-_MANIFEST, _STATE, _UNFINISHED = "manifest.json", "state", "unfinished"
+_MANIFEST = "manifest.json"
+_STATE = "state"
+_UNFINISHED = "unfinished"
+
 _PARTS = re.compile(r"state(\.orbax-checkpoint-tmp.*)?|manifest\.json(\.[0-9a-f]{16})?|fingerprint")
-"""Names in the folder of a checkpoint, also of one whose writer was killed, and of one of an earlier version."""
+"""Names in a checkpoint's folder, even if its writer was killed or was an earlier version."""
 
 _UNREADABLE = ("[", "]", "\\")
-"""Characters that the library for checkpoints takes for something else in a path."""
+"""Characters in a path that the library for checkpoints interprets in another way."""
 
 _ROUNDS = re.compile("[1-9][0-9]{0,17}")
-"""Names of checkpoints: after how many rounds they were made."""
+"""Names of checkpoints: the number of rounds after which they were made."""
 
 _SHOWN = 3
-"""Damaged checkpoints that a message names."""
+"""Number of damaged checkpoints that a message names."""
 
 _REMEDY = "Choose another folder, delete this one, or start over in it with resume='never'"
+"""Remedy of errors about a folder that cannot be resumed."""
 
 
 class Checkpoints:
-    """The newest two states of a run in one folder, written atomically, with a checksum of every file.
+    """The newest two states of a run in a folder, each written atomically with checksums of files.
 
     Args:
-        folder: for the checkpoints, inside the run's folder; made with the first one.
-        fingerprint: facts that must agree for a state to belong to this run (see `jaxfl.run.fingerprint`).
-        plan: of this run, which may have more rounds than that of a state.
+        folder: Folder of the checkpoints, inside the run's folder. The first one creates it.
+        fingerprint: Facts that must agree for a state to belong to this run (see
+            `jaxfl.run.fingerprint`).
+        plan: Plan of this run, which may have more rounds than the plan of a state.
     """
 
     def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: Plan) -> None:
-        self._folder, self._fingerprint = folder.absolute(), json.loads(json.dumps(fingerprint))
+        self._folder = folder.absolute()
+        self._fingerprint = json.loads(json.dumps(fingerprint))
         if unreadable := [part for part in self._folder.parts if set(_UNREADABLE) & set(part)]:
             raise ValueError(
-                f"folder must have a path without {' '.join(_UNREADABLE)}, from which checkpoints could not be read, "
-                f"got {unreadable[0]!r} in it. Choose another name."
+                f"folder must have a path without {' '.join(_UNREADABLE)}, because checkpoints "
+                f"could not be read from it, got {unreadable[0]!r}. Choose another name."
             )
         self._plan = plan
-        self._whole: int | None = None  # rounds of the newest state that is known to be intact
+        self._intact: int | None = None
+        """Rounds of the newest state that is known to be intact."""
 
     def save(self, rounds: int, state: Tree, made: Plan) -> None:
-        """Write the state after `rounds` rounds; a kill at any moment leaves the previous one intact.
+        """Write a state, so that a kill at any moment leaves the previous one intact.
 
-        `made` is the plan whose first evaluations were made: before the run was extended, perhaps others than now. Of a
-        plan without states, it is the last state, and others go.
+        Args:
+            rounds: Number of rounds after which the run has this state.
+            state: The state. Arrays may lie on several devices.
+            made: Plan by which the run made this state. A run that was extended may have another
+                plan now. If the plan keeps no client states, this state is the last one, and all
+                others are removed.
         """
-        if rounds == self._whole:
+        if rounds == self._intact:
             return
         first = jax.process_index() == 0
         attempt = self._start() if first else 0
-        attempt = int(processes.largest(attempt)[0])  # all wait for process 0
+        # The other processes wait here for process 0.
+        attempt = int(processes.largest(attempt)[0])
         unfinished = self._folder / _unfinished(attempt)
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
@@ -75,17 +87,19 @@ class Checkpoints:
                 "fingerprint": self._fingerprint,
                 "plan": self._plan._asdict(),
                 "made": made._asdict(),
+                "round": rounds,
+                "files": _sums(unfinished),
             }
-            content["round"] = rounds
-            content |= {"files": _sums(unfinished)}
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             own = self._folder / str(rounds)
-            _remove(own)  # a damaged one
+            # A damaged checkpoint may have the name.
+            _remove(own)
             _check_own(own)
             unfinished.rename(own)
-            for other in {*self._steps()} - {rounds, self._whole if made.states else rounds}:
+            previous = self._intact if made.states else rounds
+            for other in {*self._steps()} - {rounds, previous}:
                 _remove(self._folder / str(other))
-        self._whole = rounds
+        self._intact = rounds
 
     def _start(self) -> int:
         """Make the folder of an unfinished state, and return the number in its name."""
@@ -98,12 +112,19 @@ class Checkpoints:
         return attempt
 
     def restore(self, like: Callable[[Plan], Tree], take: Callable[[int, Tree, Plan], None]) -> int:
-        """Hand the newest intact state to `take`, with its rounds and plan; return its rounds, 0 if there is none.
+        """Pass the newest intact state to `take`, and return the number of its rounds.
 
-        The state is on the devices of `like(plan)`. `take` may refuse it as damaged; then the previous one is tried.
+        Args:
+            like: Function from a plan to arrays with the shapes and devices of its state.
+            take: Function of the rounds, the state and its plan. If it raises a `DamagedError`, the
+                previous state follows.
+
+        Returns:
+            The number of rounds, or 0 if the folder holds no checkpoint.
 
         Raises:
-            ValueError: the folder holds another run, or no intact checkpoint, or is not the same for all processes.
+            ValueError: The folder holds another run, or no intact checkpoint, or differs between
+                processes.
         """
         self._check_same()
         damaged: list[str] = []
@@ -114,24 +135,24 @@ class Checkpoints:
                 damaged.append(f"the checkpoint of round {rounds}: {error}")
                 continue
             if damaged:
-                text = (
-                    "%s holds damaged checkpoints, which are not used: %s. Resuming from round %d"
-                )
+                text = "Ignoring damaged checkpoints in %s (%s). Resuming from round %d"
                 _LOG.warning(text, self._run, _listed(damaged), rounds)
-            self._whole = rounds
+            self._intact = rounds
             return rounds
         if damaged:
-            text = f"folder={self._run!r} holds no checkpoint that is whole ({_listed(damaged)})"
-            raise ValueError(f"{text}. {_REMEDY}, or put the files back")
+            raise ValueError(
+                f"folder must hold an intact checkpoint, got {self._run!r}, whose checkpoints are "
+                f"damaged ({_listed(damaged)}). {_REMEDY}, or put the files back."
+            )
         return 0
 
     def newest(self) -> str:
-        """Path of the newest state that is not known to be damaged, if any."""
-        steps = self._steps() if self._whole is None else [self._whole]
+        """Return the path of the newest state that is not known to be damaged, or "none"."""
+        steps = self._steps() if self._intact is None else [self._intact]
         return str(self._folder / str(steps[-1])) if steps else "none"
 
     def ends(self, rounds: int) -> bool:
-        """Whether the newest state is that after `rounds` rounds."""
+        """Return whether the newest state is the one after `rounds` rounds."""
         return self._steps()[-1:] == [rounds]
 
     def clear(self) -> None:
@@ -139,73 +160,90 @@ class Checkpoints:
         if jax.process_index() == 0:
             for path in (self._folder / _unfinished(1), *checkpoints(self._folder)):
                 _remove(path)
-            with contextlib.suppress(OSError):  # it is missing, or holds other files
+            # The folder may be missing, or may hold other files.
+            with contextlib.suppress(OSError):
                 self._folder.rmdir()
         processes.largest(0)
 
     @property
     def _run(self) -> str:
+        """Path of the run's folder, for messages."""
         return str(self._folder.parent)
 
     def _steps(self) -> list[int]:
         return [int(path.name) for path in checkpoints(self._folder)]
 
     def _check_same(self) -> None:
-        """Require that all processes see one folder, and belong to one run."""
+        """Require that all processes share one folder, and belong to one run."""
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
-        digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)  # 24 bits, exact in float32
+        # float32 represents 24 bits exactly.
+        digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)
         most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(
-                f"folder={self._run!r} differs by process: give one that all of them share"
+                f"folder must be the same for all processes, got {self._run!r} with other "
+                "checkpoints on some of them. Give a folder that all of them share."
             )
         if most_digest != -least_digest:
             raise ValueError(
-                "processes were started with arguments or data that differ: start all with the same"
+                "processes must be one run, got arguments or data that differ. "
+                "Start all of them with the same."
             )
 
     def _read(self, rounds: int, shapes: Callable[[Plan], Tree]) -> tuple[Tree, Plan]:
-        """An intact state of this run, and the plan that it was made by."""
-        folder, content, made, problem = self._folder / str(rounds), {}, self._plan, None
+        """Return an intact state of this run, and the plan by which the run made it."""
+        folder = self._folder / str(rounds)
+        made = self._plan
+        problem = None
         try:
             content = _manifest(folder, self._fingerprint.get("format"))
             if content["round"] != rounds:
                 raise DamagedError(f"it was made after round {content['round']}")
-            planned, made = [Plan(**content["plan"]), self._plan], Plan(**content["made"])
-            extends = planned[0].rounds < self._plan.rounds
-            facts = [
-                own | ({} if extends else {"rounds": plan.rounds, "evaluations": plan.evaluations})
-                for own, plan in zip([content["fingerprint"], self._fingerprint], planned)
-            ]
-            if differing := "; ".join(differences(*facts)):
-                text = f"folder={self._run!r} holds another run. What differs: {differing}"
-                raise ValueError(f"{text}. {_resumable(*facts) or _REMEDY}")
+            planned = Plan(**content["plan"])
+            made = Plan(**content["made"])
+            extends = planned.rounds < self._plan.rounds
+            stored = content["fingerprint"]
+            current = self._fingerprint
+            if not extends:
+                stored = stored | _lengths(planned)
+                current = current | _lengths(self._plan)
+            if differing := "; ".join(differences(stored, current)):
+                raise ValueError(
+                    f"folder must be free or hold this run, got {self._run!r}, which holds another "
+                    f"run. What differs: {differing}. {_resumable(stored, current) or _REMEDY}."
+                )
             if not made.states and (extends or self._plan.states):
-                text = f"folder={self._run!r} holds a run of {rounds} rounds whose clients' states were not kept"
-                raise ValueError(f"{text}: it can only be read, with keep_states=False. {_REMEDY}")
+                raise ValueError(
+                    f"folder must hold client states, got {self._run!r}, whose run of {rounds} "
+                    "rounds did not keep them. Set keep_states=False and the same rounds to read "
+                    f"it. {_REMEDY}."
+                )
             if jax.process_index() == 0:
                 _check_files(folder, content["files"])
         except DamagedError as error:
             problem = error
         if processes.largest(problem is not None)[0]:
-            raise problem or DamagedError("process 0 says in what way")
+            raise problem or DamagedError("see the error on process 0")
         like = shapes(made)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
         try:
             with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
                 state = reader.restore(folder / _STATE, args=ocp.args.StandardRestore(target))
-        except (
-            Exception
-        ) as error:  # whatever Orbax, which the fingerprint does not cover, cannot read
+        except Exception as error:
+            # The fingerprint does not cover Orbax, another version of which may raise anything.
             cause = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             raise DamagedError(f"it cannot be read ({cause})") from error
-        return jax.tree.unflatten(
-            jax.tree.structure(like), [state[name] for name in _by_name(like)]
-        ), made
+        leaves = [state[name] for name in _by_name(like)]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), made
+
+
+def _lengths(plan: Plan) -> Facts:
+    """Return the facts of a plan, which may differ only if a run is extended."""
+    return {"rounds": plan.rounds, "evaluations": plan.evaluations}
 
 
 def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of checkpoints in a folder, the newest last. Links and other names are left out."""
+    """Return the folders of checkpoints in a folder, the newest last, without links."""
     if kind(folder) != "a folder":
         return []
     found = [
@@ -217,45 +255,58 @@ def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _unfinished(attempt: int) -> str:
-    """Return a name for a state that is being written; the first one that is free of foreign files is taken."""
+    """Return the name of an unfinished state. Further attempts avoid names of foreign files."""
     return _UNFINISHED if attempt == 1 else f"{_UNFINISHED}-{attempt}"
 
 
 def _is_ours(path: pathlib.Path) -> bool:
-    """Return whether nothing has this name, or a folder that holds nothing but the parts of a checkpoint."""
+    """Return whether the name is free, or belongs to a folder with only parts of a checkpoint."""
     found = kind(path)
-    return found is None or (
-        found == "a folder" and all(_PARTS.fullmatch(part.name) for part in path.iterdir())
-    )
+    if found is None:
+        return True
+    if found != "a folder":
+        return False
+    return all(_PARTS.fullmatch(part.name) for part in path.iterdir())
 
 
 def _check_own(path: pathlib.Path) -> None:
-    """Require that a name of checkpoints is free, or that of a checkpoint."""
+    """Require that a path is free, or that a run wrote a checkpoint there."""
     if not _is_ours(path):
         raise ValueError(
-            f"{str(path)!r} must be a checkpoint, and no run wrote it. Move it, then run again."
+            f"{str(path)!r} must be a checkpoint, got {kind(path)} that no run wrote. "
+            "Move it, then run again."
         )
 
 
 def _remove(path: pathlib.Path) -> None:
-    """Remove a checkpoint. What no run wrote stays, such as links, and folders that hold anything else."""
+    """Remove a checkpoint, but no link, and no folder that holds anything else."""
     if kind(path) is not None and _is_ours(path):
         shutil.rmtree(path)
 
 
 def _resumable(stored: Facts, current: Facts) -> str:
     """Return the remedy that keeps the stored run, if there is one."""
-    kept = remedy(stored, current)
-    return f"{kept}. For a new run, choose another folder" if kept else ""
+    to_resume = remedy(stored, current)
+    return f"{to_resume}. For a new run, choose another folder" if to_resume else ""
 
 
 def _listed(damaged: list[str]) -> str:
+    """Return the first few damaged checkpoints, and the number of the others, as text."""
     rest = [f"and {len(damaged) - _SHOWN} more"] if len(damaged) > _SHOWN else []
     return "; ".join(damaged[:_SHOWN] + rest)
 
 
 def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
-    """Return what a folder's manifest holds, where its facts are of this format (see `fingerprint.FORMAT`)."""
+    """Return the content of a folder's manifest.
+
+    Args:
+        folder: Folder of the checkpoint.
+        layout: Format that the facts must have (see `fingerprint.FORMAT`).
+
+    Raises:
+        ValueError: An older version of jaxfl wrote the manifest.
+        DamagedError: The manifest is missing or damaged.
+    """
     path = folder / _MANIFEST
     content: Facts = {}
     with contextlib.suppress(
@@ -267,11 +318,10 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
     if {"plan", "round"} <= content.keys() and content["fingerprint"].get("format") == layout:
         return content
     if content or (kind(path) is None and (folder / "fingerprint").is_dir()):
-        run = str(folder.parent.parent)
-        text = (
-            f"folder={run!r} holds a run of an older version of jaxfl, which this one does not read"
+        raise ValueError(
+            f"folder must hold a run of this version of jaxfl, got {str(folder.parent.parent)!r} "
+            f"with a run of an older version of jaxfl. {_REMEDY}."
         )
-        raise ValueError(f"{text}. {_REMEDY}")
     raise DamagedError(f"{_MANIFEST} is {'missing' if kind(path) is None else 'damaged'}")
 
 
@@ -286,7 +336,7 @@ def _check_files(folder: pathlib.Path, sums: dict[str, str]) -> None:
 
 
 def _sums(folder: pathlib.Path) -> dict[str, str]:
-    """Hashes of all files but the manifest, by path."""
+    """Return hashes of all files except the manifest, by path."""
     sums = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -301,7 +351,6 @@ def _of_json(value: Any) -> str:
 
 
 def _by_name(tree: Tree) -> dict[str, Any]:
-    """Leaves by path: a flat dict survives empty tuples and NamedTuples unchanged."""
-    return {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    """Return leaves by path, because Orbax restores a flat dict unchanged, but no empty tuples."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

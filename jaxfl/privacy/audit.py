@@ -1,24 +1,29 @@
-r"""Empirical lower bounds on epsilon: in the run, an attacker guesses from the releases which canaries are in.
+r"""Empirical lower bounds on epsilon: an attacker guesses from the releases which canaries are in.
 
-k canaries are extra clients. A coin decides which of them are in; those participate by the run's sampler, each with the
-longest update the mechanism admits, :math:`C u_j`, along nearly orthogonal directions
+k canaries are extra clients. A coin decides which of them are in. Those participate by the run's
+sampler, each with the longest update that the mechanism admits, :math:`C u_j`, along nearly
+orthogonal directions
 
-.. math:: u_j = D \, (h_j, h_j, \dots) / \sqrt{d}
+.. math:: u_j = D \, (h_j, h_j, \dots) / \sqrt{d}.
 
-for the columns h of a Hadamard matrix of :math:`K \ge k` rows, repeated over the d coordinates, and random signs D that
-only the auditor knows. :math:`|\langle u_i, u_j \rangle| \le K / 2d`. No array has size k d: the canaries' sum, and all
-scores :math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
+The columns h of a Hadamard matrix of :math:`K \ge k` rows are repeated over the d coordinates. Only
+the auditor knows the random signs D. :math:`|\langle u_i, u_j \rangle| \le K / 2d`. No array has
+size k d: the canaries' sum, and all scores
+:math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
 
-The attacker sees every released sum. It scores a canary over all rounds by the sum of x, the maximum of x, and the sum
-of the log-likelihood ratios :math:`\log(1 - q + q e^{(x - 1/2) / z^2})` under the stated noise. The scores of canaries
-in and out yield a lower bound on epsilon at 95% confidence (Steinke, Nasr, Jagielski, Privacy Auditing with One
-Training Run, NeurIPS 2023; Mahloujifar, Melis, Chaudhuri, Auditing f-Differential Privacy in One Run, 2024), and a
-Gaussian estimate (Andrew et al., One-shot Empirical Privacy Estimation for Federated Learning, ICLR 2024).
+The attacker sees every released sum. It scores a canary over all rounds by the sum of x, by the
+maximum of x, and by the sum of the log-likelihood ratios
+:math:`\log(1 - q + q e^{(x - 1/2) / z^2})` under the stated noise. The scores of canaries in and
+out yield a lower bound on epsilon at 95% confidence (Steinke, Nasr, Jagielski, Privacy Auditing
+with One Training Run, NeurIPS 2023; Mahloujifar, Melis, Chaudhuri, Auditing f-Differential Privacy
+in One Run, 2024). They also yield a Gaussian estimate (Andrew et al., One-shot Empirical Privacy
+Estimation for Federated Learning, ICLR 2024).
 
-Who sees the final model alone scores by :math:`\langle u_j, \theta_T - \theta_0 \rangle`, the sum again if the server
-adds aggregates up, and another number under an adaptive optimizer. It has bounds of its own beside the others.
+An attacker that has the final model alone scores by
+:math:`\langle u_j, \theta_T - \theta_0 \rangle`. This is the sum again if the server adds
+aggregates up, and another number under an adaptive optimizer. It has separate bounds.
 
-A bound above the stated epsilon refutes the statement; one below it proves nothing.
+A bound above the stated epsilon refutes the statement. A bound below it proves nothing.
 """
 
 import dataclasses
@@ -45,41 +50,52 @@ from jaxfl.privacy.sums import add, widen
 from jaxfl.types import Ledger, Message, Number, Tree
 
 _CONFIDENCE = 0.95
+"""Confidence of the lower bounds."""
+
 _CONFIDENCE_OF_HINTS = 0.99
+"""Confidence of the least plausible estimate."""
+
 _SCORES = ("likelihood", "sum", "most")
+"""Fields of `Scores` that hold the scores of all releases."""
 
 
 @checked(count=functools.partial(check_count, least=16))
 @dataclasses.dataclass(frozen=True)
 class Canaries:
-    """Argument `audit` of `simulate`. Where clients bring the noise, cohorts must be fixed in size, without a filter.
+    """Canaries of an audit, for the argument `audit` of `simulate`.
+
+    If clients add the noise, cohorts must be fixed in size, and the mechanism must have no filter.
 
     Args:
-        count: k, at least 16: of fewer, all may be in, or none. The provable bound grows like log k; the disturbance
-            grows too: a round's sum has about k q / 2 canaries of norm C each.
+        count: k, the number of canaries, at least 16, because smaller samples may all be in, or all
+            out. The provable bound grows like log k. The disturbance grows too: a round's sum has
+            about k q / 2 canaries of norm C each.
     """
 
     count: int = 1000
 
 
 class Scores(NamedTuple):
-    """The auditor's memory beside the mechanism's."""
+    """Memory of the auditor, in addition to the mechanism's."""
 
     mechanism: Tree
     secret: UInt32[Array, "2"]
     """Seed of the signs."""
     taken: Bool[Array, "k"]
-    """Which are in."""
+    """Whether each canary is in."""
     likelihood: Float[Array, "k"]
+    """Sum of the log-likelihood ratios of each canary."""
     sum: Float[Array, "k"]
+    """Sum of the x of each canary."""
     most: Float[Array, "k"]
+    """Maximum of the x of each canary."""
     final: Float[np.ndarray, "k"] | None = None
-    """Of the final model, once the run has ended, if the server's state holds one."""
+    """Score by the final model, after a run whose server state holds one. None before that."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Audited(Mechanism):
-    """A mechanism with canaries in its sums; clients and their guarantee are unaffected."""
+    """Mechanism with canaries in its sums. Clients and their guarantee are unaffected."""
 
     mechanism: Mechanism = dataclasses.field(default_factory=Mechanism)
     canaries: Canaries = Canaries()
@@ -88,12 +104,12 @@ class Audited(Mechanism):
         """Draw membership and signs."""
         canary_key = single(derive(key, CANARY))
         zeros = jnp.zeros(self.canaries.count)
+        sign_key = jax.random.fold_in(canary_key, 0)
+        member_key = jax.random.fold_in(canary_key, 1)
         return Scores(
             mechanism=self.mechanism.init(key, update, clients),
-            secret=jax.random.bits(jax.random.fold_in(canary_key, 0), (2,), jnp.uint32),
-            taken=jax.random.bernoulli(
-                jax.random.fold_in(canary_key, 1), 0.5, (self.canaries.count,)
-            ),
+            secret=jax.random.bits(sign_key, (2,), jnp.uint32),
+            taken=jax.random.bernoulli(member_key, 0.5, (self.canaries.count,)),
             likelihood=zeros,
             sum=zeros,
             most=zeros - math.inf,
@@ -102,18 +118,18 @@ class Audited(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Scores, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """The mechanism's cohort, and the canaries'."""
+        """Draw the mechanism's cohort, and the cohort of canaries."""
         cohort = self.mechanism.draw(key, memory.mechanism, index, clients)
         canary_key = single(derive(key, index // self.sampling.period, CANARY))
         beside = self.sampling.beside(canary_key, clients, self.canaries.count, index)
         return cohort._replace(carried=(cohort.carried, beside))
 
     def contribution_bound(self, memory: Scores) -> Number:
-        """Delegate."""
+        """Return the inner mechanism's bound."""
         return self.mechanism.contribution_bound(memory.mechanism)
 
     def bound(self, memory: Scores, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """Delegate."""
+        """Bound the update by the inner mechanism."""
         return self.mechanism.bound(memory.mechanism, update)
 
     def contribute(
@@ -124,17 +140,17 @@ class Audited(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
-        """Delegate."""
+        """Return the contribution and the row of the inner mechanism."""
         return self.mechanism.contribute(key, memory.mechanism, client, sent, norm)
 
     def unit(self, memory: Scores, numbers: Any) -> Float[Array, ""]:
-        """Delegate."""
+        """Return the inner mechanism's unit."""
         return self.mechanism.unit(memory.mechanism, numbers)
 
     def in_units(
         self, memory: Scores, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
     ) -> Tree:
-        """Delegate."""
+        """Convert the contribution to units by the inner mechanism."""
         return self.mechanism.in_units(memory.mechanism, contribution, norm, scale)
 
     def aggregate(
@@ -142,29 +158,28 @@ class Audited(Mechanism):
     ) -> tuple[Tree, Float[Array, ""], Tree]:
         """Add the canaries to the sum, and score them by its aggregate."""
         carried, (drawn, rate) = cohort.carried
-        cohort, inner, numbers = cohort._replace(carried=carried), self.mechanism, cohort.numbers
+        cohort = cohort._replace(carried=carried)
+        numbers = cohort.numbers
+        inner = self.mechanism
         shapes = jax.eval_shape(
             lambda: inner.aggregate(key, memory.mechanism, cohort, total, mesh)[0]
         )
-        blank, unravel = ravel_pytree(
-            jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        )
-        size, weight = blank.size, jnp.max(numbers.weights)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        blank, unravel = ravel_pytree(zeros)
+        size = blank.size
+        weight = jnp.max(numbers.weights)
         signs = _signs(memory.secret, size)
         length = inner.bound(memory.mechanism, unravel(blank))[2]
         present = memory.taken & drawn
-        directions = (
-            jnp.zeros(_rows(self.canaries.count))
-            .at[: len(present)]
-            .set(present.astype(jnp.float32))
-        )
+        directions = jnp.zeros(_rows(self.canaries.count))
+        directions = directions.at[: len(present)].set(present.astype(jnp.float32))
         canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
         scale = weight / inner.unit(memory.mechanism, numbers)
-        if self.noise == "grid":  # rounding may lengthen an update by so much
+        if self.noise == "grid":
+            # Rounding may lengthen an update, so canaries leave room for it.
             scale *= jnp.maximum(0.0, 1 - (size**0.5 + 1) / (length * scale))
-        joined = inner.insert(
-            memory.mechanism, unravel(canary_sum), jnp.sum(present.astype(jnp.float32))
-        )
+        count = jnp.sum(present.astype(jnp.float32))
+        joined = inner.insert(memory.mechanism, unravel(canary_sum), count)
         joined = jax.tree.map(lambda leaf: leaf * scale, joined)
         if self.exact:
             joined = widen(joined)
@@ -179,70 +194,77 @@ class Audited(Mechanism):
         )
         z = jnp.maximum(jnp.sqrt(std**2 + total.variance) / weight, 1e-3)
         likelihood = jnp.logaddexp(jnp.log1p(-rate), jnp.log(rate) + (x - 0.5) / z**2)
-        return (
-            released,
-            std,
-            memory._replace(
-                mechanism=inner_memory,
-                likelihood=memory.likelihood + jnp.where(rate > 0, likelihood, 0.0),
-                sum=memory.sum + x,
-                most=jnp.maximum(memory.most, x),
-            ),
+        memory = memory._replace(
+            mechanism=inner_memory,
+            likelihood=memory.likelihood + jnp.where(rate > 0, likelihood, 0.0),
+            sum=memory.sum + x,
+            most=jnp.maximum(memory.most, x),
         )
+        return released, std, memory
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """Delegate."""
+        """Return the inner mechanism's planned ledger."""
         return self.mechanism.planned(clients, rounds)
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """Delegate."""
+        """Return the inner mechanism's view."""
         return self.mechanism.view(ledger, observer, replaced=replaced, one_round=one_round)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Delegate."""
+        """Return the inner mechanism's sentences."""
         return self.mechanism.describe(ledger)
 
 
 @checked()
 def audited(mechanism: Mechanism, canaries: Canaries) -> Audited:
-    """The mechanism with canaries.
+    """Return the mechanism with canaries in its sums.
+
+    Args:
+        mechanism: Mechanism that clips updates.
+        canaries: Canaries of the audit.
 
     Raises:
-        ValueError: there is nothing to audit, or the extra `[audit]` is missing.
+        ValueError: There is nothing to audit, or the extra `[audit]` is missing.
     """
     _auditor()
     if not mechanism.communicates or (not traced(mechanism.clip) and math.isinf(mechanism.clip)):
         raise ValueError(
-            f"audit with mechanism={mechanism!r}: updates are not clipped; give a clip, or leave it out"
+            f"audit must have a mechanism that clips updates, got mechanism={mechanism!r}. "
+            "Give a clip, or leave audit out."
         )
     if not mechanism.covers_canaries:
         raise ValueError(
-            f"audit with mechanism={mechanism!r}: canaries bring no noise, and cohorts may bring less than a client "
-            "counts on, its own; give a sampler of fixed cohorts without a filter, or leave it out"
+            "audit must have cohorts of a fixed size and no filter if clients add the noise, "
+            f"got mechanism={mechanism!r}. Canaries add no noise, so a random cohort could fall "
+            "short of the noise that accounting assumes. Give a sampler of fixed cohorts, "
+            "or leave audit out."
         )
     shared = {field.name: getattr(mechanism, field.name) for field in dataclasses.fields(Mechanism)}
     return Audited(**shared, mechanism=mechanism, canaries=canaries)
 
 
 def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
-    r"""Lower bounds on epsilon at 95% confidence, an estimate, and the attacks' accuracy.
+    r"""Return lower bounds on epsilon at 95% confidence, an estimate, and the attacks' accuracy.
 
-    `at_least` is the largest over two theorems and the three scores of all releases, each at a sixth of the
-    significance level. The bounds by the final model alone, at the same level, are not in it: under a plain server it
-    is the sum over again. The estimate is of the sum.
+    `at_least` is the largest bound over two theorems and the three scores of all releases, each at
+    a sixth of the significance level. It leaves out the bounds by the final model alone, which have
+    the same level: under a plain server they are those of the sum again. The estimate is that of
+    the sum.
 
-    The estimate is the epsilon of one Gaussian whose means are as far apart as those of the scores, in their standard
-    deviations d. With n scores of canaries in and m of canaries out, d has a standard error of
-    :math:`\sqrt{1/n + 1/m + d^2 / 2(n + m - 2)}`. `estimate_at_least` is the epsilon at d less 2.33 standard errors.
-    It exceeds the true one in 1 of 100 honest runs, and a statement whose epsilon it exceeds says so.
+    The estimate is the epsilon of one Gaussian whose means are as far apart as the means of the
+    scores. This distance d is in standard deviations of the scores. With n scores of canaries in
+    and m of canaries out, d has a standard error of :math:`\sqrt{1/n + 1/m + d^2 / 2(n + m - 2)}`.
+    `estimate_at_least` is the epsilon at d less 2.33 standard errors. It exceeds the true epsilon
+    in 1 of 100 honest runs. A statement whose epsilon it exceeds says so.
 
     Args:
-        scores: the memory after the last round, on the host.
-        delta: of the bounded epsilon.
+        scores: Memory after the last round, on the host.
+        delta: Failure probability of the bounded epsilon.
     """
-    auditor, taken = _auditor(), np.asarray(scores.taken)
+    auditor = _auditor()
+    taken = np.asarray(scores.taken)
     significance = (1 - _CONFIDENCE) / 6
     bounds: dict[str, dict[str, float]] = {}
     for name in _names(scores):
@@ -254,9 +276,10 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
             "auc": float(attack.attack_auroc()),
         }
     theorems = ("one_run", "one_run_fdp")
-    value, by = max(
+    found = [
         (bounds[name][theorem], f"{theorem} of {name}") for name in _SCORES for theorem in theorems
-    )
+    ]
+    value, by = max(found)
     sums = np.asarray(scores.sum, np.float64)
     distance, least_distance = _distances(sums[taken], sums[~taken])
     return {
@@ -275,35 +298,43 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
 def _distances(
     inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]
 ) -> tuple[float, float]:
-    """Return how many stds the scores' means are apart, and the least plausible number (see `audit_report`)."""
+    """Return how many stds the means of the scores are apart, and the least plausible distance.
+
+    `audit_report` has the formula of its standard error.
+    """
     spread = math.sqrt((inside.var(ddof=1) + outside.var(ddof=1)) / 2)
     if not spread:
         return math.inf, math.inf
     distance = float(inside.mean() - outside.mean()) / spread
-    variance = (
-        1 / len(inside) + 1 / len(outside) + distance**2 / (2 * (len(inside) + len(outside) - 2))
-    )
-    least = distance - statistics.NormalDist().inv_cdf(_CONFIDENCE_OF_HINTS) * math.sqrt(variance)
-    return distance, least
+    n = len(inside)
+    m = len(outside)
+    variance = 1 / n + 1 / m + distance**2 / (2 * (n + m - 2))
+    errors = statistics.NormalDist().inv_cdf(_CONFIDENCE_OF_HINTS)
+    return distance, distance - errors * math.sqrt(variance)
 
 
 def _of_gaussian(distance: float, delta: float) -> float:
-    """Return the epsilon of a Gaussian whose means are so many stds apart."""
-    return float(dp_accounting.get_epsilon_gaussian(1 / distance, delta)) if distance > 0 else 0.0
+    """Return the epsilon of a Gaussian whose means are this many stds apart."""
+    if distance > 0:
+        return float(dp_accounting.get_epsilon_gaussian(1 / distance, delta))
+    return 0.0
 
 
 def unaudited(memory: Tree) -> Tree:
-    """The inner mechanism's memory."""
+    """Return the inner mechanism's memory."""
     return memory.mechanism if isinstance(memory, Scores) else memory
 
 
 def told(scores: Scores) -> dict[str, np.ndarray]:
-    """Arrays for a file: membership and scores."""
+    """Return membership and scores as arrays for a file."""
     return {name: np.asarray(getattr(scores, name)) for name in ("taken", *_names(scores))}
 
 
 def model_in(server: Tree, update: Tree) -> Float[np.ndarray, "d"] | None:
-    """The model in a server's state, flat: its first part with the structure and the shapes of an update, if any."""
+    """Return the flat model in a server's state, or None if the state holds none.
+
+    The model is the first part with the structure and the shapes of an update.
+    """
     kind = jax.tree.map(np.shape, update)
 
     def fits(part: Tree) -> bool:
@@ -317,11 +348,19 @@ def model_in(server: Tree, update: Tree) -> Float[np.ndarray, "d"] | None:
 def with_final(
     scores: Scores, first: Float[np.ndarray, "d"] | None, last: Float[np.ndarray, "d"] | None
 ) -> Scores:
-    """The scores with those of the final model, from the first and the last; without models there are none."""
+    """Return the scores, with those of the final model if there is one.
+
+    Args:
+        scores: Scores of all releases.
+        first: Flat model before the first round. None if the server's state holds none.
+        last: Flat model after the last round. None if the server's state holds none.
+    """
     if first is None or last is None:
         return scores
-    count, size = len(scores.taken), len(first)
-    seen = _fold(_signs(jnp.asarray(scores.secret), size) * jnp.asarray(last - first), _rows(count))
+    count = len(scores.taken)
+    size = len(first)
+    signs = _signs(jnp.asarray(scores.secret), size)
+    seen = _fold(signs * jnp.asarray(last - first), _rows(count))
     return scores._replace(final=np.asarray(_hadamard(seen)[:count] * size**-0.5))
 
 
@@ -333,19 +372,20 @@ def _auditor() -> Any:
     try:
         from jax_privacy import auditing
     except ImportError:
-        raise ValueError("audit needs jax-privacy: pip install 'jaxfl[audit]'") from None
+        raise ValueError(
+            "audit needs the package jax-privacy. Run pip install 'jaxfl[audit]'."
+        ) from None
     return auditing
 
 
 def _rows(count: int) -> int:
-    """K, a power of two."""
+    """Return K, the smallest power of two that is at least `count`, and at least 2."""
     return 1 << max(count - 1, 1).bit_length()
 
 
 def _signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
-    bits = jax.random.bits(
-        jax.random.wrap_key_data(secret, impl="threefry2x32"), (-(-size // 32),), jnp.uint32
-    )
+    key = jax.random.wrap_key_data(secret, impl="threefry2x32")
+    bits = jax.random.bits(key, (-(-size // 32),), jnp.uint32)
     spread = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1
     return 1.0 - 2.0 * spread.reshape(-1)[:size].astype(jnp.float32)
 
@@ -355,17 +395,18 @@ def _repeat(block: Float[Array, "K"], size: int) -> Float[Array, "d"]:
 
 
 def _fold(flat: Float[Array, "d"], rows: int) -> Float[Array, "K"]:
-    """Sum of the blocks of K."""
-    return jnp.sum(jnp.pad(flat, (0, -len(flat) % rows)).reshape(-1, rows), axis=0)
+    """Return the sum of the blocks of K coordinates."""
+    padded = jnp.pad(flat, (0, -len(flat) % rows))
+    return jnp.sum(padded.reshape(-1, rows), axis=0)
 
 
 def _hadamard(values: Float[Array, "K"]) -> Float[Array, "K"]:
-    """The unnormalised Walsh-Hadamard transform."""
+    """Return the unnormalised Walsh-Hadamard transform."""
     half = 1
     while half < len(values):
         pairs = values.reshape(-1, 2, half)
-        values = jnp.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1).reshape(
-            -1
-        )
+        sums = pairs[:, 0] + pairs[:, 1]
+        differences = pairs[:, 0] - pairs[:, 1]
+        values = jnp.stack([sums, differences], axis=1).reshape(-1)
         half *= 2
     return values

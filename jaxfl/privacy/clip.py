@@ -1,4 +1,4 @@
-"""Clipping by the norm of the whole update, also with rounding to integers."""
+"""Clipping by the norm of a client's update, also with rounding to integers."""
 
 import math
 
@@ -16,11 +16,12 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
     r"""Scale an update to L2 norm at most C: :math:`v \min(1, C / \|v\|_2)`, and 0 stays 0.
 
     Args:
-        update: any pytree; the norm is joint over all of it.
-        bound: C; infinity leaves the update unchanged.
+        update: Any pytree. The norm is joint over all of its leaves.
+        bound: C. Infinity leaves the update unchanged.
 
     Returns:
-        The clipped update and its norm before clipping, in single precision whatever the update's dtypes.
+        The clipped update and its norm before clipping, in single precision whatever the update's
+        dtypes.
 
     >>> clip({"w": jnp.array([3.0, 4.0])}, 1.0)
     ({'w': Array([0.6, 0.8], dtype=float32)}, Array(5., dtype=float32))
@@ -36,30 +37,32 @@ def clip(update: Tree, bound: Number) -> tuple[Tree, Float[Array, ""]]:
 def round_within(
     update: Tree, norm: Float[Array, ""], scale: Float[Array, ""], radius: Float[Array, ""]
 ) -> Tree:
-    r"""Round `scale` times an update to integers whose L2 norm is at most `radius`, whatever the update.
+    r"""Round `scale` times an update to integers whose L2 norm is at most `radius`.
 
-    Rounding adds :math:`d / 12` to the squared norm of d coordinates, give or take a radius. An update that would
-    exceed the radius is scaled to leave room for that. If this does not suffice (all coordinates end in .6, say), it is
-    scaled down by the worst case of rounding, :math:`\sqrt{d} / 2`. The deciding norm is summed in integers, cut to 15
-    bits and rounded up, whose squares fit 32: no float summation matters.
+    The bound holds for every update. Rounding adds :math:`d / 12` to the squared norm of d
+    coordinates, give or take a radius. An update that would exceed the radius is scaled to leave
+    room for that. If this does not suffice (if all coordinates end in .6, say), it is scaled down
+    by the worst case of rounding, :math:`\sqrt{d} / 2`. The norm that decides is summed in
+    integers, so that no float summation matters. They are cut to 15 bits and rounded up, so that
+    their squares fit 32 bits.
 
     Args:
-        update: finite float32 arrays.
-        norm: approximate norm of the update; the bound holds even if it is a third too small.
-        scale: steps per unit of the update.
-        radius: in steps, up to 2^30.
+        update: Finite float32 arrays.
+        norm: Approximate norm of the update. The bound holds even if it is a third too small.
+        scale: Steps per unit of the update.
+        radius: Largest norm in steps, up to 2^30.
 
     Returns:
-        int32 arrays.
+        Arrays of int32.
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(update))
     half = 0.5 * size**0.5
     shift = jnp.maximum(jnp.frexp(radius * (1 - 2.0**-20))[1] - 15, 0)
     aim = jnp.sqrt(jnp.maximum(radius**2 - size / 12 - 4 * radius, radius**2 / 4))
-    aim -= 1.2 * half * ((1 << shift) - 1)  # rounding up
-    factor = scale * jnp.clip(
-        aim / jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny), 0.0, 1.0
-    )
+    # The squares below round up, which lengthens the norm that decides.
+    aim -= 1.2 * half * ((1 << shift) - 1)
+    length = jnp.maximum(norm * scale, jnp.finfo(jnp.float32).tiny)
+    factor = scale * jnp.clip(aim / length, 0.0, 1.0)
 
     def rounded(factor: Float[Array, ""]) -> Tree:
         return jax.tree.map(lambda leaf: jnp.round(leaf * factor).astype(jnp.int32), update)
@@ -67,11 +70,11 @@ def round_within(
     def square(leaf: Array) -> UInt32[Array, ""]:
         short = ((jnp.abs(leaf) + (1 << shift) - 1) >> shift).astype(jnp.uint32)
         columns = jnp.sum(short**2, axis=tuple(range(leaf.ndim - 1)), dtype=jnp.uint32)
-        return jnp.sum(
-            lax.optimization_barrier(columns), dtype=jnp.uint32
-        )  # faster than one sum, on a CPU
+        # Two sums are faster than one on a CPU. The barrier keeps XLA from merging them.
+        return jnp.sum(lax.optimization_barrier(columns), dtype=jnp.uint32)
 
-    squares = sum((square(leaf) for leaf in jax.tree.leaves(rounded(factor))), jnp.uint32(0))
+    leaves = jax.tree.leaves(rounded(factor))
+    squares = sum((square(leaf) for leaf in leaves), jnp.uint32(0))
     length = jnp.sqrt(squares.astype(jnp.float32)) * (1 << shift) * (1 + 2.0**-20)
     shorter = factor * (1 - 2.0**-20) * jnp.maximum(radius - half, 0.0) / (length + half)
     return rounded(jnp.where(length <= radius, factor, shorter))

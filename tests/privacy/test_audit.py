@@ -330,6 +330,6 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch):
     ],
 )
 def test_canaries_need_the_noise_that_clients_count_on(mechanism):
-    with pytest.raises(ValueError, match="canaries bring no noise"):
+    with pytest.raises(ValueError, match="Canaries add no noise"):
         audited(mechanism, Canaries(20))
     assert audited(Mechanism(clip=1.0, client_noise=2.0), Canaries(20)).clients_noisy

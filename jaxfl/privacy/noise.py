@@ -1,6 +1,6 @@
 """Noise keys, and Gaussian noise shaped like an update: in single precision, or exact on a grid.
 
-A key is a JAX key, or a pair whose streams are XORed: 128 secret bits.
+A key is a JAX key, or a pair of keys whose streams are XORed, which has 128 secret bits.
 """
 
 import functools
@@ -20,51 +20,63 @@ from jaxtyping import Bool, Float, Int, Key, UInt32
 from jaxfl.types import Tree
 
 SAMPLE, CLIENT, CLIENT_NOISE, SERVER_NOISE, RELEASE, CANARY, PRIVATE_STEPS = range(7)
-"""Purposes of randomness: keys are derived by round, then purpose, then client, and nothing else."""
+"""Purposes of randomness.
+
+Keys are derived by round, then by purpose, then by client, and by nothing else.
+"""
 
 STEPS = 2**15
 """Std of the noise on a grid, in steps."""
+
 _TAIL = 10.6
-"""In stds: steps beyond have a probability below 2^-95."""
+"""Largest noise on a grid, in stds. Steps beyond it have a probability below 2^-95."""
 
 
 def derive(key: Key[Array, "*S"], *numbers: Int[Array, ""] | int) -> Key[Array, "*S"]:
-    """Fold numbers such as round, purpose and client into a key; a pair yields a pair."""
+    """Fold numbers such as round, purpose and client into a key. A pair yields a pair."""
     for number in numbers:
-        key = (
-            jax.vmap(jax.random.fold_in, (0, None))(key, number)
-            if key.ndim
-            else jax.random.fold_in(key, number)
-        )
+        if key.ndim:
+            key = jax.vmap(jax.random.fold_in, (0, None))(key, number)
+        else:
+            key = jax.random.fold_in(key, number)
     return key
 
 
 def random_bits(key: Key[Array, "*S"], shape: tuple[int, ...]) -> UInt32[Array, "..."]:
-    """32 random bits per entry; a key pair's are predictable only from both keys."""
+    """Return 32 random bits per entry.
+
+    The bits of a key pair are predictable only from both keys.
+    """
     if not key.ndim:
         return jax.random.bits(key, shape, jnp.uint32)
-    return jax.random.bits(key[0], shape, jnp.uint32) ^ jax.random.bits(key[1], shape, jnp.uint32)
+    first = jax.random.bits(key[0], shape, jnp.uint32)
+    second = jax.random.bits(key[1], shape, jnp.uint32)
+    return first ^ second
 
 
 def random_pairs(key: Key[Array, "*S"], count: int) -> UInt32[Array, "2 count"]:
-    """64 random bits for each of `count` entries, in the time of 32: Threefry's blocks have two words."""
+    """Return 64 random bits for each of `count` entries, in the time of 32.
+
+    Threefry's blocks have two words, of which both serve.
+    """
     if key.ndim:
         return random_pairs(key[0], count) ^ random_pairs(key[1], count)
     words = jax.random.bits(key, (2,), jnp.uint32)
     index = jnp.arange(count, dtype=jnp.uint32)
-    return jnp.stack(
-        threefry2x32_p.bind(
-            *jnp.broadcast_to(words[:, None], (2, count)), jnp.zeros_like(index), index
-        )
-    )
+    keys = jnp.broadcast_to(words[:, None], (2, count))
+    return jnp.stack(threefry2x32_p.bind(*keys, jnp.zeros_like(index), index))
 
 
 def normal(key: Key[Array, "*S"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Standard normal draws; a key pair's by inversion as in `jax.random.normal`."""
+    """Return standard normal draws.
+
+    For a key pair they are drawn by inversion, as in `jax.random.normal`.
+    """
     if not key.ndim:
         return jax.random.normal(key, shape, jnp.float32)
     uniform = (random_bits(key, shape) >> 9).astype(jnp.float32)
-    return np.float32(2**0.5) * lax.erf_inv((uniform + 0.5) * np.float32(2**-22) - 1)
+    centred = (uniform + 0.5) * np.float32(2**-22) - 1
+    return np.float32(2**0.5) * lax.erf_inv(centred)
 
 
 def single(key: Key[Array, "*S"]) -> Key[Array, ""]:
@@ -75,65 +87,85 @@ def single(key: Key[Array, "*S"]) -> Key[Array, ""]:
 
 
 def add_gaussian(key: Key[Array, "*S"], tree: Tree, std: Float[Array, ""]) -> Tree:
-    """Add independent N(0, std^2) to every coordinate, in single precision whatever the tree's dtypes.
+    """Add independent N(0, std^2) to every coordinate, in single precision whatever the dtypes.
 
-    `std` is absolute, not a ratio of the clip bound. One draw for the flattened tree: a draw per leaf would compile
-    several times as long.
+    There is one draw for the flattened tree, because a draw per leaf would compile several times as
+    long.
+
+    Args:
+        key: Key of the noise.
+        tree: Arrays of any dtype.
+        std: Absolute std, not a ratio of the clip bound.
     """
     flat, unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree))
     return unravel(flat + std.astype(jnp.float32) * normal(key, flat.shape))
 
 
 def add_grid_noise(key: Key[Array, "*S"], tree: Tree, mesh: Mesh) -> Tree:
-    r"""Add an independent :math:`X = \mathrm{round}(N(0, \sigma^2))` with :math:`\sigma = 2^{15}` to every integer.
+    r"""Add :math:`X = \mathrm{round}(N(0, \sigma^2))` to every integer, modulo 2^32.
 
-    Modulo 2^32. X is drawn by inversion: 95 random bits U and a sign, and the k with
-    :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess gives the nearest threshold; the first 63 bits, compared
-    with it and its neighbour, prove the result, else all bits find it by bisection, so X depends on the bits alone, on
-    every platform. The last 32 are drawn only if needed.
+    Every X is independent, with :math:`\sigma = 2^{15}`. It is drawn by inversion: 95 random bits U
+    and a sign give the k with :math:`P(|X| > k) \le U < P(|X| \ge k)`. A float32 guess gives the
+    nearest threshold. The first 63 bits, compared with this threshold and its neighbour, prove the
+    result. If they do not, all bits find it by bisection, so X depends on the bits alone, on every
+    platform. The last 32 bits are drawn only if needed.
 
-    Each probability is accurate to a relative 2^-50 and an absolute 2^-94 (see `_thresholds`). Over n coordinates in
-    all rounds, the first adds at most :math:`2 n 2^{-50}` to epsilon; the second is a total variation distance of at
-    most :math:`n \cdot 350{,}000 \cdot 2^{-94}`, which adds :math:`(1 + e^\varepsilon)` times itself to delta. For
-    100,000 coordinates and 1,000 rounds that is 2e-7 of epsilon, and 2e-15 times :math:`1 + e^\varepsilon` of delta.
+    Each probability is accurate to a relative 2^-50 and an absolute 2^-94 (see `_thresholds`). Over
+    n coordinates in all rounds, the relative error adds at most :math:`2 n 2^{-50}` to epsilon. The
+    absolute error is a total variation distance of at most :math:`n \cdot 350{,}000 \cdot 2^{-94}`,
+    which adds :math:`(1 + e^\varepsilon)` times itself to delta. For 100,000 coordinates and 1,000
+    rounds that is 2e-7 of epsilon, and 2e-15 times :math:`1 + e^\varepsilon` of delta.
 
     Args:
-        key: of the noise.
-        tree: int32 arrays.
-        mesh: each device draws a part; the noise does not depend on their number.
+        key: Key of the noise.
+        tree: Arrays of int32.
+        mesh: Mesh of devices, each of which draws a part. The noise does not depend on their
+            number.
     """
     flat, unravel = ravel_pytree(tree)
     padded = -(-flat.size // mesh.size) * mesh.size
 
     def spread(bits: Array) -> Array:
-        return lax.with_sharding_constraint(
-            bits, NamedSharding(mesh, P(*[None] * (bits.ndim - 1), *mesh.axis_names))
-        )
+        axes = P(*[None] * (bits.ndim - 1), *mesh.axis_names)
+        return lax.with_sharding_constraint(bits, NamedSharding(mesh, axes))
 
     bits = spread(random_pairs(derive(key, 0), padded))
-    rest = lambda: spread(random_bits(derive(key, 1), (padded,)))  # noqa: E731
+
+    def rest() -> Array:
+        return spread(random_bits(derive(key, 1), (padded,)))
+
     return unravel(flat + _rounded_gaussian(bits, rest)[: flat.size])
 
 
 def _rounded_gaussian(
     bits: UInt32[Array, "2 D"], rest: Callable[[], UInt32[Array, "D"]]
 ) -> Int[Array, "D"]:
-    """X for each column of 63 bits and a sign; `rest` draws the last 32."""
+    """Return X for each column of 63 bits and a sign.
+
+    Args:
+        bits: Two words of random bits for each coordinate. The lowest bit of the second one is
+            the sign.
+        rest: Function that draws the last 32 bits of each coordinate.
+    """
     words = _thresholds()
     last = words.shape[1] - 1
-    pairs, third = jnp.asarray(np.ravel(words[:2], order="F")), jnp.asarray(words[2])
-    first, second = bits[0], bits[1] & np.uint32(0xFFFFFFFE)
+    pairs = jnp.asarray(np.ravel(words[:2], order="F"))
+    third = jnp.asarray(words[2])
+    first = bits[0]
+    second = bits[1] & np.uint32(0xFFFFFFFE)
 
     def compare(k: Int[Array, "D"]) -> tuple[Bool[Array, "D"], Bool[Array, "D"]]:
-        """Whether U is below, or above, the k-th threshold, by 63 bits."""
-        high, low = (pairs.at[2 * k + word].get(mode="promise_in_bounds") for word in range(2))
+        """Return whether U is below, and whether above, the k-th threshold, by 63 bits."""
+        high = pairs.at[2 * k].get(mode="promise_in_bounds")
+        low = pairs.at[2 * k + 1].get(mode="promise_in_bounds")
         tied = first == high
-        return (first < high) | (tied & (second < low)), (first > high) | (tied & (second > low))
+        below = (first < high) | (tied & (second < low))
+        above = (first > high) | (tied & (second > low))
+        return below, above
 
     nearest = jnp.clip(jnp.round(_guess(bits) + 0.5).astype(jnp.int32), 1, last - 1)
-    nearest, first, second = lax.optimization_barrier(
-        (nearest, first, second)
-    )  # else recomputed per look-up
+    # Without a barrier XLA recomputes them for each look-up.
+    nearest, first, second = lax.optimization_barrier((nearest, first, second))
     below, above = compare(nearest)
     beyond_below, beyond_above = compare(jnp.where(below, nearest + 1, nearest - 1))
     sure = (below & beyond_above) | (above & beyond_below)
@@ -143,22 +175,27 @@ def _rounded_gaussian(
         final = rest()
 
         def halve(bracket: tuple[Array, Array]) -> tuple[Array, Array]:
-            middle = (bracket[0] + bracket[1]) // 2
+            low, high = bracket
+            middle = (low + high) // 2
             below, above = compare(middle)
             below |= ~above & (final < third[middle])
-            return jnp.where(below, middle, bracket[0]), jnp.where(below, bracket[1], middle)
+            return jnp.where(below, middle, low), jnp.where(below, high, middle)
+
+        def wide(bracket: tuple[Array, Array]) -> Array:
+            return jnp.any(bracket[1] - bracket[0] > 1)
 
         start = magnitude, jnp.where(sure, magnitude + 1, last)
-        return lax.while_loop(lambda bracket: jnp.any(bracket[1] - bracket[0] > 1), halve, start)[0]
+        return lax.while_loop(wide, halve, start)[0]
 
     magnitude = lax.cond(jnp.all(sure), lambda: magnitude, search)
     return jnp.where(bits[1] % 2 == 1, -magnitude, magnitude)
 
 
 def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
-    """Approximate magnitude of N(0, STEPS^2) exceeded with probability U.
+    """Return the approximate magnitude of N(0, STEPS^2) that is exceeded with probability U.
 
-    By the polynomials of Giles, Approximating the erfinv function, 2010, in the argument's distance from 1.
+    The polynomials are those of Giles, Approximating the erfinv function, 2010, in the argument's
+    distance from 1.
     """
     share = bits[0].astype(jnp.float32) * 2.0**-32 + bits[1].astype(jnp.float32) * 2.0**-64
     w = -jnp.log(jnp.maximum(share, 2.0**-64) * (2 - share))
@@ -168,21 +205,23 @@ def _guess(bits: UInt32[Array, "2 D"]) -> Float[Array, "D"]:
 
 
 _GILES = (
-    (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087, -0.00125372503, -0.00417768164,
-     0.246640727, 1.50140941),
-    (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773, -0.0076224613, 0.00943887047,
-     1.00167406, 2.83297682),
+    (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
+     -0.00125372503, -0.00417768164, 0.246640727, 1.50140941),
+    (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773,
+     -0.0076224613, 0.00943887047, 1.00167406, 2.83297682),
 )  # fmt: skip
+"""Coefficients of the polynomials in the centre and in the tail, highest power first."""
 
 
 @functools.cache
 def _thresholds() -> UInt32[np.ndarray, "3 n"]:
-    r""":math:`2^{95} P(|X| \ge k)` by k, in words of 32, 31 and 32 bits from the highest; the second is doubled.
+    r"""Return :math:`2^{95} P(|X| \ge k)` by k, in words of 32, 31 and 32 bits, highest first.
 
-    P(|X| = k) is the midpoint rule's :math:`2 \varphi(x) / \sigma` at :math:`x = k / \sigma` with its next term,
-    :math:`1 + (x^2 - 1) / (24 \sigma^2)`; the one after it is below 1e-17. In double precision each is accurate to
-    about 2^-51; sums are then exact, in integers. What the errors leave of 2^96 is spread over all k, lest k = 0 bear
-    it alone.
+    The second word is doubled. P(|X| = k) is the midpoint rule's :math:`2 \varphi(x) / \sigma` at
+    :math:`x = k / \sigma` with its next term, :math:`1 + (x^2 - 1) / (24 \sigma^2)`. The term after
+    that is below 1e-17. In double precision each probability is accurate to about 2^-51. Sums are
+    then exact, in integers. The errors leave a rest of 2^96. It is spread over all k, because k = 0
+    would bear it alone otherwise.
     """
     k = np.arange(1.0, _TAIL * STEPS)
     square = (k / STEPS) ** 2
@@ -190,25 +229,26 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     mass = density * (1 + (square - 1) / (24 * STEPS**2))
     zero = math.erf(0.5 / STEPS / math.sqrt(2))
     words = _words(mass)
-    rest = (
-        2**96
-        - round(zero * 2**96)
-        - sum(int(np.sum(word)) << 32 * i for i, word in enumerate(words))
-    )
+    total = sum(int(np.sum(word)) << 32 * i for i, word in enumerate(words))
+    rest = 2**96 - round(zero * 2**96) - total
     words += int(math.copysign(1, rest)) * _words(mass * (abs(rest) / 2**96))
     cumulated = np.cumsum(words[:, ::-1], axis=1)[:, ::-1]
     for i in range(2):
         carry = cumulated[i] >> 32
         cumulated[i] -= carry << 32
         cumulated[i + 1] += carry
-    first, end = np.full((3, 1), 2**32 - 1), np.zeros((3, 1))
+    first = np.full((3, 1), 2**32 - 1)
+    end = np.zeros((3, 1))
     low, middle, high = cumulated
     words = np.stack([high, middle & ~1, (middle & 1) << 31 | low >> 1])
     return np.concatenate([first, words, end], axis=1).astype(np.uint32)
 
 
 def _words(share: Float[np.ndarray, "n"]) -> Int[np.ndarray, "3 n"]:
-    """2^96 times numbers in [0, 1), truncated to even integers: 32-bit words, lowest first."""
+    """Return 2^96 times numbers in [0, 1), truncated to even integers.
+
+    The integers are in three 32-bit words, lowest first.
+    """
     high = np.floor(share * 2.0**32)
     rest = (share - high * 2.0**-32) * 2.0**32
     middle = np.floor(rest * 2.0**32)

@@ -1,11 +1,13 @@
-r"""What an observer of a ledger sees: Gaussian mechanisms round by round.
+"""Views of an observer of a ledger: Gaussian mechanisms, round by round.
 
-- "upload": the server sees every upload and every cohort. A client that hides its data still uploads, so adjacency is
-  replace-one, sensitivity 2C: multiplier :math:`s_{t,i} / 2` in the client's rounds. Cohorts do not depend on data, so
-  the guarantee may condition on those drawn.
-- "aggregate": only the noisy sums are seen; cohorts are hidden. Zero-out: the client's clipped update is replaced by 0,
-  its coin and its noise stay. Replace-one: by any other update. Nothing depends on the coins drawn.
-- "client": another client, which sees the sums, and knows its own coins and noise.
+- "upload": The server sees every upload and every cohort. A client that hides its data still
+  uploads, so adjacency is replace-one, and the sensitivity is 2C. The multiplier is
+  :math:`s_{t,i} / 2` in the client's rounds. Cohorts do not depend on data, so the guarantee may
+  condition on those drawn.
+- "aggregate": Only the noisy sums are seen. Cohorts are hidden. Zero-out replaces the client's
+  clipped update by 0. Its coin and its noise stay. Replace-one replaces the update by any other
+  one. Nothing depends on the coins drawn.
+- "client": Another client, which sees the sums, and knows its own coins and noise.
 
 Samplers account for amplification by hidden cohorts (`jaxfl.privacy.sampling`).
 """
@@ -20,14 +22,19 @@ from jaxtyping import Bool, Float
 from jaxfl.types import Ledger
 
 Observer = Literal["aggregate", "upload", "client"]
+"""Observers, as above."""
 
 OPEN_UPLOADS = "the server sees uploads without noise"
+"""Reason why uploads have no finite epsilon."""
+
 ROUNDING = 1e-4
-"""Relative: the engine draws, adds up and records in single precision."""
+"""Relative tolerance: the engine draws, adds up and records in single precision."""
+
 _SUMMED = 6e-6
-"""Bound on what rounding lets any client change a sum by, over C max w (see `jaxfl.privacy.sums`)."""
+"""Bound on a client's change of a sum by rounding, over C max w (see `jaxfl.privacy.sums`)."""
+
 _ENOUGH = 1e100
-"""Larger multipliers count as this one, which is conservative: accountants square them."""
+"""Largest multiplier that counts, so that its square fits. Larger ones are cut, which is safe."""
 
 
 class Amplified(NamedTuple):
@@ -35,26 +42,33 @@ class Amplified(NamedTuple):
 
     multiplier: Float[np.ndarray, "T"]
     divergences: Callable[..., Float[np.ndarray, "orders"]]
-    """Of one round, by multiplier, at `accountants.ORDERS`; with `most`, at those orders up to `most`."""
+    """Function from a round's multiplier to its divergences at `accountants.ORDERS`.
+
+    An argument `most` leaves out higher orders.
+    """
     theorem: str
     stateless: bool = False
-    """Holds only where clients keep no state."""
+    """Whether the theorem holds only if clients keep no state."""
 
 
 class View(NamedTuple):
-    """Gaussian mechanisms by round and client; multipliers are std over the sensitivity to one client.
+    """Gaussian mechanisms by round and client.
+
+    A multiplier is the std of the noise over the sensitivity to one client.
 
     Args:
-        multiplier: by round and client; infinity where nothing is exposed.
-        hidden: rounds whose cohort is hidden: amplified by Poisson sampling at `rate`.
-        rate: participation probability.
-        theorem: what proves the epsilon.
-        silent: why epsilon may be infinite.
-        replaced: replace-one: the update turns into its opposite, not zero, at twice the sensitivity.
-        amplified: a second valid bound, by Rényi divergences alone, or None.
-        whole: the single entry covers all rounds of the ledger.
-        grows: entries are not one per round: more rounds need another view.
-        turn: rounds that an entry covers; 0: a single entry covers all rounds.
+        multiplier: Multiplier by round and client. Infinity exposes nothing.
+        hidden: Whether the cohort of each round is hidden, so that Poisson sampling at `rate`
+            amplifies.
+        rate: Probability of participation.
+        theorem: Theorem that proves the epsilon.
+        silent: Reason why epsilon may be infinite.
+        replaced: Whether adjacency is replace-one. The update then turns into its opposite, not
+            into zero, at twice the sensitivity.
+        amplified: A second valid bound, by Rényi divergences alone. None if there is none.
+        whole: Whether the single entry covers all rounds of the ledger.
+        grows: Whether entries are not one per round, so that more rounds need another view.
+        turn: Number of rounds that an entry covers. 0 means that a single entry covers all rounds.
     """
 
     multiplier: Float[np.ndarray, "T #C"]
@@ -69,7 +83,7 @@ class View(NamedTuple):
     turn: int = 1
 
     def scaled(self, factor: float) -> "View":
-        """The view with `factor` times the noise."""
+        """Return the view with `factor` times the noise."""
         amplified = self.amplified
         if amplified is not None:
             amplified = amplified._replace(multiplier=factor * amplified.multiplier)
@@ -77,16 +91,16 @@ class View(NamedTuple):
 
 
 class SumNoise(NamedTuple):
-    """The noise on the sums of a ledger, as variances over C^2, for one kind of observer."""
+    """Noise on the sums of a ledger for one kind of observer, as variances over C^2."""
 
     clients: int
     clients_add: Float[np.ndarray, "T #C"]
-    """Each client's noise if it participates."""
+    """Noise of each client if it participates."""
     weights: Float[np.ndarray, "T #C"]
     floor: Float[np.ndarray, "T"]
-    """The total the server tops up to."""
+    """Total to which the server tops the noise up."""
     above: Float[np.ndarray, "T #C"]
-    """The floor left against a client, which subtracts its own noise."""
+    """Floor that is left against a client, which subtracts its own noise."""
     hides_cohort: bool
     """Whether the denominator hides the cohort."""
     replaced: bool
@@ -95,64 +109,71 @@ class SumNoise(NamedTuple):
 
     @property
     def adjacency(self) -> str:
-        """Its name."""
+        """Name of the adjacency, replace-one or zero-out."""
         return "replace-one" if self.replaced else "zero-out"
 
 
 def plain_view(
     multiplier: Float[np.ndarray, "T #C"], theorem: str, silent: str = "no noise on the sum"
 ) -> View:
-    """Rounds without amplification."""
+    """Return the view of rounds without amplification."""
     return View(multiplier, np.zeros(len(multiplier), bool), 1.0, theorem, silent)
 
 
 def one_gaussian(value: float, theorem: str, silent: str) -> View:
-    """All rounds of a run as one Gaussian mechanism; 0: no noise at all, infinity: nothing is seen."""
+    """Return the view of all rounds of a run as one Gaussian mechanism.
+
+    A multiplier of 0 means no noise at all. Infinity means that nothing is seen.
+    """
     return plain_view(np.full((1, 1), value), theorem, silent)._replace(whole=True)
 
 
 def sum_noise(
     ledger: Ledger, *, hides_cohort: bool, replaced: bool = False, insider: bool = False
 ) -> SumNoise:
-    """The noise on the sums of a ledger, which must keep its own floor.
+    """Return the noise on the sums of a ledger, which must keep its own floor.
 
     Args:
-        ledger: the rounds.
-        hides_cohort: the denominator hides the cohort.
-        replaced: replace-one, in place of zero-out.
-        insider: the observer is a client that subtracts its own noise: at most the largest of the others'.
+        ledger: Rounds as they happened, or as planned.
+        hides_cohort: Whether the denominator hides the cohort.
+        replaced: Whether adjacency is replace-one. The default is zero-out.
+        insider: Whether the observer is a client, which subtracts its own noise. Against each
+            client, that is at most the largest noise of another.
     """
     weights = np.asarray(ledger.weights, np.float64)
     noise = np.square(weights * np.asarray(ledger.client_noise, np.float64))
     floor = np.square(np.asarray(ledger.noise_multiplier, np.float64) * weights.max(axis=1))
-    recorded = brought(ledger.participants, noise) + np.square(
-        np.asarray(ledger.server_noise, np.float64)
-    )
+    added = np.square(np.asarray(ledger.server_noise, np.float64))
+    recorded = brought(ledger.participants, noise) + added
     short = recorded < floor * (1 - ROUNDING)
     if short.any():
         round_ = int(np.argmax(short))
         raise ValueError(
-            f"server_noise={float(ledger.server_noise[round_])!r} in round {round_}: the recorded noise is below "
-            f"noise_multiplier={float(ledger.noise_multiplier[round_])!r}; record the noise that was drawn"
+            "server_noise must top the clients' noise up to noise_multiplier, got "
+            f"{float(ledger.server_noise[round_])!r} in round {round_} with "
+            f"noise_multiplier={float(ledger.noise_multiplier[round_])!r}. "
+            "Record the noise that was drawn."
         )
-    clients, above = ledger.participants.shape[1], floor[:, None]
+    clients = ledger.participants.shape[1]
+    above = floor[:, None]
     insider = insider and clients > 1
     if insider:
-        above = above - _largest_other(noise) * (1 + 1e-9)  # 0 if one client adds all noise
+        # Nothing is left if one client adds all noise.
+        above = above - _largest_other(noise) * (1 + 1e-9)
     return SumNoise(clients, noise, weights, floor, above, hides_cohort, replaced, insider)
 
 
 def brought(
     participants: Bool[Any, "T C"], noise: Float[np.ndarray, "T #C"]
 ) -> Float[np.ndarray, "T"]:
-    """What the participants' noise, as variances, adds up to in each round."""
+    """Return the sum of the participants' noise, as variances, in each round."""
     if not np.any(noise):
         return np.zeros(len(noise))
     return np.einsum("tc,tc->t", participants, np.broadcast_to(noise, participants.shape))
 
 
 def upload_view(ledger: Ledger) -> View:
-    """Every upload of each client: multiplier s/2 in its rounds."""
+    """Return the view of every upload of each client: multiplier s/2 in its rounds."""
     return shown_by(
         ledger,
         0.0,
@@ -161,10 +182,18 @@ def upload_view(ledger: Ledger) -> View:
 
 
 def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: str) -> View:
-    """Uploads and a release beside them, as one Gaussian per round; `beside`: inverse square multiplier."""
+    """Return the view of uploads and of a release with each, as one Gaussian per round.
+
+    Args:
+        ledger: Rounds as they happened, or as planned.
+        beside: Inverse square multiplier of the release, by round or for all rounds.
+        theorem: Theorem that proves the epsilon.
+    """
     present = np.asarray(ledger.participants, bool)
-    if not np.any(ledger.client_noise):  # one row, not rounds by a million clients
-        return plain_view(np.where(present.any(axis=0), 0.0, math.inf)[None], theorem, OPEN_UPLOADS)
+    if not np.any(ledger.client_noise):
+        # One row serves, which saves a table of rounds by perhaps a million clients.
+        exposed = np.where(present.any(axis=0), 0.0, math.inf)
+        return plain_view(exposed[None], theorem, OPEN_UPLOADS)
     with np.errstate(divide="ignore"):
         multiplier = np.where(present, upload_costs(ledger, beside) ** -0.5, math.inf)
     return plain_view(multiplier, theorem, OPEN_UPLOADS)
@@ -173,7 +202,10 @@ def shown_by(ledger: Ledger, beside: Float[np.ndarray, "#T"] | float, theorem: s
 def upload_costs(
     ledger: Ledger, beside: Float[np.ndarray, "#T"] | float = 0.0
 ) -> Float[np.ndarray, "T #C"]:
-    """Inverse square multipliers of an upload under replace-one and of a release beside it, summed."""
+    """Return the inverse square multipliers of an upload and of a release with it, summed.
+
+    The upload's multiplier is that under replace-one.
+    """
     with np.errstate(divide="ignore"):
         uploads = (np.asarray(ledger.client_noise, np.float64) / 2) ** -2.0
     return uploads + np.reshape(np.asarray(beside, np.float64), (-1, 1))
@@ -182,19 +214,20 @@ def upload_costs(
 def multiplier(variance: np.ndarray, weights: np.ndarray) -> Float[np.ndarray, "T #C"]:
     """Return the std over the sensitivity to each client.
 
-    Rounding of a sum is in units of the largest weight. A smaller one is charged with it; for the largest it is below
-    a relative 1e-5.
+    Rounding of a sum is in units of the largest weight. Clients of smaller weights are charged with
+    it. For the largest weight it is below a relative 1e-5.
     """
-    weights = np.where(
-        weights > 0, weights + _SUMMED * (weights.max(axis=1, keepdims=True) - weights), 0.0
-    )
+    largest = weights.max(axis=1, keepdims=True)
+    weights = np.where(weights > 0, weights + _SUMMED * (largest - weights), 0.0)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         return np.where(weights > 0, np.minimum(np.sqrt(variance) / weights, _ENOUGH), math.inf)
 
 
 def _largest_other(noise: np.ndarray) -> np.ndarray:
-    """For each client, the largest noise of another."""
+    """Return, for each client, the largest noise of another."""
     if noise.shape[1] == 1:
         return noise
     ordered = np.sort(noise, axis=1)
-    return np.where(noise < ordered[:, -1:], ordered[:, -1:], ordered[:, -2:-1])
+    largest = ordered[:, -1:]
+    second = ordered[:, -2:-1]
+    return np.where(noise < largest, largest, second)

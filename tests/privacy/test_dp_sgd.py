@@ -296,7 +296,7 @@ REPEATED: dict[str, tuple[Any, str]] = {
 def test_private_steps_that_repeat_their_noise_are_refused(kind):
     around, said = REPEATED[kind]
     with pytest.raises(
-        ValueError, match=f"trains by private steps {said}: train by its `train`, once in a round"
+        ValueError, match=f"trains by private steps {said}. Train by the `train` of dp_sgd"
     ):
         trained_inside(around)
 
@@ -389,7 +389,7 @@ def test_penalties_are_neither_clipped_nor_noised():
 
 
 def test_sharpness_aware_steps_are_refused():
-    with pytest.raises(ValueError, match=r"gradient=.* reads every batch twice"):
+    with pytest.raises(ValueError, match="gradient must be None with DPSGD"):
         fit(client(4, 4), steps(), gradient=sam(0.5))
 
 
@@ -413,7 +413,7 @@ def test_noise_fits_the_clients():
         assert private.noise_table.tolist() == table
         private.check_fits(2)
     with pytest.raises(
-        ValueError, match=r"dp_sgd\.noise_multiplier has shape \(2,\): it must fit 3 clients"
+        ValueError, match=r"dp_sgd\.noise_multiplier must .* all 3 clients, .* got shape \(2,\)"
     ):
         private.check_fits(3)
 

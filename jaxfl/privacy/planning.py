@@ -1,4 +1,4 @@
-"""Before a run: noise and limits for a budget, and which mechanism leaves the least noise."""
+"""Plans before a run: noise and limits for a budget, and the mechanism of least noise."""
 
 import contextlib
 import dataclasses
@@ -34,48 +34,68 @@ from jaxfl.privacy.sampling import (
 )
 
 Kind = Literal["poisson", "fixed size", "balls in bins", "banded", "separated", "blt"]
-"""Independent noise under three samplers; banded noise under cyclic Poisson sampling; banded and buffered noise at
-minimum separation."""
+"""Kinds of mechanisms that `plan` compares.
+
+The first three are independent noise under three samplers. "banded" is banded noise under cyclic
+Poisson sampling. "separated" and "blt" are banded and buffered noise at minimum separation.
+"""
+
 KINDS: tuple[Kind, ...] = get_args(Kind)
+"""All kinds."""
+
 _CYCLES = (2, 4, 8, 16, 32, 64)
-_KNOWN: tuple[Kind, ...] = ("separated", "blt")  # kinds that rest on no coins
+"""Numbers of rounds in a cycle that `plan` tries."""
+
+_KNOWN: tuple[Kind, ...] = ("separated", "blt")
+"""Kinds whose guarantee rests on no coins."""
+
 _BUFFERS = 3
-_MOST_CORRELATED = 100_000  # rounds: a minute for the strategies' errors
+"""Number of buffers of "blt"."""
+
+_MOST_CORRELATED = 100_000
+"""Most rounds of correlated noise. The errors of their strategies take a minute."""
 
 
 class Plan(NamedTuple):
-    """A mechanism for a deployment, its epsilon and error."""
+    """Mechanism for a deployment, its epsilon and its error."""
 
     kind: Kind
     mechanism: Mechanism
-    """With a clip bound of 1: set yours by `dataclasses.replace`."""
+    """Mechanism with a clip bound of 1. Set your bound by `dataclasses.replace`."""
     clients: int
     rounds: int
     delta: float
     noise_multiplier: float
     pld: Epsilon
-    """By the smallest valid bound."""
+    """Smallest valid bound on epsilon."""
     rdp: Epsilon
+    """Bound on epsilon by Rényi divergences alone."""
     error: float
-    """Root mean square over rounds of the noise per model coordinate, over C (prefix sums of the noisy means)."""
+    """Root mean square over rounds of the noise per model coordinate, over C.
+
+    The model has the prefix sums of the noisy means.
+    """
     stateful: bool = False
     """Whether clients keep a state."""
     participations: int | None = None
-    """Most rounds of a client, as the server enforces them; None: those of the sampler."""
+    """Most rounds of a client, as the server enforces it. None leaves it to the sampler."""
     separation: int | None = None
-    """Fewest rounds from one participation of a client to its next, likewise."""
+    """Fewest rounds from one participation of a client to its next, as the server enforces it.
+
+    None leaves it to the sampler.
+    """
 
     @property
     def epsilon(self) -> float:
-        """The smaller."""
+        """Smaller one of the two bounds."""
         return min(self.pld.value, self.rdp.value)
 
     def over_delta(self, deltas: Sequence[float]) -> Float[np.ndarray, "n"]:
-        """Epsilon at other deltas."""
+        """Return epsilon at other deltas."""
         return np.array([self._after(self.rounds, delta) for delta in deltas])
 
     def over_rounds(self, rounds: Sequence[int]) -> Float[np.ndarray, "n"]:
-        """Epsilon after other numbers of rounds."""
+        """Return epsilon after other numbers of rounds."""
         return np.array([self._after(number, self.delta) for number in rounds])
 
     def _after(self, rounds: int, delta: float) -> float:
@@ -89,13 +109,11 @@ class Plan(NamedTuple):
 
 
 def _check_kinds(name: str, value: Any) -> tuple[Kind, ...]:
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not value
-        or any(k not in KINDS for k in value)
-    ):
-        raise ValueError(f"{name}={show(value)}: give some of {KINDS}")
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    if not listed or not value or any(kind not in KINDS for kind in value):
+        raise ValueError(
+            f"{name} must have kinds of mechanisms, got {show(value)}. Give some of {KINDS}."
+        )
     return tuple(dict.fromkeys(value))
 
 
@@ -116,42 +134,47 @@ def plan(
 ) -> list[Plan]:
     r"""Compare mechanisms for a deployment, least noise on the model first.
 
-    The model has the prefix sums of the rounds' noisy means: with independent noise their root mean square is
-    :math:`\frac{z}{m} \sqrt{(T + 1) / 2}` clip bounds per coordinate, with a strategy S of correlated noise
-    :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity and the server's optimizer are ignored.
+    The model has the prefix sums of the rounds' noisy means. With independent noise their root mean
+    square is :math:`\frac{z}{m} \sqrt{(T + 1) / 2}` clip bounds per coordinate. With a strategy S
+    of correlated noise it is :math:`\frac{z}{m} \|A S^{-1}\|_F / \sqrt{T}`. Clipping, heterogeneity
+    and the server's optimizer are ignored.
 
     Args:
-        clients: N.
-        cohort: m, mean number of participants of a round.
-        rounds: T.
-        epsilon: the budget, which determines the noise; or
-        noise_multiplier: z, which determines epsilon.
-        delta: failure probability; None: min(1e-5, 1 / (10 N)).
-        kinds: what to compare; "banded" and "separated" take the best cycle of 2 to 64 rounds whose groups hold a
-            cohort. Correlated noise is left out beyond 100,000 rounds.
-        stateful: clients keep a state from round to round, see `epsilon`.
-        participations: k, the most rounds of a client, which the server enforces; None: those of the sampler.
-        separation: b, the fewest rounds from one participation of a client to its next, which the server enforces;
-            None: those of the sampler. With a limit, only "separated" and "blt" are compared: the other kinds rest on
-            independent coins, which limits end (see `calibrate`).
-        progress: show a bar on the terminal's standard error.
+        clients: N, the number of clients.
+        cohort: m, the mean number of participants of a round.
+        rounds: T, the number of rounds.
+        epsilon: Budget, which determines the noise. None if `noise_multiplier` is given.
+        noise_multiplier: z, which determines epsilon. None if `epsilon` is given.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
+        kinds: Kinds to compare. "banded" and "separated" take the best cycle of 2 to 64 rounds
+            whose groups hold a cohort. Correlated noise is left out beyond 100,000 rounds.
+        stateful: Whether clients keep a state from round to round (see `epsilon`).
+        participations: k, the most rounds of a client, which the server enforces. None leaves it to
+            the sampler. A limit, also that of `separation`, leaves only "separated" and "blt": the
+            other kinds rest on independent coins, which a limit makes dependent (see `calibrate`).
+        separation: b, the fewest rounds from one participation of a client to its next, which the
+            server enforces. None leaves it to the sampler.
+        progress: Whether to show a bar on the terminal's standard error.
 
-    >>> best, *others = plan(clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated"))
+    >>> best, *others = plan(
+    ...     clients=100_000, cohort=1000, rounds=100, epsilon=8.0, kinds=("poisson", "separated")
+    ... )
     >>> best.kind, round(best.noise_multiplier, 3), round(best.epsilon, 2)
     ('separated', 1.039, 8.0)
     """
     check_count("cohort", cohort, most=clients)
     if (epsilon is None) == (noise_multiplier is None):
         raise ValueError(
-            f"epsilon={epsilon!r}, noise_multiplier={noise_multiplier!r}: give one of the two"
+            f"epsilon or noise_multiplier must be given, and not both, got epsilon={epsilon!r} and "
+            f"noise_multiplier={noise_multiplier!r}. Give one of the two."
         )
     delta = failure_probability(delta, clients)
     limits: dict[str, Any] = {"participations": participations, "separation": separation}
     limited = participations is not None or separation is not None
     if separation is not None and separation * cohort > clients:
         raise ValueError(
-            f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit in {clients} "
-            f"clients, got {separation}. Give a smaller separation or cohort."
+            f"separation must be at most {clients // cohort}, as often as cohorts of {cohort} fit "
+            f"in {clients} clients, got {separation}. Give a smaller separation or cohort."
         )
 
     def error(mechanism: Mechanism, z: float) -> float:
@@ -161,19 +184,19 @@ def plan(
         return planned_exposure(mechanism, clients, rounds, stateful=stateful, **limits)
 
     def promised(mechanism: Mechanism) -> float:
-        """Return about the least error."""
+        """Return about the least error of a mechanism."""
         if epsilon is None:
             return error(mechanism, 1.0)
         return error(mechanism, rough_noise(exposed(mechanism), epsilon, delta))
 
     def needed(mechanism: Mechanism) -> float:
-        """Return the noise multiplier."""
+        """Return the noise multiplier that the budget needs."""
         if epsilon is None:
             return float(noise_multiplier or 0.0)
         return needed_noise(exposed(mechanism), epsilon, delta, "pld")
 
     def beaten(mechanism: Mechanism, least: float) -> bool:
-        """Return whether the noise that leaves the least error so far is too little for the budget."""
+        """Return whether the noise that gives the least error so far exceeds the budget."""
         if epsilon is None:
             return False
         enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))
@@ -182,13 +205,18 @@ def plan(
     def best(
         mechanisms: Sequence[Mechanism], step: Callable[[], None]
     ) -> tuple[Mechanism, float] | None:
-        """Return the mechanism of least error, and its noise; those that promise it are tried first."""
-        found, least = None, math.inf
+        """Return the mechanism of least error and its noise, or None if there are no mechanisms.
+
+        Mechanisms that promise the least error are tried first.
+        """
+        found = None
+        least = math.inf
         for mechanism in sorted(mechanisms, key=promised):
             if found is None or not beaten(mechanism, least):
                 z = needed(mechanism)
                 if error(mechanism, z) < least:
-                    found, least = (mechanism, z), error(mechanism, z)
+                    found = (mechanism, z)
+                    least = error(mechanism, z)
             step()
         return found
 
@@ -217,30 +245,30 @@ def plan(
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
-        under = (
-            f" under participations={participations}, separation={separation}" if limited else ""
-        )
+        under = ""
+        if limited:
+            under = f" under participations={participations}, separation={separation}"
         raise ValueError(
-            f"kinds={kinds!r}: none fits cohort={cohort} of clients={clients}{under}; give others"
+            f"kinds must have one that fits cohort={cohort} of clients={clients}{under}, "
+            f"got {kinds!r}. Give other kinds."
         )
     return sorted(plans, key=_error)
 
 
 @contextlib.contextmanager
 def _bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
-    """Show a bar on the terminal's standard error, and yield what moves it."""
+    """Show a bar on the terminal's standard error, and yield a function that moves it."""
     console = Console(stderr=True)
-    with Progress(
-        console=console, transient=True, disable=not (show and console.is_terminal)
-    ) as bar:
+    hidden = not (show and console.is_terminal)
+    with Progress(console=console, transient=True, disable=hidden) as bar:
         line = bar.add_task("mechanisms", total=steps)
         yield lambda: bar.advance(line)
 
 
 def noise_error(mechanism: Mechanism, rounds: int) -> float:
-    """Root mean square of the noise in the prefix sums of a run, over z C.
+    """Return the root mean square of the noise in the prefix sums of a run, over z C.
 
-    The square root of (T + 1) / 2 for independent noise.
+    It is the square root of (T + 1) / 2 for independent noise.
 
     >>> round(noise_error(Mechanism(), 7), 6)
     2.0
@@ -260,21 +288,22 @@ def most_rounds(
     delta: float | None = None,
     most: int = 100_000,
 ) -> int:
-    """Return the largest number of rounds within a budget, under Poisson sampling, and 0 if one is too many.
+    """Return the largest number of rounds within a budget, or 0 if one is too many.
+
+    Cohorts are drawn by Poisson sampling.
 
     Args:
-        epsilon: the budget, for one client against an observer of sums.
+        epsilon: Budget for one client against an observer of sums.
         noise_multiplier: z, std of the noise on the sum over the clip bound.
-        clients: N.
-        cohort: expected number of participants of a round.
-        delta: failure probability; None: min(1e-5, 1 / (10 N)).
-        most: the search ends at this number of rounds.
+        clients: N, the number of clients.
+        cohort: Expected number of participants of a round.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
+        most: Largest number of rounds that the search tries.
 
     >>> most_rounds(2.0, noise_multiplier=1.0, clients=10_000, cohort=100)
     1202
     """
     rate = check_count("cohort", cohort, most=clients) / clients
-
     mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))
     return _largest(lambda rounds: _epsilon(mechanism, clients, rounds, delta) <= epsilon, most)
 
@@ -288,14 +317,16 @@ def largest_cohort(
     rounds: int,
     delta: float | None = None,
 ) -> int:
-    """Return the largest expected cohort within a budget, under Poisson sampling, and 0 if one client is too many.
+    """Return the largest expected cohort within a budget, or 0 if one client is too many.
+
+    Cohorts are drawn by Poisson sampling.
 
     Args:
-        epsilon: the budget, for one client against an observer of sums.
+        epsilon: Budget for one client against an observer of sums.
         noise_multiplier: z, std of the noise on the sum over the clip bound.
-        clients: N.
-        rounds: T.
-        delta: failure probability; None: min(1e-5, 1 / (10 N)).
+        clients: N, the number of clients.
+        rounds: T, the number of rounds.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 N)).
 
     >>> largest_cohort(2.0, noise_multiplier=1.0, clients=10_000, rounds=1000)
     108
@@ -303,9 +334,8 @@ def largest_cohort(
     check_count("rounds", rounds)
 
     def within(cohort: int) -> bool:
-        mechanism = Mechanism(
-            clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(cohort / clients)
-        )
+        sampling = Poisson(cohort / clients)
+        mechanism = Mechanism(clip=1.0, noise_multiplier=noise_multiplier, sampling=sampling)
         return _epsilon(mechanism, clients, rounds, delta) <= epsilon
 
     return _largest(within, check_count("clients", clients))
@@ -315,7 +345,8 @@ def _epsilon(
     mechanism: Mechanism, clients: int, rounds: int, delta: float | None, **options: Any
 ) -> float:
     exposure = planned_exposure(mechanism, clients, rounds, **options)
-    return tightest(exposure.epsilons(clients, failure_probability(delta, clients))).value
+    bounds = exposure.epsilons(clients, failure_probability(delta, clients))
+    return tightest(bounds).value
 
 
 def _candidates(
@@ -326,7 +357,7 @@ def _candidates(
     participations: int | None,
     separation: int | None,
 ) -> list[Mechanism]:
-    """Mechanisms of a kind that fit, with clip and multiplier 1."""
+    """Return the mechanisms of a kind that fit, with clip and multiplier 1."""
     base: dict[str, Any] = {"clip": 1.0, "noise_multiplier": 1.0}
     cycles = [b for b in _CYCLES if b <= rounds and b * cohort <= clients]
     if kind == "poisson":
@@ -339,25 +370,19 @@ def _candidates(
     if rounds > _MOST_CORRELATED:
         return []
     if kind == "banded":
-        return [
-            BandedNoise(**base, bands=b, sampling=CyclicPoisson(cohort / clients, b))
-            for b in cycles
-        ]
-    apart = min(rounds, clients // cohort)
+        rate = cohort / clients
+        return [BandedNoise(**base, bands=b, sampling=CyclicPoisson(rate, b)) for b in cycles]
+    widest = min(rounds, clients // cohort)
     if kind == "blt":
-        apart = separation or apart
-        numbers = blt(_BUFFERS, rounds, apart, participations)._asdict()
-        return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, apart))]
+        gap = separation or widest
+        numbers = blt(_BUFFERS, rounds, gap, participations)._asdict()
+        return [BLTNoise(**base, **numbers, sampling=MinSeparation(cohort, gap))]
     if separation is None:
-        return [
-            BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b))
-            for b in sorted({*cycles, apart})
-        ]
+        gaps = sorted({*cycles, widest})
+        return [BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, b)) for b in gaps]
     bands = {1, min(rounds, separation), *(b for b in _CYCLES if b <= rounds)}
-    return [
-        BandedNoise(**base, bands=b, sampling=MinSeparation(cohort, separation))
-        for b in sorted(bands)
-    ]
+    sampling = MinSeparation(cohort, separation)
+    return [BandedNoise(**base, bands=b, sampling=sampling) for b in sorted(bands)]
 
 
 def _error(candidate: Plan) -> float:
@@ -365,14 +390,18 @@ def _error(candidate: Plan) -> float:
 
 
 def _largest(within: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that meets a monotone condition; 0: none does."""
+    """Return the largest number up to `most` that meets a monotone condition, or 0 if none does."""
     high = 1
     while high < most and within(high):
         high = min(2 * high, most)
     if within(high):
         return high
-    low = high // 2  # within, or 0
+    # `low` meets the condition, or is 0.
+    low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if within(middle) else (low, middle)
+        if within(middle):
+            low = middle
+        else:
+            high = middle
     return low

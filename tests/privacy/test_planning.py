@@ -112,10 +112,10 @@ def test_correlated_noise_is_for_large_populations(deployment, banded, separated
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give one of the two"),
-        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "give one of the two"),
-        ({"epsilon": 1.0, "kinds": ()}, "give some of"),
-        ({"epsilon": 1.0, "kinds": "poisson"}, "give some of"),
+        ({}, "Give one of the two"),
+        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "Give one of the two"),
+        ({"epsilon": 1.0, "kinds": ()}, "Give some of"),
+        ({"epsilon": 1.0, "kinds": "poisson"}, "Give some of"),
         ({"epsilon": 1.0, "cohort": 1001}, "cohort=1001"),
         ({"epsilon": 1.0, "cohort": 600, "kinds": ("banded",)}, "none fits cohort=600"),
         ({"epsilon": -1.0}, "epsilon=-1.0"),

@@ -24,6 +24,13 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Let several workers (`-n`) keep the tests of a group together."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist in ("no", "load"):
+        config.option.dist = "loadgroup"
+
+
 MOST_MAPS = 20_000
 """Memory maps of a process, which compiled programs hold; XLA crashes at Linux's default limit of 65,530."""
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, which a later call resumes bit-identically, or finds to be of another run."""
+"""Checkpoints of a run, which a later call resumes bit-identically, or rejects as another run's."""
 
 import contextlib
 import hashlib

@@ -25,7 +25,7 @@ from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.types import Algorithm, Clients, Tree
 
 _CHUNK = 32
-"""Clients vectorised at a time on accelerators, because a single evaluation is not worth a measurement."""
+"""Clients vectorised at a time on accelerators. A single evaluation is not worth a measurement."""
 
 
 @under_own_flags
@@ -46,37 +46,38 @@ def evaluate(
     chunk: int | None = None,
     devices: list[jax.Device] | None = None,
 ) -> tuple[dict[str, float], PerClient]:
-    r"""Evaluate clients by the state that a run left at the server, also clients who took no part.
+    r"""Evaluate clients, also newcomers, by the state that a run left at the server.
 
     .. math:: s_i = \mathrm{metric}(\mathrm{personalize}(\theta, c_i, D_i); T_i)
 
     :math:`\theta` is the server's state, :math:`c_i` the client's own, and :math:`T_i` are the
     client's test examples. :math:`D_i` are its training examples, for methods that train before
-    evaluation. Without `states` clients have the first ones, which `init` makes: so a method serves
-    clients who join after training. With the key, the states and the rounds of a run, scores are those of
-    its last evaluation.
+    evaluation. Without `states` clients have the first states, which `init` makes. A method serves
+    clients who join after training in this way. The key, the states and the rounds of a run give
+    the scores of its last evaluation.
 
     Methods whose clients keep a model from rounds, such as `ditto`, serve newcomers badly: their
     first model is untrained.
 
     Args:
-        algorithm: as it was run.
-        server: of the run's `Result`.
-        clients: any C clients with examples like those of the run.
-        key: of the run, or a seed: of first states, and of training before evaluation.
-        states: of these clients [C, ...], as in the run's `Result`; None: first ones.
-        rounds: of the run, for learning rates that follow the rounds.
-        chunk: clients vectorised at a time on each device; None: 1 on a CPU, 32 elsewhere.
-        devices: where to run (default: all devices).
+        algorithm: The method that was run.
+        server: State of the server, from the run's `Result`.
+        clients: Any C clients whose examples have the shape of the run's examples.
+        key: Key of the run, or a seed. First states and training before evaluation follow from it.
+        states: States of these clients [C, ...], as in the run's `Result`. None makes first states.
+        rounds: Number of rounds of the run, for learning rates that follow the rounds.
+        chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
+            and for 32 elsewhere.
+        devices: Devices that compute the scores. None stands for all devices.
 
     Returns:
         A row of metrics over clients, and each client's scores [C] by name, in the metrics' units.
         A client without test examples has NaN.
 
     Raises:
-        ValueError: a state does not have the shapes that the method makes for these clients, or
+        ValueError: A state does not have the shapes that the method makes for these clients, or
             the model does not fit them.
-        TypeError: an argument has the wrong type.
+        TypeError: An argument has the wrong type.
 
     >>> from jaxfl import simulate
     >>> from jaxfl.algorithms import fedavg
@@ -116,8 +117,20 @@ def scores_of(
 ) -> PerClient:
     """Return the scores of all clients, on the host.
 
-    The key, states and scores of points have a leading axis P. The randomness is that of a run's
-    evaluation after so many rounds.
+    The randomness is the one of a run's evaluation after `rounds` rounds.
+
+    Args:
+        key: Key of the run, or the key of each point [P].
+        method: Algorithm of the run, or the points of a sweep.
+        server: State of the server, with a leading axis P for points.
+        clients: The C clients.
+        rounds: Number of rounds of the run.
+        states: States of the clients, with a leading axis P for points. None makes first states.
+        chunk: Number of clients vectorised at a time on each device, as in `evaluate`.
+        devices: Devices that compute the scores. None stands for all devices.
+
+    Returns:
+        Scores [C] by name, with a leading axis P for points.
     """
     population = freeze(method, place(clients, devices))
 
@@ -125,7 +138,8 @@ def scores_of(
         init_key, _, eval_key = jax.random.split(key, 3)
         return init_key, jax.random.fold_in(eval_key, rounds)
 
-    init_key, eval_key = (jax.vmap(keys_of) if isinstance(method, Points) else keys_of)(key)
+    each = jax.vmap(keys_of) if isinstance(method, Points) else keys_of
+    init_key, eval_key = each(key)
     own = compile_states(method, population)(init_key, states)
     shared = everywhere(population.mesh, jax.device_get(server))
 
@@ -134,5 +148,8 @@ def scores_of(
         return jax.device_get(evaluation(eval_key, shared, own, np.int32(rounds - 1)))
 
     size = of_devices(devices).chunk if chunk is None else chunk
+    if size == "auto":
+        size = _CHUNK
     with scores_may_be_undefined():
-        return halved(scores, _CHUNK if size == "auto" else size)[0]
+        found, _ = halved(scores, size)
+    return found

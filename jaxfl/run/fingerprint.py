@@ -1,7 +1,7 @@
-"""What identifies a run: its programs with all their constants, its clients' arrays, numbers, versions.
+"""Fingerprint of a run: facts about its programs, constants, clients' arrays, numbers and versions.
 
-A run's folder holds the run's fingerprint. Names, addresses, the order of work in a process, and whatever changes only
-speed and memory are not part of it.
+A run's folder holds the run's fingerprint. Names, addresses, the order of work in a process, and
+settings that change only speed and memory are not part of it.
 """
 
 import dataclasses
@@ -28,12 +28,16 @@ _PARTS = ("init", "client_update", "server_update", "personalize")
 """Functions of an algorithm, each of which has a hash of its own."""
 
 _CONSTANTS = "constants"
+"""Code of the constants of all programs."""
+
 _PROGRAMS = (_CONSTANTS, "round", "evaluation")
-"""Hashes that follow from others: they are named only where nothing else differs."""
+"""Hashes that follow from others. Messages name them only if nothing else differs."""
 
 _WORDS = {
     "init": "the start (weights of the model, or first states)",
-    "client_update": "the clients' update (optimizer, learning rate, batch, epochs, penalty or model)",
+    "client_update": (
+        "the clients' update (optimizer, learning rate, batch, epochs, penalty or model)"
+    ),
     "server_update": "the server's update (its optimizer)",
     "personalize": "`personalize`, whose weights are evaluated",
     _CONSTANTS: "arrays that the method's functions hold",
@@ -50,19 +54,20 @@ _WORDS = {
     "cohort_key": "the cohorts of the points",
 }
 """Facts in words, for messages and reports. Folders hold the codes, so that words may change."""
+
 _PACKAGES = ("jaxfl", "jax", "jaxlib")
 """Packages whose version affects results."""
 
 _LONG = 16
-"""Longer arrays are represented by their hash."""
+"""Number of entries above which a hash represents an array."""
 
 FORMAT = 3
-"""Version of the facts, which are compared within one version only.
+"""Version of the facts. Facts are compared only with facts of the same version.
 
 Version 2 hashed the clients' rows without padding. Version 3 named facts by codes.
 """
 
-_SPOKEN = ("name", "debug_info")
+_NAMES = ("name", "debug_info")
 """Parameters of operations that affect no result."""
 
 Facts = dict[str, Any]
@@ -70,7 +75,7 @@ Facts = dict[str, Any]
 
 
 def in_words(code: str) -> str:
-    """Return what a code of a fact means.
+    """Return the meaning of a fact's code.
 
     >>> in_words("clients.labels"), in_words("values.clip"), in_words("point.2.mechanism.clip")
     ('labels', 'values of clip', 'point 2: mechanism.clip')
@@ -83,20 +88,22 @@ def in_words(code: str) -> str:
 
 
 def marked(method: Any) -> Any:
-    """The same algorithm or points, whose functions leave their names in traces; once made, the same again."""
+    """Return the algorithm or points with functions that leave their names in traces.
+
+    Equal methods give the same object, so that JAX recognises its functions.
+    """
     return remembered(("marked", key_of_method(method)), lambda: _marked(method))
 
 
 def _marked(method: Any) -> Any:
     if isinstance(method, Points):
         return method._replace(build=lambda **values: _marked(method.build(**values)))
-    return method._replace(
-        **{name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS}
-    )
+    named = {name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS}
+    return method._replace(**named)
 
 
 def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"]) -> Any:
-    """The program that makes the first states, traced one point at a time."""
+    """Return the traced program that makes the first states, one point at a time."""
     if isinstance(method, Points):
         method = method._replace(batch=None)
 
@@ -107,67 +114,69 @@ def start(method: Algorithm | Points, clients: Clients, key: Key[jax.Array, "*P"
 
 
 def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
-    """Hashes of traced programs, and of each of the algorithm's functions in them.
+    """Return hashes of traced programs, and of each of the algorithm's functions in them.
 
-    Computation outside JAX (`jax.pure_callback`) is not seen.
+    The hashes do not cover computation outside JAX (`jax.pure_callback`).
 
     Args:
-        programs: closed jaxprs of a `marked` method, by "init", "round" and "evaluation".
+        programs: Closed jaxprs of a `marked` method, by "init", "round" and "evaluation".
     """
     hashes: dict[str, Any] = {}
     for name, parts in programs.items():
-        whole = [_of_jaxpr(part.jaxpr, part.consts, hashes) for part in parts]
-        hashes.setdefault(name, hashlib.sha256()).update(" ".join(whole).encode())
-    return {
-        name: {"sha256": hashes[name].hexdigest()}
-        for name in (*_PARTS, *_PROGRAMS)
-        if name in hashes
-    }
+        texts = [_of_jaxpr(part.jaxpr, part.consts, hashes) for part in parts]
+        hashes.setdefault(name, hashlib.sha256()).update(" ".join(texts).encode())
+    names = [name for name in (*_PARTS, *_PROGRAMS) if name in hashes]
+    return {name: {"sha256": hashes[name].hexdigest()} for name in names}
 
 
 def of_clients(clients: Clients) -> Facts:
-    """Hashes of the clients' arrays, and of their rows without padding, in which two runs may differ."""
+    """Return hashes of the clients' arrays. Two runs may differ in the padding of their rows."""
     train = packed(clients.train, np.asarray(clients.train_size))
     test = packed(clients.test, np.asarray(clients.test_size))
     arrays = clients._asdict() | {"train": train.flat, "test": test.flat}
-    return {"clients": clients.number} | {
-        f"clients.{name}": {"sha256": _of_array(array)} for name, array in arrays.items()
-    }
+    hashes = {f"clients.{name}": {"sha256": _of_array(array)} for name, array in arrays.items()}
+    return {"clients": clients.number} | hashes
 
 
 def of_frozen(model: Model) -> Facts:
-    """A hash of the frozen weights, if the model has any: the programs take them as an argument."""
+    """Return a hash of the frozen weights, if the model has any.
+
+    The programs take frozen weights as an argument, so that their own hashes do not cover them.
+    """
     leaves = jax.tree.leaves_with_path(model.frozen)
     if not leaves:
         return {}
-    whole = " ".join(f"{jax.tree_util.keystr(path)} {_of_array(leaf)}" for path, leaf in leaves)
-    return {"model.frozen": {"sha256": hashlib.sha256(whole.encode()).hexdigest()}}
+    text = " ".join(f"{jax.tree_util.keystr(path)} {_of_array(leaf)}" for path, leaf in leaves)
+    return {"model.frozen": {"sha256": hashlib.sha256(text.encode()).hexdigest()}}
 
 
 def of_key(key: Key[jax.Array, "*P"]) -> Facts:
-    """A hash, which reveals no key that cannot be guessed."""
+    """Return a hash of the key, which reveals the key only to someone who guesses it."""
     return {"key": {"sha256": _of_array(key)}}
 
 
 def of_terms(name: str, terms: Terms) -> Facts:
-    """The numbers of a statement's terms, without its prose, which may be reworded."""
+    """Return the numbers of a statement's terms, but not its prose, which may be reworded."""
     claimed = None if terms.claim is None else terms.claim[0]
     facts = of_value(f"{name}.delta", terms.delta) | of_value(f"{name}.claim", claimed)
     return facts | {f"{name}.broken": terms.broken is not None}
 
 
 def of_value(name: str, value: Any) -> Facts:
-    """The numbers of a mechanism or of private steps by field, in full; functions are part of the programs."""
+    """Return all numbers of a mechanism or of private steps, by field.
+
+    Functions have no facts, because they are part of the programs.
+    """
     fields = None
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):
         fields = value._asdict()
     if fields is not None:
-        facts = [of_value(f"{name}.{field}", part) for field, part in fields.items()]
-        return {name: type(value).__name__} | {
-            key: fact for part in facts for key, fact in part.items()
-        }
+        facts: Facts = {name: type(value).__name__}
+        for field, part in fields.items():
+            facts |= of_value(f"{name}.{field}", part)
+        return facts
     if callable(value):
         return {}
     if value is None or isinstance(value, str):
@@ -179,27 +188,29 @@ def of_value(name: str, value: Any) -> Facts:
 
 
 def of_versions(mesh: Mesh) -> Facts:
-    """What else affects the results of a program."""
+    """Return versions, devices and settings of JAX, which also affect the results of a program."""
     versions = {name: _version(name) for name in _PACKAGES}
     device = mesh.devices.flat[0]
-    settings = {
-        name: getattr(jax.config, name) for name in ("jax_enable_x64", "jax_threefry_partitionable")
-    }
-    return (
-        versions | {"format": FORMAT, "device": device.device_kind, "devices": mesh.size} | settings
-    )
+    devices = {"format": FORMAT, "device": device.device_kind, "devices": mesh.size}
+    names = ("jax_enable_x64", "jax_threefry_partitionable")
+    settings = {name: getattr(jax.config, name) for name in names}
+    return versions | devices | settings
 
 
 def differences(stored: Facts, current: Facts) -> list[str]:
-    """What differs, in words, the current value last; programs only if nothing else does, since they follow from it."""
-    return [
-        _difference(name, stored.get(name), current.get(name))
-        for name in _differing(stored, current)
-    ]
+    """Return the facts that differ, in words, with the current value last.
+
+    Programs are named only if nothing else differs, because they follow from the other facts.
+    """
+    names = _differing(stored, current)
+    return [_difference(name, stored.get(name), current.get(name)) for name in names]
 
 
 def remedy(stored: Facts, current: Facts) -> str:
-    """Return how to resume the stored run where only versions and devices differ, and otherwise an empty text."""
+    """Return how to resume the stored run, if only versions and devices differ.
+
+    Otherwise the text is empty.
+    """
     names = set(_differing(stored, current))
     if not names <= {*_PACKAGES, "devices"}:
         return ""
@@ -213,7 +224,12 @@ def remedy(stored: Facts, current: Facts) -> str:
 
 
 def _on_devices(number: int, split: bool) -> str:
-    """Return how to run on this number of devices, into which a CPU can be split."""
+    """Return how to run on a number of devices.
+
+    Args:
+        number: Number of devices.
+        split: Whether JAX can split this kind of device into several.
+    """
     if jax.process_count() > 1:
         return f"start processes with {number} devices in all"
     ways = [f"set JAX_NUM_CPU_DEVICES={number} before Python starts"] if split else []
@@ -223,15 +239,21 @@ def _on_devices(number: int, split: bool) -> str:
 
 
 def _differing(stored: Facts, current: Facts) -> list[str]:
-    """Return the names of facts that differ, without those that follow from others."""
+    """Return the names of facts that differ, without facts that follow from others."""
     missing = object()
-    names = [
-        name for name in current | stored if stored.get(name, missing) != current.get(name, missing)
-    ]
-    groups: list[list[str]] = [[], [], []]
-    for name in names:
-        groups[2 if name in _PROGRAMS else int(name in _PARTS)].append(name)
-    return next(filter(None, groups), [])
+    causes: list[str] = []
+    parts: list[str] = []
+    programs: list[str] = []
+    for name in current | stored:
+        if stored.get(name, missing) == current.get(name, missing):
+            continue
+        if name in _PROGRAMS:
+            programs.append(name)
+        elif name in _PARTS:
+            parts.append(name)
+        else:
+            causes.append(name)
+    return causes or parts or programs
 
 
 def _difference(name: str, stored: Any, current: Any) -> str:
@@ -254,21 +276,28 @@ def _version(name: str) -> str:
 
 
 def _of_array(value: Any) -> str:
-    is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
-    kind, array = (
-        (str(value.dtype), np.asarray(jax.random.key_data(value)))
-        if is_key
-        else ("", np.asarray(value))
-    )
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        kind = str(value.dtype)
+        array = np.asarray(jax.random.key_data(value))
+    else:
+        kind = ""
+        array = np.asarray(value)
     digest = hashlib.sha256(f"{kind} {array.dtype.name} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
 
 
 def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
-    """A hash; parts and constants are hashed separately, in `parts` (None: within a part).
+    """Return the hash of a program, and update the hashes of its parts and constants.
 
-    Variables are numbered as they appear, separately in each part, so that one part's hash is independent of others.
+    Variables are numbered in the order in which they appear. Each part has its own numbers, so that
+    its hash does not depend on other parts.
+
+    Args:
+        jaxpr: The program.
+        consts: Values of its constants.
+        parts: Hashes by name of a part, which are updated. None hashes the program as one part,
+            with its constants.
     """
     constants = {}
     for var, value in zip(jaxpr.constvars, consts, strict=True):
@@ -277,7 +306,7 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
         else:
             parts.setdefault(_CONSTANTS, hashlib.sha256()).update(_of_value(value, None).encode())
     numbers: dict[str | None, dict[Any, int]] = {}
-    whole = hashlib.sha256()
+    rest = hashlib.sha256()
 
     def name(part: str | None, atom: Any) -> str:
         aval = f"{atom.aval.str_short()}{'~' * getattr(atom.aval, 'weak_type', False)}"
@@ -289,30 +318,30 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
         return f"{ids.setdefault(atom, len(ids))}:{aval}"
 
     def line(part: str | None, *texts: str) -> None:
-        into = whole if part is None or parts is None else parts.setdefault(part, hashlib.sha256())
-        into.update(("\t".join(texts) + "\n").encode())
+        digest = rest
+        if part is not None and parts is not None:
+            digest = parts.setdefault(part, hashlib.sha256())
+        digest.update(("\t".join(texts) + "\n").encode())
 
     line(None, *(name(None, var) for var in jaxpr.invars))
     for eqn in jaxpr.eqns:
         part = None if parts is None else _part(eqn)
         params = _of_value(eqn.params, parts if part is None else None)
-        into = [name(part, var) for var in eqn.invars]
-        line(
-            part, eqn.primitive.name, params, *into, "->", *(name(part, var) for var in eqn.outvars)
-        )
+        inputs = [name(part, var) for var in eqn.invars]
+        outputs = [name(part, var) for var in eqn.outvars]
+        line(part, eqn.primitive.name, params, *inputs, "->", *outputs)
     line(None, *(name(None, var) for var in jaxpr.outvars))
-    return whole.hexdigest()
+    return rest.hexdigest()
 
 
 def _part(eqn: Any) -> str | None:
-    """The algorithm's function that an operation belongs to."""
-    return next(
-        (scope.name for scope in eqn.source_info.name_stack.stack if scope.name in _PARTS), None
-    )
+    """Return the name of the algorithm's function that an operation belongs to, or None."""
+    names = (scope.name for scope in eqn.source_info.name_stack.stack)
+    return next((name for name in names if name in _PARTS), None)
 
 
 def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
-    """A text of all that affects a result in a parameter or constant."""
+    """Return a text with everything in a parameter or constant that affects a result."""
     match value:
         case core.ClosedJaxpr():
             return _of_jaxpr(value.jaxpr, value.consts, parts)
@@ -322,14 +351,15 @@ def _of_value(value: Any, parts: dict[str, Any] | None) -> str:
             return _of_array(value)
         case Mapping():
             items = sorted(
-                f"{k}: {_of_value(item, parts)}" for k, item in value.items() if k not in _SPOKEN
+                f"{k}: {_of_value(item, parts)}" for k, item in value.items() if k not in _NAMES
             )
             return f"{{{', '.join(items)}}}"
         case tuple() | list():
             return f"({', '.join(_of_value(item, parts) for item in value)})"
         case frozenset() | set():
             return f"({', '.join(sorted(_of_value(item, parts) for item in value))})"
-        case NamedSharding():  # how many devices, not which
+        case NamedSharding():
+            # The text has the number of devices, not their names.
             return f"{_of_value(value.mesh, parts)} {value.spec}"
         case Mesh() | AbstractMesh():
             return str(dict(value.shape))

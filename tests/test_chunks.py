@@ -72,7 +72,7 @@ def test_a_measured_chunk_is_said_and_remembered(compiled, caplog):
     chunk._REMEMBERED.clear()  # another process finds it on disk
     run("auto")
     assert compiled == [1, 4, program.chunk, program.chunk]
-    assert "remembered" in caplog.records[-1].message
+    assert "from the cache" in caplog.records[-1].message
     fewer = small_clients((9, 4, 7))
     simulate(KEY, ALGORITHMS["dp_fedavg"](), fewer, rounds=2, chunk="auto", progress=False)
     assert len(compiled) > 4  # another cohort
@@ -120,7 +120,7 @@ def test_a_chunk_that_memory_does_not_hold_is_halved(compiled, monkeypatch, capl
     breaking_above(2, monkeypatch)
     assert_same(run(5), expected)
     assert compiled == [1, 5, 2]
-    assert "chunk=5 does not fit the device's memory: going on with chunk=2" in caplog.text
+    assert "chunk=5 does not fit the device's memory: continuing with chunk=2" in caplog.text
 
 
 @pytest.mark.parametrize("states", ["device", pytest.param("host", marks=pytest.mark.slow)])
@@ -142,7 +142,7 @@ def test_a_run_whose_memory_ends_goes_on_with_half_the_chunk(
     assert_same(found, expected)
     assert seen == starts
     assert [row["round"] for row in found.metrics] == [1, 2]
-    assert "chunk=4 does not fit the device's memory: going on with chunk=2" in caplog.text
+    assert "chunk=4 does not fit the device's memory: continuing with chunk=2" in caplog.text
 
 
 def test_an_evaluation_that_memory_does_not_hold_is_halved(monkeypatch, caplog):
@@ -157,7 +157,7 @@ def test_an_evaluation_that_memory_does_not_hold_is_halved(monkeypatch, caplog):
     found = run(4)
     assert_same(found, expected)
     assert found.metrics[-1]["accuracy"] == expected.metrics[-1]["accuracy"]
-    assert caplog.text.count("going on with chunk=") == 1
+    assert caplog.text.count("continuing with chunk=") == 1
 
 
 @pytest.mark.slow

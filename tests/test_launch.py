@@ -29,7 +29,7 @@ def program(what, *arguments):
     if what == "fail":  # where facts differ; process 1 first
         processes.agree({"same": "for all"})
         with pytest.raises(
-            ValueError, match=r"^data differs by process: '0' in 0; '1' in 1: start the same run"
+            ValueError, match=r"^data differs by process: '0' in 0; '1' in 1. Start the same run"
         ):
             processes.agree({"same": "for all", "data": str(process)})
         if process == 1:

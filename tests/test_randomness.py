@@ -558,7 +558,7 @@ def test_the_epsilon_of_examples_is_read_from_the_ledger():
 def test_plain_steps_under_private_ones_are_refused():
     base = fedavg(MODEL, local=PRIVATE, mechanism=Mechanism())
     plain = fedavg(MODEL, local=LocalSGD(optax.sgd(0.05), batch_size=4)).client_update
-    with pytest.raises(ValueError, match=r"dp_sgd=DPSGD.*no private steps"):
+    with pytest.raises(ValueError, match=r"got DPSGD.*no private steps"):
         compile_and_run(base._replace(client_update=plain))
 
 

@@ -186,7 +186,7 @@ def test_an_info_cannot_take_the_place_of_a_metric(name):
         return message, client, info | {name: info["loss"]}
 
     with pytest.raises(
-        ValueError, match=rf"info=\['{name}'\] from client_update of 'fedprox'.*choose others"
+        ValueError, match=rf"got \['{name}'\] from client_update of 'fedprox'.*Choose other names"
     ):
         quiet(base._replace(client_update=client_update), small_clients())
 

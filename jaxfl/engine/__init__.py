@@ -1,1 +1,1 @@
-"""How rounds are executed: on which devices, in which order, in how many programs."""
+"""Execution of rounds and evaluations: compiled programs, and the memory that they need."""

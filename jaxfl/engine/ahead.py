@@ -1,6 +1,7 @@
-"""A round compiled for a chip that is not there: its memory, and what one local step moves and computes.
+"""Footprint of a round that is compiled for an absent chip: its memory, and a local step's cost.
 
-What a step moves is read off the compiler's optimized text (`jaxfl.engine.kernels`), what it computes off the trace.
+`jaxfl.engine.kernels` reads the kernels and bytes of a step from XLA's optimised text. The trace of
+the program gives the operations of a step.
 """
 
 import functools
@@ -24,45 +25,49 @@ from jaxfl.types import Algorithm, Clients, Tree
 
 
 class Footprint(NamedTuple):
-    """What a round needs of a chip; of all local steps of its method, the one that moves most bytes counts."""
+    """Estimated resources of a round, for the local step that moves the most bytes."""
 
     chip: str
     chunk: int
     kernels: float
-    """Of a local step of all clients of a chunk together, with its share of the loops around it."""
+    """Kernels per local step of a chunk, with the step's share of the enclosing loops."""
     in_step: float
-    """Those of the step itself."""
+    """Kernels per local step of a chunk, without the enclosing loops."""
     bytes: float
-    """Read and written by these, per client."""
+    """Bytes that `kernels` read and write, per client."""
     flops: float
-    """Matrix products and convolutions of a local step of one client, a multiply-add as two."""
+    """Operations in the matrix products and convolutions of one client's local step.
+
+    A multiply-add counts as two.
+    """
     memory: float
     """Bytes of temporary arrays per client of a chunk."""
     held: float
-    """Bytes of examples, their rows, and states."""
+    """Bytes of the program's arguments: examples, their row numbers, and states."""
     largest_chunk: int
-    """That fits beside what is held."""
+    """Largest chunk that fits in the memory that the arguments leave."""
     expected_us: float
-    """Per client-step, as the compiler counts cycles; NaN where it does not."""
+    """Microseconds per client-step by the compiler's count of cycles. NaN if it counts none."""
 
     @property
     def bandwidth_us(self) -> float:
-        """Per client-step, if all bytes went through memory at its full speed."""
+        """Return the microseconds per client-step if all bytes moved at the memory's full speed."""
         return 1e6 * self.bytes / CHIPS[self.chip].bandwidth
 
     @property
     def compute_us(self) -> float:
-        """Per client-step, at the chip's peak."""
+        """Return the microseconds per client-step at the chip's peak rate of operations."""
         return 1e6 * self.flops / CHIPS[self.chip].flops
 
     @property
     def microseconds(self) -> float:
-        """Per client-step: what the compiler expects, else the larger of the two others, a bound from below."""
-        return (
-            max(self.bandwidth_us, self.compute_us)
-            if math.isnan(self.expected_us)
-            else self.expected_us
-        )
+        """Return the compiler's estimate per client-step, or a lower bound if there is none.
+
+        The lower bound is the larger one of `bandwidth_us` and `compute_us`.
+        """
+        if math.isnan(self.expected_us):
+            return max(self.bandwidth_us, self.compute_us)
+        return self.expected_us
 
 
 def _check_trips(name: str, value: Any) -> tuple[float, ...]:
@@ -77,57 +82,65 @@ def _check_trips(name: str, value: Any) -> tuple[float, ...]:
 def footprint(
     chip: str, algorithm: Algorithm, clients: Clients, *, chunk: int, trips: Sequence[float] = ()
 ) -> Footprint:
-    """Compile a round of all clients for one chip, and read what it needs off the program.
+    """Compile a round of all clients for one chip, and read its resources from the program.
 
     Args:
-        chip: one of `jaxfl.chips.CHIPS`.
-        algorithm: what a round does.
-        clients: host arrays. Only the numbers of training examples are read, and shapes (`jax.ShapeDtypeStruct`) may
-            stand for all others.
-        chunk: clients vectorised at a time; halved where the chip's memory does not hold them.
-        trips: how often the loop over local steps runs, and those around it, from the inside; a step then has its
-            share of what they do besides. Of `LocalSGD`: steps in a block, blocks in an epoch, epochs.
+        chip: Name of a chip in `jaxfl.chips.CHIPS`.
+        algorithm: The method whose round is compiled.
+        clients: Host arrays. Only the numbers of training examples are read. All other arrays may
+            be shapes (`jax.ShapeDtypeStruct`).
+        chunk: Number of clients vectorised at a time. It is halved until the chip's memory holds
+            the program.
+        trips: Numbers of iterations of the loop over local steps and of the loops around it, from
+            the inside. A step then gets its share of the other work in these loops. `LocalSGD` has
+            steps in a block, blocks in an epoch, and epochs. The default counts the step alone.
 
     Raises:
-        ValueError: the chip's compiler is not installed.
+        ValueError: The chip's compiler is not installed.
     """
-    sheet, population = CHIPS[chip], described(clients, device_of(chip))
+    sheet = CHIPS[chip]
+    population = described(clients, device_of(chip))
     arguments = _arguments(algorithm, population)
-    rounds_of: Any = functools.partial(compile_rounds, algorithm, population, segment=1)
-    program = fitting(lambda chunk: rounds_of(chunk=chunk), chunk, arguments, call=False)
-    compiled: Any = program.step
-    compiled, chunk = compiled.func, program.chunk
-    text, each = compiled.as_text(), program.memory
-    cost, alone = step_cost(text, trips), step_cost(text)
+
+    def build(chunk: int) -> functools.partial:
+        return compile_rounds(algorithm, population, chunk=chunk, segment=1)
+
+    program = fitting(build, chunk, arguments, call=False)
+    step: Any = program.step
+    compiled = step.func
+    text = compiled.as_text()
+    cost = step_cost(text, trips)
+    alone = step_cost(text)
     held = compiled.memory_analysis().argument_size_in_bytes
-    expected = 1e6 * cost.cycles / sheet.clock / chunk if cost.cycles else math.nan
-    largest = int(max(0.0, sheet.memory - held) / max(1.0, each))
+    expected = math.nan
+    if cost.cycles:
+        expected = 1e6 * cost.cycles / sheet.clock / program.chunk
     flops = step_flops(algorithm, population)
     return Footprint(
-        chip,
-        chunk,
-        cost.kernels,
-        alone.kernels,
-        cost.bytes / chunk,
-        flops,
-        each,
-        held,
-        largest,
-        expected,
+        chip=chip,
+        chunk=program.chunk,
+        kernels=cost.kernels,
+        in_step=alone.kernels,
+        bytes=cost.bytes / program.chunk,
+        flops=flops,
+        memory=program.memory,
+        held=held,
+        largest_chunk=int(max(0.0, sheet.memory - held) / max(1.0, program.memory)),
+        expected_us=expected,
     )
 
 
 def step_flops(algorithm: Algorithm, population: Population) -> float:
-    """Operations of the matrix products and convolutions of a client's local step."""
+    """Return the operations in matrix products and convolutions of one client's local step."""
     alone: Any = compile_rounds(algorithm, population, chunk=1, segment=1)
     traced = alone.func.trace(*alone.args, *_arguments(algorithm, population), **alone.keywords)
     return sum(products(traced.jaxpr.jaxpr, STEP))
 
 
 def described(clients: Clients, device: jax.Device) -> Population:
-    """Clients on a device that need not be there: shapes in place of arrays.
+    """Return the clients as shapes on a device that may be absent.
 
-    All have the largest one's capacity, so that a program has each local step once.
+    All clients have the capacity of the largest one, so that a program has each local step once.
     """
     mesh = Mesh(np.array([device]), ("clients",))
     shapes = _shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
@@ -145,7 +158,7 @@ def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
 
 
 def _arguments(algorithm: Algorithm, population: Population) -> tuple:
-    """Shapes of a call's arguments besides the clients."""
+    """Return the shapes of the arguments of a round, without the clients."""
     key, number = jax.eval_shape(lambda: (key_of(0), jax.numpy.int32(0)))
     start = functools.partial(first_states, algorithm, population=population)
     center, states = jax.eval_shape(start, key, key)
@@ -154,31 +167,27 @@ def _arguments(algorithm: Algorithm, population: Population) -> tuple:
 
 
 def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[float]:
-    """Operations of each matrix product and convolution of a program, in order, a multiply-add as two.
+    """Yield the operations of each matrix product and convolution of a program, in order.
 
-    A loop's body counts once.
+    A multiply-add counts as two operations. The body of a loop counts once.
 
     Args:
-        jaxpr: the program.
-        scope: only those within `jax.named_scope` of this name.
-        inside: whether the program is within it.
+        jaxpr: The program.
+        scope: Name of a `jax.named_scope`. Only products within it count. The default counts all.
+        inside: Whether the program itself lies within the scope.
     """
     for equation in jaxpr.eqns:
         within = inside or scope in str(equation.source_info.name_stack)
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         if name in ("dot_general", "conv_general_dilated"):
             if within:
-                yield _operations(
-                    name,
-                    params,
-                    [v.aval.shape for v in equation.invars],
-                    equation.outvars[0].aval.shape,
-                )
+                inputs = [variable.aval.shape for variable in equation.invars]
+                yield _operations(name, params, inputs, equation.outvars[0].aval.shape)
             continue
-        for value in jax.tree.leaves(
-            tuple(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
+        parts = jax.tree.leaves(tuple(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
+        for part in parts:
+            inner = getattr(part, "jaxpr", part)
             if hasattr(inner, "eqns"):
                 yield from products(inner, scope, within)
 
@@ -186,8 +195,12 @@ def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[floa
 def _operations(
     name: str, params: dict[str, Any], inputs: list[tuple[int, ...]], output: tuple[int, ...]
 ) -> float:
+    """Return the operations of a product with operands and a result of these shapes."""
     if name == "dot_general":
-        taps = math.prod(inputs[0][axis] for axis in params["dimension_numbers"][0][0])
+        (contracted, _), _ = params["dimension_numbers"]
+        taps = math.prod(inputs[0][axis] for axis in contracted)
     else:
-        taps = math.prod(inputs[1]) // inputs[1][params["dimension_numbers"].rhs_spec[0]]
+        kernel = inputs[1]
+        features_axis = params["dimension_numbers"].rhs_spec[0]
+        taps = math.prod(kernel) // kernel[features_axis]
     return 2.0 * taps * math.prod(output)

@@ -1,4 +1,7 @@
-"""How many clients are vectorised at a time: measured once and remembered, and halved where memory is short."""
+"""Choice of the chunk, the number of clients vectorised at a time.
+
+The choice is measured once and cached. If memory is short, the chunk is halved.
+"""
 
 import functools
 import hashlib
@@ -20,25 +23,30 @@ from jaxfl.files import cache_folder, read, write_json
 
 T = TypeVar("T")
 _LOG = logging.getLogger("jaxfl")
+
 _REMEMBERED: dict[str, dict[str, Any]] = {}
+"""Choices of this process, by the hash of what they depend on."""
 
 
 class Program(NamedTuple):
-    """Rounds, compiled for one chunk."""
+    """Rounds that are compiled for one chunk."""
 
     step: Callable[..., tuple]
-    """Takes the arguments that it was compiled for, and donates some of the last two."""
+    """Function of the arguments that it was compiled for. It donates some of the last two."""
     chunk: int
     memory: float
     """Bytes of temporary arrays on each device, per client vectorised at a time."""
 
 
 Build = Callable[[int], functools.partial]
-"""From a chunk to a jitted function with its first arguments (see `jaxfl.engine.program.compile_rounds`)."""
+"""Function from a chunk to a jitted function with its first arguments.
+
+`jaxfl.engine.program.compile_rounds` makes such functions.
+"""
 
 
 def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
-    """Compile for a chunk, and for the arguments of a call."""
+    """Compile the program of a chunk for the arguments of a call."""
     step = build(chunk)
     program: Any = step.func
     given = (step.args, arguments, step.keywords)
@@ -48,9 +56,8 @@ def compile_chunk(build: Build, chunk: int, arguments: tuple) -> Program:
 
     compiled = remembered(("compiled", Same(program), key_of_arrays(given)), compile_)
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    return Program(
-        functools.partial(compiled, *step.args, **step.keywords), chunk, temporary / chunk
-    )
+    bound = functools.partial(compiled, *step.args, **step.keywords)
+    return Program(bound, chunk, temporary / chunk)
 
 
 def choose(
@@ -61,98 +68,112 @@ def choose(
     mesh: Mesh,
     facts: tuple[str, ...],
 ) -> Program:
-    """The program for the given or the fastest chunk; see `fitting` and `fastest`."""
-    return (
-        fastest(build, most, arguments, mesh, facts)
-        if chunk == "auto"
-        else fitting(build, chunk, arguments)
-    )
+    """Return the program of the given chunk (see `fitting`), or of the fastest (see `fastest`)."""
+    if chunk == "auto":
+        return fastest(build, most, arguments, mesh, facts)
+    return fitting(build, chunk, arguments)
 
 
 def fitting(build: Build, chunk: int, arguments: tuple, *, call: bool = True) -> Program:
-    """The program for a chunk, halved as often as memory demands.
+    """Return the program for a chunk, which is halved until the program fits in memory.
 
-    Whether a program fits shows in one call on copies of the state, which need room beside it: even a call that fails
-    has donated its arguments. Without a `call`, for a device that is not there, the compiler alone tells.
+    Args:
+        build: Function that makes the program of a chunk.
+        chunk: Number of clients vectorised at a time.
+        arguments: Arguments of a call.
+        call: Whether to call the program once on copies of the state, because even a call that
+            fails donates its arguments. The copies take memory in addition to the state. False is
+            for absent devices, and relies on the compiler's memory estimate.
     """
-    return halved(
-        lambda chunk: _tried(build, chunk, arguments, calls=int(call and chunk > 1))[0], chunk
-    )[0]
+
+    def attempted(chunk: int) -> Program:
+        program, _ = _tried(build, chunk, arguments, calls=int(call and chunk > 1))
+        return program
+
+    program, _ = halved(attempted, chunk)
+    return program
 
 
 def fastest(
     build: Build, most: int, arguments: tuple, mesh: Mesh, facts: tuple[str, ...]
 ) -> Program:
-    """The program of the fastest of a few chunks, by the second of two calls; remembered, and logged.
+    """Return the program of the fastest chunk, by the second of two calls, and log the choice.
 
-    They are those of the devices' `Backend`, as far as memory is expected to hold the next one, and as long as
-    vectorising more clients takes no longer.
+    Candidates come from `Backend.chunks`, in order. The search ends if the next one is not expected
+    to fit in memory, or does not fit, or if a candidate is slower than its predecessor.
 
-    The choice is kept in this process, and in the cache folder (`JAXFL_CACHE_DIR`), by the arrays' shapes, the kind
-    and number of devices, the version of JAX and `facts`.
+    The choice is cached in this process and in the cache folder (`JAXFL_CACHE_DIR`). It is
+    identified by the arrays' shapes, the kind and number of devices, the version of JAX and
+    `facts`.
 
     Args:
-        build: makes the program of a chunk.
-        most: the largest useful chunk.
-        arguments: those of a call of one round.
-        mesh: the devices.
-        facts: what else the choice depends on, except batches and local steps.
+        build: Function that makes the program of a chunk.
+        most: Largest useful chunk.
+        arguments: Arguments of a call for one round.
+        mesh: The devices.
+        facts: Everything else that the choice depends on, except batches and local steps.
     """
     shapes = str(
         jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (build(1).args, arguments))
     )
     device = mesh.devices.flat[0].device_kind
-    name = hashlib.sha256(
-        repr((shapes, device, mesh.size, jax.__version__, facts)).encode()
-    ).hexdigest()[:16]
+    identity = repr((shapes, device, mesh.size, jax.__version__, facts))
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     known = _recall(name)
+    # The choice counts if all processes have cached the same one.
     most_known, least_known = processes.largest(known or 0, -(known or 0))
-    if known and most_known == -least_known:  # in all processes
+    if known and most_known == -least_known:
         program = fitting(build, known, arguments)
         _LOG.info(
-            "chunk %d, remembered; %s",
+            "chunk %d, from the cache, with %s",
             program.chunk,
             _megabytes(program),
             extra={"program": program},
         )
         return program
     first, *larger = of_mesh(mesh).chunks
-    programs, seconds, last = {}, {}, first
-    for size in (first, *(size for size in larger if size <= most)):
+    candidates = [first, *(size for size in larger if size <= most)]
+    programs: dict[int, Program] = {}
+    seconds: dict[int, float] = {}
+    last = first
+    for size in candidates:
         if programs and programs[last].memory * size > _memory(mesh):
             break
-        if (
-            tried := attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
-        ) is None:
+        tried = attempt(functools.partial(_tried, build, size, arguments, calls=2), size)
+        if tried is None:
             if not programs:
                 return fitting(build, size // 2, arguments)
             _LOG.warning(
                 "chunk=%d does not fit the device's memory: %d is the largest tried", size, last
             )
             break
-        programs[size], (seconds[size],) = tried[0], processes.largest(tried[1])
-        if last > 1 and seconds[size] > seconds[last]:  # one client alone is other code
+        program, duration = tried
+        programs[size] = program
+        (seconds[size],) = processes.largest(duration)
+        # A chunk of 1 has another program, so its time predicts nothing about larger chunks.
+        if last > 1 and seconds[size] > seconds[last]:
             break
         last = size
     best = programs[min(seconds, key=seconds.__getitem__)]
-    _remember(
-        name,
-        {
-            "chunk": best.chunk,
-            "device": device,
-            "facts": facts,
-            "seconds": seconds,
-            "memory": best.memory,
-        },
-    )
+    choice = {
+        "chunk": best.chunk,
+        "device": device,
+        "facts": facts,
+        "seconds": seconds,
+        "memory": best.memory,
+    }
+    _remember(name, choice)
     measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
-    _LOG.info("chunk %d of %s; %s", best.chunk, measured, _megabytes(best), extra={"program": best})
+    _LOG.info(
+        "chunk %d of %s, with %s", best.chunk, measured, _megabytes(best), extra={"program": best}
+    )
     return best
 
 
 def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Program, float]:
-    """A program and the seconds of its last call on copies of the state."""
-    program, seconds = compile_chunk(build, chunk, arguments), 0.0
+    """Return a program, and the seconds of its last call on copies of the state."""
+    program = compile_chunk(build, chunk, arguments)
+    seconds = 0.0
     for _ in range(calls):
         copies = jax.tree.map(jnp.copy, arguments[-2:])
         start = time.monotonic()
@@ -162,31 +183,39 @@ def _tried(build: Build, chunk: int, arguments: tuple, calls: int) -> tuple[Prog
 
 
 def halved(work: Callable[[int], T], chunk: int) -> tuple[T, int]:
-    """What `work` returns with this chunk, or with half of it as often as memory demands; and the chunk."""
-    while (found := attempt(functools.partial(work, chunk), chunk)) is None:
+    """Return the result of `work` and its chunk, which is halved until the work fits in memory."""
+    while True:
+        found = attempt(functools.partial(work, chunk), chunk)
+        if found is not None:
+            return found, chunk
         chunk = half(chunk)
-    return found, chunk
 
 
 def half(chunk: int) -> int:
-    """Of a chunk that does not fit; told."""
+    """Halve a chunk that does not fit, and log a warning."""
+    smaller = chunk // 2
     _LOG.warning(
-        "chunk=%d does not fit the device's memory: going on with chunk=%d", chunk, chunk // 2
+        "chunk=%d does not fit the device's memory: continuing with chunk=%d", chunk, smaller
     )
-    return chunk // 2
+    return smaller
 
 
 def attempt(work: Callable[[], T], chunk: int) -> T | None:
-    """What `work` returns with this chunk; None if it does not fit in memory, and half of the chunk may."""
+    """Return the result of `work`, or None if memory is too small and a smaller chunk may fit.
+
+    Raises:
+        jax.errors.JaxRuntimeError: The error has another cause, or the chunk cannot be halved.
+            Several processes do not halve it, because all of them would have to.
+    """
     try:
         return work()
     except jax.errors.JaxRuntimeError as error:
-        # Of several processes, all would have to halve.
         if not out_of_memory(error):
             raise
         if chunk == 1 or jax.process_count() > 1:
             error.add_note(
-                f"chunk={chunk} does not fit the device's memory: give a smaller chunk, more devices, or states='host'"
+                f"chunk must fit the device's memory, got {chunk}. Give a smaller chunk, more "
+                "devices, or states='host'."
             )
             raise
         return None
@@ -196,7 +225,7 @@ def out_of_memory(error: Exception) -> bool:
     """Return whether an exception says that the host's or a device's memory is too small."""
     if isinstance(error, MemoryError):
         return True
-    # A CPU says it in words, under the status of an internal error.
+    # On CPUs only the text says so. The status is that of an internal error.
     texts = ("RESOURCE_EXHAUSTED", "Out of memory")
     return isinstance(error, jax.errors.JaxRuntimeError) and any(
         text in str(error) for text in texts
@@ -204,7 +233,7 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def _memory(mesh: Mesh) -> float:
-    """Bytes of a device, where it tells."""
+    """Return the bytes of a device's memory, or infinity if the device does not report them."""
     return (mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit", math.inf)
 
 
@@ -213,17 +242,17 @@ def _megabytes(program: Program) -> str:
 
 
 def _remember(name: str, choice: dict[str, Any]) -> None:
-    """Keep a choice; a folder that cannot be written is no error."""
+    """Cache a choice. If the folder cannot be written, only this process keeps the choice."""
     _REMEMBERED[name] = choice
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
         write_json(cache_folder() / f"chunk-{name}.json", choice)
     except OSError as error:
-        _LOG.info("the choice is kept for this process only: %s", error)
+        _LOG.info("the choice of the chunk is cached for this process only: %s", error)
 
 
 def _recall(name: str) -> int | None:
-    """The remembered chunk; an unreadable file counts as none."""
+    """Return the cached chunk, or None if there is none or its file is not readable."""
     if name not in _REMEMBERED:
         try:
             choice = json.loads(read(cache_folder() / f"chunk-{name}.json"))

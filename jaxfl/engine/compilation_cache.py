@@ -1,6 +1,7 @@
-"""Compiled programs are kept in the cache folder: a second run of the same method and shapes compiles nothing.
+"""Cache of compiled programs, so that a second run with the same method and shapes compiles none.
 
-`JAXFL_COMPILATION_CACHE=0` turns that off, and a cache of JAX that is set already (`JAX_COMPILATION_CACHE_DIR`) stands.
+`JAXFL_COMPILATION_CACHE=0` turns the cache off. If JAX's own cache is set already
+(`JAX_COMPILATION_CACHE_DIR`), JAX uses that one.
 """
 
 import atexit
@@ -21,23 +22,33 @@ from jaxfl import files
 _LOG = logging.getLogger("jaxfl")
 
 _MOST_BYTES = 2**30
+"""Bytes of programs that remain in the cache when a process ends."""
 
 _MARKER = ".jaxfl"
-"""Name of the file that marks a folder as made by `claim`. Nothing is removed from a folder without it."""
+"""Name of the file that marks a folder as made by `claim`.
+
+Programs are removed only from folders with this file.
+"""
 
 _PROCESSOR = re.compile("[0-9a-f]{16}")
-"""Names that `_processor` gives."""
+"""Pattern of the names that `_processor` returns."""
 
 _PROGRAM = re.compile(r".+-[0-9a-f]{64}-(cache|atime)")
-"""Names that JAX gives: the program's name, its key (SHA-256), and a suffix."""
+"""Pattern of JAX's file names: a program's name, its key (SHA-256), and a suffix."""
 
 
 _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
-"""Name of JAX's event before it looks for a program in its cache, whose folder it makes afterwards."""
+"""Name of the event that JAX reports before it looks for a program in its cache.
+
+JAX makes the cache's folder after this event.
+"""
 
 
 def keep() -> None:
-    """Let JAX keep every program that it compiles, where a cache can be had. Nothing is written before the first."""
+    """Let JAX cache every program that it compiles, if the system has a folder for the cache.
+
+    Nothing is written before the first program is compiled.
+    """
     if (
         jax.config.values["jax_compilation_cache_dir"] is not None
         or os.environ.get("JAXFL_COMPILATION_CACHE") == "0"
@@ -60,24 +71,32 @@ def keep() -> None:
             os.makedirs(own, exist_ok=True)
             if not os.access(own, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, "cannot be written", own)
-        except OSError as error:  # JAX would warn of every program
+        except OSError as error:
+            # Otherwise JAX would log a warning for every program.
             _LOG.debug("compiled programs are not cached: %s", error)
             jax.config.update("jax_compilation_cache_dir", None)
 
     jax.monitoring.register_event_listener(prepare)
-    # JAX can bound the folder itself, but needs the package filelock, and reads the whole folder for every program.
+    # JAX could bound the folder itself, but would need the package filelock, and would read all of
+    # the folder for every program.
     atexit.register(trim, folder, _MOST_BYTES)
 
 
 def claim(folder: Path) -> None:
-    """Make the folder and mark it. A folder that others have filled, or linked to, stays unmarked."""
+    """Make the folder and mark it.
+
+    A symbolic link, or a folder that already has files, stays unmarked.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not folder.is_symlink() and not os.listdir(folder):
         os.close(files.open_regular(folder / _MARKER, os.O_WRONLY | os.O_CREAT))
 
 
 def trim(folder: Path, most: int) -> None:
-    """Remove the least recently used programs of a marked folder until the rest has at most `most` bytes."""
+    """Remove programs from a marked folder until the rest has at most `most` bytes.
+
+    The least recently used programs are removed first.
+    """
     try:
         if folder.is_symlink() or not files.is_regular(folder / _MARKER):
             return
@@ -86,7 +105,8 @@ def trim(folder: Path, most: int) -> None:
         for _, size, path in found:
             if total <= most:
                 return
-            with contextlib.suppress(FileNotFoundError):  # another process trims too
+            # Another process may trim the folder at the same time.
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             total -= size
     except OSError as error:
@@ -94,21 +114,30 @@ def trim(folder: Path, most: int) -> None:
 
 
 def _programs(folder: Path) -> Iterator[tuple[float, int, str]]:
-    """Yield time of the last use, size and path of each file that JAX wrote. No link is followed."""
+    """Yield the time of the last use, the size and the path of each file that JAX wrote.
+
+    Symbolic links are not followed.
+    """
     for processor in os.scandir(folder):
-        if processor.is_dir(follow_symlinks=False) and _PROCESSOR.fullmatch(processor.name):
-            for file in os.scandir(processor.path):
-                if file.is_file(follow_symlinks=False) and _PROGRAM.fullmatch(file.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        stat = file.stat(follow_symlinks=False)
-                        yield max(stat.st_atime, stat.st_mtime), stat.st_size, file.path
+        if not processor.is_dir(follow_symlinks=False) or not _PROCESSOR.fullmatch(processor.name):
+            continue
+        for file in os.scandir(processor.path):
+            if not file.is_file(follow_symlinks=False) or not _PROGRAM.fullmatch(file.name):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                stat = file.stat(follow_symlinks=False)
+                yield max(stat.st_atime, stat.st_mtime), stat.st_size, file.path
 
 
 def _processor() -> str:
-    """A name for processors that run the same programs, which JAX's own key does not cover."""
+    """Return a name for the processors that can run the same programs.
+
+    JAX's own key of a program does not include the processor.
+    """
     try:
         with open("/proc/cpuinfo") as file:
-            first = file.read(2**14).split("\n\n")[0].splitlines()  # the first core
+            cores = file.read(2**14).split("\n\n")
+        first = cores[0].splitlines()
         names = ("model name", "flags", "Features", "CPU implementer", "CPU part")
         facts = [line for line in first if line.split(":")[0].strip() in names]
     except OSError:

@@ -1,4 +1,4 @@
-"""The task's metrics for every client on its own test split, with the weights that `personalize` returns."""
+"""Scores of every client on its own test examples, by the parameters of `personalize`."""
 
 import functools
 import math
@@ -22,24 +22,32 @@ from jaxfl.tasks import Metric, average
 from jaxfl.types import Algorithm, Clients, Model, Params, Tree
 
 _BATCH = 64
-"""Largest number of examples per forward pass; the loop over them follows the client's own size."""
+"""Largest number of examples per forward pass."""
 
 
 PerClient: TypeAlias = dict[str, Any]
-"""The test loss of each client, and its task's metrics: arrays [C], or [E, C] of all evaluations, by name.
+"""Test loss and metrics of each client by name: arrays [C], or [E, C] for E evaluations.
 
-NaN for a client without test examples, and for one whose loss on one of them is NaN: outputs that are not finite
-are no answer, not even one that is right by chance.
+The scores of a client without test examples are NaN. They are also NaN if its loss is NaN, because
+outputs that are not finite are no answer, even if they are right by chance.
 """
 
 
 def compile_evaluation(
     algorithm: Algorithm | Points, population: Population, *, chunk: int = 1
 ) -> functools.partial[PerClient]:
-    """One program `(key, server, states, last=0) -> PerClient` over all clients, `chunk` at a time per device.
+    """Return a program `(key, server, states, last=0) -> PerClient` that scores all clients.
 
-    `last` is the number of the last round, for what trains at evaluation. For `Points`, all but `last` have a leading
-    axis P.
+    For `Points`, all arguments but `last` have a leading axis P.
+
+    Args:
+        algorithm: One algorithm, or the points of a sweep.
+        population: The clients on their devices.
+        chunk: Number of clients vectorised at a time on each device.
+
+    Returns:
+        The program. Its argument `last` is the index of the last round, for methods that train at
+        evaluation.
     """
 
     def evaluate(
@@ -64,15 +72,14 @@ def compile_evaluation(
                 slots = jnp.arange(ids.shape[0])
                 if chunk == 1:
                     return lax.map(score, slots)
-                # Vectorised clients go on until the largest of them ends, so that those of like size go together.
+                batch_size = min(chunk, len(slots))
                 several = max(len(population.capacities), len(population.test_capacities)) > 1
-                order = jnp.lexsort((clients.test_size, clients.train_size)) if several else slots
-                scores = lax.map(score, order, batch_size=min(chunk, len(slots)))
-                return (
-                    jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores)
-                    if several
-                    else scores
-                )
+                if not several:
+                    return lax.map(score, slots, batch_size=batch_size)
+                # A chunk runs until its largest client is done, so clients are sorted by size.
+                order = jnp.lexsort((clients.test_size, clients.train_size))
+                scores = lax.map(score, order, batch_size=batch_size)
+                return jax.tree.map(lambda leaf: leaf[jnp.argsort(order)], scores)
 
             by_client = P("clients")
             scores = jax.shard_map(
@@ -86,9 +93,8 @@ def compile_evaluation(
 
         return over_points(scores_of, algorithm)(key, server, states)
 
-    everywhere = NamedSharding(
-        population.mesh, P()
-    )  # every process reads the scores of all clients
+    # Every process reads the scores of all clients.
+    everywhere = NamedSharding(population.mesh, P())
     program = compile_for(algorithm, population, evaluate, out_shardings=everywhere)
     return functools.partial(program, population.clients, 0)
 
@@ -103,39 +109,42 @@ def _client(
     population: Population,
     last: Any,
 ) -> PerClient:
-    clients, trained = population.clients, population.size
+    clients = population.clients
 
     def personal(capacity: int) -> Params:
-        data = data_of(clients, slot, number, capacity, index=last, size=trained)
+        data = data_of(clients, slot, number, capacity, index=last, size=population.size)
         return algorithm.personalize(jax.random.fold_in(key, number), server, states[slot], data)
 
     params = by_capacity(population.capacities, clients.train_size[slot], personal)
-    tested = functools.partial(_tested, algorithm.model, params, clients, slot)
-    return by_capacity(population.test_capacities, clients.test_size[slot], tested)
+    scores = functools.partial(_scores, algorithm.model, params, clients, slot)
+    return by_capacity(population.test_capacities, clients.test_size[slot], scores)
 
 
-def _tested(
+def _scores(
     model: Model, params: Params, clients: Clients, slot: Int[Array, ""], capacity: int
 ) -> PerClient:
-    """Return the scores of some parameters on a client's test examples, at most `capacity` of them."""
-    metrics, size = (
-        {"loss": average(model.task.loss), **model.task.metrics},
-        clients.test_size[slot],
-    )
-    batch = -(-capacity // -(-capacity // _BATCH))  # batches of one size, with little padding
+    """Return the scores of some parameters on a client's test examples.
+
+    The client has at most `capacity` test examples.
+    """
+    metrics = {"loss": average(model.task.loss), **model.task.metrics}
+    size = clients.test_size[slot]
+    # Batches have one size, and as little padding as possible.
+    most_batches = -(-capacity // _BATCH)
+    batch = -(-capacity // most_batches)
     per_block = blocks_of(capacity, batch)[1]
     shape = (per_block, batch)
 
     def examples_of(number: Int[Array, ""] | int) -> tuple[Array, Array, Bool[Array, "b B"]]:
         positions = (number * per_block * batch + jnp.arange(per_block * batch)).reshape(shape)
         real = positions < size
-        rows = jnp.where(
-            real, clients.test.flat[jnp.where(real, clients.test.start[slot] + positions, 0)], 0
-        )
+        places = jnp.where(real, clients.test.start[slot] + positions, 0)
+        rows = jnp.where(real, clients.test.flat[places], 0)
         return clients.inputs[rows], clients.labels[rows], real
 
     def block(number: Int[Array, ""], sums: Tree) -> Tree:
-        # Laid out ahead, as in training: in the inner loop XLA would fuse the layout change with the network.
+        # The inputs of a block are prepared before its loop, as in training. Inside the loop XLA
+        # would fuse the change of layout with the network.
         inputs, labels, real = examples_of(number)
         x = jax.vmap(model.prepare)(inputs)
 
@@ -143,14 +152,14 @@ def _tested(
             own = sums_of(params, x[i], labels[i], real[i])
             return {name: metric.merge(sums[name], own[name]) for name, metric in metrics.items()}
 
-        return lax.fori_loop(
-            0, longest(jnp.minimum(per_block, batches - number * per_block)), test, sums
-        )
+        left = jnp.minimum(per_block, batches - number * per_block)
+        return lax.fori_loop(0, longest(left), test, sums)
 
     def sums_of(
         params: Params, x: Array, labels: Array, tested: Bool[Array, "B"]
     ) -> dict[str, Tree]:
-        outputs, weights = model.apply(params, x), tested.astype(jnp.float32)
+        outputs = model.apply(params, x)
+        weights = tested.astype(jnp.float32)
         return {name: metric.sums(outputs, labels, weights) for name, metric in metrics.items()}
 
     def first() -> dict[str, Tree]:
@@ -164,39 +173,49 @@ def _tested(
     scores = {
         name: metric.value(sums[name]).astype(jnp.float32) for name, metric in metrics.items()
     }
-    return jax.tree.map(
-        lambda score: jnp.where((size > 0) & ~jnp.isnan(scores["loss"]), score, jnp.nan), scores
-    )
+
+    def known(score: Array) -> Array:
+        return jnp.where((size > 0) & ~jnp.isnan(scores["loss"]), score, jnp.nan)
+
+    return jax.tree.map(known, scores)
 
 
 def summarize(
     scores: PerClient, sizes: Int[np.ndarray, "C"], metrics: Mapping[str, Metric]
 ) -> dict[str, float]:
-    """Unweighted mean, standard deviation and worst 10% over clients of each metric, and the mean loss.
+    """Return statistics over clients of each metric, and the unweighted mean loss, by name.
 
-    Over clients with test examples; NaN if there are none. A model whose loss is not finite counts as 0 where a metric
-    should be high, and makes the mean NaN where it should be low. A client for which a metric is not defined is left
-    out. The worst 10% is the mean of the worst tenth of the clients (at least one); `_examples` is the headline's
-    mean over clients weighted by their test examples.
+    The statistics of a metric are its unweighted mean, its standard deviation (`_std`), and the
+    mean of the worst tenth of the clients, at least one (`_worst10`). The first metric also has its
+    mean weighted by the clients' test examples (`_examples`).
+
+    The statistics are over clients with test examples, and NaN if there are none. A client for
+    which a metric is not defined is left out. A client whose loss is NaN counts as 0 if the metric
+    should be high, and makes the mean NaN if the metric should be low.
     """
+    tested = np.asarray(sizes) > 0
     row: dict[str, float] = {}
     for name, metric in metrics.items():
-        known = (np.asarray(sizes) > 0) & (np.isnan(scores["loss"]) | ~np.isnan(scores[name]))
-        values, examples = (
-            np.asarray(scores[name], np.float64)[known],
-            np.asarray(sizes, np.float64)[known],
-        )
-        values = values if metric.lower_is_better else np.nan_to_num(values)
-        ordered = np.sort(values)[:: -1 if metric.lower_is_better else 1]
+        defined = np.isnan(scores["loss"]) | ~np.isnan(scores[name])
+        counted = tested & defined
+        values = np.asarray(scores[name], np.float64)[counted]
+        if metric.lower_is_better:
+            worst_first = np.sort(values)[::-1]
+        else:
+            values = np.nan_to_num(values)
+            worst_first = np.sort(values)
+        worst = worst_first[: max(1, round(0.1 * values.size))]
         row[name] = _mean(values)
         row[f"{name}_std"] = float(values.std()) if values.size else math.nan
-        row[f"{name}_worst10"] = _mean(ordered[: max(1, round(0.1 * values.size))])
+        row[f"{name}_worst10"] = _mean(worst)
         if name == next(iter(metrics)):
-            row[f"{name}_examples"] = (
-                float(np.average(values, weights=examples)) if values.size else math.nan
-            )
-    return row | {"loss": _mean(np.asarray(scores["loss"], np.float64)[np.asarray(sizes) > 0])}
+            examples = np.asarray(sizes, np.float64)[counted]
+            weighted = float(np.average(values, weights=examples)) if values.size else math.nan
+            row[f"{name}_examples"] = weighted
+    row["loss"] = _mean(np.asarray(scores["loss"], np.float64)[tested])
+    return row
 
 
 def _mean(values: Float[np.ndarray, "n"]) -> float:
+    """Return the mean, or NaN if there are no values."""
     return float(values.mean()) if values.size else math.nan

@@ -1,51 +1,90 @@
-"""What local steps cost, off the text of XLA's optimized program: kernels, bytes that they read and write, cycles."""
+"""Cost of local steps, read from the text of XLA's optimised program (HLO)."""
 
 import math
 import re
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from jaxfl.local.train import STEP
 
 
 class Cost(NamedTuple):
-    """Of all clients of a chunk."""
+    """Cost of a piece of a program, for all clients of a chunk together."""
 
     kernels: float = 0
     bytes: float = 0
+    """Bytes that the kernels read and write."""
     cycles: float = 0
+    """Cycles that the compiler estimates. 0 if it estimates none."""
 
     def plus(self, other: "Cost", times: float = 1) -> "Cost":
-        """Added up."""
+        """Return the sum of this cost and a multiple of another one."""
         return Cost(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
-_SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8,
-          "u64": 8, "f64": 8, "c64": 8}  # fmt: skip
-"""Bytes of XLA's types; others have 4."""
+_SIZES = {
+    "pred": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+    "c64": 8,
+}
+"""Bytes of a number of XLA's types. Types that are not named have 4 bytes."""
 
-_FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id",
-         "copy-start", "optimization-barrier"}  # fmt: skip
-"""Operations that no kernel is for."""
+_FREE = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "copy-start",
+    "optimization-barrier",
+}
+"""Operations that need no kernel."""
 
 
 class _Operation(NamedTuple):
+    """One line of a computation."""
+
     name: str
     shape: str
     kind: str
     operands: list[str]
     rest: str
+    """Text after the operands: attributes and metadata."""
+
+
+_Computations: TypeAlias = dict[str, list[_Operation]]
+"""Operations of each computation of a program, by the computation's name."""
 
 
 def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
-    """Of the largest loop body that is a local step, off the text of an optimized program; of loops around it a share.
+    """Estimate the cost of one local step, plus its share of the enclosing loops.
 
-    A kernel is an operation outside fusions; it reads its operands and writes its result. Of an operand that it only
-    slices or gathers from, and of a result that it only updates in place, what is touched counts. Loops in a step
-    count as often as they are known to run, and at least once. Other local steps in a loop around, such as another
-    stage's, do not count.
+    If the program has several local steps, such as those of two stages, the one that moves the most
+    bytes counts. The other ones do not count as work of an enclosing loop.
+
+    A kernel is an operation outside fusions. It reads its operands and writes its result. Sliced
+    operands and results updated in place count only the bytes that are touched. Loops inside a step
+    count as often as they are known to run, and at least once.
+
+    Args:
+        text: XLA's optimised text of the program.
+        trips: Numbers of iterations of the loop over local steps and of the loops around it, from
+            the inside. The default counts the step alone.
     """
-    computations = dict(_computations(text))
+    computations = dict(_parsed(text))
     loops = (op for operations in computations.values() for op in operations if op.kind == "while")
     bodies = {body for loop in loops for body in _inner(loop)}
     steps = [
@@ -58,28 +97,29 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
     if not costs:
         return Cost()
     inner = max(costs, key=lambda name: costs[name].bytes)
-    total, share, outer = (
-        costs[inner],
-        1.0,
-        {one: name for name in computations for one in _runs(computations[name])},
-    )
+    total = costs[inner]
+    share = 1.0
+    outer = {one: name for name in computations for one in _runs(computations[name])}
     stepping = {
         body for body in bodies if not {body, *_below(computations, body)}.isdisjoint(steps)
     }
     depth = _depth(computations[inner])
     for times in trips:
-        share, depth = share / times, depth - 1
+        share = share / times
+        depth = depth - 1
         around = outer.get(inner)
-        if (
-            around and _depth(computations[around]) == depth
-        ):  # else the loop runs once and is none any more
+        # XLA removes a loop that runs once. No computation then has the depth of its body.
+        if around and _depth(computations[around]) == depth:
             inner = around
             total = total.plus(_cost(computations, inner, without=stepping), share)
     return total
 
 
 def _depth(operations: list[_Operation]) -> int:
-    """How many loops of the source a computation is in: the least of its operations, some of which come from within."""
+    """Return the number of loops of the source that a computation is in.
+
+    This is the smallest depth among its operations, because XLA hoists some out of inner loops.
+    """
     return min((name.count("while/body") for op in operations if (name := _source(op))), default=0)
 
 
@@ -88,13 +128,13 @@ def _tagged(operation: _Operation) -> bool:
 
 
 def _source(operation: _Operation) -> str:
-    """Where in the source an operation comes from, as JAX names it; nothing where it does not."""
+    """Return JAX's name of an operation's place in the source, or "" if it has none."""
     found = re.search(r'op_name="([^"]*)"', operation.rest)
     return found[1] if found else ""
 
 
-def _below(computations: dict[str, list[_Operation]], name: str) -> Iterator[str]:
-    """The computations that one runs, as loops and branches."""
+def _below(computations: _Computations, name: str) -> Iterator[str]:
+    """Yield the computations that one runs, at any depth."""
     for inner in _runs(computations[name]):
         yield from (inner, *_below(computations, inner))
 
@@ -103,12 +143,11 @@ def _runs(operations: list[_Operation]) -> Iterator[str]:
     return (inner for operation in operations for inner in _inner(operation))
 
 
-def _cost(
-    computations: dict[str, list[_Operation]], name: str, without: Set[str] = frozenset()
-) -> Cost:
-    """Of one run of a computation, loops and branches in it too, except some."""
+def _cost(computations: _Computations, name: str, without: Set[str] = frozenset()) -> Cost:
+    """Return the cost of one execution with its loops and branches, but not those in `without`."""
     operations = computations[name]
-    shapes, total = {operation.name: operation.shape for operation in operations}, Cost()
+    shapes = {operation.name: operation.shape for operation in operations}
+    total = Cost()
     for operation in operations:
         inner = _inner(operation)
         if not without.isdisjoint(inner):
@@ -121,62 +160,76 @@ def _cost(
 
 
 def _inner(operation: _Operation) -> list[str]:
-    """The computations that a loop, a branch or a call runs."""
+    """Return the names of the computations that a loop, a branch or a call runs."""
     if operation.kind not in ("while", "conditional", "call"):
         return []
-    names = (
-        _named(operation, role)
-        for role in ("body", "to_apply", "true_computation", "false_computation")
-    )
+    roles = ("body", "to_apply", "true_computation", "false_computation")
+    names = (_named(operation, role) for role in roles)
     return [name for name in names if name is not None]
 
 
 def _named(operation: _Operation, role: str) -> str | None:
-    """The computation that an operation has in a role."""
+    """Return the computation that an operation names for a role, such as "body"."""
     found = re.search(rf"\b{role}=%?([\w.\-]+)", operation.rest)
     return found[1] if found else None
 
 
-def _times(computations: dict[str, list[_Operation]], operation: _Operation) -> float:
-    """How often a loop runs, where its condition compares with a constant; else once."""
-    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest):
+def _times(computations: _Computations, operation: _Operation) -> float:
+    """Return the number of times that a loop runs, or 1 if it is not known.
+
+    It is known if XLA states it, or if the loop's condition compares with a constant.
+    """
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest)
+    if known:
         return float(known[1])
-    if (condition := _named(operation, "condition")) is None:
+    condition = _named(operation, "condition")
+    if condition is None:
         return 1
-    *_, last = inside = computations[condition]
+    inside = computations[condition]
+    last = inside[-1]
     limits = [
         float(op.operands[0]) for op in inside if op.kind == "constant" and op.name in last.operands
     ]
     return limits[0] if limits and last.kind == "compare" else 1
 
 
-def _kernel(
-    computations: dict[str, list[_Operation]], operation: _Operation, shapes: dict[str, str]
-) -> Cost:
+def _kernel(computations: _Computations, operation: _Operation, shapes: dict[str, str]) -> Cost:
+    """Return the cost of one kernel.
+
+    Args:
+        computations: All computations of the program.
+        operation: The operation that the kernel computes.
+        shapes: Shapes of the kernel's operands, by name.
+    """
     inside = computations.get(_named(operation, "calls") or "", [])
     read = [_size(shapes.get(operand, "")) for operand in operation.operands]
     written = _size(operation.shape)
     if operation.kind in ("dynamic-slice", "gather"):
         read = [written]
     elif operation.kind == "dynamic-update-slice":
-        read, written = [], 2 * _size(shapes.get(operation.operands[1], ""))
+        read = []
+        written = 2 * _size(shapes.get(operation.operands[1], ""))
     parameters = {op.name: int(op.operands[0]) for op in inside if op.kind == "parameter"}
     local = {op.name: op.shape for op in inside}
     for name, index in parameters.items():
         users = list(_users(inside, name))
-        if {op.kind for op, _ in users} <= {"dynamic-slice", "gather"} and all(
-            op.operands[0] == at for op, at in users
-        ):
+        kinds = {op.kind for op, _ in users}
+        is_source = all(op.operands[0] == at for op, at in users)
+        if kinds <= {"dynamic-slice", "gather"} and is_source:
             read[index] = min(read[index], sum(_size(op.shape) for op, _ in users))
-        elif all(op.kind == "dynamic-update-slice" and op.operands[0] == at for op, at in users):
+        elif kinds <= {"dynamic-update-slice"} and is_source:
             written += sum(_size(local[op.operands[1]]) for op, _ in users) - read[index]
             read[index] = 0
-    cycles = re.search(r'"estimated_cycles":"(\d+)"', operation.rest)
-    return Cost(1, sum(read) + max(0.0, written), float(cycles[1]) if cycles else 0)
+    found = re.search(r'"estimated_cycles":"(\d+)"', operation.rest)
+    cycles = float(found[1]) if found else 0
+    return Cost(1, sum(read) + max(0.0, written), cycles)
 
 
 def _users(operations: list[_Operation], name: str) -> Iterator[tuple[_Operation, str]]:
-    """What reads a value, with the name it has there: another one behind changes of shape."""
+    """Yield the operations that read a value, and the value's name in each of them.
+
+    A change of shape gives the value another name.
+    """
     for operation in operations:
         if name in operation.operands:
             if operation.kind in ("bitcast", "reshape"):
@@ -185,26 +238,27 @@ def _users(operations: list[_Operation], name: str) -> Iterator[tuple[_Operation
                 yield operation, name
 
 
-def _computations(text: str) -> Iterator[tuple[str, list[_Operation]]]:
-    """Computations of a program by name."""
-    name, operations = "", []
+def _parsed(text: str) -> Iterator[tuple[str, list[_Operation]]]:
+    """Yield the name and the operations of each computation in a program's text."""
+    name = ""
+    operations: list[_Operation] = []
     for line in text.splitlines():
         if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name, operations = head[1], []
+            name = head[1]
+            operations = []
         elif line == "}":
             yield name, operations
         elif found := re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line):
-            arguments, _, rest = found[4].partition(")")
-            operations.append(
-                _Operation(
-                    found[1], found[2], found[3], re.findall(r"%?([\w.\-]+)", arguments), rest
-                )
-            )
+            result, shape, kind, arguments_and_rest = found.groups()
+            arguments, _, rest = arguments_and_rest.partition(")")
+            operands = re.findall(r"%?([\w.\-]+)", arguments)
+            operations.append(_Operation(result, shape, kind, operands, rest))
 
 
 def _size(shape: str) -> float:
-    """Bytes of an array, or of all arrays of a tuple."""
-    return 1.0 * sum(
-        _SIZES.get(kind, 4) * math.prod(int(length) for length in lengths.split(",") if length)
-        for kind, lengths in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape)
-    )
+    """Return the bytes of an array, or of all arrays of a tuple."""
+    total = 0.0
+    for kind, lengths in re.findall(r"\b([a-z]+\d*\w*)\[([\d,]*)\]", shape):
+        count = math.prod(int(length) for length in lengths.split(",") if length)
+        total += _SIZES.get(kind, 4) * count
+    return total

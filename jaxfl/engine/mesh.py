@@ -1,4 +1,4 @@
-"""Clients on a mesh of devices: each device holds its own clients, with their examples or all examples."""
+"""Clients on a mesh of devices. Each device holds its own clients, with their examples or all."""
 
 import functools
 from collections.abc import Callable
@@ -17,62 +17,70 @@ from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Clients, Rows, StepNoise, Tree
 
 _SMALL = 512
-"""Examples of the largest client up to which all clients have the same program."""
+"""Number of examples of the largest client up to which all clients have the same program."""
 
 _MOST = 4
-"""Capacities of a population, each of which takes time to compile."""
+"""Largest number of capacities of a population. Each of them takes time to compile."""
 
 _OVERHEAD = 256
-"""Positions whose padding costs as much as the start of a client does."""
+"""Cost of the start of a client, in positions of padding."""
 
 _WORK = 4
-"""Positions whose padding costs at most as much as one example does that is trained on."""
+"""Cost of training on one example, in positions of padding. This is a lower estimate."""
 
 
 class Population(NamedTuple):
-    """Clients on a device mesh: each device holds its own clients and, by `layout`, their examples or all examples.
-
-    `frozen` are a model's frozen weights, the whole of them on every device. `size` is the number of training examples
-    of every client, where all have as many: of vectorised ones none then waits for another, and loops have one length.
-    `capacities` and `test_capacities` are the numbers of positions that the clients' programs are made for (see
-    `capacities_of`).
-    """
+    """Clients on a mesh of devices, and what their programs depend on."""
 
     clients: Clients
     number: int
+    """Number of clients, without the padding that gives each device equally many."""
     mesh: Mesh
     layout: P | Clients = P("clients")
+    """Sharding of `clients`. Each device holds its own clients' examples, or all examples."""
     frozen: Tree = ()
+    """Frozen weights of the model, all of them on every device."""
     size: int | None = None
+    """Number of training examples per client if all clients have equally many, else None.
+
+    Equal sizes let vectorised clients share one loop length.
+    """
     capacities: tuple[int, ...] = ()
+    """Numbers of training positions that programs are made for (see `capacities_of`)."""
     test_capacities: tuple[int, ...] = ()
+    """Numbers of test positions that programs are made for."""
 
 
 def mesh_of(clients: Clients, devices: list[jax.Device] | None) -> Mesh:
-    """One axis `clients`: the devices (None: all of the default backend) by process, no more than there are clients."""
+    """Return a mesh with one axis `clients`, on at most as many devices as there are clients.
+
+    The devices are ordered by process. None stands for all devices of the default backend.
+    """
     ordered = sorted(devices or jax.devices(), key=lambda device: device.process_index)
     return Mesh(np.array(ordered[: max(1, clients.number)]), ("clients",))
 
 
 def place(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
-    """Put clients on a mesh with one axis `clients`, each device with its own clients and their examples.
+    """Put clients on a mesh with one axis `clients`. Each device gets its own clients' examples.
 
-    Each of several processes places the clients of its own devices, and reads no other examples.
+    A process places the clients of its own devices, and reads no other examples.
 
     Args:
-        clients: host arrays, the same in all processes.
-        devices: which devices to use; all of the default backend, of all processes, where None.
+        clients: Host arrays, the same in all processes.
+        devices: The devices to use. None stands for all devices of the default backend, in all
+            processes.
 
     Raises:
-        ValueError: a process would have no clients.
+        ValueError: A process would have no clients.
     """
     mesh = mesh_of(clients, devices)
     devices = list(mesh.devices.flat)
     local = [b for b, device in enumerate(devices) if device.process_index == jax.process_index()]
     if len({device.process_index for device in devices}) < jax.process_count():
         raise ValueError(
-            f"{len(devices)} devices for {clients.number} clients leave some of {jax.process_count()} processes "
-            "without any: give devices of every process and more clients, or start fewer processes"
+            f"devices must include one of each of {jax.process_count()} processes, got "
+            f"{len(devices)} devices for {clients.number} clients. Give devices of every process "
+            "and more clients, or start fewer processes."
         )
     sharding = NamedSharding(mesh, P("clients"))
 
@@ -89,17 +97,21 @@ def place(clients: Clients, devices: list[jax.Device] | None = None) -> Populati
 
 
 def sized(population: Population, clients: Clients) -> Population:
-    """Return the population with what its programs depend on of the clients' sizes, which are on the host."""
-    trained, tested = (
-        capacities_of(np.asarray(size)) for size in (clients.train_size, clients.test_size)
-    )
+    """Return the population with its common size and its capacities.
+
+    Args:
+        population: The clients on their devices.
+        clients: The same clients, with their sizes on the host.
+    """
     return population._replace(
-        size=common_size(clients), capacities=trained, test_capacities=tested
+        size=common_size(clients),
+        capacities=capacities_of(np.asarray(clients.train_size)),
+        test_capacities=capacities_of(np.asarray(clients.test_size)),
     )
 
 
 def common_size(clients: Clients) -> int | None:
-    """The number of training examples of every client; None where they differ."""
+    """Return the number of training examples per client, or None if clients differ."""
     sizes = np.asarray(clients.train_size)
     return int(sizes[0]) if (sizes == sizes[0]).all() else None
 
@@ -107,9 +119,9 @@ def common_size(clients: Clients) -> int | None:
 def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
     """Return the numbers of positions that programs are made for, in ascending order.
 
-    A client has the least one that holds its examples. What a program does by position, such as to put them in
-    order, costs the client its padding. Each further program costs the time to compile it, so that there is one for all
-    unless a further one saves a third of the estimated work of all clients.
+    A client runs the program with the smallest capacity that holds its examples. Some work of a
+    program, such as ordering the examples, is done for padding too. Each further program takes time
+    to compile, so it must save a third of the estimated work of all clients.
 
     >>> capacities_of(np.array([3, 500, 40]))
     (500,)
@@ -118,17 +130,16 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
     """
     found = (max(1, int(sizes.max())),)
     ordered = np.sort(sizes)
-    # The largest size of every half octave.
+    # Candidates are the largest sizes within each half octave.
     octaves = np.ceil(2 * np.log2(np.maximum(ordered, 1)))
     candidates = [int(size) for size in ordered[np.flatnonzero(np.diff(octaves))] if size]
 
     def work(capacities: tuple[int, ...]) -> float:
         clients = np.diff(np.searchsorted(ordered, capacities, side="right"), prepend=0)
-        return float(
-            clients @ np.array(capacities)
-            + _OVERHEAD * len(ordered)
-            + _WORK * ordered.sum(dtype=np.int64)
-        )
+        positions = clients @ np.array(capacities)
+        overhead = _OVERHEAD * len(ordered)
+        training = _WORK * ordered.sum(dtype=np.int64)
+        return float(positions + overhead + training)
 
     while found[-1] > _SMALL and len(found) < _MOST and candidates:
         finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
@@ -139,7 +150,7 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
 
 
 def in_rows(clients: Clients) -> Clients:
-    """The clients with their examples as devices hold them."""
+    """Return the clients with their inputs as devices hold them (see `jaxfl.types.Rows`)."""
     placed: Any = Rows.of(clients.inputs)
     return clients._replace(inputs=placed)
 
@@ -149,7 +160,8 @@ def everywhere(mesh: Mesh, tree: Tree) -> Tree:
     sharding = NamedSharding(mesh, P())
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
-    return jax.jit(_same, out_shardings=sharding)(tree)  # `device_put` is for one process
+    # `device_put` is for one process only.
+    return jax.jit(_same, out_shardings=sharding)(tree)
 
 
 def _same(tree: Tree) -> Tree:
@@ -159,16 +171,16 @@ def _same(tree: Tree) -> Tree:
 def by_capacity(
     capacities: tuple[int, ...], size: Int[Array, ""] | int, work: Callable[[int], Tree]
 ) -> Tree:
-    """Return `work(capacity)` for the least capacity that holds a client's examples.
+    """Return `work(capacity)` for the smallest capacity that holds a client's examples.
 
-    The largest of vectorised clients decides, because all branches would be computed if the index differed by client.
+    The largest of several vectorised clients decides. If the index differed by client, XLA would
+    compute all branches.
     """
     if len(capacities) == 1:
         return work(capacities[0])
     level = jnp.sum(size > jnp.array(capacities[:-1]))
-    return lax.switch(
-        longest(level), [functools.partial(work, capacity) for capacity in capacities]
-    )
+    branches = [functools.partial(work, capacity) for capacity in capacities]
+    return lax.switch(longest(level), branches)
 
 
 def data_of(
@@ -180,11 +192,28 @@ def data_of(
     index: Int[Array, ""] | int = 0,
     size: int | None = None,
 ) -> ClientData:
-    """What the client in a slot sees, by its number among all, in the round of number `index`.
+    """Return the data that one client sees in a round.
 
-    `capacity` is its number of positions, at least its size. `size` is the population's: a constant, where vectorised
-    clients would each have a number of their own.
+    Args:
+        clients: The clients on the devices.
+        slot: Position of the client among them.
+        number: Index of the client among all clients.
+        capacity: Number of positions of its data, at least its size.
+        noise: Noise of its private local steps. None stands for no such steps.
+        index: Index of the round.
+        size: Number of training examples per client if all have equally many (`Population.size`).
+            This is a constant, whereas vectorised clients read a size each. None reads the sizes.
     """
     own = clients.train_size[slot] if size is None else jnp.int32(size)
-    shared, rows = (clients.inputs, clients.labels), clients.train
-    return ClientData(*shared, rows.flat, own, number, noise, index, rows.start[slot], capacity)
+    rows = clients.train
+    return ClientData(
+        clients.inputs,
+        clients.labels,
+        rows.flat,
+        own,
+        number,
+        noise,
+        index,
+        rows.start[slot],
+        capacity,
+    )

@@ -1,4 +1,4 @@
-"""Several processes as one run: the same settings, the same decisions."""
+"""Several processes as one run, with the same settings and the same decisions."""
 
 import itertools
 import json
@@ -7,25 +7,27 @@ from typing import TypeVar
 
 import jax
 import numpy as np
-from jax._src import (
-    distributed,
-)  # JAX has no public way to exchange text before it starts its devices
+
+# JAX has no public way to exchange text before it starts its devices.
+from jax._src import distributed
 from jax.experimental import multihost_utils
 
 _PATIENCE_SECONDS = 1800
-"""How long processes wait for each other."""
+"""Seconds that processes wait for each other."""
 
 _MEETINGS = itertools.count()
-
+"""Numbers of the calls of `agree`, which are the same in all processes."""
 
 _T = TypeVar("_T")
 
 
 def by_first(work: Callable[[], _T]) -> _T | None:
-    """Return what `work` returns in process 0, and None in others. All processes raise where process 0 does.
+    """Return the result of `work` in process 0, and None in other processes.
 
     Raises:
-        OSError, ValueError: in process 0, what `work` raised; in others a ValueError.
+        OSError: `work` raised it in process 0.
+        ValueError: `work` raised it in process 0, or this is another process, and process 0 raised
+            an error.
     """
     problem: OSError | ValueError | None = None
     result: _T | None = None
@@ -35,38 +37,40 @@ def by_first(work: Callable[[], _T]) -> _T | None:
         except (OSError, ValueError) as error:
             problem = error
     if largest(problem is not None)[0]:
-        raise problem or ValueError("process 0 of this run has stopped. Read its error.")
+        raise problem or ValueError("Process 0 of this run has stopped. Read its error.")
     return result
 
 
 def largest(*values: float | int) -> list[float | int]:
-    """The largest of each value over all processes, as float32, so that all take the same decision."""
+    """Return the largest of each value over all processes, as float32.
+
+    All processes then take the same decision. A single process gets its own values.
+    """
     if jax.process_count() == 1:
         return list(values)
     return multihost_utils.process_allgather(np.array(values, np.float32)).max(axis=0).tolist()
 
 
 def of_first(array: np.ndarray) -> np.ndarray:
-    """The first process's array, for all of them."""
-    return (
-        array
-        if jax.process_count() == 1
-        else np.asarray(multihost_utils.broadcast_one_to_all(array))
-    )
+    """Return the array of process 0 in all processes."""
+    if jax.process_count() == 1:
+        return array
+    return np.asarray(multihost_utils.broadcast_one_to_all(array))
 
 
 def agree(facts: Mapping[str, str]) -> None:
-    """Go on only if all processes give the same facts; all of them must make this call.
+    """Require the same facts in all processes, each of which must make this call.
 
     Nothing is compiled, and no device is used. A single process does nothing.
 
     Args:
-        facts: what must not differ, by name; digests of long values.
+        facts: Values that must be equal in all processes, by name. Give digests of long values.
 
     Raises:
-        ValueError: in every process, with the values that differ, and their processes.
+        ValueError: Facts differ. Every process raises it, with the values and their processes.
     """
-    client, process = distributed.global_state.client, distributed.global_state.process_id
+    client = distributed.global_state.client
+    process = distributed.global_state.process_id
     if client is None:
         return
     meeting = f"jaxfl/{next(_MEETINGS)}"
@@ -78,14 +82,15 @@ def agree(facts: Mapping[str, str]) -> None:
     }
     if differing := differences([by_process[process] for process in sorted(by_process)]):
         raise ValueError(
-            f"{differing}: start the same run, with the same command, in all processes"
+            f"{differing}. Start the same run, with the same command, in all processes."
         )
 
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
-    """What differs between processes, in words; empty if nothing does.
+    """Return the facts that differ between processes in words, or "" if none differs.
 
-    >>> differences([{"data": "a", "jax": "0.10"}, {"data": "b", "jax": "0.10"}, {"data": "a", "jax": "0.10"}])
+    >>> facts = [{"data": "a", "jax": "0.10"}, {"data": "b", "jax": "0.10"}]
+    >>> differences([*facts, facts[0]])
     "data differs by process: 'a' in 0, 2; 'b' in 1"
     >>> differences([{"data": "a"}, {"data": "a"}])
     ''

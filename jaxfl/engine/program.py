@@ -1,4 +1,4 @@
-"""Many rounds in one compiled program, of one algorithm or of all points of a sweep."""
+"""Compiled programs of many rounds, for one algorithm or for all points of a sweep."""
 
 import functools
 from collections.abc import Callable
@@ -21,28 +21,28 @@ from jaxfl.privacy.noise import derive
 from jaxfl.types import Algorithm, Clients, StepNoise, Tree
 
 _MEMORY = 2**31 + 1
-"""No round has this number: the key of a mechanism's first memory is derived apart from the rounds' keys."""
+"""Round index reserved for the mechanism's initial memory. It lies above every real round."""
 
 _QUICK = {"xla_backend_optimization_level": 0}
-"""Compiler options of programs that run once: compiling them well would take longer than running them."""
+"""Compiler options of programs that run once. Better code would take more time than it saves."""
 
 _NOT_KNOWN = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+"""Errors of JAX about a value that is known only when the program runs."""
 
 
 class Points(NamedTuple):
-    """Runs of one method that differ in numbers: a sweep's values are arguments of its one compiled program.
-
-    `build` makes the algorithm of a point from its values, whose leaves have a leading axis P; `batch` points are
-    vectorised at a time (None: one after the other, as plain code).
-    """
+    """Runs of one method that differ in numbers, which are arguments of one compiled program."""
 
     build: Callable[..., Algorithm]
+    """Function from a point's values to its algorithm."""
     values: dict[str, Float[np.ndarray, "P"]]
+    """Values of all P points, by the argument's name."""
     batch: int | None = None
+    """Number of points vectorised at a time. None runs one after the other, as plain code."""
 
 
 def initialize(
@@ -51,7 +51,14 @@ def initialize(
     algorithm: Algorithm | Points,
     population: Population,
 ) -> tuple[Center, States]:
-    """Server state and mechanism memory, replicated, and client states, on the devices of their clients."""
+    """Return the first center, replicated, and the first client states on their devices.
+
+    Args:
+        key: Key of the first state.
+        memory_key: Key of the mechanism's memory, from the stream of the cohorts.
+        algorithm: One algorithm, or the points of a sweep.
+        population: The clients on their devices.
+    """
     return compile_init(algorithm, population)(key, memory_key)
 
 
@@ -67,9 +74,10 @@ def compile_init(
 def compile_states(
     algorithm: Algorithm | Points, population: Population
 ) -> Callable[[Any, Any], States]:
-    """Return the program `(key, states) -> States` of client states on their devices.
+    """Return the program `(key, states) -> States` that puts client states on their devices.
 
-    They are the given ones [C, ...], or what `init` makes with the key where `states` is None.
+    It takes the given states [C, ...]. If `states` is None, it takes those that `init` makes with
+    the key.
     """
 
     def placed(algorithm: Algorithm, key: Key[Array, ""], states: Tree) -> States:
@@ -82,7 +90,7 @@ def compile_states(
 
 
 def _filled(states: Tree, population: Population) -> Tree:
-    """Return client states [C, ...] with further rows, nobody's, that fill up the mesh."""
+    """Return client states [C, ...] with padding, so that each device has equally many rows."""
     extra = population.clients.number - population.number
     if not extra:
         return states
@@ -94,7 +102,14 @@ def _filled(states: Tree, population: Population) -> Tree:
 def first_states(
     algorithm: Algorithm, key: Key[Array, ""], memory_key: Key[Array, "*S"], population: Population
 ) -> tuple[Center, States]:
-    """First states of the server, the mechanism and the clients of one run; the second key is for its cohorts."""
+    """Return the first states of the server, the mechanism and the clients of one run.
+
+    Args:
+        algorithm: The method that runs.
+        key: Key of the first state.
+        memory_key: Key of the mechanism's memory, from the stream of the cohorts.
+        population: The clients on their devices.
+    """
     server, states = algorithm.init(key, population.number)
     states = _filled(states, population)
     largest = population.capacities[-1]
@@ -102,30 +117,33 @@ def first_states(
     def sent(clients: Clients) -> Tree:
         client = jax.tree.map(lambda leaf: leaf[0], states)
         noise = None if algorithm.dp_sgd is None else StepNoise(jnp.zeros(()), key)
-        return algorithm.client_update(key, server, client, data_of(clients, 0, 0, largest, noise))[
-            0
-        ].update
+        data = data_of(clients, 0, 0, largest, noise)
+        message, *_ = algorithm.client_update(key, server, client, data)
+        return message.update
 
-    shapes = functools.partial(jax.eval_shape, sent, population.clients)  # of a client's update
-    memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), shapes, population.number)
+    update_shapes = functools.partial(jax.eval_shape, sent, population.clients)
+    memory = algorithm.mechanism.init(derive(memory_key, _MEMORY), update_shapes, population.number)
     return Center(server, memory), states_in_rows(states, population)
 
 
 def states_in_rows(states: Tree, population: Population) -> States:
-    """Client states as the population's devices hold them."""
+    """Return client states [C, ...] as rows, in the layout for the population's devices."""
     return States.of(states, of_mesh(population.mesh).joined)
 
 
 def _shardings(
     algorithm: Algorithm | Points, population: Population
 ) -> tuple[NamedSharding, NamedSharding]:
-    """Shardings of what every process reads, such as the server, and of client states."""
+    """Return the shardings of arrays that every process reads, and of client states."""
     by_client = P("clients") if isinstance(algorithm, Algorithm) else P(None, "clients")
     return NamedSharding(population.mesh, P()), NamedSharding(population.mesh, by_client)
 
 
 def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Callable[..., Tree]:
-    """`work(algorithm, *arguments)` as a function of the arguments; for points, with a leading axis P."""
+    """Return `work(algorithm, *arguments)` as a function of the arguments alone.
+
+    For `Points`, the arguments and the result have a leading axis P.
+    """
     if isinstance(algorithm, Algorithm):
         return functools.partial(work, algorithm)
 
@@ -135,8 +153,8 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
             built = algorithm.build(**values)
         except _NOT_KNOWN as error:
             raise ValueError(
-                f"values={sorted(values)!r}: one of them decides a shape or a Python branch, which a program "
-                "cannot leave open; run `simulate` for each of its values"
+                "values must be numbers that decide no shape and no Python branch, got "
+                f"{sorted(values)!r}. Run `simulate` for each of the values."
             ) from error
         return work(built, *arguments)
 
@@ -147,17 +165,19 @@ def over_points(work: Callable[..., Tree], algorithm: Algorithm | Points) -> Cal
 def compile_rounds(
     algorithm: Algorithm | Points, population: Population, *, chunk: int, segment: int
 ) -> functools.partial[tuple[Center, States, Records]]:
-    """One program for up to `segment` rounds: `(keys, start, rounds, center, states) -> (center, states, records)`.
+    """Return a program `(keys, start, rounds, center, states) -> (center, states, records)`.
 
-    `start` and `rounds` are dynamic, so one compilation serves a whole run; `center` and `states` are
-    donated. Rows of the records beyond `rounds` are zero. Of `Points`, all but `start` and `rounds` have a leading
-    axis P. A single key in place of `Keys` serves all streams.
+    It runs rounds `start` to `start + rounds - 1`. Both numbers are dynamic, so that one compilation
+    serves a run of any length. `center` and `states` are donated. Rows of the records beyond
+    `rounds` are zero. A single key instead of `Keys` serves all streams. For `Points`, all arguments
+    but `start` and `rounds` have a leading axis P.
 
     Args:
-        algorithm: what a round does.
-        population: the clients on their devices.
-        chunk: clients vectorised at a time on each device; memory grows with the chunk, not with the cohort.
-        segment: the largest number of rounds per call.
+        algorithm: One algorithm, or the points of a sweep.
+        population: The clients on their devices.
+        chunk: Number of clients vectorised at a time on each device. Memory grows with the chunk,
+            not with the cohort.
+        segment: Largest number of rounds per call.
     """
 
     def run(
@@ -166,7 +186,8 @@ def compile_rounds(
         keys = keys if isinstance(keys, Keys) else all_keys(keys)
 
         def rounds_of(algorithm: Algorithm, keys: Keys, center: Center, states: States) -> tuple:
-            @functools.partial(jax.jit, inline=True)  # traced once, for the shapes and for the loop
+            # Under `jit`, the shapes and the loop share one trace.
+            @functools.partial(jax.jit, inline=True)
             def step(
                 index: Int[Array, ""], center: Center, states: States
             ) -> tuple[Center, States, Records]:
@@ -174,7 +195,7 @@ def compile_rounds(
                 return one_round(algorithm, placed, chunk, keys, index, center, states)
 
             first = jnp.asarray(start, jnp.int32)
-            shapes = jax.eval_shape(step, first, center, states)[2]
+            _, _, shapes = jax.eval_shape(step, first, center, states)
             records = jax.tree.map(
                 lambda leaf: jnp.zeros((segment, *leaf.shape), leaf.dtype), shapes
             )
@@ -182,11 +203,8 @@ def compile_rounds(
             def body(i: Int[Array, ""], carry: tuple) -> tuple:
                 center, states, records = carry
                 center, states, record = step(first + i, center, states)
-                return (
-                    center,
-                    states,
-                    jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record),
-                )
+                records = jax.tree.map(lambda all_, new: all_.at[i].set(new), records, record)
+                return center, states, records
 
             return lax.fori_loop(0, jnp.minimum(rounds, segment), body, (center, states, records))
 
@@ -203,29 +221,34 @@ def compile_rounds(
 def compile_for(
     algorithm: Algorithm | Points, population: Population, work: Callable[..., Tree], **options: Any
 ) -> functools.partial:
-    """`jax.jit(work)` for the population's devices, with its frozen weights as a further argument."""
+    """Return `jax.jit(work)` for the population's devices, with its frozen weights as an argument.
+
+    Args:
+        algorithm: One algorithm, or the points of a sweep.
+        population: The clients on their devices.
+        work: Function to compile.
+        options: Further arguments of `jax.jit`.
+    """
     options["compiler_options"] = compiler_options(population.mesh)
 
     @functools.wraps(work)
     def run(*arguments: Any, frozen: Tree = ()) -> Tree:
-        with (
-            traced_for(population.mesh),
-            given(_frozen_of(algorithm) if jax.tree.leaves(frozen) else (), frozen),
-        ):
-            return work(*arguments)
+        with traced_for(population.mesh):
+            originals = _frozen_of(algorithm) if jax.tree.leaves(frozen) else ()
+            with given(originals, frozen):
+                return work(*arguments)
 
     return functools.partial(jax.jit(run, **options), frozen=population.frozen)
 
 
 def freeze(algorithm: Algorithm | Points, population: Population) -> Population:
-    """The population with the model's frozen weights on each of its devices."""
+    """Return the population with the model's frozen weights on each of its devices."""
     return population._replace(frozen=everywhere(population.mesh, _frozen_of(algorithm)))
 
 
 def _frozen_of(algorithm: Algorithm | Points) -> Tree:
-    """The frozen weights of the model; those of all points are the same."""
+    """Return the frozen weights of the model, which are the same for all points."""
     if isinstance(algorithm, Points):
-        algorithm = algorithm.build(
-            **{name: float(column[0]) for name, column in algorithm.values.items()}
-        )
+        first = {name: float(column[0]) for name, column in algorithm.values.items()}
+        algorithm = algorithm.build(**first)
     return algorithm.model.frozen

@@ -20,18 +20,18 @@ from jaxfl.types import Algorithm, Clients, Tree
 
 
 class Resident:
-    """The state of one run, or of all points of a sweep, and the programs that advance it.
+    """State of one run, or of all points of a sweep, and the programs that advance it.
 
     `jaxfl.engine.streamed.Stream` does the same for more clients than the devices hold.
 
     Args:
-        init_key: key of the first state.
-        keys: streams of the rounds.
-        algorithm: one algorithm, or the points of a sweep.
-        clients: host arrays.
-        devices: where to run (None: all devices).
-        chunk: clients vectorised at a time; "auto": measured.
-        segment: the largest number of rounds per call.
+        init_key: Key of the first state.
+        keys: Streams of randomness for the rounds.
+        algorithm: One algorithm, or the points of a sweep.
+        clients: Host arrays.
+        devices: The devices to use. None stands for all devices.
+        chunk: Number of clients vectorised at a time on each device. "auto" measures it.
+        segment: Largest number of rounds per call.
     """
 
     def __init__(
@@ -44,12 +44,13 @@ class Resident:
         chunk: int | Literal["auto"],
         segment: int,
     ) -> None:
-        self.init_key, self.algorithm = init_key, algorithm
+        self.init_key = init_key
+        self.algorithm = algorithm
         self.population = freeze(algorithm, place(clients, devices))
         self.keys = everywhere(self.population.mesh, keys)
         bare = described(self.population)
         key = (key_of_method(algorithm), bare)
-        # What these functions hold must not be `self`, nor arrays: programs are kept beyond the run.
+        # The cache keeps these functions beyond the run, so they must not hold `self` or arrays.
         self._init = remembered(("init", *key), lambda: compile_init(algorithm, bare))
         self._build = _program(
             ("rounds", segment, *key),
@@ -66,51 +67,60 @@ class Resident:
         self._segment = segment
 
     def begin(self, chunk: int | Literal["auto"]) -> None:
-        """Go back to the first state; the chunk is for the next compilation."""
+        """Return to the first state, and set the chunk for the next compilation."""
         self.chunk = chunk
         self.center, self.states = self._init(self.init_key, self.keys.cohort)
 
     @property
     def stateful(self) -> bool:
-        """Whether clients keep anything from round to round."""
+        """Return whether clients keep a state between rounds."""
         return bool(jax.tree.leaves(self.states))
 
     def record(self) -> Records:
-        """Shapes of the records of one round of one run."""
-        step = self._build(
-            1 if self.chunk == "auto" else self.chunk
-        )  # its trace serves the compilation too
-        shapes = step.func.eval_shape(*step.args, *self._arguments(0, 1), **step.keywords)[2]  # pyrefly: ignore[missing-attribute]
+        """Return the shapes of the records of one round of one run."""
+        # The compilation uses this trace too, if its chunk is the same.
+        step: Any = self._build(1 if self.chunk == "auto" else self.chunk)
+        arguments = self._arguments(0, 1)
+        _, _, shapes = step.func.eval_shape(*step.args, *arguments, **step.keywords)
         axes = 1 if isinstance(self.algorithm, Algorithm) else 2
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[axes:], leaf.dtype), shapes
         )
 
     def compile(self, facts: tuple[str, ...]) -> Program:
-        """Choose the chunk, and compile for it; a remembered choice depends on `facts` besides shapes."""
+        """Choose the chunk, and compile the program of rounds for it.
+
+        Args:
+            facts: Everything that a cached choice depends on in addition to shapes and devices.
+        """
         mesh = self.population.mesh
         most = self.population.clients.number // mesh.size
         self.program = choose(self._build, self.chunk, most, self._arguments(0, 1), mesh, facts)
-        self._tested = self.program.chunk
+        self._evaluated_chunk = self.program.chunk
         return self.program
 
     def programs(self, key: Key[Array, "*P"]) -> dict[str, list[Any]]:
-        """Programs of rounds and of an evaluation with this key, traced one client, and one point, at a time."""
+        """Return the traced programs of rounds, and of an evaluation with this key.
+
+        They take one client, and one point of a sweep, at a time.
+        """
         step: Any = self._build(1)
         score: Any = self._score(1)
         if isinstance(self.algorithm, Points) and self.algorithm.batch is not None:
             algorithm = self.algorithm._replace(batch=None)
             step = compile_rounds(algorithm, self.population, chunk=1, segment=self._segment)
             score = compile_evaluation(algorithm, self.population, chunk=1)
-        return {
-            "round": [step.func.trace(*step.args, *self._arguments(0, 1), **step.keywords).jaxpr],
-            "evaluation": [
-                score.func.trace(*score.args, *self._scored(key, 0), **score.keywords).jaxpr
-            ],
-        }
+        arguments = self._arguments(0, 1)
+        stepped = step.func.trace(*step.args, *arguments, **step.keywords)
+        arguments = self._evaluation_arguments(key, 0)
+        scored = score.func.trace(*score.args, *arguments, **score.keywords)
+        return {"round": [stepped.jaxpr], "evaluation": [scored.jaxpr]}
 
     def rounds(self, start: int, count: int) -> Records:
-        """Run `count` rounds from number `start`; return their records, on the host, in at least `count` rows."""
+        """Run `count` rounds from round `start`, and return their records on the host.
+
+        The records have at least `count` rows.
+        """
         assert self.program is not None
         arguments = self._arguments(start, count)
         with jax.transfer_guard("disallow"):
@@ -121,13 +131,13 @@ class Resident:
         """Return the scores of all clients after round `last`, on the host."""
 
         def scores(chunk: int) -> PerClient:
-            return jax.device_get(self._score(chunk)(*self._scored(key, last)))
+            return jax.device_get(self._score(chunk)(*self._evaluation_arguments(key, last)))
 
-        found, self._tested = halved(scores, self._tested)
+        found, self._evaluated_chunk = halved(scores, self._evaluated_chunk)
         return found
 
     def saved(self) -> dict[str, Tree]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint stores."""
         return {"center": self.center, "states": self.states}
 
     def save(self, write: Callable[[], Any]) -> None:
@@ -135,26 +145,32 @@ class Resident:
         write()
 
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Resume from what a checkpoint kept."""
-        self.center, self.states = saved["center"], saved["states"]
+        """Resume from the state that a checkpoint stored."""
+        self.center = saved["center"]
+        self.states = saved["states"]
 
     def all_states(self) -> Tree:
-        """Client states [C, ...]: on the host, since leaves apart may not fit beside rows; of several processes, not.
+        """Return the client states [C, ...] as host arrays.
 
-        There they have rows of no client, too, as many as make the devices' parts equal.
+        Unpacked on the devices, they may not fit next to the packed ones. With several processes
+        they stay on the devices, and include the rows that pad the mesh.
         """
         if jax.process_count() > 1:
             return jax.jit(States.tree)(self.states)
-        real = slice(self.population.number)
-        real = real if isinstance(self.algorithm, Algorithm) else (slice(None), real)
+        real: Any = slice(self.population.number)
+        if not isinstance(self.algorithm, Algorithm):
+            real = (slice(None), real)
         return jax.tree.map(lambda leaf: leaf[real], jax.device_get(self.states)).tree()
 
     def _arguments(self, start: int, count: int) -> tuple:
-        """Arguments of a call; the numbers are on all devices, so that the call transfers nothing."""
+        """Return the arguments of a call.
+
+        The numbers are on all devices already, so that the call transfers nothing.
+        """
         numbers = everywhere(self.population.mesh, (np.int32(start), np.int32(count)))
         return self.keys, *numbers, self.center, self.states
 
-    def _scored(self, key: Key[Array, "*P"], last: int) -> tuple:
+    def _evaluation_arguments(self, key: Key[Array, "*P"], last: int) -> tuple:
         """Return the arguments of an evaluation after round `last`."""
         return key, self.center.server, self.states, np.int32(last)
 
@@ -162,19 +178,19 @@ class Resident:
 def _program(
     key: tuple[Hashable, ...], make: Callable[[int], functools.partial], population: Population
 ) -> Callable[[int], functools.partial]:
-    """Return a function from a chunk to its remembered program, with the population's arrays.
+    """Return a function from a chunk to its cached program, with the population's arrays.
 
     Args:
-        key: what the program depends on besides the chunk.
-        make: makes it for descriptions of arrays.
-        population: its clients and frozen weights take the place of the descriptions.
+        key: Everything that the program depends on, except the chunk.
+        make: Function from a chunk to the program for descriptions of arrays.
+        population: The clients and the frozen weights, which replace the descriptions.
     """
 
-    @functools.cache  # a run of many evaluations asks for each of them
+    # Each evaluation of a run asks for the program.
+    @functools.cache
     def build(chunk: int) -> functools.partial:
         made = remembered((*key, chunk), functools.partial(make, chunk))
-        return functools.partial(
-            made.func, population.clients, *made.args[1:], frozen=population.frozen
-        )
+        _, *others = made.args
+        return functools.partial(made.func, population.clients, *others, frozen=population.frozen)
 
     return build

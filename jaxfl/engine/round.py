@@ -1,8 +1,11 @@
 """One round, for every algorithm and every mechanism.
 
-A round is: draw -> for each participant: client_update, bound, contribute -> sum -> aggregate -> server_update. Only
-this file runs it. Keys are derived by round, then purpose, then client, so that neither chunk size, device count nor
-the order of a cohort changes a client's randomness.
+The mechanism draws a cohort. Each participant runs `client_update`, and the mechanism bounds its
+message and makes its contribution. The mechanism aggregates the sum of the contributions, and
+`server_update` takes the aggregate. Only this file runs a round.
+
+Keys are derived by round, then by purpose, then by client. A client's randomness therefore depends
+neither on the chunk, nor on the number of devices, nor on the order of the cohort.
 """
 
 import functools
@@ -28,65 +31,81 @@ from jaxfl.tasks import RESERVED, columns
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 
 _BLOCK = 8
-"""Chunks whose clients are added up in single precision, lane by lane, before the exact sum (see `sums`)."""
+"""Number of chunks that are added up in single precision, lane by lane, before the exact sum.
+
+`jaxfl.privacy.sums` makes the exact sum.
+"""
 
 
 class Keys(NamedTuple):
-    """A run's streams of randomness; each is a key, or 128 secret bits (see `jaxfl.privacy.noise`)."""
+    """A run's streams of randomness.
+
+    Each stream is a key, or 128 secret bits (see `jaxfl.privacy.noise`).
+    """
 
     clients: Key[Array, ""]
-    """For the clients' own draws, such as the order of their examples."""
+    """Stream of the clients' own draws, such as the order of their examples."""
     cohort: Key[Array, "*S"]
-    """Who takes part."""
+    """Stream of the draws of participants."""
     noise: Key[Array, "*S"]
-    """All noise, and the batches of private local steps."""
+    """Stream of all noise, and of the batches of private local steps."""
 
     def at(self, index: Int[Array, ""]) -> "Keys":
-        """The streams of one round."""
+        """Return the streams of one round."""
         return Keys(*(derive(key, index) for key in self))
 
 
 class Center(NamedTuple):
-    """What all clients share: the server's state, and the mechanism's memory."""
+    """State that all clients share: the server's state, and the mechanism's memory."""
 
     server: Tree
     memory: Tree
 
 
 class Records(NamedTuple):
-    """What a segment of rounds reports: its ledger, means over participants, and health flags."""
+    """Report of a segment of T rounds."""
 
     ledger: Ledger
     info: dict[str, Float[Any, "T"]]
+    """Means over the participants whose updates are finite, by name."""
     nonfinite: Int[Any, "T"]
+    """Numbers of participants whose updates are dropped because they are not finite."""
     server_finite: Bool[Any, "T"]
+    """Whether all numbers of the server's state are finite."""
 
 
 class _Slots(NamedTuple):
-    """Numbers of each client in memory, sharded like the clients."""
+    """Values of each client in memory, sharded like the clients."""
 
     ids: Int[Array, "S"]
+    """Index of the client among all clients."""
     sampled: Bool[Array, "S"]
     rank: Int[Array, "S"]
-    """Position among the participants, in the order of their numbers."""
+    """Position among the participants, which are ordered by index."""
     weights: Float[Array, "S"]
     scale: Float[Array, "S"]
+    """The weight, in the mechanism's unit."""
     noise: Float[Array, "S"]
+    """Noise that the client adds."""
     example_noise: Float[Array, "S"]
+    """Noise of the client's private local steps."""
 
 
 class Sums(NamedTuple):
-    """Sums over participants; outside `shard_map` each leaf has a leading axis of devices."""
+    """Sums over participants.
+
+    Outside of `shard_map`, each leaf has a leading axis of devices.
+    """
 
     given: Total
-    """What the mechanism gets."""
+    """Sums for the mechanism."""
     info: dict[str, Float[Array, ""]]
     participants: Float[Array, ""]
     nonfinite: Int[Array, ""]
 
 
 def all_keys(key: Key[Array, "*P"]) -> Keys:
-    """One key for all streams, whose purposes keep them apart."""
+    """Return one key for all streams. Their draws differ, because their purposes do."""
     return Keys(key, key, key)
 
 
@@ -99,7 +118,7 @@ def one_round(
     center: Center,
     states: States,
 ) -> tuple[Center, States, Records]:
-    """A round whose clients are all in memory; the keys are the run's."""
+    """Run a round whose clients are all in memory. The keys are those of the run."""
     cohort = draw(algorithm, population.number, keys, index, center)
     keys = keys.at(index)
     ids = jnp.arange(population.clients.number)
@@ -113,7 +132,7 @@ def one_round(
 def draw(
     algorithm: Algorithm, count: int, keys: Keys, index: Int[Array, ""], center: Center
 ) -> Cohort:
-    """A round's cohort of all `count` clients; the keys are the run's."""
+    """Draw the cohort of a round from all `count` clients. The keys are those of the run."""
     return algorithm.mechanism.draw(keys.cohort, center.memory, index, count)
 
 
@@ -129,10 +148,22 @@ def add_participants(
     center: Center,
     states: States,
 ) -> tuple[Sums, States]:
-    """Add the population's participants to `total`, and return their states, the new ones in place.
+    """Add the population's participants to the sums.
 
-    `ids` numbers the clients of the population's and the states' rows: all clients, or a part of them; a number of C
-    or more is no client. `total=None` starts from zero.
+    Args:
+        algorithm: The method that runs.
+        population: All clients, or a part of them.
+        chunk: Number of clients vectorised at a time on each device.
+        keys: The streams of the round.
+        index: Index of the round.
+        cohort: The cohort of the round, of all C clients.
+        ids: Index of each client of the population among all clients. Indices >= C are padding.
+        total: The sums so far. None stands for zero.
+        center: The shared state.
+        states: States of the population's clients.
+
+    Returns:
+        The new sums, and the states of the population's clients after the round.
     """
 
     def add(
@@ -144,67 +175,83 @@ def add_participants(
         return jax.tree.map(lambda leaf: leaf[None], total), states
 
     by_client = P("clients")
-    return jax.shard_map(
+    # Algorithms start loops from constants, which `check_vma` considers replicated.
+    add_on_devices = jax.shard_map(
         add,
         mesh=population.mesh,
         in_specs=(by_client, by_client, P(), by_client, population.layout),
         out_specs=by_client,
-        check_vma=False,  # algorithms start loops from constants, which the check considers replicated
-    )(total, _slots(algorithm, cohort, ids, center), center, states, population.clients)
+        check_vma=False,
+    )
+    slots = _slots(algorithm, cohort, ids, center)
+    return add_on_devices(total, slots, center, states, population.clients)
 
 
 def finish_round(
     algorithm: Algorithm, mesh: Mesh, keys: Keys, cohort: Cohort, total: Sums, center: Center
 ) -> tuple[Center, Records]:
-    """Add up the devices' sums; then the mechanism's noise and division, and the server's step."""
-    mechanism, numbers = algorithm.mechanism, cohort.numbers
+    """Add up the devices' sums, aggregate them, and take the server's step.
+
+    The mechanism's aggregate includes its noise and its division.
+    """
+    mechanism = algorithm.mechanism
+    numbers = cohort.numbers
     total = add_up(total)
     aggregate, std, memory = mechanism.aggregate(
         keys.noise, center.memory, cohort, total.given, mesh
     )
-    # An update in single precision would widen parameters in half precision.
     stepped = algorithm.server_update(center.server, aggregate)
+    # An update in single precision would widen parameters in half precision.
     server = jax.tree.map(
         lambda a, b: a if a.dtype == b.dtype else a.astype(b.dtype), stepped, center.server
     )
-    if mechanism.denominator == "participants":  # which shows an empty cohort anyway
+    # The server stays as it is after an empty cohort, which this denominator reveals anyway.
+    if mechanism.denominator == "participants":
         server = jax.tree.map(
             lambda a, b: jnp.where(total.given.weight > 0, a, b), server, center.server
         )
     counted = jnp.maximum(total.participants - total.nonfinite, 1)
-    info = {name: value / counted for name, value in total.info.items()} | {
-        "participants": total.participants
-    }
-    noise = (std, numbers.noise_multiplier, _example_noise(algorithm))
-    ledger = Ledger(cohort.sampled, numbers.client_noise, numbers.weights, *noise, cohort.notes)
+    info = {name: value / counted for name, value in total.info.items()}
+    info["participants"] = total.participants
+    ledger = Ledger(
+        cohort.sampled,
+        numbers.client_noise,
+        numbers.weights,
+        std,
+        numbers.noise_multiplier,
+        _example_noise(algorithm),
+        cohort.notes,
+    )
     return Center(server, memory), Records(ledger, info, total.nonfinite, _all_finite(server))
 
 
 def _example_noise(algorithm: Algorithm) -> Float[Array, "#C"]:
-    """Noise of private local steps by client; 0 without them."""
-    return (
-        jnp.zeros(1)
-        if algorithm.dp_sgd is None
-        else jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
-    )
+    """Return the noise of private local steps by client. It is 0 without such steps."""
+    if algorithm.dp_sgd is None:
+        return jnp.zeros(1)
+    return jnp.asarray(algorithm.dp_sgd.noise_table, jnp.float32)
 
 
 def _slots(algorithm: Algorithm, cohort: Cohort, ids: Int[Array, "S"], center: Center) -> _Slots:
-    """A round's numbers at these clients; those that only fill up the mesh never take part."""
+    """Return a round's values at these clients. Padding never takes part."""
 
     def at(values: Array) -> Array:
-        rows = jnp.zeros_like(ids) if values.shape[0] == 1 else ids  # the same for all
+        # A single value is the same for all clients.
+        rows = jnp.zeros_like(ids) if values.shape[0] == 1 else ids
         return values.at[rows].get(mode="fill", fill_value=0)
 
+    numbers = cohort.numbers
     sampled = cohort.sampled.at[ids].get(mode="fill", fill_value=False)
-    rank, numbers, weights = (
-        at(jnp.cumsum(cohort.sampled) - 1),
-        cohort.numbers,
-        at(cohort.numbers.weights),
-    )
-    scale = weights / algorithm.mechanism.unit(center.memory, numbers)
+    rank = at(jnp.cumsum(cohort.sampled) - 1)
+    weights = at(numbers.weights)
     return _Slots(
-        ids, sampled, rank, weights, scale, at(numbers.client_noise), at(_example_noise(algorithm))
+        ids=ids,
+        sampled=sampled,
+        rank=rank,
+        weights=weights,
+        scale=weights / algorithm.mechanism.unit(center.memory, numbers),
+        noise=at(numbers.client_noise),
+        example_noise=at(_example_noise(algorithm)),
     )
 
 
@@ -219,17 +266,19 @@ def _cohort(
     states: States,
     population: Population,
 ) -> tuple[Sums, States]:
-    """Add one device's participants to its sums, `chunk` at a time; the loop's length follows their number.
+    """Add one device's participants to its sums, `chunk` at a time.
 
-    The population's clients are those on the device.
+    The population's clients are those on the device. The length of the loop follows the number of
+    participants.
     """
-    count, most = slots.ids.shape[0], algorithm.mechanism.sampling.most(population.number)
+    count = slots.ids.shape[0]
+    most = algorithm.mechanism.sampling.most(population.number)
     chunk = min(chunk, count)
     chunks = -(-jnp.sum(slots.sampled) // chunk)
-    order = jnp.nonzero(slots.sampled, size=-(-count // chunk) * chunk, fill_value=count)[0]
-    if (
-        chunk > 1 and population.size is None
-    ):  # they go on until the largest one ends: those of like size together
+    padded = -(-count // chunk) * chunk
+    (order,) = jnp.nonzero(slots.sampled, size=padded, fill_value=count)
+    # A chunk runs until its largest client is done, so clients are sorted by size.
+    if chunk > 1 and population.size is None:
         size = jnp.asarray(population.clients.train_size).at[order].get(mode="fill", fill_value=-1)
         order = order[jnp.argsort(-size)]
 
@@ -238,7 +287,7 @@ def _cohort(
         share, state = _participant(algorithm, keys, index, slots, slot, center, states, population)
         return share._replace(given=share.given._replace(rows=())), share.given.rows, state
 
-    # One client is plain code: with a batch axis of 1, matrix products would be slow.
+    # A single client has no batch axis, because an axis of length 1 makes matrix products slow.
     of_chunk = client if chunk == 1 else jax.vmap(client, (0, None))
 
     def body(i: Int[Array, ""], carry: tuple) -> tuple:
@@ -250,7 +299,8 @@ def _cohort(
         return optax.tree.add(part, added), rows, states.put(slot, state)
 
     def settle(part: Sums) -> Sums:
-        part = jax.tree.map(lambda leaf: leaf[None], part) if chunk == 1 else part
+        if chunk == 1:
+            part = jax.tree.map(lambda leaf: leaf[None], part)
         if algorithm.mechanism.exact:
             part = part._replace(given=part.given._replace(update=widen(part.given.update)))
         return add_up(part)
@@ -263,14 +313,14 @@ def _cohort(
     zero = jax.tree.map(lambda leaf: jnp.zeros((*lanes, *leaf.shape), leaf.dtype), shapes)
     if total is None:
         rows = jax.tree.map(lambda leaf: jnp.zeros((most, *leaf.shape), leaf.dtype), row)
-        # Not `settle(zero)`: the compiler would add up constants, for as long as a minute.
-        sums = jax.tree.map(
-            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(settle, zero)
-        )
+        # The compiler would add up the constants of `settle(zero)`, for as long as a minute.
+        settled = jax.eval_shape(settle, zero)
+        sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), settled)
     else:
-        rows, sums = total.given.rows, total._replace(given=total.given._replace(rows=()))
+        rows = total.given.rows
+        sums = total._replace(given=total.given._replace(rows=()))
 
-    # Whole steps of a grid add up exactly in one block.
+    # Whole steps of a grid add up exactly, so that one block is enough.
     length = max(len(order), 1) if algorithm.mechanism.noise == "grid" else _BLOCK
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
@@ -293,55 +343,62 @@ def _participant(
     states: States,
     population: Population,
 ) -> tuple[Sums, Tree]:
-    """One client's share of the sums, and its new state; a slot beyond the last contributes zero."""
-    mechanism, (server, memory) = algorithm.mechanism, center
+    """Return one client's share of the sums, and its new state. Padding contributes zero."""
+    mechanism = algorithm.mechanism
+    server, memory = center
     real = slot < slots.ids.shape[0]
-    number, weight, scale = (
-        slots.ids[slot],
-        *(jnp.where(real, x[slot], 0.0) for x in (slots.weights, slots.scale)),
-    )
+    number = slots.ids[slot]
+    weight = jnp.where(real, slots.weights[slot], 0.0)
+    scale = jnp.where(real, slots.scale[slot], 0.0)
     old = states[slot]
     private = algorithm.dp_sgd is not None
-    noise = (
-        StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number))
-        if private
-        else None
-    )
+    noise = None
+    if private:
+        noise = StepNoise(slots.example_noise[slot], derive(keys.noise, PRIVATE_STEPS, number))
 
     def updated(capacity: int) -> tuple[Message, Tree, dict[str, Array]]:
         data = data_of(population.clients, slot, number, capacity, noise, index, population.size)
-        given = algorithm.client_update(derive(keys.clients, CLIENT, number), server, old, data)
-        _check_names(algorithm, given[2])
-        return given
+        key = derive(keys.clients, CLIENT, number)
+        message, state, info = algorithm.client_update(key, server, old, data)
+        _check_names(algorithm, info)
+        return message, state, info
 
     message, new, info = by_capacity(
         population.capacities, population.clients.train_size[slot], updated
     )
 
     update, norm, bound = mechanism.bound(memory, message.update)
-    kept = _all_finite(new)
+    finite_state = _all_finite(new)
     finite = jnp.isfinite(norm)
-    if (
-        not private
-    ):  # private steps do not cover a state, so that it decides nothing about what is sent
-        finite &= kept
+    # Private steps do not protect a state, so the state must not decide whether an update is sent.
+    if not private:
+        finite &= finite_state
     bounded = Message(update, message.extra)
     sent = jax.tree.map(
         lambda leaf: jnp.where(finite, leaf, 0) if _is_float(leaf) else leaf, bounded
     )
-    new = jax.tree.map(lambda a, b: jnp.where(finite & kept, a, b), new, old)
+    new = jax.tree.map(lambda a, b: jnp.where(finite & finite_state, a, b), new, old)
     contribution, row = mechanism.contribute(
         keys.noise, memory, Participant(number, slots.noise[slot]), sent, norm
     )
     update = mechanism.in_units(memory, contribution, norm, scale)
     given = Total(update, variance=(weight * slots.noise[slot]) ** 2, weight=weight, rows=row)
     info = info | {"update_norm": norm, "clipped": (norm > bound).astype(jnp.float32)}
-    info = {name: jnp.where(finite & kept & real, value, 0.0) for name, value in info.items()}
-    return Sums(given, info, real.astype(jnp.float32), (real & ~finite).astype(jnp.int32)), new
+    info = {
+        name: jnp.where(finite & finite_state & real, value, 0.0) for name, value in info.items()
+    }
+    participants = real.astype(jnp.float32)
+    nonfinite = (real & ~finite).astype(jnp.int32)
+    return Sums(given, info, participants, nonfinite), new
 
 
 def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
-    """Require that the program of a client makes the private steps that are accounted, once."""
+    """Require that a client's program makes exactly the accounted private steps, once.
+
+    Args:
+        algorithm: The method that runs.
+        client: The program of one client.
+    """
     stated = algorithm.dp_sgd
     if stated is None:
         return
@@ -349,24 +406,26 @@ def _check_private_steps(algorithm: Algorithm, client: core.Jaxpr) -> None:
     wrong = "" if found else "makes no private steps"
     times = found.get(stated.mark, 0.0)
     if times > 1:
-        wrong = (
-            f"trains by private steps {'in a loop' if math.isinf(times) else f'{times:.0f} times'}"
-        )
+        how_often = "in a loop" if math.isinf(times) else f"{times:.0f} times"
+        wrong = f"trains by private steps {how_often}"
     if found.keys() - {stated.mark}:
-        wrong = "makes other private steps, or takes their noise from elsewhere than the data that it is given"
+        wrong = "makes other private steps, or takes their noise from elsewhere than its data"
     if wrong:
         raise ValueError(
-            f"dp_sgd={stated!r}, but client_update of {algorithm.name!r} {wrong}: train by its `train`, once in a "
-            "round, outside loops and `jax.vmap`, or leave it out; for longer training give more `steps`"
+            f"dp_sgd must describe the private steps of client_update, got {stated!r}, but "
+            f"client_update of {algorithm.name!r} {wrong}. Train by the `train` of dp_sgd, once in "
+            "a round, outside loops and `jax.vmap`, or leave dp_sgd out. Give more `steps` for "
+            "longer training."
         )
 
 
 def _check_names(algorithm: Algorithm, info: dict[str, Array]) -> None:
-    """Require infos of other names than the engine's."""
-    if taken := (RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys():
+    """Require that the names of a client's info are not names of the engine."""
+    taken = (RESERVED | columns(algorithm.model.task) - {"loss"}) & info.keys()
+    if taken:
         raise ValueError(
-            f"info={sorted(taken)} from client_update of {algorithm.name!r}: rows of metrics have these names already, "
-            "choose others"
+            "info must have other names than the engine's metrics, got "
+            f"{sorted(taken)} from client_update of {algorithm.name!r}. Choose other names."
         )
 
 
@@ -375,9 +434,8 @@ def _is_float(leaf: Array) -> bool:
 
 
 def _all_finite(tree: Tree) -> Bool[Array, ""]:
+    """Return whether all floating numbers of a tree are finite."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if _is_float(leaf)]
-    return (
-        jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
-        if floats
-        else jnp.array(True)
-    )
+    if not floats:
+        return jnp.array(True)
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))

@@ -1,4 +1,4 @@
-"""Client states on the host: rows of a memory-mapped file that a kill at any moment leaves whole."""
+"""Client states on the host, in rows of a memory-mapped file that survives a kill at any moment."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import pathlib
 import shutil
 import tempfile
 import zlib
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -16,79 +16,90 @@ from jaxfl import files
 from jaxfl.types import Tree
 
 ROWS = "rows.bin"
+"""Name of the file of rows."""
+
 _PART_BYTES = 2**25
+"""Bytes of rows that are read into memory at once."""
 
 
 class DamagedError(ValueError):
-    """Files differ from what was written."""
+    """Error about a file that differs from what was written."""
 
 
 class Store:
-    """Client states [C, ...] in a file with two places for each row, and `side`, which says where the row is.
+    """Client states [C, ...] in a file with two places for each row.
 
-    A row is written to the place that the last checkpoint does not need. So a checkpoint holds only `side`, a byte per
-    client, and a checksum (CRC-32) of each row; a kill at any moment leaves the rows of the last checkpoint intact.
-    Only rows that were written since the start take disk space twice.
+    A row is written to the place that the last checkpoint does not need. A kill at any moment
+    therefore leaves the rows of the last checkpoint intact. A checkpoint stores only `side`, the
+    place of each row, and a checksum (CRC-32) of each row. Only rows that were written since the
+    start take disk space twice.
 
     All rows are zeros until `start` makes the file, or `restore` finds it.
 
     Args:
-        folder: made with the file; None: a nameless file in the system's temporary folder, one place for each row.
-        like: shapes and dtypes of client states [C, ...].
-        number: C.
+        folder: Folder of the file, which is made with the file. None stands for a file without a
+            name in the system's temporary folder.
+        like: Shapes and dtypes of client states [C, ...].
+        number: C, the number of clients.
 
     Raises:
-        ValueError: too little space in the folder.
+        ValueError: There is too little space in the folder.
     """
 
     def __init__(self, folder: pathlib.Path | None, like: Tree, number: int) -> None:
-        self.number, self.folder = number, folder
+        self.number = number
+        self.folder = folder
         leaves, self._structure = jax.tree.flatten(like)
         # A client's row is contiguous, so that it takes few pages.
-        self._row = np.dtype(
-            [(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)], align=True
-        )
+        fields = [(str(i), leaf.dtype, leaf.shape[1:]) for i, leaf in enumerate(leaves)]
+        self._row = np.dtype(fields, align=True)
         self.bytes_per_client = self._row.itemsize
         self._check_space()
-        self._lay(
-            np.broadcast_to(
-                np.zeros(self.bytes_per_client, np.uint8), (2, number, self.bytes_per_client)
-            )
-        )
-        self.side, self.sums = np.zeros(number, np.uint8), np.zeros(number, np.uint32)
-        self.kept = np.ones(
-            number, np.uint8
-        )  # no checkpoint yet: rows are written to the first place
+        zeros = np.zeros(self.bytes_per_client, np.uint8)
+        self._lay(np.broadcast_to(zeros, (2, number, self.bytes_per_client)))
+        self.side = np.zeros(number, np.uint8)
+        self.sums = np.zeros(number, np.uint32)
+        # Rows are written to the first place until there is a checkpoint.
+        self.kept = np.ones(number, np.uint8)
 
     def start(self) -> None:
-        """Make the file, in place of any other."""
-        # An open map outlives its file's name: a temporary file needs no clean-up.
-        temporary = self.folder is None
-        with (
-            tempfile.TemporaryDirectory()
-            if temporary
-            else contextlib.nullcontext(self.folder) as name
-        ):
+        """Make the file, and replace a file that is there."""
+        # An open map outlives its file's name, so that a temporary file needs no clean-up.
+        if self.folder is None:
+            folder: Any = tempfile.TemporaryDirectory()
+        else:
+            folder = contextlib.nullcontext(self.folder)
+        with folder as name:
             path = pathlib.Path(str(name)) / ROWS
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             self._map(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, "w+")
 
     def read(self, ids: Int[np.ndarray, "S"], of: Tree = None) -> Tree:
-        """Copies of some clients' rows [S, ...], from all files or from `of`."""
+        """Return copies of some clients' rows [S, ...].
+
+        Args:
+            ids: Indices of the clients.
+            of: A part of `files` to read. None stands for all of them.
+        """
         side = self.side[ids]
-        return jax.tree.map(
-            lambda leaf: np.asarray(leaf[side, ids]), self.files if of is None else of
-        )
+        source = self.files if of is None else of
+        return jax.tree.map(lambda leaf: np.asarray(leaf[side, ids]), source)
 
     def write(self, ids: Int[np.ndarray, "S"], rows: Tree) -> None:
-        """Replace some clients' rows; each client is named once."""
+        """Replace some clients' rows.
+
+        Args:
+            ids: Indices of the clients, each of them once.
+            rows: The new rows [S, ...].
+        """
         side = 1 - self.kept[ids]
         new = np.zeros(len(ids), self._row)
         for name, leaf in zip(self._row.names or (), jax.tree.leaves(rows), strict=True):
             new[name] = leaf
         if new.dtype.itemsize:
-            self.bytes[side, ids] = flat = new.view(np.uint8).reshape(len(ids), -1)
+            flat = new.view(np.uint8).reshape(len(ids), -1)
+            self.bytes[side, ids] = flat
             self.sums[ids] = _sums(flat)
         self.side[ids] = side
 
@@ -98,29 +109,40 @@ class Store:
             self.bytes.flush()
 
     def saved(self) -> dict[str, np.ndarray]:
-        """What a checkpoint keeps."""
+        """Return the arrays that a checkpoint stores."""
         return {"side": self.side, "sums": self.sums}
 
     def commit(self) -> None:
-        """Keep the present rows from here on, after the checkpoint that needs them."""
+        """Protect the present rows from now on, because the last checkpoint needs them."""
         if self.folder is not None:
             self.kept = self.side.copy()
 
     def restore(self, side: UInt8[np.ndarray, "C"], sums: UInt32[np.ndarray, "C"]) -> None:
-        """Go back to the rows of a checkpoint; `DamagedError` if they have changed."""
+        """Return to the rows of a checkpoint.
+
+        Args:
+            side: Place of each row.
+            sums: Checksum of each row.
+
+        Raises:
+            DamagedError: The rows have changed since the checkpoint.
+        """
         assert self.folder is not None
-        path, size = self.folder / ROWS, 2 * self.number * self.bytes_per_client
+        path = self.folder / ROWS
+        size = 2 * self.number * self.bytes_per_client
         if self.bytes_per_client:
             if files.kind(path) is None:
                 raise DamagedError(f"{path} is missing")
             if not files.is_regular(path) or path.stat().st_size != size:
                 raise DamagedError(f"{path} has not {size} bytes")
-            # A read-only file is mapped copy-on-write: rows that move (see `states`) stay in memory.
+            # A read-only file is mapped copy-on-write, so that rows that `states` moves stay in
+            # memory.
             if os.access(path, os.W_OK):
                 self._map(path, os.O_RDWR, "r+")
             else:
                 self._map(path, os.O_RDONLY, "c")
-        self.side, self.sums = np.array(side), np.array(sums)
+        self.side = np.array(side)
+        self.sums = np.array(sums)
         parts = self._parts(np.arange(self.number))
         sums_now = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
         wrong = np.flatnonzero(sums_now != self.sums)
@@ -130,13 +152,15 @@ class Store:
         self.commit()
 
     def states(self) -> Tree:
-        """All states [C, ...], mapped and read-only; a row that lies in the second place moves to the first.
+        """Return all states [C, ...], mapped and read-only.
 
-        Rows that have changed since the last checkpoint do not move: it may need what they would replace.
+        Rows in the second place move to the first one. Rows that have changed since the last
+        checkpoint do not move, because the checkpoint may need the rows that they would replace.
         """
         moving = np.flatnonzero(self.side & self.kept)
-        for ids in self._parts(moving) if self.bytes_per_client else ():
-            self.bytes[0, ids] = self.bytes[1, ids]
+        if self.bytes_per_client:
+            for ids in self._parts(moving):
+                self.bytes[0, ids] = self.bytes[1, ids]
 
         views = jax.tree.map(lambda leaf: leaf[0], self.files)
         for leaf in jax.tree.leaves(views):
@@ -144,7 +168,13 @@ class Store:
         return views
 
     def _map(self, path: pathlib.Path, flags: int, mode: Literal["w+", "r+", "c"]) -> None:
-        """Map the rows of a file that is opened with these flags, and closed: a map needs no descriptor."""
+        """Map the rows of a file. The file is closed again, because a map needs no descriptor.
+
+        Args:
+            path: The file.
+            flags: Flags to open it with.
+            mode: Mode of the map, as for `numpy.memmap`.
+        """
         shape = (2, self.number, self.bytes_per_client)
         if not self.bytes_per_client:
             self._lay(np.zeros(shape, np.uint8))
@@ -153,28 +183,36 @@ class Store:
             self._lay(np.memmap(file, np.uint8, mode, shape=shape))
 
     def _lay(self, rows: UInt8[np.ndarray, "2 C bytes"]) -> None:
-        self.bytes, names = rows, self._row.names or ()
+        """Use these rows, and view them as a tree of arrays [2, C, ...]."""
+        names = self._row.names or ()
         fields = rows.view(self._row)[..., 0] if names else rows
+        self.bytes = rows
         self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
 
     def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:
-        """Pieces that fit in memory."""
+        """Cut indices into parts whose rows fit in memory."""
         return np.array_split(ids, 1 + len(ids) * self.bytes_per_client // _PART_BYTES)
 
     def _check_space(self) -> None:
+        """Require enough space for all rows, in both places if there will be checkpoints."""
         folder = self.folder or pathlib.Path(tempfile.gettempdir())
-        needed, path = (
-            self.bytes_per_client * self.number * (2 if self.folder else 1),
-            folder / ROWS,
-        )
+        path = folder / ROWS
+        needed = self.bytes_per_client * self.number
+        if self.folder:
+            needed *= 2
         there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-        free = shutil.disk_usage(there).free + (path.stat().st_blocks * 512 if path.exists() else 0)
+        free = shutil.disk_usage(there).free
+        if path.exists():
+            # The new file replaces this one.
+            free += path.stat().st_blocks * 512
         if needed > free:
             raise ValueError(
-                f"folder={str(folder)!r} has {free / 2**30:.1f} GiB free, and the states of {self.number} clients need "
-                f"{needed / 2**30:.1f}: choose another `folder` (without one: set TMPDIR)"
+                f"folder must have {needed / 2**30:.1f} GiB free for the states of {self.number} "
+                f"clients, got {str(folder)!r} with {free / 2**30:.1f}. Choose another `folder`, "
+                "or without a folder set TMPDIR."
             )
 
 
 def _sums(rows: UInt8[np.ndarray, "S bytes"]) -> UInt32[np.ndarray, "S"]:
+    """Return the checksum (CRC-32) of each row."""
     return np.fromiter(map(zlib.crc32, rows), np.uint32, len(rows))

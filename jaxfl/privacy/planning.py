@@ -196,7 +196,7 @@ def plan(
         return needed_noise(exposed(mechanism), epsilon, delta, "pld")
 
     def beaten(mechanism: Mechanism, least: float) -> bool:
-        """Return whether the noise that gives the least error so far exceeds the budget."""
+        """Return whether noise of the least error so far is too little for the budget."""
         if epsilon is None:
             return False
         enough = exposed(mechanism).scaled(least / error(mechanism, 1.0))

@@ -1,8 +1,7 @@
-"""One run as its host sees it: records of rounds and evaluations, the privacy cost, and reports in its folder."""
+"""Records of a run on its host: rounds, evaluations, privacy cost, and reports in its folder."""
 
 import functools
 import math
-import operator
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -22,10 +21,11 @@ from jaxfl.types import Algorithm, Clients, Ledger, Tree
 
 
 class Result(NamedTuple):
-    """The outcome of a run.
+    """Result of a run.
 
-    `metrics` has one row per evaluation; `scores` are per client at the last one, `history` at all of them. `states`
-    [C, ...] are on the host; those of several processes stay on their devices, with rows that fill these up.
+    `metrics` has one row per evaluation. `scores` has each client's scores at the last evaluation,
+    and `history` at all evaluations. `states` [C, ...] are on the host. With several processes they
+    stay on the devices, and include padding rows.
     """
 
     server: Tree
@@ -36,34 +36,47 @@ class Result(NamedTuple):
     ledger: Ledger
     statement: dict[str, Any]
     memory: Tree = ()
-    """The mechanism's memory after the last round."""
+    """Memory of the mechanism after the last round."""
     restored: int = 0
-    """Rounds read from the folder, not computed by this call."""
+    """Number of rounds that were read from the folder, and not computed by this call."""
     audit: Scores | None = None
-    """Of the canaries, where there were any."""
+    """Scores of the canaries, or None without an audit."""
     dropped: float = 0.0
-    """Share of the updates of clients with training examples that were not finite, and did not count."""
+    """Share of updates that were not finite and were dropped.
+
+    Only updates of clients with training examples count.
+    """
 
 
 class Plan(NamedTuple):
-    """How many rounds a run has, after which of them all clients are evaluated, and whether their states then stay."""
+    """Number of rounds of a run, and its evaluations."""
 
     rounds: int
     evaluations: list[int]
+    """Numbers of the rounds after which all clients are evaluated."""
     states: bool = True
+    """Whether the clients' states stay after the last round."""
 
 
 class Recorded(NamedTuple):
-    """Host arrays that grow with the run: by round, and by evaluation."""
+    """Host arrays with an entry for each round, and for each evaluation."""
 
     records: Records
     scores: PerClient
 
 
 class Journal:
-    """A run's records so far; `finish` accounts for them, and states what it is `told` about the randomness.
+    """Records of a run, which `finish` turns into a privacy statement and reports.
 
-    `record` has the shapes of one round's. `pictures` says whether the reports have curves.
+    Args:
+        algorithm: Algorithm of the run, without canaries.
+        clients: The run's C clients.
+        plan: Plan of the run.
+        record: Shapes of the records of one round.
+        folder: Folder of the reports. None writes nothing.
+        public: Whether reports leave out what follows from private data without noise.
+        told: Arguments of `privacy_statement` about randomness and client states.
+        pictures: Whether the reports have curves.
     """
 
     def __init__(
@@ -78,29 +91,32 @@ class Journal:
         told: Mapping[str, Any] | None = None,
         pictures: bool = True,
     ) -> None:
-        self.algorithm, self.plan, self.folder, self.public = algorithm, plan, folder, public
+        self.algorithm = algorithm
+        self.plan = plan
+        self.folder = folder
+        self.public = public
         self.pictures = pictures
         self.clients = clients
-        self.test_size, self.number = np.asarray(clients.test_size), clients.number
+        self.number = clients.number
+        self.test_size = np.asarray(clients.test_size)
         self.trains = np.asarray(clients.train_size) > 0
         examples = int(np.sum(np.asarray(clients.train_size), dtype=np.int64))
-        self.told: dict[str, Any] = {
+        self.facts: dict[str, Any] = {
             "dp_sgd": algorithm.dp_sgd,
             "examples": examples,
             "terms": algorithm.terms,
             **(told or {}),
         }
-        shared = {
-            name: self.told[name]
-            for name in ("dp_sgd", "examples", "terms", "stateful")
-            if name in self.told
-        }
+        """Arguments of `privacy_statement`."""
+        names = {"dp_sgd", "examples", "terms", "stateful"}
+        shared = {name: fact for name, fact in self.facts.items() if name in names}
         self.spent = running_epsilon(algorithm.mechanism, clients.number, **shared)
-        self.task, self.one = algorithm.model.task, record
+        self.task = algorithm.model.task
+        self.one = record
         self.recorded = self.blank(plan)
         self.metrics: list[dict[str, float | int]] = []
         self.written = 0
-        """Rows in the folder that this journal wrote."""
+        """Number of rows in the folder that this journal wrote."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -110,17 +126,16 @@ class Journal:
         return self.plan.evaluations
 
     def blank(self, plan: Plan) -> Recorded:
-        """Room for the records of all rounds and evaluations of a plan."""
+        """Return zeros with room for the records of all rounds and evaluations of a plan."""
         records = jax.tree.map(
             lambda leaf: np.zeros((plan.rounds, *leaf.shape), leaf.dtype), self.one
         )
         shape = len(plan.evaluations), self.number
-        return Recorded(
-            records, {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)}
-        )
+        scores = {name: np.zeros(shape, np.float32) for name in ("loss", *self.task.metrics)}
+        return Recorded(records, scores)
 
     def record(self, records: Records, done: int, count: int) -> None:
-        """Keep a segment's records."""
+        """Add the records of the `count` rounds after round `done`."""
 
         def put(all_: np.ndarray, segment: np.ndarray) -> None:
             all_[done : done + count] = segment[:count]
@@ -128,16 +143,21 @@ class Journal:
         jax.tree.map(put, self.recorded.records, records)
 
     def require_finite(self, start: int, done: int) -> None:
-        """Raise if the server's state was broken in one of these rounds."""
+        """Raise if the server's state was not finite in one of the rounds from `start` to `done`.
+
+        Raises:
+            FloatingPointError: The state was not finite. The message has the round and a remedy.
+        """
         broken = np.flatnonzero(~self.recorded.records.server_finite[start:done])
         if broken.size:
-            number = start + int(broken[0]) + 1
+            round_ = start + int(broken[0]) + 1
             raise FloatingPointError(
-                f"the server's state turned non-finite in round {number}: {remedy([self.algorithm], self.clients)}"
+                f"the server's state turned non-finite in round {round_}: "
+                f"{remedy([self.algorithm], self.clients)}"
             )
 
     def evaluated(self, index: int, scores: PerClient) -> None:
-        """Keep the scores of an evaluation."""
+        """Add the scores of the evaluation with this index, and write its row of metrics."""
         for name, all_ in self.recorded.scores.items():
             all_[index] = scores[name]
         self.metrics.append(self._row(index))
@@ -145,7 +165,7 @@ class Journal:
             self._keep(self.folder / report.METRICS)
 
     def _keep(self, path: pathlib.Path) -> None:
-        """Append the last row to the file that this journal wrote; write all of them where there is no such file."""
+        """Append the last row to the file, or write all rows if this journal wrote no such file."""
         if self.written and self.written == len(self.metrics) - 1 and files.is_regular(path):
             files.append_metrics(path, self.metrics[-1])
         else:
@@ -153,15 +173,23 @@ class Journal:
         self.written = len(self.metrics)
 
     def restore(self, recorded: Recorded, done: int, made: Plan) -> None:
-        """Resume from what a checkpoint of `done` rounds holds, of a plan of as many rounds or fewer."""
+        """Resume from the records of a checkpoint.
+
+        Args:
+            recorded: Records of the checkpoint.
+            done: Number of rounds after which the checkpoint was made.
+            made: Plan of the checkpoint, with at most as many rounds as this run's.
+        """
         past = [r for r in made.evaluations if r <= done]
-        self.plan = Plan(self.plan.rounds, [*past, *(r for r in self.plan.evaluations if r > done)])
+        future = [r for r in self.plan.evaluations if r > done]
+        self.plan = Plan(self.plan.rounds, [*past, *future])
         self.recorded = self.blank(self.plan)
 
         def put(count: int, mine: Tree, stored: Tree) -> None:
-            jax.tree.map(
-                lambda all_, rows: operator.setitem(all_, slice(count), rows[:count]), mine, stored
-            )
+            def copy(all_: np.ndarray, rows: np.ndarray) -> None:
+                all_[:count] = rows[:count]
+
+            jax.tree.map(copy, mine, stored)
 
         put(done, self.recorded.records, recorded.records)
         put(len(past), self.recorded.scores, recorded.scores)
@@ -169,24 +197,25 @@ class Journal:
         self.written = 0
 
     def finish(self, done: int, memory: Tree) -> Result:
-        """Account for the finished rounds and write the reports; the result has no server and states yet.
+        """Account for the finished rounds, write the reports, and return the result.
+
+        Server and states are missing in this result.
 
         Args:
-            done: rounds.
-            memory: the mechanism's; under an audit it holds the canaries' scores.
+            done: Number of finished rounds.
+            memory: Memory of the mechanism. An audit keeps the canaries' scores in it.
         """
         ledger = jax.tree.map(lambda leaf: leaf[:done], self.recorded.records.ledger)
-        made = len(self.metrics)  # the last one planned up to `done` may have failed
+        # The last evaluation up to `done` may have failed, so the plan does not give their number.
+        made = len(self.metrics)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
-        scores = jax.tree.map(
-            lambda leaf: leaf[-1] if made else np.full(self.number, np.nan), history
-        )
-        mechanism = self.algorithm.mechanism
-        statement = (
-            privacy_statement(self._accounted(done), mechanism, self.number, **self.told)
-            if done
-            else {}
-        )
+        unknown = np.full(self.number, np.nan)
+        scores = jax.tree.map(lambda leaf: leaf[-1] if made else unknown.copy(), history)
+        statement: dict[str, Any] = {}
+        if done:
+            mechanism = self.algorithm.mechanism
+            ledger_of_statement = self._accounted(done)
+            statement = privacy_statement(ledger_of_statement, mechanism, self.number, **self.facts)
         if self.public and statement:
             statement = without_clients(statement)
         canaries = memory if done and isinstance(memory, Scores) else None
@@ -196,51 +225,58 @@ class Journal:
             self._write(self.folder, history, ledger, statement)
             if canaries is not None:
                 files.write_arrays(self.folder / report.AUDIT, told(canaries))
-        dropped = self._dropped(ledger, done)
         return Result(
-            None,
-            None,
-            self.metrics,
-            scores,
-            history,
-            ledger,
-            statement,
+            server=None,
+            states=None,
+            metrics=self.metrics,
+            scores=scores,
+            history=history,
+            ledger=ledger,
+            statement=statement,
             audit=canaries,
-            dropped=dropped,
+            dropped=self._dropped(ledger, done),
         )
 
     def _dropped(self, ledger: Ledger, done: int) -> float:
-        """Return the share of the updates that were dropped, of clients who have an example to train on."""
+        """Return the share of dropped updates among those of clients with training examples."""
         made = int(ledger.participants.sum(0)[self.trains].sum())
         dropped = int(self.recorded.records.nonfinite[:done].sum())
         return min(1.0, dropped / made) if made else 0.0
 
     def _row(self, index: int) -> dict[str, float | int]:
-        """One row of metrics: scores of all clients, and what the rounds since the previous row report."""
+        """Return one row of metrics.
+
+        The row has the scores of all clients, and the records of the rounds since the previous row.
+        """
         done = self.evaluations[index]
         scores = jax.tree.map(lambda leaf: leaf[index], self.recorded.scores)
-        row: dict[str, float | int] = {"round": done} | summarize(
-            scores, self.test_size, self.task.metrics
-        )
+        row: dict[str, float | int] = {"round": done}
+        row |= summarize(scores, self.test_size, self.task.metrics)
         if not self.public:
             since = slice(self.evaluations[index - 1] if index else 0, done)
             row |= _means(jax.tree.map(lambda leaf: leaf[since], self.recorded.records))
         return row | self.epsilons(self._accounted(done))
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
-        """Return the columns of a row that say what some rounds cost (see `report.COLUMNS`)."""
+        """Return the columns of a row with the privacy cost of some rounds (see `report.COLUMNS`)."""
         spent = self.spent(ledger)
         columns = {"epsilon": spent.epsilon, "epsilon_rdp": spent.rdp}
-        columns |= {} if spent.upload is None else {"epsilon_upload": spent.upload}
-        return columns | ({} if spent.example is None else {"epsilon_example": spent.example})
+        if spent.upload is not None:
+            columns["epsilon_upload"] = spent.upload
+        if spent.example is not None:
+            columns["epsilon_example"] = spent.example
+        return columns
 
     def ahead(self, done: int) -> dict[str, float]:
-        """Return these columns at the next evaluation, if every client takes part in every round that it can."""
+        """Return the columns of `epsilons` as they will be at the next evaluation.
+
+        The forecast assumes that every client takes part in every round in which it can.
+        """
         last = next((r for r in self.evaluations if r > done), done)
         past = self._accounted(done)
-        if not done:
-            return self.epsilons(first_rounds(self._planned, last))
         plan = first_rounds(self._planned, last)
+        if not done:
+            return self.epsilons(plan)
 
         def joined(made: np.ndarray, planned: np.ndarray) -> np.ndarray:
             shape = np.broadcast_shapes(made.shape[1:], planned.shape[1:])
@@ -261,17 +297,17 @@ class Journal:
         return self.epsilons(Ledger(**fields, notes=notes))
 
     def _accounted(self, done: int) -> Ledger:
-        """Return the first rounds as they happened, or, for a public report, as they were planned."""
-        return first_rounds(self._planned if self.public else self.recorded.records.ledger, done)
+        """Return the first rounds as recorded, or as planned if the report is public."""
+        ledger = self._planned if self.public else self.recorded.records.ledger
+        return first_rounds(ledger, done)
 
     @functools.cached_property
     def _planned(self) -> Ledger:
         """All rounds of the plan in single precision, as the engine records them."""
         algorithm = self.algorithm
         plan = planned_ledger(algorithm.mechanism, self.number, self.plan.rounds, algorithm.dp_sgd)
-        single = jax.tree.map(
-            lambda leaf: np.asarray(leaf, np.float32), plan._replace(participants=np.zeros(()))
-        )
+        numbers = plan._replace(participants=np.zeros(()))
+        single = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), numbers)
         return single._replace(participants=plan.participants)
 
     def _write(
@@ -283,7 +319,8 @@ class Journal:
         if not self.public:
             arrays["participations"] = ledger.participants.sum(0)
         if self.metrics:
-            arrays = history | arrays | {"round": np.array([row["round"] for row in self.metrics])}
+            rounds = np.array([row["round"] for row in self.metrics])
+            arrays = history | arrays | {"round": rounds}
             if self.pictures:
                 plots.draw_curves(
                     folder / report.CURVES, self.algorithm.name, self.metrics, self.task.headline
@@ -295,16 +332,16 @@ class Journal:
 
 
 def _means(records: Records) -> dict[str, float | int]:
-    """Means over rounds of means over participants, without rounds in which no update counted."""
+    """Return means over rounds of means over participants.
+
+    Rounds in which no update counted are left out, except from the mean number of participants.
+    """
     participants = records.info["participants"]
     counted = participants > records.nonfinite
-    means = {
-        f"train_{name}" if name == "loss" else name: float(values[counted].mean())
-        if counted.any()
-        else math.nan
-        for name, values in records.info.items()
-    }
-    return means | {
-        "participants": float(participants.mean()),
-        "nonfinite": int(records.nonfinite.sum()),
-    }
+    means: dict[str, float | int] = {}
+    for name, values in records.info.items():
+        column = "train_loss" if name == "loss" else name
+        means[column] = float(values[counted].mean()) if counted.any() else math.nan
+    means["participants"] = float(participants.mean())
+    means["nonfinite"] = int(records.nonfinite.sum())
+    return means

@@ -234,8 +234,8 @@ class FixedSize(Sampling):
         if stateful:
             return []
         return [
-            "clients keep no state from one round to the next, as amplification by sampling without "
-            "replacement requires"
+            "clients keep no state from one round to the next, as amplification by sampling "
+            "without replacement requires"
         ]
 
 
@@ -306,7 +306,7 @@ class CyclicPoisson(Sampling):
 
     @property
     def fixed(self) -> bool:
-        """Whether sizes are equal, which they are not."""
+        """False, because cohorts vary in size."""
         return False
 
     def sample(
@@ -488,7 +488,7 @@ def _groups(clients: int, groups: int) -> Int[np.ndarray, "C"]:
 
 
 class Turns:
-    """Table [T, C] of who can take part if groups of clients take turns, built only when it is read.
+    """Table [T, C] of who can take part if groups take turns, built only when it is read.
 
     The accounting of a plan needs no more than the rounds of the client that is most exposed, which
     are those of the first group.
@@ -528,7 +528,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Limited(Sampling):
-    r"""Sampling, in a plan, by a server that limits how often and how soon again a client takes part.
+    r"""Sampling, in a plan, by a server that limits how often and how soon clients return.
 
     Every participation counts in full. A limit makes a client's coins depend on one another, which
     no theorem of amplification covers. With at most k participations, each at least b rounds after

@@ -1,4 +1,4 @@
-"""Warnings about updates, models and data that are not finite: who, how many, and a remedy that fits the cause."""
+"""Warnings about updates, models and data that are not finite, with remedies that fit the cause."""
 
 import functools
 import logging
@@ -18,58 +18,64 @@ from jaxfl.types import Algorithm, Clients, Lists
 _LOG = logging.getLogger("jaxfl")
 
 _SHARE = 0.1
-"""Share of the updates since an evaluation: if more are dropped, a warning follows at once."""
-
+"""Share of the updates since an evaluation above which dropped updates cause a warning at once."""
 
 _Flat: TypeAlias = np.ndarray | None
+"""Weights as a flat vector, or None if the server's state holds none."""
 
 _FEW = 50
-"""Fewer weights may have any direction by chance."""
+"""Number of weights below which a step may have any direction by chance."""
 
 _NEAR = 0.5, 2.0
-"""Limits of the norm of an update over that of the weights, where it may consist of weights."""
+"""Limits of an update's norm over the weights' norm between which it may consist of weights."""
 
 _ALONG = 0.7
-"""Least cosine between a server's step and its weights where clients may have sent weights."""
+"""Cosine between a server's step and its weights above which clients may have sent weights."""
 
 
 class Watch:
-    """Watches one run, or all points of a sweep together: warns of each problem once, when it first appears.
+    """Warnings about one run, or about all points of a sweep together, each logged only once.
 
     Args:
-        name: name of the run.
-        clients: host arrays.
-        algorithms: one for each point.
-        public: name and count no clients, since numbers and names follow from private data.
+        name: Name of the run.
+        clients: The clients, as host arrays.
+        algorithms: The algorithm of each point.
+        public: Whether messages leave out names and numbers of clients, because these follow from
+            private data.
     """
 
     def __init__(
         self, name: str, clients: Clients, algorithms: Sequence[Algorithm], *, public: bool = False
     ) -> None:
-        self.name, self.clients, self.algorithms, self.public = name, clients, algorithms, public
-        self.told: set[str] = set()
+        self.name = name
+        self.clients = clients
+        self.algorithms = algorithms
+        self.public = public
+        self.warned: set[str] = set()
 
     def dropped(self, records: Sequence[Records], start: int, done: int) -> None:
-        """Warn where more than a tenth of the updates of some rounds were dropped."""
+        """Warn if more than a tenth of the updates after round `start` were dropped."""
         since = [jax.tree.map(lambda leaf: leaf[start:done], record) for record in records]
         dropped, made = _count(since)
         if dropped > _SHARE * made:
             self._warn("updates", self._dropped(since, start))
 
     def updates(self, records: Records, start: int, done: int) -> None:
-        """The same of a single run, at an evaluation, where it may have to stop.
+        """Warn about dropped updates of a single run at an evaluation, or stop the run.
 
         Raises:
-            FloatingPointError: all were, and no later round can change that.
+            FloatingPointError: Every update was dropped, and no later round can change that.
         """
         since = jax.tree.map(lambda leaf: leaf[start:done], records)
         if self._stuck(records, since, done):
-            text = f"{self.name}: {self._dropped([since], start)}; none would count from here on, so the run stops"
-            raise FloatingPointError(text)
+            raise FloatingPointError(
+                f"{self.name}: {self._dropped([since], start)}; none would count from here on, so "
+                "the run stops"
+            )
         self.dropped([records], start, done)
 
     def scores(self, scores: Sequence[PerClient], done: int) -> None:
-        """Warn where models have no finite scores after some rounds."""
+        """Warn if models have no finite scores after round `done`."""
         tested = np.asarray(self.clients.test_size) > 0
         if not tested.any():
             self._warn("tests", "no client has a test example: scores are not known")
@@ -78,67 +84,75 @@ class Watch:
         if not mask.any():
             return
         broken = np.logical_or(*self.broken_data)
-        data, others = mask & broken, mask & ~broken
-        causes = [f"NaN or infinite examples{self._names(data)}: clean them"] if data.any() else []
+        data = mask & broken
+        others = mask & ~broken
+        causes = []
+        if data.any():
+            causes.append(f"NaN or infinite examples{self._names(data)}: clean them")
         if others.any():
-            whose = "the others'" if causes else "their"
-            model = (
-                "the shared model has" if others.sum() == tested.sum() else f"{whose} models have"
-            )
-            causes.append(f"{model} diverged: {remedy(self.algorithms, self.clients)}")
-        where = (
-            f"in {sum(nan.any() for nan in lost)} of {len(lost)} points, " if len(lost) > 1 else ""
-        )
-        who = f"{where}{mask.sum()} of {tested.sum()} tested clients{self._names(mask)}"
-        who = "some tested clients" if self.public else who
+            if others.sum() == tested.sum():
+                models = "the shared model has"
+            elif causes:
+                models = "the others' models have"
+            else:
+                models = "their models have"
+            causes.append(f"{models} diverged: {remedy(self.algorithms, self.clients)}")
+        who = f"{mask.sum()} of {tested.sum()} tested clients{self._names(mask)}"
+        if len(lost) > 1:
+            points = sum(nan.any() for nan in lost)
+            who = f"in {points} of {len(lost)} points, {who}"
+        if self.public:
+            who = "some tested clients"
         text = f"{who} have no finite scores after round {done}, which count as 0"
         self._warn("scores", f"{text}; {'; '.join(causes)}")
 
     def sent(
         self, weights: Sequence[_Flat], after: Sequence[_Flat], lengths: Sequence[float]
     ) -> None:
-        """Warn where clients seem to send weights in place of a difference of weights.
+        """Warn if clients seem to send weights, and not a difference of weights.
 
         Args:
-            weights: of each point's server before the first round.
-            after: the same after the first round.
-            lengths: mean norm of each point's updates in that round.
+            weights: Weights of each point's server before the first round.
+            after: Weights of each point's server after the first round.
+            lengths: Mean norm of each point's updates in the first round.
         """
         for method, old, new, length in zip(self.algorithms, weights, after, lengths, strict=True):
-            if (
-                method.sends == "update"
-                and old is not None
-                and new is not None
-                and _like_weights(old, new, length)
-            ):
+            if method.sends != "update" or old is None or new is None:
+                continue
+            if _like_weights(old, new, length):
                 self._warn(
                     "sent",
-                    "the updates of the first round are as long as the weights, and move the server along them. Let "
-                    "client_update send a difference, such as optax.tree.sub(trained, server.params), or make the "
-                    'algorithm with sends="weights" if its server_update expects weights',
+                    "the updates of the first round are as long as the weights, and move the "
+                    "server along them. Let client_update send a difference, such as "
+                    "optax.tree.sub(trained, server.params), or make the algorithm with "
+                    'sends="weights" if its server_update expects weights',
                 )
 
     def end(self, records: Sequence[Records]) -> None:
-        """Warn of all updates that were dropped; each point's `metrics.jsonl` has its own."""
-        if _count(records)[0]:
+        """Warn about all updates that were dropped. Each point's `metrics.jsonl` has its own."""
+        dropped, _ = _count(records)
+        if dropped:
             self._warn("end", self._dropped(records, 0))
 
     @functools.cached_property
     def broken_data(self) -> tuple[Bool[np.ndarray, "C"], Bool[np.ndarray, "C"]]:
-        """Which clients have an example to train on, or to test on, that is not finite."""
-        clients, nobody = self.clients, np.zeros(self.clients.number, bool)
+        """Masks of the clients with training examples, or test examples, that are not finite."""
+        clients = self.clients
+        nobody = np.zeros(clients.number, bool)
         if not np.issubdtype(clients.inputs.dtype, np.inexact):
             return nobody, nobody
-        # In parts: the store and the clients' rows may be files that are larger than memory.
+        # The store and the clients' rows may be files that are larger than memory.
         axes = tuple(range(1, clients.inputs.ndim))
-        parts = range(0, len(clients.inputs), 4096)
+        starts = range(0, len(clients.inputs), 4096)
         bad = np.concatenate(
-            [~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in parts]
+            [~np.isfinite(clients.inputs[i : i + 4096]).all(axis=axes) for i in starts]
         )
 
         def owners(lists: Lists, sizes: Int[Array | np.ndarray, "C"]) -> Bool[np.ndarray, "C"]:
             owns = nobody.copy()
-            for i in range(0, len(lists) if bad.any() else 0, 4096):
+            if not bad.any():
+                return owns
+            for i in range(0, len(lists), 4096):
                 size = np.asarray(sizes[i : i + 4096])
                 broken = bad[rows_of(lists, size, slice(i, i + 4096))]
                 owns[i + np.repeat(np.arange(len(size)), size)[broken]] = True
@@ -147,37 +161,38 @@ class Watch:
         return owners(clients.train, clients.train_size), owners(clients.test, clients.test_size)
 
     def _stuck(self, records: Records, recent: Records, done: int) -> bool:
-        """Whether all recent updates were dropped, and nothing moves the server to where later ones would count."""
+        """Return whether all recent updates were dropped, and no later update can count.
+
+        Args:
+            records: Records of all rounds.
+            recent: Records of the rounds since the previous evaluation.
+            done: Number of rounds so far.
+        """
         dropped, made = _count([recent])
         if not made or dropped < made:
             return False
         ever_dropped, ever = _count([jax.tree.map(lambda leaf: leaf[:done], records)])
-        if ever_dropped < ever and (
-            recent.ledger.server_noise.any() or recent.ledger.client_noise.any()
-        ):
-            return (
-                False  # noise moves it, and updates have counted: a method may continue like this
-            )
-        took_part, broken = recent.ledger.participants.any(axis=0), self.broken_data[0]
+        noise = recent.ledger.server_noise.any() or recent.ledger.client_noise.any()
+        if ever_dropped < ever and noise:
+            # Updates counted before, and noise may move the server to where they count again.
+            return False
+        took_part = recent.ledger.participants.any(axis=0)
+        broken, _ = self.broken_data
         nobody_else = (broken | (np.asarray(self.clients.train_size) == 0)).all()
-        return bool(
-            (took_part & ~broken).any() or nobody_else
-        )  # otherwise clients not drawn yet may count
+        # If only clients with broken data took part, updates of others may still count.
+        return bool((took_part & ~broken).any() or nobody_else)
 
     def _dropped(self, records: Sequence[Records], start: int) -> str:
-        """How many updates of these rounds were dropped, and what to do."""
+        """Return the number of dropped updates, the causes and the remedies as text."""
         dropped, made = _count(records)
-        broken = self.broken_data[0]
+        broken, _ = self.broken_data
         theirs = sum(int(record.ledger.participants[:, broken].sum()) for record in records)
-        causes = (
-            [f"NaN or infinite training examples{self._names(broken)}: clean them"]
-            if theirs
-            else []
-        )
+        causes = []
+        if theirs:
+            causes.append(f"NaN or infinite training examples{self._names(broken)}: clean them")
         if dropped > theirs:
-            causes.append(
-                f"{'others diverged: ' if causes else ''}{remedy(self.algorithms, self.clients)}"
-            )
+            advice = remedy(self.algorithms, self.clients)
+            causes.append(f"others diverged: {advice}" if causes else advice)
         since = f" since round {start}" if start else ""
         count = "some updates" if self.public else f"{dropped} of {made} updates"
         return f"{count}{since} were not finite and were dropped: {'; '.join(causes)}"
@@ -191,47 +206,53 @@ class Watch:
         return f" (client{'s' if len(clients) > 1 else ''} {listed})"
 
     def _warn(self, topic: str, text: str) -> None:
-        if topic not in self.told and jax.process_index() == 0:
+        if topic not in self.warned and jax.process_index() == 0:
             _LOG.warning("%s: %s", self.name, text)
-        self.told.add(topic)
+        self.warned.add(topic)
 
 
 def _like_weights(old: np.ndarray, new: np.ndarray, length: Any) -> bool:
-    """Return whether updates of a mean norm, which move weights from old to new, look like weights themselves.
+    """Return whether updates look like weights.
 
-    A difference made by training is nearly orthogonal to the weights, in so many dimensions.
+    A difference made by training is nearly orthogonal to the weights, because these have many
+    dimensions.
+
+    Args:
+        old: Weights before the first round.
+        new: Weights after the first round.
+        length: Mean norm of the updates.
     """
-    moved, norm = new - old, np.linalg.norm(old)
+    moved = new - old
+    norm = np.linalg.norm(old)
     size = norm * np.linalg.norm(moved)
-    if (
-        len(old) < _FEW
-        or not np.isfinite(size)
-        or size == 0
-        or not _NEAR[0] < length / norm < _NEAR[1]
-    ):
+    if len(old) < _FEW or not np.isfinite(size) or size == 0:
+        return False
+    least, most = _NEAR
+    if not least < length / norm < most:
         return False
     return bool(np.dot(moved, old) > _ALONG * size)
 
 
 def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
-    """Return what helps against models that diverge."""
+    """Return advice against models that diverge."""
     noisy = any(method.mechanism.noisy or method.dp_sgd is not None for method in algorithms)
-    rate = (
-        "lower the learning rate or the noise"
-        if noisy
-        else "lower the learning rate, or clip updates"
-    )
+    rate = "lower the learning rate, or clip updates"
+    if noisy:
+        rate = "lower the learning rate or the noise"
     dtype = np.dtype(clients.inputs.dtype)
     unchecked = any(method.model.vocabulary is None for method in algorithms)
-    # Bytes are images, unless a model says otherwise. Flax gives NaN for an index outside its table.
+    # Bytes are images, unless a model has a vocabulary. Flax returns NaN for an index outside of its
+    # table.
     if dtype.kind in "iu" and dtype.itemsize > 1 and unchecked:
-        return f"if clients.inputs index a table, give the model `vocabulary`, which checks them; otherwise {rate}"
+        return (
+            "if clients.inputs index a table, give the model `vocabulary`, which checks them; "
+            f"otherwise {rate}"
+        )
     return rate
 
 
 def _count(records: Sequence[Records]) -> tuple[int, int]:
-    """Numbers of dropped updates, and of all."""
+    """Return the number of dropped updates, and the number of all updates."""
     dropped = sum(int(record.nonfinite.sum()) for record in records)
-    return dropped, sum(
-        int(record.info["participants"].sum(dtype=np.float64)) for record in records
-    )
+    made = sum(int(record.info["participants"].sum(dtype=np.float64)) for record in records)
+    return dropped, made

@@ -75,7 +75,7 @@ class Journal:
         record: Shapes of the records of one round.
         folder: Folder of the reports. None writes nothing.
         public: Whether reports leave out what follows from private data without noise.
-        told: Arguments of `privacy_statement` about randomness and client states.
+        facts: Arguments of `privacy_statement` about randomness and client states.
         pictures: Whether the reports have curves.
     """
 
@@ -88,7 +88,7 @@ class Journal:
         folder: pathlib.Path | None,
         *,
         public: bool = False,
-        told: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
         pictures: bool = True,
     ) -> None:
         self.algorithm = algorithm
@@ -105,7 +105,7 @@ class Journal:
             "dp_sgd": algorithm.dp_sgd,
             "examples": examples,
             "terms": algorithm.terms,
-            **(told or {}),
+            **(facts or {}),
         }
         """Arguments of `privacy_statement`."""
         names = {"dp_sgd", "examples", "terms", "stateful"}
@@ -209,13 +209,16 @@ class Journal:
         # The last evaluation up to `done` may have failed, so the plan does not give their number.
         made = len(self.metrics)
         history = jax.tree.map(lambda leaf: leaf[:made], self.recorded.scores)
-        unknown = np.full(self.number, np.nan)
-        scores = jax.tree.map(lambda leaf: leaf[-1] if made else unknown.copy(), history)
+
+        def last(leaf: np.ndarray) -> np.ndarray:
+            return leaf[-1] if made else np.full(self.number, np.nan)
+
+        scores = jax.tree.map(last, history)
         statement: dict[str, Any] = {}
         if done:
+            accounted = self._accounted(done)
             mechanism = self.algorithm.mechanism
-            ledger_of_statement = self._accounted(done)
-            statement = privacy_statement(ledger_of_statement, mechanism, self.number, **self.facts)
+            statement = privacy_statement(accounted, mechanism, self.number, **self.facts)
         if self.public and statement:
             statement = without_clients(statement)
         canaries = memory if done and isinstance(memory, Scores) else None
@@ -258,7 +261,7 @@ class Journal:
         return row | self.epsilons(self._accounted(done))
 
     def epsilons(self, ledger: Ledger) -> dict[str, float]:
-        """Return the columns of a row with the privacy cost of some rounds (see `report.COLUMNS`)."""
+        """Return the columns of the privacy cost of some rounds (see `report.COLUMNS`)."""
         spent = self.spent(ledger)
         columns = {"epsilon": spent.epsilon, "epsilon_rdp": spent.rdp}
         if spent.upload is not None:

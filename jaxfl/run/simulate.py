@@ -397,7 +397,7 @@ class _Run:
             settings.streams.describe(key) | {"stateful": self.runner.stateful},
         )
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
-        options = {"public": public, "told": told, "pictures": len(algorithms) <= _PICTURES}
+        options = {"public": public, "facts": told, "pictures": len(algorithms) <= _PICTURES}
         record = self.runner.record()  # once: it is the same for all points
         self.journals = [
             Journal(algorithm, clients, plan, record, path if writes else None, **options)

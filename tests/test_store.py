@@ -57,7 +57,7 @@ def test_what_an_interrupted_start_left_is_no_obstacle(left, tmp_path):
 def test_lost_rows_are_named(tmp_path):
     store = filled(tmp_path)
     (tmp_path / "rows.bin").write_bytes(b"")
-    with pytest.raises(DamagedError, match=r"rows.bin has not \d+ bytes"):
+    with pytest.raises(DamagedError, match=r"rows.bin does not have \d+ bytes"):
         store.restore(**store.saved())
     (tmp_path / "rows.bin").unlink()
     with pytest.raises(DamagedError, match=r"rows.bin is missing"):

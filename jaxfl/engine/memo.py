@@ -1,6 +1,7 @@
-"""Programs of recent runs, kept so that a further run of the same method traces and compiles nothing.
+"""Cache of the programs of recent runs, so that a run of the same method compiles nothing again.
 
-Without this module each run would trace and compile functions of its own, which takes most of a short run's time.
+Without this module, each run would trace and compile functions of its own. That takes most of the
+time of a short run.
 """
 
 import collections
@@ -23,20 +24,26 @@ from jaxfl.types import Algorithm, Tree
 T = TypeVar("T")
 
 _MOST = 40
-"""Programs that are kept, the most recent ones; a run has about six. Small ones take ten megabytes each."""
+"""Number of programs that are cached, the most recent ones.
+
+A run has about six programs. Small ones take ten megabytes each.
+"""
 
 _SMALL = 4096
 """Bytes of the largest array that is compared by its numbers."""
 
 _EMPTY = object()
-"""Stands for the content of a variable that has none yet."""
+"""Stand-in for the content of a variable that is not set yet."""
 
 _KEPT: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
 _LOCK = threading.Lock()
 
 
 class Same:
-    """Objects that are compared by identity, and kept so that no other object gets their identity."""
+    """Objects that are compared by identity.
+
+    They are kept alive, so that no other object gets their identity.
+    """
 
     def __init__(self, *parts: Any) -> None:
         self._parts = parts
@@ -51,22 +58,22 @@ class Same:
 
 
 def remembered(key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-    """Return what `make` returned for this key and JAX's present flags, or call it."""
-    whole = (*key, _flags())
+    """Return the cached value for this key and JAX's present flags, or make and cache it."""
+    key_with_flags = (*key, _flags())
     with _LOCK:
-        if whole in _KEPT:
-            _KEPT.move_to_end(whole)
-            return _KEPT[whole]
+        if key_with_flags in _KEPT:
+            _KEPT.move_to_end(key_with_flags)
+            return _KEPT[key_with_flags]
     value = make()
     with _LOCK:
-        _KEPT[whole] = value
+        _KEPT[key_with_flags] = value
         while len(_KEPT) > _MOST:
             _KEPT.popitem(last=False)
     return value
 
 
 def forget() -> None:
-    """Forget all programs."""
+    """Empty the cache of programs."""
     with _LOCK:
         _KEPT.clear()
 
@@ -74,10 +81,12 @@ def forget() -> None:
 def clear_caches() -> None:
     """Free the memory of the methods that this process has run.
 
-    A process keeps the programs of the last six methods or so, so that further runs of these trace nothing. Earlier
-    ones go by themselves, except what JAX has traced for models with frozen weights: some megabytes for each method.
-    This function frees all of it. It also calls `jax.clear_caches`, so that other functions under `jax.jit` are traced
-    again when they are called.
+    A process caches the programs of about the last six methods, so that further runs of these trace
+    nothing. Programs of earlier methods are dropped. However, JAX keeps its traces of models with
+    frozen weights, which take some megabytes for each method.
+
+    This function frees all of this memory. It also calls `jax.clear_caches`, so that other
+    functions under `jax.jit` are traced again at their next call.
     """
     forget()
     jax.clear_caches()
@@ -95,7 +104,9 @@ def key_of_method(method: Algorithm | Points) -> Hashable:
 
 
 def key_of(value: Any) -> Hashable:
-    """Return a key that is equal for values made alike, such as two functions that one builder returned.
+    """Return a key that is equal for values that were made in the same way.
+
+    Two functions that one builder returned for equal arguments are an example.
 
     Functions are compared by their code, and by what their defaults and closures hold. Tuples,
     dicts, frozen dataclasses and small NumPy arrays are compared by what they hold. Everything
@@ -110,18 +121,25 @@ def key_of(value: Any) -> Hashable:
 
 
 def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
-    """Return the key of a value within another one, of which `seen` has the functions so far."""
+    """Return the key of a value.
+
+    Args:
+        value: The value, or a part of it.
+        seen: Positions of the functions met so far, by `id`.
+    """
     kind = type(value)
     if kind in (bool, int, str, bytes, type(None)):
         return kind, value
     if kind in (float, complex):
-        return kind, repr(value)  # which tells 0.0 from -0.0, and equals itself for NaN
+        # The text distinguishes 0.0 from -0.0, and that of NaN equals itself.
+        return kind, repr(value)
 
     def inside(part: Any) -> Hashable:
         return _key_of(part, seen)
 
     if kind is types.FunctionType:
-        if id(value) in seen:  # a function that calls itself
+        # A function that calls itself is met again.
+        if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)
         cells = tuple(map(_content, value.__closure__ or ()))
@@ -146,7 +164,7 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
 
 
 def _content(cell: Any) -> Any:
-    """Return what a variable of a closure holds, which may not have been set yet."""
+    """Return the content of a closure's variable, or `_EMPTY` if it is not set yet."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -154,7 +172,7 @@ def _content(cell: Any) -> Any:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Return whether an object is what its fields hold: a frozen dataclass, or a module of Flax."""
+    """Return whether an object's fields determine it: a frozen dataclass, or a Flax module."""
     if isinstance(value, nn.Module):
         return value.scope is None
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
@@ -163,12 +181,12 @@ def _is_frozen(value: Any) -> bool:
 
 
 def described(population: Population) -> Population:
-    """Return the population with descriptions in place of its arrays, which can be a key."""
+    """Return the population with descriptions instead of arrays, so that it can be a key."""
     return population._replace(clients=jax.tree.map(_described, population.clients), frozen=())
 
 
 def key_of_arrays(tree: Tree) -> Hashable:
-    """Return a key of the shapes, kinds and places of some arrays."""
+    """Return a key of the shapes, dtypes and devices of some arrays."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple(map(_described, leaves))
 
@@ -176,11 +194,11 @@ def key_of_arrays(tree: Tree) -> Hashable:
 def _described(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, int | float):
         leaf = jnp.asarray(leaf)
+    sharding = getattr(leaf, "sharding", None)
     weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(
-        np.shape(leaf), leaf.dtype, sharding=getattr(leaf, "sharding", None), weak_type=weak
-    )
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding, weak_type=weak)
 
 
 def _flags() -> Hashable:
+    """Return all flags of JAX, on which a program may depend."""
     return tuple(sorted((name, str(value)) for name, value in jax.config.values.items()))

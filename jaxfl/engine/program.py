@@ -167,10 +167,10 @@ def compile_rounds(
 ) -> functools.partial[tuple[Center, States, Records]]:
     """Return a program `(keys, start, rounds, center, states) -> (center, states, records)`.
 
-    It runs rounds `start` to `start + rounds - 1`. Both numbers are dynamic, so that one compilation
-    serves a run of any length. `center` and `states` are donated. Rows of the records beyond
-    `rounds` are zero. A single key instead of `Keys` serves all streams. For `Points`, all arguments
-    but `start` and `rounds` have a leading axis P.
+    It runs rounds `start` to `start + rounds - 1`, at most `segment` of them. Both numbers are
+    dynamic, so that one compilation serves a run of any length. `center` and `states` are donated.
+    Rows of the records beyond `rounds` are zero. A single key instead of `Keys` serves all streams.
+    For `Points`, all arguments but `start` and `rounds` have a leading axis P.
 
     Args:
         algorithm: One algorithm, or the points of a sweep.

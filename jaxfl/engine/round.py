@@ -92,7 +92,7 @@ class _Slots(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over participants.
+    """Sums over the participants of a round.
 
     Outside of `shard_map`, each leaf has a leading axis of devices.
     """

@@ -38,7 +38,7 @@ class Store:
 
     Args:
         folder: Folder of the file, which is made with the file. None stands for a file without a
-            name in the system's temporary folder.
+            name in the system's temporary folder, with one place for each row.
         like: Shapes and dtypes of client states [C, ...].
         number: C, the number of clients.
 
@@ -134,7 +134,7 @@ class Store:
             if files.kind(path) is None:
                 raise DamagedError(f"{path} is missing")
             if not files.is_regular(path) or path.stat().st_size != size:
-                raise DamagedError(f"{path} has not {size} bytes")
+                raise DamagedError(f"{path} does not have {size} bytes")
             # A read-only file is mapped copy-on-write, so that rows that `states` moves stay in
             # memory.
             if os.access(path, os.W_OK):
@@ -147,8 +147,10 @@ class Store:
         sums_now = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
         wrong = np.flatnonzero(sums_now != self.sums)
         if wrong.size:
-            named = f"{wrong.size} clients, of client {wrong[0]} first"
-            raise DamagedError(f"the states of {named}, are damaged or of later rounds")
+            raise DamagedError(
+                f"the states of {wrong.size} clients, the first of which is client {wrong[0]}, "
+                "are damaged or of later rounds"
+            )
         self.commit()
 
     def states(self) -> Tree:
@@ -184,9 +186,9 @@ class Store:
 
     def _lay(self, rows: UInt8[np.ndarray, "2 C bytes"]) -> None:
         """Use these rows, and view them as a tree of arrays [2, C, ...]."""
+        self.bytes = rows
         names = self._row.names or ()
         fields = rows.view(self._row)[..., 0] if names else rows
-        self.bytes = rows
         self.files = jax.tree.unflatten(self._structure, [fields[name] for name in names])
 
     def _parts(self, ids: Int[np.ndarray, "S"]) -> list[Int[np.ndarray, "_"]]:

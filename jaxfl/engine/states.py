@@ -31,7 +31,7 @@ class States:
 
     @classmethod
     def of(cls, states: Tree, joined: bool = True) -> "States":
-        """Pack client states.
+        """Pack client states into rows.
 
         Args:
             states: Arrays [C, ...].

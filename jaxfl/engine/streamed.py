@@ -1,9 +1,11 @@
-"""Rounds and evaluations of more clients than a device holds: rows go to the devices and back, in blocks.
+"""Rounds and evaluations of more clients than the devices hold, in blocks of clients.
 
-The host keeps client states (`jaxfl.engine.state_file`) and each client's rows of the example store; the devices hold
-the example store itself, each the whole of it. A round's cohort is drawn from all clients and goes through the devices
-in blocks of a fixed number of slots, which add to the same sums. While a block is at work, the rows of the previous
-block are written back and those of the next block, of this round or the next, are read and sent.
+The host holds client states (`jaxfl.engine.state_file`) and the row numbers of each client's
+examples. Each device holds all examples. A round's cohort is drawn from all clients, and passes
+through the devices in blocks of a fixed number of slots, which add to the same sums.
+
+While the devices compute a block, the host writes back the states of the previous block. It also
+reads and sends the rows of the next block, which may belong to the next round.
 """
 
 import functools
@@ -34,81 +36,113 @@ from jaxfl.privacy.mechanisms.gaussian import Cohort
 from jaxfl.types import Algorithm, Clients, Rows, Tree
 
 _BLOCK_BYTES = 2**24
-"""Bytes of one block on all devices: small relative to memory, large relative to the cost of a call."""
+"""Bytes of one block on all devices.
+
+A block takes little of the memory, but enough work to outweigh the cost of a call.
+"""
 
 
 class Block(NamedTuple):
-    """A part of a round's cohort: its clients by slot (C: an empty slot), and whether it is the round's last."""
+    """A part of a round's cohort."""
 
     index: Int[Array, ""]
+    """Index of the round."""
     cohort: Cohort
     ids: Int[np.ndarray, "S"]
+    """Index of the client in each slot. C marks an empty slot."""
     last: bool
+    """Whether this is the last block of the round."""
 
 
 def place_examples(clients: Clients, devices: list[jax.Device] | None = None) -> Population:
-    """Put the example store on every device; the clients' rows stay where they are.
+    """Put all examples on every device. The lists of the clients' rows stay on the host.
 
     Args:
-        clients: host arrays; lists and sizes may be memory-mapped, and are not copied.
-        devices: which devices to use; all of the default backend where None.
+        clients: Host arrays. Lists and sizes may be memory-mapped, and are not copied.
+        devices: The devices to use. None stands for all devices of the default backend.
 
     Raises:
-        ValueError: several processes.
+        ValueError: There are several processes.
     """
     if jax.process_count() > 1:
         raise ValueError(
-            f"states='host' is for one process, not {jax.process_count()}: give states='device'"
+            f"states must be 'device' with {jax.process_count()} processes, got 'host'. "
+            "Give states='device'."
         )
     mesh = mesh_of(clients, devices)
-    store = jax.device_put((Rows.of(clients.inputs), clients.labels), NamedSharding(mesh, P()))
-    by_client = P("clients")
-    layout = Clients(P(), P(), by_client, by_client, by_client, by_client)  # pyrefly: ignore[bad-argument-type]
-    placed = in_lists(clients)._replace(inputs=store[0], labels=store[1])
+    examples = (Rows.of(clients.inputs), clients.labels)
+    inputs, labels = jax.device_put(examples, NamedSharding(mesh, P()))
+    by_client: Any = P("clients")
+    replicated: Any = P()
+    layout = Clients(
+        inputs=replicated,
+        labels=replicated,
+        train=by_client,
+        train_size=by_client,
+        test=by_client,
+        test_size=by_client,
+    )
+    placed = in_lists(clients)._replace(inputs=inputs, labels=labels)
     return sized(Population(placed, clients.number, mesh, layout), clients)
 
 
 class Programs(NamedTuple):
-    """What is compiled for a method and clients of some shapes."""
+    """Functions that are compiled for a method and clients of some shapes."""
 
     center: Callable[..., Center]
-    """Makes the shared state, replicated, from the keys of the first state and of the cohorts."""
+    """Program from the keys of the first state and of the cohorts to the center, replicated."""
     states: Callable[..., States]
-    """Makes the initial states of all clients from the first of these keys, for their shapes alone."""
+    """Function from the key of the first state to the initial states of all clients.
+
+    It is traced only, for the shapes of the states.
+    """
     rows: Callable[[int], Callable[..., States]]
-    """From a number of clients to a program of their initial states, from the key and the first client."""
+    """Function from a number of clients to the program of their initial states.
+
+    The program takes the key of the first state and the index of the first client.
+    """
     draw: Any
+    """Program that draws a cohort."""
     add: Callable[[int], functools.partial]
-    """From a chunk to the program that adds a block, jitted."""
+    """Function from a chunk to the program that adds a block to the sums."""
     plain_add: Callable[..., tuple[Sums, States]]
-    """The function that `add` compiles, with the chunk as its first argument."""
+    """Function that `add` compiles. Its first argument is the chunk."""
     finish: Any
+    """Program that aggregates the sums, and takes the server's step."""
     renew: Any
+    """Program that replaces the states of clients that were in the previous block."""
     score: Callable[[int], functools.partial]
-    """From a chunk to the program of an evaluation."""
+    """Function from a chunk to the program of an evaluation."""
 
 
 def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
-    """Return the programs of a method, which hold no arrays of the population: they are kept beyond the run."""
+    """Return the programs of a method.
+
+    They hold no arrays of the population, because the cache keeps them beyond the run.
+    """
     everyone = NamedSharding(population.mesh, P())
     by_client = NamedSharding(population.mesh, P("clients"))
     options: dict[str, Any] = {"compiler_options": compiler_options(population.mesh)}
 
     def center(key: Key[Array, ""], memory_key: Key[Array, "*S"]) -> Center:
-        return first_states(algorithm, key, memory_key, population)[0]
+        first, _ = first_states(algorithm, key, memory_key, population)
+        return first
 
     def states(key: Key[Array, ""]) -> States:
-        return states_in_rows(algorithm.init(key, population.number)[1], population)
+        _, initial = algorithm.init(key, population.number)
+        return states_in_rows(initial, population)
 
     @functools.cache
     def rows(size: int) -> Callable[..., States]:
         def some(key: Key[Array, ""], first: Int[Array, ""]) -> States:
-            # States that are broadcast to all clients never exist in full: the compiler slices the source.
-            states = algorithm.init(key, population.number)[1]
-            own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), states)
+            # States that are broadcast to all clients never exist for all of them, because the
+            # compiler slices their source.
+            _, initial = algorithm.init(key, population.number)
+            own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, first, size), initial)
             return states_in_rows(own, population)
 
-        return jax.jit(some, out_shardings=SingleDeviceSharding(population.mesh.devices.flat[0]))
+        first_device = population.mesh.devices.flat[0]
+        return jax.jit(some, out_shardings=SingleDeviceSharding(first_device))
 
     def draw_(keys: Keys, index: Int[Array, ""], center: Center) -> Cohort:
         return draw(algorithm, population.number, keys, index, center)
@@ -144,47 +178,52 @@ def compile_programs(algorithm: Algorithm, population: Population) -> Programs:
     def renew(states: States, before: States, source: Int[Array, "S"]) -> States:
         return jax.tree.map(lambda *both: jnp.concatenate(both)[source], states, before)
 
+    @functools.cache
+    def score(chunk: int) -> functools.partial:
+        return compile_evaluation(algorithm, population, chunk=chunk)
+
     return Programs(
-        jax.jit(center, out_shardings=everyone),
-        states,
-        rows,
-        jax.jit(draw_, out_shardings=everyone, **options),
-        compiled_add,
-        add,
-        jax.jit(finish, donate_argnames="center", out_shardings=everyone, **options),
-        jax.jit(renew, donate_argnames="states", out_shardings=by_client, **options),
-        functools.cache(lambda chunk: compile_evaluation(algorithm, population, chunk=chunk)),
+        center=jax.jit(center, out_shardings=everyone),
+        states=states,
+        rows=rows,
+        draw=jax.jit(draw_, out_shardings=everyone, **options),
+        add=compiled_add,
+        plain_add=add,
+        finish=jax.jit(finish, donate_argnames="center", out_shardings=everyone, **options),
+        renew=jax.jit(renew, donate_argnames="states", out_shardings=by_client, **options),
+        score=score,
     )
 
 
 def fill(key: Key[Array, ""], programs: Programs, store: Store) -> None:
-    """Write all clients' initial states, a block at a time, into a new file."""
+    """Write all clients' initial states into a new file, a block at a time."""
     store.start()
     size = min(store.number, max(1, _BLOCK_BYTES // max(1, store.bytes_per_client)))
     program = programs.rows(size)
-    for first in range(0, store.number, size):
-        first = min(first, store.number - size)
-        store.write(
-            np.arange(first, first + size),
-            jax.device_get(program(key, jax.device_put(np.int32(first)))),
-        )
+    for begin in range(0, store.number, size):
+        # The last block overlaps with its predecessor, so that all blocks have one size.
+        first = min(begin, store.number - size)
+        rows = jax.device_get(program(key, jax.device_put(np.int32(first))))
+        store.write(np.arange(first, first + size), rows)
     store.commit()
 
 
 class Stream:
-    """Rounds and evaluations by blocks; results are those of `jaxfl.engine.resident.Resident`, whose methods it has.
+    """State of one run whose clients pass through the devices in blocks.
+
+    Its methods and results are those of `jaxfl.engine.resident.Resident`.
 
     Args:
-        init_key: key of the first state.
-        keys: streams of the rounds.
-        algorithm: what a round does.
-        clients: host arrays; lists and sizes may be memory-mapped, and are not copied.
-        devices: where to run (None: all devices).
-        chunk: clients vectorised at a time on each device; "auto": measured.
-        folder: for the client states (None: a temporary one).
+        init_key: Key of the first state.
+        keys: Streams of randomness for the rounds.
+        algorithm: The method that runs.
+        clients: Host arrays. Lists and sizes may be memory-mapped, and are not copied.
+        devices: The devices to use. None stands for all devices.
+        chunk: Number of clients vectorised at a time on each device. "auto" measures it.
+        folder: Folder for the client states. None stands for a temporary one.
 
     Raises:
-        ValueError: several processes; too little space in the folder.
+        ValueError: There are several processes, or there is too little space in the folder.
     """
 
     def __init__(
@@ -197,60 +236,73 @@ class Stream:
         chunk: int | Literal["auto"],
         folder: pathlib.Path | None,
     ) -> None:
-        self.init_key, self.algorithm = init_key, algorithm
+        self.init_key = init_key
+        self.algorithm = algorithm
         self.population = freeze(algorithm, place_examples(clients, devices))
-        self.folder, mesh = folder, self.population.mesh
-        self.everyone, self.by_client = NamedSharding(mesh, P()), NamedSharding(mesh, P("clients"))
+        self.folder = folder
+        mesh = self.population.mesh
+        self.everyone = NamedSharding(mesh, P())
+        self.by_client = NamedSharding(mesh, P("clients"))
         self.layout = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.population.layout)
         self.keys = jax.device_put(keys, self.everyone)
         bare = described(self.population)
         self._key = "streamed", key_of_method(algorithm), bare, key_of_arrays((init_key, self.keys))
-        # What this function holds must not be `self`, nor arrays: programs are kept beyond the run.
+        # The cache keeps this function beyond the run, so it must not hold `self` or arrays.
         self._programs = remembered(self._key, lambda: compile_programs(algorithm, bare))
-        self.draw, self.finish, self.renew = (
-            self._programs.draw,
-            self._programs.finish,
-            self._programs.renew,
-        )
+        self.draw = self._programs.draw
+        self.finish = self._programs.finish
+        self.renew = self._programs.renew
         self.begin(chunk)
-        rows = int(
-            np.sum(clients.train_size, dtype=np.int64) + np.sum(clients.test_size, dtype=np.int64)
-        )
-        per_client = self.store.bytes_per_client + 4 * max(1, rows // clients.number)
+        train_rows = np.sum(clients.train_size, dtype=np.int64)
+        test_rows = np.sum(clients.test_size, dtype=np.int64)
+        rows_per_client = max(1, int(train_rows + test_rows) // clients.number)
+        bytes_per_client = self.store.bytes_per_client + 4 * rows_per_client
         usual = algorithm.mechanism.sampling.usual(self.population.number)
-        block = max(_BLOCK_BYTES // per_client, (1 if chunk == "auto" else chunk) * mesh.size)
+        least = (1 if chunk == "auto" else chunk) * mesh.size
+        block = max(_BLOCK_BYTES // bytes_per_client, least)
         sizes = {"train": np.asarray(clients.train_size), "test": np.asarray(clients.test_size)}
-        # Rows of the clients in a device's slots, whoever they are: blocks have one shape.
-        self._most = functools.cache(
-            lambda split, slots: int(np.sort(sizes[split])[-slots:].sum(dtype=np.int64))
-        )
-        self.slots = self._whole(min(block, math.ceil(usual)))
-        self.tested = self._whole(block)
+
+        # Blocks have one shape, so a device has room for the rows of any clients in its slots.
+        @functools.cache
+        def most_rows(split: str, slots: int) -> int:
+            return int(np.sort(sizes[split])[-slots:].sum(dtype=np.int64))
+
+        self._most_rows = most_rows
+        self.slots = self._rounded(min(block, math.ceil(usual)))
+        self._evaluation_slots = self._rounded(block)
         self._record, zeros = self._shapes()
         self.zero = zeros()
 
     def begin(self, chunk: int | Literal["auto"]) -> None:
-        """Go back to the first state; the chunk is for the next compilation."""
-        self.chunk, self.restored = chunk, False
-        programs, key = self._programs, self.init_key
+        """Return to the first state, and set the chunk for the next compilation."""
+        self.chunk = chunk
+        self.restored = False
+        programs = self._programs
+        key = self.init_key
         like = remembered(("states", *self._key), lambda: jax.eval_shape(programs.states, key))
         self.center = programs.center(key, self.keys.cohort)
         self.store = Store(self.folder, like, self.population.number)
 
     @property
     def stateful(self) -> bool:
-        """Whether clients keep anything from round to round."""
+        """Return whether clients keep a state between rounds."""
         return self.store.bytes_per_client > 0
 
     def record(self) -> Records:
-        """Shapes of the records of one round."""
+        """Return the shapes of the records of one round."""
         return self._record
 
     def compile(self, facts: tuple[str, ...]) -> Program:
-        """Write the first states, unless restored; choose the chunk, and compile for it."""
+        """Choose the chunk, and compile the program of rounds for it.
+
+        A run that is not restored from a checkpoint first writes the initial states.
+
+        Args:
+            facts: Everything that a cached choice depends on in addition to shapes and devices.
+        """
         if not self.restored:
             fill(self.init_key, self._programs, self.store)
-        block, mesh = next(self._blocks(0, 1)), self.population.mesh
+        block = next(self._blocks(0, 1))
         ids, clients, states = self._load(block.ids)
         arguments = (
             clients,
@@ -262,16 +314,19 @@ class Stream:
             self.zero,
             states,
         )
+        mesh = self.population.mesh
         most = self.slots // mesh.size
         self.program = choose(self._build, self.chunk, most, arguments, mesh, ("streamed", *facts))
-        self._tested = self.program.chunk
+        self._evaluated_chunk = self.program.chunk
         return self.program
 
     def programs(self, key: Key[Array, ""]) -> dict[str, list[Any]]:
-        """Traced programs of a round, with one slot per device, and of an evaluation with this key."""
-        ids, clients, states = self._load(
-            np.full(self.population.mesh.size, self.store.number, np.int32), tests=True
-        )
+        """Return the traced programs of a round, and of an evaluation with this key.
+
+        They have one slot per device.
+        """
+        empty = np.full(self.population.mesh.size, self.store.number, np.int32)
+        ids, clients, states = self._load(empty, tests=True)
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
         build: Any = self._build(1)
@@ -286,19 +341,21 @@ class Stream:
         return {"round": [drawn.jaxpr, added.jaxpr, finished.jaxpr], "evaluation": [scored.jaxpr]}
 
     def rounds(self, start: int, count: int) -> Records:
-        """Run `count` rounds from number `start`; return their records, on the host."""
-        total, before, records = self.zero, None, []
+        """Run `count` rounds from round `start`, and return their records on the host."""
+        total = self.zero
+        records: list[Records] = []
+        before: tuple[Block, States, Records | None] | None = None
 
         def settle(block: Block, states: States, record: Records | None) -> None:
             real = block.ids < self.store.number
-            self.store.write(
-                block.ids[real], jax.tree.map(lambda leaf: leaf[real], jax.device_get(states))
-            )
+            rows = jax.tree.map(lambda leaf: leaf[real], jax.device_get(states))
+            self.store.write(block.ids[real], rows)
             if record is not None:
                 records.append(jax.device_get(record))
 
         for block in self._blocks(start, count):
-            ids, clients, states = self._load(block.ids)  # while the previous block is at work
+            # The devices still compute the previous block.
+            ids, clients, states = self._load(block.ids)
             if before is not None:
                 states = self._renew(block.ids, states, *before[:2])
             with jax.transfer_guard("disallow"):
@@ -311,8 +368,9 @@ class Stream:
                     self.keys, block.index, block.cohort, total, self.center
                 )
                 total = self.zero
+            # The devices compute this block while the host settles the previous one.
             if before is not None:
-                settle(*before)  # while this block is at work
+                settle(*before)
             before = block, states, record
         if before is not None:
             settle(*before)
@@ -322,7 +380,7 @@ class Stream:
         """Return the scores of all clients after round `last`, on the host."""
 
         def score(step: functools.partial, first: int) -> PerClient:
-            ids = np.arange(first, first + self.tested, dtype=np.int32)
+            ids = np.arange(first, first + self._evaluation_slots, dtype=np.int32)
             _, clients, states = self._load(ids, tests=True)
             index = jax.device_put(ids[0], self.everyone)
             return step.func(
@@ -331,31 +389,34 @@ class Stream:
 
         def scores(chunk: int) -> list[PerClient]:
             step = functools.partial(score, self._score(chunk))
-            blocks = map(step, range(0, self.store.number, self.tested))
-            return [
-                jax.device_get(block) for block in _ahead(blocks)
-            ]  # while the next one is at work
+            blocks = map(step, range(0, self.store.number, self._evaluation_slots))
+            # The devices compute the next block while the host fetches one.
+            return [jax.device_get(block) for block in _ahead(blocks)]
 
-        blocks, self._tested = halved(scores, self._tested)
-        return jax.tree.map(lambda *blocks: np.concatenate(blocks)[: self.store.number], *blocks)
+        blocks, self._evaluated_chunk = halved(scores, self._evaluated_chunk)
+        return jax.tree.map(lambda *parts: np.concatenate(parts)[: self.store.number], *blocks)
 
     def saved(self) -> dict[str, Tree]:
-        """What a checkpoint keeps: of the client states, only the positions of their rows."""
+        """Return the state that a checkpoint stores.
+
+        For the client states, it is only the places and checksums of their rows.
+        """
         return {"center": self.center, "states": self.store.saved()}
 
     def save(self, write: Callable[[], Any]) -> None:
-        """Bring the rows to the disk, let `write` write a checkpoint, and keep from then on the rows that it needs."""
+        """Write the rows to disk, let `write` write a checkpoint, and protect the rows in it."""
         self.store.flush()
         write()
         self.store.commit()
 
     def restore(self, saved: dict[str, Tree]) -> None:
-        """Resume from what a checkpoint kept."""
+        """Resume from the state that a checkpoint stored."""
         self.store.restore(**saved["states"])
-        self.center, self.restored = saved["center"], True
+        self.center = saved["center"]
+        self.restored = True
 
     def all_states(self) -> Tree:
-        """Client states, mapped and read-only."""
+        """Return the client states [C, ...], mapped and read-only."""
         return self.store.states().tree()
 
     def _build(self, chunk: int) -> functools.partial:
@@ -368,7 +429,8 @@ class Stream:
 
     def _shapes(self) -> tuple[Records, Callable[[], Sums]]:
         """Return the shapes of a round's records, and a program that makes sums of zero."""
-        programs, by_client = self._programs, self.by_client
+        programs = self._programs
+        by_client = self.by_client
         index = np.int32(0)
         cohort = self.draw.eval_shape(self.keys, index, self.center)
         ids, clients, states = self._load(np.full(self.slots, self.store.number, np.int32))
@@ -376,48 +438,55 @@ class Stream:
 
         def shapes() -> tuple[Records, Callable[[], Sums]]:
             total, _ = jax.eval_shape(functools.partial(programs.plain_add, 1), *example)
-            record = programs.finish.eval_shape(*example[1:4], total, self.center)[1]
+            _, record = programs.finish.eval_shape(self.keys, index, cohort, total, self.center)
             return record, _zeros(total, by_client)
 
         return remembered(("shapes", *self._key, key_of_arrays(example)), shapes)
 
     def _blocks(self, start: int, count: int) -> Iterator[Block]:
-        """The cohorts of some rounds, cut into blocks; an empty one is a block of empty slots."""
+        """Yield the cohorts of some rounds in blocks. An empty cohort is a block of empty slots."""
+        devices = self.population.mesh.size
         rounds = (
             jax.device_put(np.int32(index), self.everyone) for index in range(start, start + count)
         )
         draws = ((index, self.draw(self.keys, index, self.center)) for index in rounds)
-        # A cohort that depends on the memory needs the previous round.
-        for index, cohort in draws if jax.tree.leaves(self.center.memory) else _ahead(draws):
+        # A cohort that depends on the memory can be drawn only after the previous round.
+        if not jax.tree.leaves(self.center.memory):
+            draws = _ahead(draws)
+        for index, cohort in draws:
             members = np.flatnonzero(jax.device_get(cohort.sampled))
             for first in range(0, max(1, len(members)), self.slots):
-                ids = np.full(
-                    (self.population.mesh.size, self.slots // self.population.mesh.size),
-                    self.store.number,
-                )
-                parts = np.array_split(members[first : first + self.slots], len(ids))
-                for row, part in zip(ids, parts, strict=True):  # equal parts for all devices
+                ids = np.full((devices, self.slots // devices), self.store.number)
+                # The devices' numbers of clients differ by at most one.
+                parts = np.array_split(members[first : first + self.slots], devices)
+                for row, part in zip(ids, parts, strict=True):
                     row[: len(part)] = part
-                yield Block(
-                    index,
-                    cohort,
-                    ids.reshape(-1).astype(np.int32),
-                    first + self.slots >= len(members),
-                )
+                last = first + self.slots >= len(members)
+                yield Block(index, cohort, ids.reshape(-1).astype(np.int32), last)
 
     def _load(
         self, ids: Int[np.ndarray, "S"], tests: bool = False
     ) -> tuple[Array, Clients, States]:
-        """Some clients' rows on the devices, with or without test examples; an empty slot has no examples."""
-        clients, known = self.population.clients, np.minimum(ids, self.store.number - 1)
+        """Send some clients' rows and states to the devices.
+
+        Args:
+            ids: Indices of the clients. An index of C or more is an empty slot without examples.
+            tests: Whether to include test examples.
+
+        Returns:
+            The indices, the clients, and their states, on the devices.
+        """
+        clients = self.population.clients
+        known = np.minimum(ids, self.store.number - 1)
         parts = np.split(known, self.population.mesh.size)
 
         def laid_out(split: str, wanted: bool) -> dict[str, Any]:
-            lists, size = getattr(clients, split), np.asarray(getattr(clients, f"{split}_size"))
+            lists = getattr(clients, split)
+            size = np.asarray(getattr(clients, f"{split}_size"))
             own = np.where(wanted & (ids < self.store.number), size[known], 0).astype(np.int32)
             sizes = np.split(own, len(parts))
             rows = [rows_of(lists, *chosen) for chosen in zip(sizes, parts, strict=True)]
-            length = self._most(split, len(parts[0])) if wanted else 0
+            length = self._most_rows(split, len(parts[0])) if wanted else 0
             return {split: blocks_of_lists(rows, sizes, length), f"{split}_size": own}
 
         loaded = clients._replace(**laid_out("train", True), **laid_out("test", tests))
@@ -428,7 +497,14 @@ class Stream:
     def _renew(
         self, ids: Int[np.ndarray, "S"], states: States, before: Block, new: States
     ) -> States:
-        """The same rows, with the newest states of clients that were in the previous block."""
+        """Return the states, with newer ones for clients that were in the previous block.
+
+        Args:
+            ids: Index of the client in each slot.
+            states: States of these clients, as the host has them.
+            before: The previous block.
+            new: States of the previous block's clients after it.
+        """
         source = np.arange(self.slots, dtype=np.int32)
         both, here, there = np.intersect1d(ids, before.ids, return_indices=True)
         real = both < self.population.number
@@ -437,8 +513,8 @@ class Stream:
         source[here[real]] = self.slots + there[real]
         return self.renew(states, new, jax.device_put(source, self.everyone))
 
-    def _whole(self, slots: int) -> int:
-        """Slots, equally many per device, at most enough for all clients."""
+    def _rounded(self, slots: int) -> int:
+        """Return a number of slots that devices share equally, at most enough for all clients."""
         devices = self.population.mesh.size
         return -(-min(max(slots, 1), self.population.number) // devices) * devices
 
@@ -453,7 +529,7 @@ def _zeros(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
 
 
 def _ahead(items: Iterator[Any]) -> Iterator[Any]:
-    """The same items, each of which is started before its predecessor is yielded."""
+    """Yield the same items, and start each of them before its predecessor is yielded."""
     last = next(items)
     for item in items:
         yield last

@@ -35,8 +35,8 @@ def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{coun
 def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
     """Draw a permutation.
 
-    For a key pair, 64 random bits each are sorted. Two of them agree with a probability below
-    count^2 2^-65.
+    A key pair draws 64 bits for each entry, and sorts them. Two of them agree with a probability
+    below count^2 2^-65.
     """
     if not key.ndim:
         return jax.random.permutation(key, count)
@@ -61,7 +61,7 @@ def _threshold(rate: Number) -> tuple[Any, Any]:
 class Sampling:
     """Rule that draws the participants of each round.
 
-    The methods of a sampler are the only ones that draw cohorts and account for them.
+    A sampler draws cohorts, and accounts for the amplification by hiding them.
     """
 
     def expected(self, clients: int) -> float:

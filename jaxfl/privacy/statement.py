@@ -1,4 +1,4 @@
-"""The privacy statement of a run: guarantees by observer, a paper's claim, and what no epsilon covers."""
+"""Privacy statement of a run: guarantees by observer, claims, and what no epsilon covers."""
 
 import logging
 import math
@@ -27,64 +27,77 @@ from jaxfl.privacy.observers import Observer
 from jaxfl.types import Ledger, Terms
 
 Randomness = Literal["seed", "secret"]
+"""Source of noise: a seed that may be known, or fresh secret bits of the system."""
 
 _WIDTH = 80
+"""Characters in a line of a statement."""
 
 _OBSERVERS: dict[Observer, tuple[str, str]] = {
     "aggregate": (
         "noisy sums and broadcasts (participation hidden)",
-        "zero-out: the client's clipped update is replaced by zero; the number of clients is public",
+        "zero-out: the client's clipped update is replaced by zero, and the number of clients is "
+        "public",
     ),
     "upload": (
         "every upload and every cohort (no amplification)",
-        "replace-one: the client's data are replaced by any other data; it still uploads",
+        "replace-one: the client's data are replaced by any other data, and it still uploads",
     ),
 }
+"""What each observer sees, and the adjacency of the guarantee against it."""
 
 _NOT_COVERED = (
     "reported accuracies and losses, and per-client results or personal parts that are published",
-    "everything else in a run's folder: cohort sizes, update norms, shares clipped and training losses in "
-    'metrics.jsonl, participations in per_client.npz (report="public" leaves these out); checkpoints, which hold '
-    "personal states and the key",
-    "who receives the raw uploads: against who sees sums alone, that is a trusted server or secure aggregation",
-    "several clients that pool what they know, and clients that do not run the method as it is",
+    "everything else in a run's folder: cohort sizes, update norms, shares clipped and training "
+    'losses in metrics.jsonl, participations in per_client.npz (report="public" leaves these '
+    "out), and checkpoints, which hold personal states and the key",
+    "anyone who sees raw uploads: the guarantee against an observer of sums requires a trusted "
+    "server or secure aggregation",
+    "several clients that pool what they know, and clients that deviate from the method",
     "tuning: choosing settings by their results, over several runs on the same data",
     "early stopping and choosing among rounds by results",
-    "other runs on the same data: epsilons add up over runs with different, secret keys only; two runs with one key "
-    "share their noise, which a difference of what they send takes away",
+    "other runs on the same data: epsilons add up only over runs with different, secret keys, "
+    "because two runs with the same key share their noise, which cancels in the difference of what "
+    "they send",
     "timing: how long clients, rounds and runs take",
 )
+"""What no epsilon covers, whatever the method."""
+
 _PRECISION = {
-    "float": "finite precision: float32 Gaussian noise, of which the sums that can be represented may tell neighbours "
-    "apart, and which ends at some 5 standard deviations",
-    "grid": "what is left of finite precision: updates and noise lie on one grid, so that rounding is post-processing, "
-    "but the noise is drawn by thresholds of 95 bits, from probabilities accurate to a relative 2^-50",
+    "float": "finite precision: the noise is float32 Gaussian, whose rounding can distinguish "
+    "neighbouring datasets, and whose tails are cut at about 5 standard deviations",
+    "grid": "the rest of finite precision: updates and noise lie on one grid, so that rounding is "
+    "post-processing, but the noise is drawn by thresholds of 95 bits, from probabilities accurate "
+    "to a relative 2^-50",
 }
+"""What no epsilon covers, by `Mechanism.noise`."""
+
 _STEPS_PRECISION = (
-    "finite precision of private local steps: their noise is float32 Gaussian, off the grid, and so is what one "
-    "example's epsilon rests on"
+    "finite precision of private local steps: their noise, on which the epsilon of one example "
+    "rests, is float32 Gaussian and off the grid"
 )
+"""What no epsilon covers if only the noise on sums is on a grid."""
 
 _SEED = (
-    "noise from a known seed: a simulation; not to be published for real data (a small seed is found by trying, and "
-    "the key lies in the run's folder)"
+    "noise from a known seed: this is a simulation, and must not be published for real data (small "
+    "seeds can be brute-forced, and the run's folder holds the key)"
 )
 _SECRET = (
-    "cohorts and noise come from 128 fresh bits of the system, kept in one file that only its owner can read, and "
-    "expanded by Threefry-2x32, which is not a certified cryptographic generator"
+    "cohorts and noise come from 128 fresh bits of the system, kept in one file that only its "
+    "owner can read, and expanded by Threefry-2x32, which is not a certified cryptographic "
+    "generator"
 )
 _REFUTED = (
-    "AUDIT: an attacker has shown epsilon to be at least {:.4g} at 95% confidence, but {:.4g} is stated: the run, its "
-    "noise or its accounting is wrong; publish nothing of it"
+    "AUDIT: an attacker has shown epsilon to be at least {:.4g} at 95% confidence, but {:.4g} is "
+    "stated: the run, its noise or its accounting is wrong, so do not publish any of it"
 )
 _HINT = (
-    "the estimate is further above the stated {:.4g} than in 99 of 100 honest runs: a hint, not a proof, that "
-    "there is less noise than accounted, or that clients move sums further; look for the fault, and audit "
-    "again with more canaries"
+    "the estimate is further above the stated {:.4g} than in 99 of 100 honest runs: a hint, not a "
+    "proof, that there is less noise than accounted for, or that clients move sums by more than "
+    "the bound (look for the fault, and audit again with more canaries)"
 )
 _LARGE_DELTA = (
-    "delta {:g} is at least 1/{}: it allows publishing one {} outright, so this epsilon promises nothing; quote one at "
-    "delta {:g}"
+    "delta {:g} is at least 1/{}: it allows publishing one {} outright, so this epsilon promises "
+    "nothing (quote one at delta {:g})"
 )
 _PAIRED = (
     "the points of this sweep share their cohorts and noise: at most one of them may be published"
@@ -104,36 +117,40 @@ def privacy_statement(
     paired: bool = False,
     stateful: bool = False,
 ) -> dict[str, Any]:
-    """Account a ledger for both observers and by both accountants; ready for JSON (infinity is `"inf"`).
+    """Return the epsilons of a ledger for both observers by both accountants, ready for JSON.
 
-    Each observer's `epsilon` is the smallest valid one, `by` its accountant and theorem; `rdp` and `pld` hold each
-    accountant's own.
+    JSON has infinity as `"inf"`. Each observer's `epsilon` is the smallest valid one, and `by`
+    names its theorem and its accountant. `rdp` and `pld` hold each accountant's own epsilons.
 
     Args:
-        ledger: the rounds as they happened, or as planned.
-        mechanism: what the engine ran.
-        clients: number of clients.
-        terms: delta, the paper's claim, and the reason if no epsilon exists.
-        dp_sgd: the private local steps; None: there are none.
-        examples: training examples of all clients together, which set the default delta of one example. The statement
-            publishes this number. None: as many as clients.
-        randomness: source of the noise: a seed that may be known, or fresh secret bits of the system.
-        paired: the run is a point of a sweep whose points share their cohorts and noise.
-        stateful: clients keep a state from one round to the next, see `epsilon`.
+        ledger: Rounds as they happened, or as planned.
+        mechanism: Mechanism that the engine ran.
+        clients: Number of clients.
+        terms: Terms with delta, the paper's claim, and the reason if no epsilon exists.
+        dp_sgd: Private local steps. None if there are none.
+        examples: Number of training examples of all clients together, which sets the default delta
+            of one example. The statement publishes this number. None stands for the number of
+            clients.
+        randomness: "seed" for a seed that may be known, "secret" for fresh secret bits of the
+            system.
+        paired: Whether the run is a point of a sweep whose points share their cohorts and noise.
+        stateful: Whether clients keep a state from one round to the next (see `epsilon`).
 
     >>> from jaxfl.privacy.accounting import planned_ledger
     >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
     >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4)
-    >>> [round(statement["honest"]["aggregate"][accountant]["total"], 2) for accountant in ("rdp", "pld")]
+    >>> sums = statement["honest"]["aggregate"]
+    >>> [round(sums[accountant]["total"], 2) for accountant in ("rdp", "pld")]
     [4.73, 4.38]
-    >>> round(statement["honest"]["aggregate"]["epsilon"], 2), statement["honest"]["aggregate"]["by"]
+    >>> round(sums["epsilon"], 2), sums["by"]
     (4.38, 'Gaussian, zero-out; PLD')
     >>> statement["honest"]["upload"]["epsilon"]
     'inf'
     """
     if ledger.participants.shape[1] != clients:
         raise ValueError(
-            f"clients={clients!r}: give the {ledger.participants.shape[1]} clients that the ledger has"
+            f"clients must be the {ledger.participants.shape[1]} clients of the ledger, "
+            f"got {clients!r}. Give their number."
         )
     claim = None
     if terms.claim is not None:
@@ -144,15 +161,13 @@ def privacy_statement(
         }
     delta = failure_probability(terms.delta, clients)
     noisy = mechanism.noisy or dp_sgd is not None
-    number = clients if examples is None else examples
-    of_example = failure_probability(terms.delta, number)
-    warnings = _warnings(
-        delta, clients, mechanism.communicates, noisy and randomness == "seed", paired
-    )
-    if dp_sgd is not None and of_example >= 1 / number:
-        warnings.insert(
-            0, _LARGE_DELTA.format(of_example, "examples", "example", default_delta(number))
-        )
+    counted = clients if examples is None else examples
+    of_example = failure_probability(terms.delta, counted)
+    seeded = noisy and randomness == "seed"
+    warnings = _warnings(delta, clients, mechanism.communicates, seeded, paired)
+    if dp_sgd is not None and of_example >= 1 / counted:
+        better = default_delta(counted)
+        warnings.insert(0, _LARGE_DELTA.format(of_example, "examples", "example", better))
     return {
         "unit": "client: all of one client's data, over the whole run",
         "delta": delta,
@@ -182,11 +197,12 @@ def privacy_statement(
 
 
 def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, Any]:
-    """Return the statement with an audit (`jaxfl.privacy.audit`), what it refutes, and what its estimate hints at.
+    """Return the statement with an audit (`jaxfl.privacy.audit`), and with what the audit refutes.
 
-    The hint is there where the least plausible estimate, `estimate_at_least`, is above the stated epsilon.
+    It has a hint if the least plausible estimate, `estimate_at_least`, is above the stated epsilon.
     """
-    lower_bound, warnings = audit["at_least"], list(statement["warnings"])
+    lower_bound = audit["at_least"]
+    warnings = list(statement["warnings"])
     stated = statement["honest"]["aggregate"]["epsilon"]
     if stated != "inf" and lower_bound > stated:
         warnings.insert(0, _REFUTED.format(lower_bound, stated))
@@ -196,12 +212,12 @@ def with_audit(statement: dict[str, Any], audit: dict[str, Any]) -> dict[str, An
         logging.getLogger("jaxfl").warning("audit: %s", audit["hint"])
     claim = statement["claim"]
     if claim is not None and claim["epsilon"] != "inf" and lower_bound > claim["epsilon"]:
-        claim = claim | {"status": "claimed, and refuted for whole clients by the audit"}
+        claim = claim | {"status": "claimed, and refuted at client level by the audit"}
     return statement | {"audit": audit, "warnings": warnings, "claim": claim}
 
 
 def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
-    """Return the statement without epsilons by client, which tell how often each took part."""
+    """Return the statement without epsilons by client, which show how often each took part."""
     return {
         name: without_clients(part) if isinstance(part, dict) else part
         for name, part in statement.items()
@@ -212,10 +228,10 @@ def without_clients(statement: dict[str, Any]) -> dict[str, Any]:
 def split_clients(
     statement: dict[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Float[np.ndarray, "C"]]]:
-    """Return the statement with the spread of the clients' epsilons alone, and these as arrays.
+    """Return the statement with only the spread of the clients' epsilons, and these as arrays.
 
-    The arrays' names say whose bound it is, for instance `epsilon_upload_pld`. A file of a million clients has a tenth
-    of the size as arrays.
+    The name of an array says whose bound it is, for instance `epsilon_upload_pld`. A file of a
+    million clients is a tenth of the size with arrays.
     """
     arrays: dict[str, Float[np.ndarray, "C"]] = {}
 
@@ -238,7 +254,8 @@ def _check_statement(name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and {"honest", "warnings", "not_covered"} <= value.keys():
         return value
     raise TypeError(
-        f"{name}={show(value)}: give what privacy_statement returns, or the `statement` of a result"
+        f"{name} must be a privacy statement, got {show(value)}. "
+        "Give the result of privacy_statement, or the `statement` of a run's result."
     )
 
 
@@ -247,11 +264,13 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
     """Format a statement in lines of up to 80 characters, or as a nested list in Markdown.
 
     Args:
-        statement: of `privacy_statement`, or the `statement` of a result.
-        markdown: for a document: no wrapped lines, and what Markdown would read as markup is escaped.
+        statement: Result of `privacy_statement`, or the `statement` of a run's result.
+        markdown: Whether to format for a document. Lines are then not wrapped, and what Markdown
+            would read as markup is escaped.
 
     >>> from jaxfl.privacy.accounting import planned_ledger
-    >>> mechanism, terms = Mechanism(clip=1.0, noise_multiplier=10.0), Terms(claim=(1.0, "one round's epsilon"))
+    >>> mechanism = Mechanism(clip=1.0, noise_multiplier=10.0)
+    >>> terms = Terms(claim=(1.0, "one round's epsilon"))
     >>> statement = privacy_statement(planned_ledger(mechanism, 4, 100), mechanism, 4, terms=terms)
     >>> print(format_statement(statement))  # doctest: +ELLIPSIS
     Privacy of one client (all of its data, 4 clients), delta 1e-05
@@ -262,7 +281,7 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
         epsilon 4.377 in total, 0.3407 for one round alone
         by: Gaussian, zero-out; PLD
         also: 4.73 and 0.3753 (Gaussian, zero-out; RDP)
-        zero-out: the client's clipped update is replaced by zero; the number of
+        zero-out: the client's clipped update is replaced by zero, and the number of
           clients is public
         with one example replaced: 9.997 (Gaussian, replace-one; PLD)
       guarantee against an observer of every upload and every cohort (no
@@ -275,39 +294,49 @@ def format_statement(statement: dict[str, Any], *, markdown: bool = False) -> st
     >>> print(format_statement(statement, markdown=True))  # doctest: +ELLIPSIS
     **Privacy of one client (all of its data, 4 clients), delta 1e-05**
     <BLANKLINE>
-    - mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, denominator expected, 100 rounds
+    - mechanism: clip 1, noise multiplier 10, client noise 0, sampling full, ...
     - guarantee against an observer of noisy sums and broadcasts (participation hidden):
       - epsilon 4.377 in total, 0.3407 for one round alone
       ...
     """
     title, *rest = statement_lines(statement)
     if not markdown:
-        return "\n".join(
-            _wrap(f"{'  ' * depth}{'- ' * item}{text}") for depth, text, item in (title, *rest)
-        )
+        lines = [f"{'  ' * depth}{'- ' * item}{text}" for depth, text, item in (title, *rest)]
+        return "\n".join(_wrap(line) for line in lines)
     items = [f"{'  ' * (depth - 1)}- {re.sub(_MARKUP, _ESCAPED, text)}" for depth, text, _ in rest]
     return "\n".join([f"**{re.sub(_MARKUP, _ESCAPED, title.text)}**", "", *items])
 
 
-_MARKUP, _ESCAPED = r"([\\`*_\[\]<>|#~])", r"\\\1"
+_MARKUP = r"([\\`*_\[\]<>|#~])"
+"""Pattern of a character that Markdown would read as markup."""
+
+_ESCAPED = r"\\\1"
+"""Replacement of such a character."""
 
 
 class Line(NamedTuple):
-    """A line of a statement."""
+    """Line of a statement."""
 
     depth: int
-    """0 for the title, 1 for what belongs to it, 2 for what belongs to the line before."""
+    """Depth: 0 for the title, 1 for what belongs to it, 2 for what belongs to the line before."""
     text: str
     item: bool = False
-    """One of a list."""
+    """Whether the line is an item of a list."""
 
 
 def statement_lines(statement: dict[str, Any]) -> list[Line]:
-    """What a statement says, line by line; statements of older versions lack some."""
+    """Return the lines of a statement.
+
+    Statements of older versions lack some of them.
+    """
     sampling = " ".join(str(value) for value in statement["sampling"].values())
-    title = f"Privacy of one client (all of its data, {statement['clients']} clients), delta {statement['delta']:g}"
+    title = (
+        f"Privacy of one client (all of its data, {statement['clients']} clients), "
+        f"delta {statement['delta']:g}"
+    )
     mechanism = (
-        f"mechanism: clip {_show(statement['clip'])}, noise multiplier {_span(statement['noise_multiplier'])}, "
+        f"mechanism: clip {_show(statement['clip'])}, "
+        f"noise multiplier {_span(statement['noise_multiplier'])}, "
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
         f"denominator {statement['denominator']}, {statement['rounds']} rounds"
     )
@@ -317,30 +346,35 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         *(Line(1, detail) for detail in statement.get("details", ())),
     ]
     for seen in statement["honest"].values():
-        lines += [
-            Line(1, f"guarantee against an observer of {seen['sees']}:"),
-            *_observer_lines(seen),
-        ]
+        lines.append(Line(1, f"guarantee against an observer of {seen['sees']}:"))
+        lines += _observer_lines(seen)
     if examples := statement.get("examples"):
-        lines.append(
-            Line(1, f"guarantee for one example, against an observer of {examples['sees']}:")
-        )
+        text = f"guarantee for one example, against an observer of {examples['sees']}:"
+        lines.append(Line(1, text))
         if examples.get("number"):
-            text = f"delta {examples['delta']:g}, for {examples['number']} training examples in all, a public number"
+            text = (
+                f"delta {examples['delta']:g}, for {examples['number']} training examples in all, "
+                "a public number"
+            )
             lines.append(Line(2, text))
         lines += _observer_lines(examples)
     if audit := statement.get("audit"):
-        found = f"epsilon is at least {_show(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')})"
-        text = f"audited from below with {audit['canaries']} canaries: {found}; estimate {_show(audit['estimate'])}"
-        lines += [Line(1, text), *(Line(2, audit[name]) for name in ("hint",) if name in audit)]
-    if claim := statement["claim"]:
-        lines.append(
-            Line(1, f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})")
+        text = (
+            f"audited from below with {audit['canaries']} canaries: epsilon is at least "
+            f"{_show(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')}); "
+            f"estimate {_show(audit['estimate'])}"
         )
+        lines.append(Line(1, text))
+        if "hint" in audit:
+            lines.append(Line(2, audit["hint"]))
+    if claim := statement["claim"]:
+        text = f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})"
+        lines.append(Line(1, text))
     lines += [Line(1, f"warning: {warning}") for warning in statement["warnings"]]
-    for name, title in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
+    for name, heading in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
         if statement.get(name):
-            lines += [Line(1, f"{title}:"), *(Line(2, item, item=True) for item in statement[name])]
+            lines.append(Line(1, f"{heading}:"))
+            lines += [Line(2, item, item=True) for item in statement[name]]
     return lines
 
 
@@ -354,7 +388,10 @@ def _wrap(line: str) -> str:
 def _honest(
     ledger: Ledger, mechanism: Mechanism, broken: str | None, delta: float, stateful: bool
 ) -> dict[Observer, dict[str, Any]]:
-    """Guarantees by observer, for a client and for one example, over all rounds and in the worst round."""
+    """Return guarantees by observer, for a client and for one example.
+
+    Each covers all rounds, and the worst round alone.
+    """
 
     def account(**options: Any) -> Mapping[Accountant, Epsilon]:
         if broken is None:
@@ -381,17 +418,19 @@ def _honest(
 def _observer(
     observer: Observer, bounds: Mapping[Observer, Mapping[str, Mapping[Accountant, Epsilon]]]
 ) -> dict:
-    """One observer's entry: the smallest valid bounds, then each accountant's own.
+    """Return an observer's entry: the smallest valid bounds, then each accountant's own.
 
-    Sums are post-processing of uploads and inherit their guarantees; replace-one bounds zero-out.
+    Sums are post-processing of uploads and inherit their guarantees. A replace-one bound also
+    bounds zero-out.
     """
     sees, adjacency = _OBSERVERS[observer]
     least = {key: tightest(both) for key, both in bounds[observer].items()}
-    for key, both in bounds["upload"].items():  # `running_epsilon` takes the same minimum
-        if (uploads := tightest(both)).value < least[key].value:
-            least[key] = uploads._replace(
-                theorem=f"of the uploads, which bounds that of sums: {uploads.theorem}"
-            )
+    # `running_epsilon` takes the same minimum.
+    for key, both in bounds["upload"].items():
+        uploads = tightest(both)
+        if uploads.value < least[key].value:
+            theorem = f"bound of the uploads, which holds for sums too: {uploads.theorem}"
+            least[key] = uploads._replace(theorem=theorem)
     result = {"sees": sees, "adjacency": adjacency} | _headline(least["total"])
     result |= {
         "one_round": _number(least["one_round"].value),
@@ -414,7 +453,8 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
         "delta": delta,
         "number": number,
         "sees": "every upload and every cohort, or of sums and broadcasts alone",
-        "adjacency": "zero-out: the example's clipped gradient is replaced by zero; numbers of examples are public",
+        "adjacency": "zero-out: the example's clipped gradient is replaced by zero, and numbers of "
+        "examples are public",
         "clip": float(dp_sgd.clip),
         "noise_multiplier": _range(dp_sgd.noise_multiplier),
         "rate": float(dp_sgd.rate),
@@ -424,11 +464,8 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
         accountant: example_epsilon(ledger, dp_sgd, accountant=accountant, delta=delta)
         for accountant in ("pld", "rdp")
     }
-    return (
-        result
-        | _headline(tightest(bounds))
-        | {accountant: _entry(bound) for accountant, bound in bounds.items()}
-    )
+    entries = {accountant: _entry(bound) for accountant, bound in bounds.items()}
+    return result | _headline(tightest(bounds)) | entries
 
 
 def _entry(total: Epsilon) -> dict[str, Any]:
@@ -462,7 +499,8 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
     lines.append(seen["adjacency"])
     if other := seen.get("against_client"):
         lines.append(
-            f"against another client, who knows its own noise: {_show(other['epsilon'])} ({other['by']})"
+            "against another client, which knows its own noise: "
+            f"{_show(other['epsilon'])} ({other['by']})"
         )
     if example := seen.get("example"):
         lines.append(f"with one example replaced: {_show(example['epsilon'])} ({example['by']})")
@@ -471,11 +509,9 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
 
 def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
     values = entry.get("per_client")
-    return (
-        [f"by client: {_span(values)}, median {_show(values['median'])} ({accountant})"]
-        if values
-        else []
-    )
+    if not values:
+        return []
+    return [f"by client: {_span(values)}, median {_show(values['median'])} ({accountant})"]
 
 
 def _warnings(
@@ -490,20 +526,21 @@ def _warnings(
 
 
 def _assumed(mechanism: Mechanism, randomness: Randomness, stateful: bool) -> list[str]:
-    """Assumptions besides the theorems."""
+    """Return assumptions in addition to those of the theorems."""
     assumed = []
     if mechanism.clients_noisy:
         assumed.append("clients are honest, add the noise that they should, and pool nothing")
     if mechanism.weights is not None:
-        assumed.append(
-            "weights are public: where they are numbers of examples, these are published"
-        )
+        assumed.append("weights are public: if they are numbers of examples, these are published")
     assumed += mechanism.sampling.assumed(stateful)
     return [*assumed, _SECRET] if randomness == "secret" else assumed
 
 
 def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> list[str]:
-    """Return what else finite precision leaves uncovered where local steps have noise of another kind than sums."""
+    """Return what finite precision leaves uncovered in private local steps.
+
+    It is empty if sums have the same kind of noise.
+    """
     return [_STEPS_PRECISION] if dp_sgd is not None and mechanism.noise == "grid" else []
 
 
@@ -512,7 +549,7 @@ def _number(value: float) -> float | str:
 
 
 def _median(values: np.ndarray) -> float | str:
-    """The upper median: no average of infinities."""
+    """Return the upper median, which averages no infinities."""
     return _number(np.sort(values)[values.size // 2])
 
 
@@ -528,5 +565,6 @@ def _show(value: float | str) -> str:
 
 
 def _span(values: dict[str, float | str]) -> str:
-    low, high = _show(values["min"]), _show(values["max"])
+    low = _show(values["min"])
+    high = _show(values["max"])
     return low if low == high else f"{low} to {high}"

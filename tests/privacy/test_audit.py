@@ -293,8 +293,8 @@ def test_a_refuted_statement_says_so(caplog):
     claim = {"epsilon": 1.1, "status": "claimed, not verified"}
     refuted = with_audit(statement | {"claim": claim}, audit)
     assert "epsilon to be at least 1.2 at 95% confidence, but 1 is stated" in refuted["warnings"][0]
-    assert refuted["claim"]["status"] == "claimed, and refuted for whole clients by the audit"
-    assert "publish nothing" in caplog.text
+    assert refuted["claim"]["status"] == "claimed, and refuted at client level by the audit"
+    assert "do not publish any of it" in caplog.text
     fine = with_audit(statement | {"claim": None}, {"at_least": 0.9, "estimate_at_least": 0.99})
     assert fine["warnings"] == ["w"]
     assert "hint" not in fine["audit"]

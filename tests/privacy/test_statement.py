@@ -140,7 +140,7 @@ def test_sums_show_no_more_than_the_uploads_that_they_are_made_of():
     for least in (aggregate, aggregate["example"], honest["upload"]):
         assert least["epsilon"] == pytest.approx(once, rel=1e-6)
     assert aggregate["by"].startswith(
-        "of the uploads, which bounds that of sums: Gaussian, replace-one"
+        "bound of the uploads, which holds for sums too: Gaussian, replace-one"
     )
 
 
@@ -152,7 +152,7 @@ def test_another_client_knows_its_own_noise():
     against = get_epsilon_gaussian(2.25 / math.sqrt(2), 1e-5)
     assert seen["against_client"]["epsilon"] == pytest.approx(against, rel=1e-6)
     statement = state(m, clients=2, rounds=1)
-    assert f"against another client, who knows its own noise: {against:.4g}" in format_statement(
+    assert f"against another client, which knows its own noise: {against:.4g}" in format_statement(
         statement
     )
     assert any("pool nothing" in item for item in statement["assumed"])
@@ -167,7 +167,7 @@ def test_where_the_noise_comes_from():
     seed, secret = (
         privacy_statement(record, m, 20, randomness=source) for source in ("seed", "secret")
     )
-    known = "noise from a known seed: a simulation; not to be published for real data"
+    known = "noise from a known seed: this is a simulation, and must not be published"
     assert known in seed["warnings"][0]
     assert secret["warnings"] == []
     assert any("128 fresh bits" in item and "not a certified" in item for item in secret["assumed"])
@@ -184,7 +184,7 @@ def test_where_the_noise_comes_from():
     [
         "accuracies", "tuning", "early stopping", "cohort sizes", "update norms", "clipped", "training losses",
         "participations", 'report="public"', "checkpoints", "personal states and the key", "trusted server or secure",
-        "pool what they know", "epsilons add up", "one key share their noise", "timing", "finite precision",
+        "pool what they know", "epsilons add up", "same key share their noise", "timing", "finite precision",
     ],
 )  # fmt: skip
 def test_what_no_epsilon_covers(words):
@@ -208,7 +208,9 @@ def test_private_steps_keep_their_warning_of_single_precision_under_a_grid():
         statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, noise=noise), dp_sgd=steps)
         assert any("float32 Gaussian" in item for item in statement["not_covered"])
     statement = state(Mechanism(clip=1.0, noise_multiplier=9.0, noise="grid"), dp_sgd=steps)
-    assert any("one example's epsilon rests on" in item for item in statement["not_covered"])
+    assert any(
+        "on which the epsilon of one example rests" in item for item in statement["not_covered"]
+    )
 
 
 def test_an_adaptive_bound_says_what_updates_and_bits_get():

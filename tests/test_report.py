@@ -62,20 +62,20 @@ def test_values_of_any_depth_are_kept_in_full(tmp_path):
     assert json.loads((folder / "config.json").read_text()) == {
         "method": "m", "sampling": {"type": "Poisson", "rate": 0.3}, "z": 0.5, "n": 3, "seed": 2,
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"config holds <function.*give numbers"):
+    with pytest.raises(ValueError, match=r"config must hold numbers.*got <function"):
         run_folder(tmp_path, "m", {"work": lambda: None}, 0)
 
 
 @pytest.mark.parametrize("method", ["../x", "a/b", "/tmp/x", "..", "", "a\\b", "a\0", 3])
 def test_methods_that_lead_elsewhere_are_refused(method, tmp_path):
-    with pytest.raises(ValueError, match="method="):
+    with pytest.raises(ValueError, match="method must be"):
         run_folder(tmp_path / "root", method, {}, 0)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("seed", ["../x", "1", 1.0, True, None])
 def test_seeds_that_are_no_numbers_are_refused(seed, tmp_path):
-    with pytest.raises(ValueError, match="seed="):
+    with pytest.raises(ValueError, match="seed must be"):
         run_folder(tmp_path / "root", "m", {}, seed)
     assert not any(tmp_path.iterdir())
 

@@ -50,7 +50,7 @@ from jaxfl.run.evaluate import scores_of
 from jaxfl.run.flags import under_own_flags
 from jaxfl.run.page import write_report
 from jaxfl.run.recorder import Result
-from jaxfl.run.report import COMPARISON, FILES, Whole, shared_bar
+from jaxfl.run.report import COMPARISON, FILES, SharedBar, shared_bar
 from jaxfl.run.simulate import CHECKS, RunOptions, names_of_points, noisy, sweep
 from jaxfl.types import Algorithm, Clients
 
@@ -95,7 +95,7 @@ class Candidate(NamedTuple):
 
 
 def grid(**axes: Any) -> dict[str, list[Any]]:
-    """All combinations of some values, as columns. Whole numbers stay whole numbers.
+    """All combinations of some values, as columns. SharedBar numbers stay whole numbers.
 
     >>> grid(rate=[0.1, 0.3], batch_size=[4, 8])
     {'rate': [0.1, 0.1, 0.3, 0.3], 'batch_size': [4, 8, 4, 8]}
@@ -514,7 +514,7 @@ class _Runs:
 
     def final(
         self,
-        bar: Whole,
+        bar: SharedBar,
         points: Sequence[tuple[int, dict[str, Any]]],
         participants: Clients,
         newcomers: Clients | None,
@@ -555,7 +555,7 @@ class _Runs:
 
     def run(
         self,
-        bar: Whole,
+        bar: SharedBar,
         points: Sequence[tuple[int, dict[str, Any]]],
         clients: Clients,
         seed: int,
@@ -918,7 +918,7 @@ class _Choice(NamedTuple):
     missing: list[Row]
 
 
-def _tuned(runs: _Runs, clients: Clients, seed: int, bar: Whole, public: bool) -> list[_Choice]:
+def _tuned(runs: _Runs, clients: Clients, seed: int, bar: SharedBar, public: bool) -> list[_Choice]:
     """The best point at each epsilon, with the scores of all; also the best round, where none costs privacy."""
     method, rounds, silent, levels = (
         runs.method,

@@ -1,4 +1,4 @@
-"""The run folder, and progress."""
+"""Files of a run's folder, and progress bars."""
 
 import contextlib
 import contextvars
@@ -28,32 +28,51 @@ from jaxfl.files import kind, leftovers, write_json
 
 _LOG = logging.getLogger("jaxfl")
 
-CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, CHECKPOINTS, STATES, NOISE_KEY = (
-    "config.json", "metrics.jsonl", "per_client.npz", "privacy.json", "curves.png", "audit.npz", "ckpt", "states",
-    "noise.key",
-)  # fmt: skip
-PRINTED, PAGE, COMPARISON = "curves.pdf", "report.html", "comparison.json"
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+PER_CLIENT = "per_client.npz"
+PRIVACY = "privacy.json"
+CURVES = "curves.png"
+AUDIT = "audit.npz"
+CHECKPOINTS = "ckpt"
+STATES = "states"
+NOISE_KEY = "noise.key"
+PRINTED = "curves.pdf"
+PAGE = "report.html"
+COMPARISON = "comparison.json"
+
 _REPORTS = (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE)
+"""Names of the files that a run, or each point of a sweep, reports in."""
+
+FILES = (*_REPORTS, CONFIG, CHECKPOINTS, STATES, NOISE_KEY, COMPARISON)
+"""Names that the folders of runs and comparisons use."""
 
 _POINT = re.compile(r"[0-9]{1,9}(_[^\W\d]\w*=[^/]+)*")
 """Names of the folders of a sweep's points: their number, then values by argument."""
 
-FILES = (
-    CONFIG, METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, CHECKPOINTS, STATES, NOISE_KEY, PRINTED, PAGE, COMPARISON,
-)  # fmt: skip
-"""Names that the folders of runs and comparisons use."""
-
 COLUMNS = {
-    "epsilon": "one client's epsilon so far, against an observer of noisy sums and broadcasts: the statement's",
-    "epsilon_rdp": "the same by Rényi divergences alone, which is no smaller unless uploads bound it",
-    "epsilon_upload": "one client's epsilon so far, against an observer of every upload and every cohort",
-    "epsilon_example": "one example's epsilon so far, by private local steps, against either observer",
+    "epsilon": (
+        "one client's epsilon so far, against an observer of noisy sums and broadcasts, as in the "
+        "privacy statement"
+    ),
+    "epsilon_rdp": (
+        "the same epsilon by Rényi divergences only, which is no smaller unless uploads bound it"
+    ),
+    "epsilon_upload": (
+        "one client's epsilon so far, against an observer of every upload and every cohort"
+    ),
+    "epsilon_example": (
+        "one example's epsilon so far, by private local steps, against either observer"
+    ),
 }
-"""Columns of `metrics` that say what the rounds so far cost, each by the bounds of the privacy statement."""
+"""Columns of `metrics` with the privacy cost so far, each by the privacy statement's bounds."""
 
 
 def shown_epsilon(rows: Sequence[Mapping[str, float | int]]) -> str:
-    """Return the largest epsilon over runs, for a bar: of one example where only that is finite."""
+    """Return the largest epsilon over runs as text for a bar.
+
+    The epsilon is the one of an example if only this one is finite.
+    """
     client = max(row["epsilon"] for row in rows)
     example = max(row.get("epsilon_example", math.inf) for row in rows)
     if math.isinf(client) and math.isfinite(example):
@@ -62,34 +81,34 @@ def shown_epsilon(rows: Sequence[Mapping[str, float | int]]) -> str:
 
 
 def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> pathlib.Path:
-    """Make `<root>/<method>/<hash>/seed=<n>/` with `config.json`; the hash is of the configuration without the seed.
+    """Create `<root>/<method>/<hash>/seed=<n>/` with `config.json`, and return its path.
+
+    The hash is the hash of the configuration without the seed.
 
     Args:
-        root: folder of all runs.
-        method: name of the algorithm; a folder's name.
-        config: a frozen dataclass or a mapping, of JSON values, paths, arrays, and dataclasses of such.
-        seed: seed of this run.
+        root: Folder of all runs.
+        method: Name of the algorithm, which must be the name of a folder.
+        config: A frozen dataclass or a mapping. Its values are JSON values, paths, arrays, or
+            dataclasses of these.
+        seed: Seed of this run.
 
     Raises:
-        ValueError: a name that leads elsewhere, a seed that is not a whole number, or a value of another kind.
+        ValueError: The method's name leads to another folder, the seed is not a whole number, or a
+            value has another type.
     """
-    if (
-        not isinstance(method, str)
-        or method in ("", ".", "..")
-        or re.search(r"[/\\\x00-\x1f]", method)
-    ):
-        raise ValueError(f"method={method!r}: give the name of a folder, without a slash")
+    named = isinstance(method, str) and method not in ("", ".", "..")
+    if not named or re.search(r"[/\\\x00-\x1f]", method):
+        raise ValueError(
+            f"method must be the name of a folder, got {method!r}. Leave out slashes and control "
+            "characters."
+        )
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-        raise ValueError(f"seed={seed!r}: give a whole number")
+        raise ValueError(f"seed must be a whole number, got {seed!r}. Give for instance 0.")
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     values.pop("seed", None)
     text = json.dumps({"method": method} | values, sort_keys=True, default=_json)
-    folder = (
-        pathlib.Path(root)
-        / method
-        / hashlib.sha256(text.encode()).hexdigest()[:10]
-        / f"seed={seed}"
-    )
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    folder = pathlib.Path(root) / method / digest / f"seed={seed}"
     folder.mkdir(parents=True, exist_ok=True)
     if jax.process_index() == 0 and os.access(folder, os.W_OK):
         write_json(folder / CONFIG, json.loads(text) | {"seed": int(seed)})
@@ -97,10 +116,14 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
 
 
 def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
-    """Require that a run, or a sweep with its runs' folders, can write its files without following a link.
+    """Require that a run or a sweep can write its files without following a link.
+
+    Args:
+        folder: Folder of the run or the sweep.
+        runs: Folder of the run, or of each point of the sweep.
 
     Raises:
-        ValueError: a link or file has the name of a folder, or a folder that of a file.
+        ValueError: A link or a file has the name of a folder, or a folder has the name of a file.
     """
     folders = [folder / CHECKPOINTS, folder / STATES, *(run for run in runs if run != folder)]
     for path in folders:
@@ -108,7 +131,8 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
             raise ValueError(
                 f"{str(path)!r} must be a folder, got {found}. Remove it, or choose another folder."
             )
-    for path in (folder / NOISE_KEY, *(run / name for run in runs for name in _REPORTS)):
+    reports = [run / name for run in runs for name in _REPORTS]
+    for path in (folder / NOISE_KEY, *reports):
         if kind(path) == "a folder":
             raise ValueError(
                 f"{str(path)!r} must be a file, got a folder. Remove it, or choose another folder."
@@ -116,21 +140,28 @@ def check_names(folder: pathlib.Path, runs: Sequence[pathlib.Path]) -> None:
 
 
 def clear(folder: pathlib.Path, points: bool) -> None:
-    """Remove client states, secret bits and reports of a run, or of a sweep's points. Files of other names stay."""
+    """Remove client states, secret bits and reports, but no files with other names.
+
+    Args:
+        folder: Folder of the run or the sweep.
+        points: Whether the reports are those of a sweep's points.
+    """
     if jax.process_index() != 0:
         return
     runs = points_of(folder) if points else [folder]
-    for path in (folder / NOISE_KEY, *(run / name for run in runs for name in _REPORTS)):
+    reports = [run / name for run in runs for name in _REPORTS]
+    for path in (folder / NOISE_KEY, *reports):
         for own in (path, *leftovers(path)):
             own.unlink(missing_ok=True)
     (folder / STATES / ROWS).unlink(missing_ok=True)
     for own in (folder / STATES, *(runs if points else ())):
-        with contextlib.suppress(OSError):  # it is missing, or holds other files
+        # The folder may be missing, or may hold other files.
+        with contextlib.suppress(OSError):
             own.rmdir()
 
 
 def points_of(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the folders of a sweep's points, in their order. Links are left out."""
+    """Return the folders of a sweep's points in their order, without links."""
     points = [
         path
         for path in folder.iterdir()
@@ -140,27 +171,33 @@ def points_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def tell(text: str, shown: bool) -> None:
-    """Print a text where progress is shown; otherwise log it."""
+    """Print a text if progress is shown, and log it otherwise."""
     if shown:
         console = Console()
         lines = textwrap.wrap(text, console.width, break_long_words=False, break_on_hyphens=False)
-        console.print(
-            "\n".join(lines), highlight=False, markup=False, soft_wrap=True
-        )  # paths stay whole
+        # Rich would break long paths without `soft_wrap`.
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     else:
         _LOG.info("%s", text)
 
 
-Told: TypeAlias = Callable[..., None]
-"""`told(done, state, figures=None)`: rounds done, what a run is at, and figures, which stay until there are others."""
+Update: TypeAlias = Callable[..., None]
+"""Progress function `update(rounds_done, state, figures=None)`. None keeps the last figures."""
 
 _ONE_LINE: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
+"""Options of a column whose text is cut where it would need a second line."""
 
 
 class _Bar(Progress):
-    """A bar, and a line of figures below it, that fit a terminal of 80 columns.
+    """Bar with a line of figures below it, which fit a terminal of 80 columns.
 
-    The time left follows from the pace since `since`, when `base` was done.
+    The time left follows from the pace since the time `since`, when `base` of the work was done.
+
+    Args:
+        name: Name at the left of the bar.
+        total: Amount of work in any unit.
+        show: Whether the bar is shown.
+        count: Function from the work done and the total to a text.
     """
 
     def __init__(
@@ -177,111 +214,133 @@ class _Bar(Progress):
             ),
             TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
         )
-        self.whole, self.count, self.figures = total, count, ""
+        # The base class may draw the bar before it returns.
+        self.total = total
+        self.count = count
+        self.figures = ""
         super().__init__(*columns, disable=not show, expand=True)
-        self.done, self.base, self.since = 0.0, 0.0, time.monotonic()
+        self.done = 0.0
+        self.base = 0.0
+        self.since = time.monotonic()
         self.line = self.add_task(name, total=total, count="", state="", left="")
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        """The bar, and the figures."""
+        """Yield the bar, then the figures."""
         yield from super().get_renderables()
         yield Text(f"  {self.figures}", **_ONE_LINE)
 
-    def tell(self, done: float, state: str, figures: str | None = None) -> None:
-        """Move it."""
-        self.done, self.figures = done, self.figures if figures is None else figures
+    def move(self, done: float, state: str, figures: str | None = None) -> None:
+        """Show the work that is done, and the time left. None keeps the last figures."""
+        self.done = done
+        if figures is not None:
+            self.figures = figures
         left = "-:--:--"
         if done > self.base:
             pace = (time.monotonic() - self.since) / (done - self.base)
-            left = str(datetime.timedelta(seconds=round(pace * (self.whole - done))))
+            left = str(datetime.timedelta(seconds=round(pace * (self.total - done))))
         self.update(
             self.line,
-            total=self.whole,
+            total=self.total,
             completed=done,
-            count=self.count(done, self.whole),
+            count=self.count(done, self.total),
             state=state,
             left=left,
         )
 
 
-_WHOLE: contextvars.ContextVar[Callable[[int, int], Told] | None] = contextvars.ContextVar(
-    "whole", default=None
+_SHARED: contextvars.ContextVar[Callable[[int, int], Update] | None] = contextvars.ContextVar(
+    "shared", default=None
 )
-"""Within `shared_bar`, what a run of some rounds, the first of them restored, tells how far it is."""
+"""Function that `shared_bar` sets, from a run's rounds and restored rounds to its `Update`."""
 
 
 @contextlib.contextmanager
-def progress_bar(name: str, rounds: int, show: bool, start: int = 0) -> Iterator[Told]:
-    """A bar of a run that begins after round `start`; a part of a whole (see `shared_bar`) moves the bar of that."""
-    if (part := _WHOLE.get()) is not None:
-        yield part(rounds, start)
+def progress_bar(name: str, rounds: int, show: bool, start: int = 0) -> Iterator[Update]:
+    """Show the bar of a run, and yield the function that moves it.
+
+    A run within `shared_bar` moves the shared bar.
+
+    Args:
+        name: Name of the run.
+        rounds: Number of all rounds.
+        show: Whether the bar is shown.
+        start: Number of rounds that were read from a folder.
+    """
+    if (update_of_run := _SHARED.get()) is not None:
+        yield update_of_run(rounds, start)
         return
-    with _Bar(name, float(rounds), show, lambda done, whole: f"{done:.0f}/{whole:.0f}") as bar:
+    with _Bar(name, float(rounds), show, lambda done, total: f"{done:.0f}/{total:.0f}") as bar:
 
-        def told(done: int, state: str, figures: str | None = None) -> None:
-            if done == start:  # what comes before the first round has another pace
-                bar.base, bar.since = float(done), time.monotonic()
+        def update(done: int, state: str, figures: str | None = None) -> None:
+            # The work before the first round has another pace.
+            if done == start:
+                bar.base = float(done)
+                bar.since = time.monotonic()
                 state += f", from round {start}" if start else ""
-            bar.tell(float(done), state, figures)
+            bar.move(float(done), state, figures)
 
-        told(start, "starting")
-        yield told
-        bar.tell(bar.done, "finished")
+        update(start, "starting")
+        yield update
+        bar.move(bar.done, "finished")
 
 
-class Whole:
-    """Many runs, by the clients that they train."""
+class SharedBar:
+    """Bar of several runs, which measures work in trained clients."""
 
     def __init__(self, bar: _Bar) -> None:
-        self._bar, self._before = bar, 0.0
+        self._bar = bar
+        self._before = 0.0
 
     @contextlib.contextmanager
     def part(self, name: str, work: float) -> Iterator[None]:
-        """A run that trains `work` clients in all; rounds that it reads from its folder take no time."""
+        """Let a run within the block move the bar.
 
-        def of_run(rounds: int, start: int) -> Told:
-            def told(done: int, state: str, figures: str | None = None) -> None:
-                self._bar.tell(
-                    self._before + work * done / rounds,
-                    name,
-                    ": ".join(filter(None, [state, figures])),
-                )
+        Rounds that the run reads from its folder take no time.
+
+        Args:
+            name: Name of the run.
+            work: Number of clients that the run trains in all of its rounds.
+        """
+
+        def update_of_run(rounds: int, start: int) -> Update:
+            def update(done: int, state: str, figures: str | None = None) -> None:
+                shown = ": ".join(filter(None, [state, figures]))
+                self._bar.move(self._before + work * done / rounds, name, shown)
 
             self._bar.base += work * start / rounds
-            told(start, "from its folder" if start else "starting")
-            return told
+            update(start, "from its folder" if start else "starting")
+            return update
 
-        token = _WHOLE.set(of_run)
+        token = _SHARED.set(update_of_run)
         try:
             yield
         finally:
-            _WHOLE.reset(token)
+            _SHARED.reset(token)
         self._before += work
         self.say(name)
 
     def say(self, state: str) -> None:
-        """What is done between two runs."""
-        self._bar.tell(self._before, state, "")
+        """Show what is done between two runs."""
+        self._bar.move(self._before, state, "")
 
     def skip(self, work: float) -> None:
-        """Clients that need not be trained after all."""
-        self._bar.whole -= work
+        """Subtract clients that need no training from the total."""
+        self._bar.total -= work
 
 
 @contextlib.contextmanager
-def shared_bar(name: str, work: float, show: bool) -> Iterator[Whole]:
-    """One bar over runs that train `work` clients together, each within a `part`."""
-    with _Bar(name, work, show, lambda done, whole: f"{done / whole:.0%}") as bar:
-        yield Whole(bar)
-        bar.tell(bar.done, "finished", "")
+def shared_bar(name: str, work: float, show: bool) -> Iterator[SharedBar]:
+    """Show one bar for runs that train `work` clients together, each within a `part`."""
+    with _Bar(name, work, show, lambda done, total: f"{done / total:.0%}") as bar:
+        yield SharedBar(bar)
+        bar.move(bar.done, "finished", "")
 
 
 def _json(value: Any) -> Any:
-    """Values that JSON lacks, in full: configurations that differ must not look alike."""
+    """Return a value that JSON lacks as JSON, so that configurations that differ look different."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {"type": type(value).__name__} | {
-            f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-        }
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"type": type(value).__name__} | fields
     if isinstance(value, pathlib.PurePath):
         return str(value)
     if isinstance(value, np.generic | np.ndarray | jax.Array):
@@ -291,5 +350,6 @@ def _json(value: Any) -> Any:
         digest = hashlib.sha256(np.ascontiguousarray(array).data).hexdigest()
         return {"sha256": digest, "shape": array.shape, "dtype": array.dtype.name}
     raise ValueError(
-        f"config holds {value!r}: give numbers, texts, arrays, paths, dataclasses, or lists of them"
+        f"config must hold numbers, texts, arrays, paths, dataclasses, or lists of these, got "
+        f"{value!r}. Convert the value."
     )

@@ -1,6 +1,6 @@
-"""What depends on the kind of device: how networks are formulated and programs compiled.
+"""Choices that depend on the kind of device: forms of networks, and options of compilation.
 
-Only this file names platforms. All formulations give the same results, up to rounding.
+All forms give the same results, up to rounding.
 """
 
 import contextlib
@@ -15,39 +15,45 @@ import jaxlib.version
 from jax.sharding import Mesh
 
 Form = Literal["winograd", "im2col", "lax", "grouped", "packed", "blocks", "pallas"]
-"""How a convolution is computed; see `jaxfl.models.layers`."""
+"""Form in which a convolution is computed (see `jaxfl.models.layers`)."""
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Backend(NamedTuple):
-    """The formulation for one kind of device."""
+    """Choices for one kind of device."""
 
     devices: int | None
-    """How many devices a host is split into; None: those that it has."""
+    """Number of devices that a host is split into. None leaves the devices that it has."""
     chunk: int | Literal["auto"]
-    """Clients vectorised at a time on each device; "auto": measured."""
+    """Number of clients vectorised at a time on each device. "auto" measures it."""
     chunks: tuple[int, ...]
-    """What "auto" measures, as far as time falls and memory holds it."""
+    """Chunks that "auto" tries, the smallest one first."""
     convolution: Form
-    """The form of convolutions whose model names none."""
+    """Form of convolutions whose model names none."""
     joined: bool
-    """Whether a client's state is one row of numbers, or one for each of its arrays."""
+    """Whether a client's state is one row of numbers for each dtype, or one for each array."""
     few_kernels: bool
-    """Whether vectorised loops are written for few kernels; see `jaxfl.local.lanes`."""
+    """Whether vectorised loops are written for few kernels (see `jaxfl.local.lanes`)."""
     microbatch: int | None
-    """Examples at once through a network whose maps of a whole batch exceed the caches; None: the whole batch."""
+    """Number of examples that pass through a network at once if a batch's maps exceed the caches.
+
+    None stands for the batch.
+    """
     compiler: Mapping[str, Any]
     """Options of XLA."""
     compiler_split: Mapping[str, Any]
-    """Further options if a host is split into devices."""
+    """Further options of XLA if a host is split into devices."""
 
 
 _CPU = Backend(
-    # One device per core runs small models about 1.6 times as fast as one device with a thread per core.
+    # One device per core runs small models about 1.6 times as fast as one device with a thread per
+    # core.
     devices=min(16, cores()),
     chunk=1,
     chunks=(1, 8, 32, 128, 512),
@@ -55,7 +61,7 @@ _CPU = Backend(
     joined=False,
     few_kernels=False,
     microbatch=8,
-    # A FedDPA round on two cores takes 0.8 of the time with this width, if the processor has such vectors.
+    # On processors with vectors of this width, a FedDPA round on two cores takes 0.8 of the time.
     compiler={"xla_cpu_prefer_vector_width": 512},
     # Threads within an operation would only compete with the other devices.
     compiler_split={
@@ -64,21 +70,33 @@ _CPU = Backend(
     },
 )
 
-# The forms are by plan, not by measurement (see `benchmarks.plan`): products write every patch, and the gradients of
-# plain convolutions copy the maps. "pallas" moves fewer bytes than "grouped", but no plan tells what its kernels take
-# besides bytes, and they have not run on a device yet.
-_GPU = Backend(None, "auto", (128, 512, 2048, 8192), "grouped", True, True, None, {}, {})
+# We chose the forms from compiler estimates (see `benchmarks.plan`), not from measurements.
+# Matrix products would write every patch, and the gradients of plain convolutions copy the maps.
+# "pallas" moves fewer bytes than "grouped", but estimates do not show its other costs, and its
+# kernels have not run on a device yet.
+_GPU = Backend(
+    devices=None,
+    chunk="auto",
+    chunks=(128, 512, 2048, 8192),
+    convolution="grouped",
+    joined=True,
+    few_kernels=True,
+    microbatch=None,
+    compiler={},
+    compiler_split={},
+)
 
-# By the compiler's cycles, too: pixels of few channels waste registers, and the weights of 64 MLPs stay beside these,
-# where those of 128 do not fit.
+# The compiler's cycles count too. Pixels of few channels waste registers. The weights of 64 MLPs
+# fit next to these, and those of 128 do not.
 _TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512), few_kernels=False)
 
 
 def with_flags(flags: str) -> str:
-    """XLA_FLAGS with an option for the whole process, since single compilations do not take it.
+    """Return XLA_FLAGS with an option that XLA reads only for all compilations of a process.
 
-    Without it, an operation that is fused with no other, such as params - server, is compiled for tiles of 16 numbers
-    and takes four times as long. Flags that name a file are unchanged: XLA reads all of them as the name.
+    Without the option, an operation that is fused with no other, such as params - server, is
+    compiled for tiles of 16 numbers and takes four times as long. Flags that name a file stay
+    unchanged, because XLA reads all of the text as the name.
 
     >>> with_flags("/etc/xla_flags")
     '/etc/xla_flags'
@@ -89,18 +107,21 @@ def with_flags(flags: str) -> str:
 
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
-"""XLA's flag for the number of CPU devices, which JAX's option silently overrides."""
+"""XLA's flag for the number of CPU devices. JAX's option overrides it without a warning."""
 
 
 def count_is_set() -> bool:
-    """Return whether the number of CPU devices is set already, by JAX's option or by XLA's flag."""
-    return jax.config.values["jax_num_cpu_devices"] >= 1 or COUNT_FLAG in os.environ.get(
-        "XLA_FLAGS", ""
-    )
+    """Return whether the number of CPU devices is set, by JAX's option or by XLA's flag."""
+    if jax.config.values["jax_num_cpu_devices"] >= 1:
+        return True
+    return COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
 
 
 def visible_gpus() -> int:
-    """Return the number of GPUs that JAX would find, without a start of its backend, which must wait."""
+    """Return the number of GPUs that JAX would find.
+
+    JAX's backend must not start yet, so this function looks for devices and variables itself.
+    """
     platforms = jax.config.values["jax_platforms"]
     if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
         return 0
@@ -108,20 +129,25 @@ def visible_gpus() -> int:
         if name in os.environ:
             return len(re.findall(r"(?:^|,)\s*(?:\d+|GPU-|MIG-)", os.environ[name]))
     nvidia = [path for path in pathlib.Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
-    return len(nvidia) or len(
-        list(pathlib.Path("/sys/module/amdgpu/drivers").glob("pci:amdgpu/*:*"))
-    )
+    if nvidia:
+        return len(nvidia)
+    amd = list(pathlib.Path("/sys/module/amdgpu/drivers").glob("pci:amdgpu/*:*"))
+    return len(amd)
 
 
 _TRACED_FOR = jax.make_user_context(None)
+"""Platform that programs are traced for, or None for JAX's default.
+
+It is part of the key of JAX's caches of traces.
+"""
 
 
 def backend(platform: str | None = None) -> Backend:
-    """The formulation for a platform.
+    """Return the choices for a platform.
 
     Args:
-        platform: "cpu", or an accelerator's ("gpu", "tpu"); None: the one that a program is traced for (see
-            `traced_for`), else JAX's default.
+        platform: "cpu", "tpu", or any name of a GPU's platform. None stands for the platform that
+            a program is traced for (see `traced_for`), and otherwise for JAX's default.
 
     >>> backend("cpu").convolution, backend("tpu").convolution
     ('winograd', 'blocks')
@@ -131,40 +157,43 @@ def backend(platform: str | None = None) -> Backend:
 
 
 def traced_for(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """Within it, models take the form for these devices, whatever JAX's default is."""
+    """Let models take the forms for a mesh's devices, within a `with` block."""
     return _TRACED_FOR(mesh.devices.flat[0].platform)
 
 
 def on_gpu() -> bool:
-    """Whether programs are traced for GPUs; elsewhere, kernels that are written for them are interpreted."""
+    """Return whether programs are traced for GPUs.
+
+    On other devices, kernels for GPUs are interpreted.
+    """
     return (_TRACED_FOR.value or jax.default_backend()) == "gpu"
 
 
 def of_devices(devices: Sequence[jax.Device] | None) -> Backend:
-    """The formulation for some devices; None: for JAX's default."""
+    """Return the choices for some devices. None stands for the devices of JAX's default."""
     return backend(devices[0].platform if devices else None)
 
 
 def of_mesh(mesh: Mesh) -> Backend:
-    """The formulation for a mesh's devices."""
+    """Return the choices for a mesh's devices."""
     return backend(mesh.devices.flat[0].platform)
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any]:
-    """Options of XLA for programs on a mesh."""
+    """Return the options of XLA for programs on a mesh."""
     kind = of_mesh(mesh)
-    return {**kind.compiler, **kind.compiler_split} if mesh.size > 1 else {**kind.compiler}
+    if mesh.size > 1:
+        return {**kind.compiler, **kind.compiler_split}
+    return {**kind.compiler}
 
 
 def compile_quickly() -> None:
-    """Let programs of this process be compiled in a third of the time, and run slowly: for smoke scales, on a CPU.
+    """Compile programs of this process in a third of the time, but to slower code.
 
-    Call it before JAX starts.
+    This serves runs at a small scale on CPUs. Call it before JAX starts.
     """
     quick = ["--xla_backend_optimization_level=0"]
-    if jaxlib.version.__version_info__ < (
-        0,
-        11,
-    ):  # later ones have no other emitters, and stop at the name
+    # Later versions have no other emitters, and do not accept the name.
+    if jaxlib.version.__version_info__ < (0, 11):
         quick.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *quick])

@@ -1,6 +1,7 @@
-"""Accelerators that programs are compiled for without having one.
+"""Accelerators for which programs can be compiled without the hardware.
 
-XLA's compilers for TPUs and NVIDIA's GPUs run on any Linux machine: `pip install jaxfl[plan-tpu]`, `jaxfl[plan-gpu]`.
+XLA's compilers for TPUs and NVIDIA's GPUs run on any Linux machine. Install them by
+`pip install jaxfl[plan-tpu]` and `pip install jaxfl[plan-gpu]`.
 """
 
 import os
@@ -12,19 +13,23 @@ from jax.experimental import topologies
 
 
 class Chip(NamedTuple):
-    """A chip's data sheet."""
+    """Data sheet of a chip."""
 
     platform: str
+    """Name of the platform in JAX: "tpu" or "cuda"."""
     flops: float
-    """A second, of matrix products as JAX makes them by default: rounded to bfloat16 on a TPU, float32 on a GPU."""
+    """Peak rate of matrix products in JAX's default precision, in operations per second.
+
+    The default precision is bfloat16 on a TPU, and float32 on a GPU.
+    """
     bandwidth: float
-    """Of its memory, bytes a second."""
+    """Bandwidth of the memory, in bytes per second."""
     memory: float
-    """Bytes."""
+    """Size of the memory, in bytes."""
     clock: float
-    """Cycles a second."""
+    """Clock rate, in cycles per second."""
     described: Mapping[str, str]
-    """To its compiler."""
+    """Device description passed to the compiler."""
 
 
 def _gpu(
@@ -37,13 +42,15 @@ def _gpu(
     clock: float,
     memory: float = 80e9,
 ) -> Chip:
-    """A GPU; XLA's compiler takes it as the text of a `GpuTargetConfig`."""
+    """Return a GPU, which XLA's compiler knows by the text of a `GpuTargetConfig`."""
     target = f"""
     gpu_device_info {{
       cuda_compute_capability {{ {architecture} }} core_count: {cores} fpus_per_core: 128
-      clock_rate_ghz: {clock / 1e9} memory_bandwidth: {bandwidth:.0f} device_memory_size: {memory:.0f}
-      l2_cache_size: {cache} shared_memory_per_core: {shared + 1024} shared_memory_per_block_optin: {shared}
-      shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      clock_rate_ghz: {clock / 1e9} memory_bandwidth: {bandwidth:.0f}
+      device_memory_size: {memory:.0f} l2_cache_size: {cache}
+      shared_memory_per_core: {shared + 1024} shared_memory_per_block_optin: {shared}
+      shared_memory_per_block: 49152 registers_per_core_limit: 65536
+      registers_per_block_limit: 65536
       threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
       thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
       block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -52,12 +59,13 @@ def _gpu(
     }}
     platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
     """
-    return Chip(
-        "cuda", flops, bandwidth, memory, clock, {"target_config": target, "topology": "1x1x1"}
-    )
+    described = {"target_config": target, "topology": "1x1x1"}
+    return Chip("cuda", flops, bandwidth, memory, clock, described)
 
 
 _HOPPER = "major: 9 feature_extension: ACCELERATED_FEATURES", 132, 232_448, 50 * 2**20, 66.9e12
+"""Arguments of `_gpu` that the Hopper chips share, from the architecture to the peak rate."""
+
 CHIPS = {
     "v5e": Chip("tpu", 197e12, 819e9, 16 * 2**30, 1.5e9, {"topology_name": "v5e:2x2"}),
     "v6e": Chip("tpu", 918e12, 1640e9, 32 * 2**30, 1.75e9, {"topology_name": "v6e:2x2"}),
@@ -68,21 +76,22 @@ CHIPS = {
 
 
 def run_here() -> None:
-    """Let JAX start on the processor: where a chip's compiler is installed, it would look for the chip.
+    """Let JAX start on the CPU.
 
-    Call it before JAX starts.
+    If a chip's compiler is installed, JAX would otherwise look for the chip. Call this function
+    before JAX starts.
     """
     jax.config.update("jax_platforms", "cpu")
 
 
 def device_of(chip: str) -> jax.Device:
-    """A device that programs can be compiled for, and that runs none.
+    """Return a device that programs can be compiled for, but that runs none.
 
     Raises:
-        ValueError: its compiler is not installed.
+        ValueError: The chip's compiler is not installed.
     """
-    described = CHIPS[chip]
-    # No machine of that kind is asked what it is.
+    sheet = CHIPS[chip]
+    # Keep XLA from querying local hardware.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -90,11 +99,11 @@ def device_of(chip: str) -> jax.Device:
     }
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     try:
-        return topologies.get_topology_desc(
-            platform=described.platform, **described.described
-        ).devices[0]
+        topology = topologies.get_topology_desc(platform=sheet.platform, **sheet.described)
+        return topology.devices[0]
     except (RuntimeError, ValueError, ImportError, NotImplementedError) as error:
-        extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[described.platform]
+        extra = {"tpu": "plan-tpu", "cuda": "plan-gpu"}[sheet.platform]
         raise ValueError(
-            f"chip={chip!r}: its compiler does not start, `pip install 'jaxfl[{extra}]'`"
+            f"chip must have a compiler that starts, got {chip!r}. "
+            f"Install it by `pip install 'jaxfl[{extra}]'`."
         ) from error

@@ -1,4 +1,4 @@
-"""Pictures in one style: those of a run, of a comparison, and of experiments. They need matplotlib (`jaxfl[plot]`)."""
+"""Pictures of runs, comparisons and experiments in one style, which need `jaxfl[plot]`."""
 
 import contextlib
 import html
@@ -19,15 +19,19 @@ Axes: TypeAlias = Any
 Figure: TypeAlias = Any
 Row: TypeAlias = Mapping[str, Any]
 
-SINGLE, DOUBLE = 3.5, 7.0
-"""Widths of one column of a page and of two, in inches."""
+SINGLE = 3.5
+"""Width of one column of a page, in inches."""
+
+DOUBLE = 7.0
+"""Width of two columns of a page, in inches."""
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-"""Of Okabe and Ito: told apart by colour-blind readers too."""
+"""Colours of Okabe and Ito, which colour-blind readers can distinguish."""
+
 _MARKERS = "osD^vPX*"
 _DASHES = ("-", "--", "-.", ":")
 _SERIES = len(COLORS)
-"""The most in one panel."""
+"""Largest number of curves in one panel."""
 
 _STYLE = {
     "font.size": 8,
@@ -48,24 +52,31 @@ _STYLE = {
     "lines.markersize": 3.5,
     "errorbar.capsize": 2,
     "savefig.dpi": 200,
-    "text.parse_math": False,  # names may hold dollar signs
+    # Names may have dollar signs.
+    "text.parse_math": False,
     "svg.fonttype": "none",
-    "svg.hashsalt": "jaxfl",  # equal pictures are equal files
+    # Equal pictures are equal files.
+    "svg.hashsalt": "jaxfl",
     "pdf.fonttype": 42,
 }
-
+"""Settings of matplotlib for all pictures."""
 
 MISSING = "pictures need matplotlib: pip install 'jaxfl[plot]'"
+"""Message of an error or a page if matplotlib is not installed."""
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """Matplotlib's settings for all pictures, within the block only; raises ValueError without matplotlib."""
+    """Set matplotlib's settings for all pictures within the block.
+
+    Raises:
+        ValueError: Matplotlib is not installed.
+    """
     if not available():
         raise ValueError(MISSING)
     import matplotlib
@@ -75,7 +86,9 @@ def style() -> Iterator[None]:
 
 
 def series(index: int) -> dict[str, Any]:
-    """Colour, marker and line of a curve: without its line, or without colour, none of the first eight is like another.
+    """Return colour, marker and line style of a curve.
+
+    The first eight have different colours and different markers, so that either distinguishes them.
 
     >>> [series(index)["color"] for index in (0, 8)], [series(index)["marker"] for index in (0, 8)]
     (['#0072B2', '#0072B2'], ['o', '^'])
@@ -86,7 +99,7 @@ def series(index: int) -> dict[str, Any]:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure that belongs to nobody's pyplot, in inches."""
+    """Return a figure that pyplot does not manage. Width and height are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -96,7 +109,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: str | os.PathLike) -> None:
-    """Write a figure, whole or not at all; the name ends in png, pdf or svg."""
+    """Write a figure completely or not at all. The path's suffix is the format: png, pdf or svg."""
     path = pathlib.Path(path)
     kind = path.suffix.removeprefix(".").lower() or "png"
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -105,40 +118,40 @@ def save(figure: Figure, path: str | os.PathLike) -> None:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """A figure as an element of a page, with its own ids and with texts in the page's font.
+    """Return a figure as an element of a page, with its own ids, and with texts in the page's font.
 
     Args:
-        figure: made within `style()`.
-        name: distinguishes the ids of several figures, and describes this one.
+        figure: Figure that was made within `style()`.
+        name: Description of the figure, which also distinguishes its ids from those of others.
     """
     text = io.StringIO()
+    metadata = {"Date": None, "Creator": None}
     with style():
-        figure.savefig(
-            text, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
+        figure.savefig(text, format="svg", transparent=True, metadata=metadata)
     prefix = re.sub(r"\W", "-", name)
-    element = re.sub(
-        r"^.*?(?=<svg )|<metadata>.*?</metadata>|<!--.*?-->", "", text.getvalue(), flags=re.DOTALL
-    )
+    around = r"^.*?(?=<svg )|<metadata>.*?</metadata>|<!--.*?-->"
+    element = re.sub(around, "", text.getvalue(), flags=re.DOTALL)
     element = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", element)
     element = element.replace(">*{", ">svg *{", 1)
+    element = re.sub(r'\b(width|height)="[^"]*pt" ', "", element, count=2)
     label = f'<svg role="img" aria-label="{html.escape(name)}" '
-    return re.sub(
-        r"^<svg ", label, re.sub(r'\b(width|height)="[^"]*pt" ', "", element, count=2)
-    ).strip()
+    return re.sub(r"^<svg ", label, element).strip()
 
 
 def column(rows: Sequence[Row], name: str) -> np.ndarray:
-    """A metric by evaluation; NaN where it is not known."""
+    """Return a metric by evaluation, with NaN where it is not known."""
     return np.array([math.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
 def panels(rows: Sequence[Row], headline: str) -> dict[str, Callable[[Axes], None]]:
-    """How to draw what a run has by round: the headline metric, the loss, and, where there are any, the others.
+    """Return functions that each draw a panel by round, by the panel's name.
+
+    The panels are the headline metric, and, as far as the rows have them, loss, epsilon and dropped
+    updates.
 
     Args:
-        rows: of metrics.jsonl.
-        headline: name of the metric of that panel.
+        rows: Rows of metrics.jsonl.
+        headline: Name of the headline metric.
     """
     found: dict[str, Callable[[Axes], None]] = {headline: lambda axes: _score(axes, rows, headline)}
     losses = {"train_loss": "train, participants", "loss": "test, all clients"}
@@ -146,22 +159,25 @@ def panels(rows: Sequence[Row], headline: str) -> dict[str, Callable[[Axes], Non
         found["loss"] = lambda axes: _lines(axes, rows, losses, "loss")
     costs = {"epsilon": "one client, sums", "epsilon_example": "one example"}
     costs = {name: text for name, text in costs.items() if np.isfinite(column(rows, name)).any()}
-    if costs:
-        label = "ε so far" if len(costs) > 1 else f"ε so far ({next(iter(costs.values()))})"
-        texts = costs if len(costs) > 1 else dict.fromkeys(costs, "")
-        found["epsilon"] = lambda axes: _lines(axes, rows, texts, label)
+    if len(costs) > 1:
+        found["epsilon"] = lambda axes: _lines(axes, rows, costs, "ε so far")
+    elif costs:
+        # A single curve needs no legend, so the axis says whose epsilon it is.
+        ((name, text),) = costs.items()
+        found["epsilon"] = lambda axes: _lines(axes, rows, {name: ""}, f"ε so far ({text})")
     if (column(rows, "nonfinite") > 0).any():
         found["dropped"] = lambda axes: _lines(axes, rows, {"nonfinite": ""}, "dropped updates")
     return found
 
 
 def curves(title: str, rows: Sequence[Row], headline: str = "accuracy") -> Figure:
-    """All panels of a run, side by side, two columns wide."""
+    """Return a figure with all panels of a run, which is two columns of a page wide."""
     drawn = panels(rows, headline).values()
     with style():
         figure = new_figure(DOUBLE, 2.6)
         figure.suptitle(title, x=0.01, ha="left", fontsize=9)
-        for axes, draw in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        row = figure.subplots(1, len(drawn), squeeze=False)[0]
+        for axes, draw in zip(row, drawn, strict=True):
             draw(axes)
     return figure
 
@@ -169,13 +185,18 @@ def curves(title: str, rows: Sequence[Row], headline: str = "accuracy") -> Figur
 def draw_curves(
     path: pathlib.Path, title: str, rows: Sequence[Row], headline: str = "accuracy"
 ) -> None:
-    """Write `curves`, unless matplotlib is missing; the path's suffix is the format."""
+    """Write the figure of `curves` if matplotlib is installed. The path's suffix is the format."""
     if available():
         save(curves(title, rows, headline), path)
 
 
 def alone(draw: Callable[[Axes], None], height: float = 2.4) -> Figure:
-    """One panel, one column wide."""
+    """Return a figure with one panel, which is one column of a page wide.
+
+    Args:
+        draw: Function that draws into the panel.
+        height: Height in inches.
+    """
     with style():
         figure = new_figure(SINGLE, height)
         draw(figure.subplots())
@@ -183,38 +204,38 @@ def alone(draw: Callable[[Axes], None], height: float = 2.4) -> Figure:
 
 
 def distribution(values: np.ndarray, name: str) -> Figure:
-    """Histogram of a metric over clients, and its mean."""
+    """Return a figure with the histogram of a metric over clients, and its mean."""
 
     def draw(axes: Axes) -> None:
+        mean = values.mean()
         axes.hist(values, bins=_bins(values), color=COLORS[5])
-        axes.axvline(
-            values.mean(), color=COLORS[6], linestyle="--", label=f"mean {values.mean():.3g}"
-        )
+        axes.axvline(mean, color=COLORS[6], linestyle="--", label=f"mean {mean:.3g}")
         _counts(axes, f"test {name} of a client", "clients")
 
     return alone(draw)
 
 
 def overlaid(groups: Mapping[str, np.ndarray], name: str) -> Figure:
-    """Histograms of two groups in one panel, in the same bins."""
+    """Return a figure with histograms of two groups in one panel, in the same bins."""
 
     def draw(axes: Axes) -> None:
         bins = _bins(np.concatenate([*groups.values()]))
         for i, (label, values) in enumerate(groups.items()):
-            axes.hist(
-                values, bins=bins, color=COLORS[i], alpha=0.5, hatch=("", "///")[i % 2], label=label
-            )
+            hatch = "///" if i % 2 else ""
+            axes.hist(values, bins=bins, color=COLORS[i], alpha=0.5, hatch=hatch, label=label)
         _counts(axes, name, "number")
 
     return alone(draw)
 
 
 def _bins(values: np.ndarray) -> np.ndarray:
-    return np.histogram_bin_edges(values, bins=min(20, max(5, round(math.sqrt(values.size)))))
+    number = min(20, max(5, round(math.sqrt(values.size))))
+    return np.histogram_bin_edges(values, bins=number)
 
 
 def _counts(axes: Axes, horizontal: str, vertical: str) -> None:
-    axes.yaxis.set_major_locator(_whole())
+    """Set the labels and the legend of a panel whose vertical axis counts."""
+    axes.yaxis.set_major_locator(_at_integers())
     axes.set(xlabel=horizontal, ylabel=vertical)
     legend_above(axes)
 
@@ -222,22 +243,24 @@ def _counts(axes: Axes, horizontal: str, vertical: str) -> None:
 def comparison(
     found: Mapping[str, Mapping[float, tuple[float, float]]], headline: str, sends: Collection[str]
 ) -> Figure:
-    """A metric against epsilon, each method a curve of means with bars of one standard deviation over seeds.
+    """Return a figure of a metric against epsilon, with a curve for each method.
 
-    A method without noise is a horizontal line, dotted where it sends nothing. At most eight curves share a panel;
-    every panel has all lines. Labels follow the curves' order at their right end.
+    A curve has means, and bars of one standard deviation over seeds. A method without noise is a
+    horizontal line, which is dotted if the method sends nothing. At most eight curves share a
+    panel, and every panel has all lines. Labels follow the curves' order at their right end.
 
     Args:
-        found: for each method, (mean, standard deviation) by epsilon.
-        headline: name of the metric.
-        sends: methods that send something.
+        found: Mean and standard deviation by epsilon, for each method.
+        headline: Name of the metric.
+        sends: Names of the methods that send something.
     """
     lines, noisy = _by_noise(found)
     parts = [noisy[i : i + _SERIES] for i in range(0, len(noisy), _SERIES)] or [[]]
     columns = min(2, len(parts))
     rows = math.ceil(len(parts) / columns)
     with style():
-        figure = new_figure((0, 1.3 * SINGLE, DOUBLE)[columns], 2.6 * rows)
+        width = DOUBLE if columns == 2 else 1.3 * SINGLE
+        figure = new_figure(width, 2.6 * rows)
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
         for axes in grid.ravel()[len(parts) :]:
             axes.set_axis_off()
@@ -252,22 +275,25 @@ def comparison(
 def against_epsilon(
     axes: Axes, found: Mapping[str, Mapping[float, tuple[float, float]]], sends: Collection[str]
 ) -> None:
-    """One panel of `comparison`, without its legend and the name of its metric."""
+    """Draw one panel of `comparison`, without its legend and the name of its metric.
+
+    Args:
+        axes: The panel.
+        found: Mean and standard deviation by epsilon, for each method.
+        sends: Names of the methods that send something.
+    """
     lines, noisy = _by_noise(found)
-    finite = sorted({e for points in found.values() for e in points if math.isfinite(e)})
-    reached = [math.inf] if not noisy or any(math.inf in found[name] for name in noisy) else []
-    places = {e: i for i, e in enumerate([*finite, *reached])}
+    epsilons = sorted({e for points in found.values() for e in points if math.isfinite(e)})
+    if not noisy or any(math.inf in found[name] for name in noisy):
+        epsilons.append(math.inf)
+    places = {e: i for i, e in enumerate(epsilons)}
     for i, name in enumerate(noisy):
         points = sorted(found[name].items())
-        aside = 0.05 * (i - (len(noisy) - 1) / 2)  # so that bars do not cover each other
+        # Curves are shifted so that their bars do not cover each other.
+        shift = 0.05 * (i - (len(noisy) - 1) / 2)
+        horizontal = [places[e] + shift for e, _ in points]
         mean, spread = zip(*(value for _, value in points), strict=True)
-        axes.errorbar(
-            [places[e] + aside for e, _ in points],
-            mean,
-            np.nan_to_num(spread),
-            label=name,
-            **series(i),
-        )
+        axes.errorbar(horizontal, mean, np.nan_to_num(spread), label=name, **series(i))
     for i, name in enumerate(lines):
         ((mean, _),) = found[name].values()
         dash = "--" if name in sends else ":"
@@ -277,7 +303,7 @@ def against_epsilon(
 
 
 def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list[str]]:
-    """Methods without noise, and those with some."""
+    """Return the names of the methods without noise, and of the methods with noise."""
     noisy = [name for name, points in found.items() if any(map(math.isfinite, points))]
     return [name for name in found if name not in noisy], noisy
 
@@ -285,7 +311,16 @@ def _by_noise(found: Mapping[str, Mapping[float, Any]]) -> tuple[list[str], list
 def by_round(
     axes: Axes, rounds: Sequence[int | float], values: np.ndarray, label: str, index: int
 ) -> None:
-    """One method's curve: the mean over seeds `[S, R]`, in a band from the least to the largest."""
+    """Draw one method's curve by round.
+
+    Args:
+        axes: The panel.
+        rounds: Numbers of R rounds.
+        values: Values `[S, R]` of S seeds. The curve is their mean, and a band reaches from the
+            least to the largest value.
+        label: Name of the method in the legend.
+        index: Index of the curve's `series`.
+    """
     look = series(index)
     axes.plot(rounds, values.mean(0), label=label, markevery=_every(rounds), **look)
     if len(values) > 1:
@@ -296,18 +331,18 @@ def by_round(
 
 
 def whole_rounds(axes: Axes) -> None:
-    """Rounds are whole numbers."""
-    axes.xaxis.set_major_locator(_whole())
+    """Label the horizontal axis with rounds, at integers only."""
+    axes.xaxis.set_major_locator(_at_integers())
     axes.set_xlabel("round")
 
 
 def legend_beside(axes: Axes) -> None:
-    """A legend at the right of the panel, in the order in which its curves end there."""
+    """Draw a legend at the right of the panel, in the order in which its curves end there."""
     _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def legend_above(axes: Axes) -> None:
-    """A legend above the panel, in the same order."""
+    """Draw a legend above the panel, in the order of `legend_beside`."""
     _legend(
         axes, loc="lower left", bbox_to_anchor=(-0.02, 1.0), borderaxespad=0.1, handlelength=1.6
     )
@@ -321,7 +356,7 @@ def _legend(axes: Axes, **options: Any) -> None:
 
 
 def _end(handle: Any) -> float:
-    """Height of a curve's last known point; bands and bars come last."""
+    """Return the height of a curve's last known point, or -infinity for bands and bars."""
     line = handle[0] if isinstance(handle, tuple) else handle
     values = np.asarray(line.get_ydata(), float) if hasattr(line, "get_ydata") else np.zeros(0)
     known = values[np.isfinite(values)]
@@ -329,18 +364,24 @@ def _end(handle: Any) -> float:
 
 
 def _score(axes: Axes, rows: Sequence[Row], headline: str) -> None:
-    rounds, mean = column(rows, "round"), column(rows, headline)
-    spread, worst = column(rows, f"{headline}_std"), column(rows, f"{headline}_worst10")
-    share = not np.any((np.append(mean, worst) < 0) | (np.append(mean, worst) > 1))
-    low, high = (np.clip(edge, 0, 1) if share else edge for edge in (mean - spread, mean + spread))
-    axes.fill_between(
-        rounds, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label="± std over clients"
-    )
-    for i, (values, label) in enumerate(
-        [(mean, "mean over clients"), (worst, "worst 10% of clients")]
-    ):
+    """Draw the panel of the headline metric."""
+    rounds = column(rows, "round")
+    mean = column(rows, headline)
+    worst = column(rows, f"{headline}_worst10")
+    spread = column(rows, f"{headline}_std")
+    low = mean - spread
+    high = mean + spread
+    drawn = np.append(mean, worst)
+    is_share = not np.any((drawn < 0) | (drawn > 1))
+    if is_share:
+        low = np.clip(low, 0, 1)
+        high = np.clip(high, 0, 1)
+    band = "± std over clients"
+    axes.fill_between(rounds, low, high, color=COLORS[0], alpha=0.15, linewidth=0, label=band)
+    lines = {"mean over clients": mean, "worst 10% of clients": worst}
+    for i, (label, values) in enumerate(lines.items()):
         axes.plot(rounds, values, label=label, markevery=_every(rounds), **series(i))
-    if share:
+    if is_share:
         bottom, top = axes.get_ylim()
         axes.set_ylim(max(bottom, -0.02), min(top, 1.02))
     axes.set_ylabel(f"test {headline}")
@@ -349,6 +390,15 @@ def _score(axes: Axes, rows: Sequence[Row], headline: str) -> None:
 
 
 def _lines(axes: Axes, rows: Sequence[Row], names: Mapping[str, str], label: str) -> None:
+    """Draw a panel with a curve for each column that is known.
+
+    Args:
+        axes: The panel.
+        rows: Rows of metrics.jsonl.
+        names: Texts in the legend by name of a column. An empty text leaves the curve out of the
+            legend.
+        label: Name of the vertical axis.
+    """
     rounds = column(rows, "round")
     for i, (name, text) in enumerate(names.items()):
         if np.isfinite(values := column(rows, name)).any():
@@ -359,11 +409,12 @@ def _lines(axes: Axes, rows: Sequence[Row], names: Mapping[str, str], label: str
 
 
 def _every(rounds: Sequence[int | float] | np.ndarray) -> int:
-    """A dozen markers at most."""
+    """Return the distance between markers, of which a curve has at most a dozen."""
     return max(1, math.ceil(len(rounds) / 12))
 
 
-def _whole() -> Any:
+def _at_integers() -> Any:
+    """Return a locator of at most 7 ticks at integers."""
     from matplotlib.ticker import MaxNLocator
 
     return MaxNLocator(nbins=6, integer=True, min_n_ticks=1)

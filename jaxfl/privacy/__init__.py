@@ -1,4 +1,4 @@
-"""Clipping, noise, sampling and accounting."""
+"""Clipping, noise, sampling, mechanisms, accounting and statements of privacy."""
 
 from jaxfl.privacy.accounting import (
     calibrate,
@@ -44,9 +44,10 @@ from jaxfl.privacy.schedule import (
 from jaxfl.privacy.statement import format_statement, privacy_statement
 
 __all__ = [
-    "DPSGD", "AdaptiveClip", "BLTNoise", "BallsInBins", "BandedNoise", "Canaries", "CyclicPoisson", "Extrapolated",
-    "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation", "Poisson", "PrivacyFilter", "PrivateMask",
-    "Release", "Sampling", "TrimmedMean", "blt", "calibrate", "calibrate_examples", "calibrate_upload",
-    "client_noise", "epsilon", "example_epsilon", "fixed_budgets", "format_statement", "largest_cohort",
-    "most_rounds", "paper_noise", "plan", "planned_ledger", "privacy_statement", "round_budgets", "round_noise",
+    "DPSGD", "AdaptiveClip", "BLTNoise", "BallsInBins", "BandedNoise", "Canaries", "CyclicPoisson",
+    "Extrapolated", "FixedSize", "Full", "Krum", "Mechanism", "Median", "MinSeparation", "Poisson",
+    "PrivacyFilter", "PrivateMask", "Release", "Sampling", "TrimmedMean", "blt", "calibrate",
+    "calibrate_examples", "calibrate_upload", "client_noise", "epsilon", "example_epsilon",
+    "fixed_budgets", "format_statement", "largest_cohort", "most_rounds", "paper_noise", "plan",
+    "planned_ledger", "privacy_statement", "round_budgets", "round_noise",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 r"""Budgets by round and by client (ADP-PFL, eq. 9-12), and the noise that follows from them.
 
-Budgets that add up to epsilon are only the *shape* of a schedule: the Gaussian noise of round t is
+Budgets that add up to epsilon are only the *shape* of a schedule. The Gaussian noise of round t is
 :math:`z_t = \kappa / \epsilon^t`, and an accountant finds kappa.
 """
 
@@ -23,7 +23,11 @@ from jaxfl.privacy.sampling import Sampling
 
 @checked()
 def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
-    r"""Equal budgets: :math:`\epsilon^t = \epsilon / T`.
+    r"""Return equal budgets: :math:`\epsilon^t = \epsilon / T`.
+
+    Args:
+        epsilon: Sum of all budgets.
+        rounds: T, the number of rounds.
 
     >>> fixed_budgets(1.0, 4).tolist()
     [0.25, 0.25, 0.25, 0.25]
@@ -35,7 +39,7 @@ def fixed_budgets(epsilon: float, rounds: int) -> Float[np.ndarray, "T"]:
 def round_budgets(
     epsilon: float, rounds: int, *, beta: float = 1.0, form: Literal["exact", "printed"] = "exact"
 ) -> Float[np.ndarray, "T"]:
-    r"""Budgets that grow with the rounds, each a share of the remainder.
+    r"""Return budgets that grow with the rounds, each a share of the remainder.
 
     .. math::
         \epsilon_r = \epsilon - \sum_{s < t} \epsilon^s, \quad
@@ -43,19 +47,20 @@ def round_budgets(
         \epsilon^t = e^{\alpha_t} \frac{\epsilon_r}{T - t + 1}
 
     Args:
-        epsilon: the sum of all budgets.
-        rounds: T.
-        beta: how far early rounds stay below an even share; 0: even shares.
-        form: "exact" as above; "printed": times t, as in (11), which breaks the cap (9) and in the last round asks for
-            T times the remainder.
+        epsilon: Sum of all budgets.
+        rounds: T, the number of rounds.
+        beta: :math:`\beta`, how far early rounds stay below an even share. 0 gives even shares.
+        form: "exact" is the form above. "printed" multiplies by t, as (11) does. It breaks the cap
+            (9), and asks for T times the remainder in the last round.
 
-    Deviations from the paper: the factor t of (11) is left out. The budgets then add up to epsilon exactly, because the
-        last round takes the remainder (:math:`\alpha_T = 0`).
+    Deviations from the paper: The factor t of (11) is left out. The budgets then add up to epsilon
+        exactly, because the last round takes the remainder (:math:`\alpha_T = 0`).
 
     >>> round_budgets(1.0, 4).round(6).tolist()
     [0.097901, 0.14204, 0.245365, 0.514693]
     """
-    left, budgets = epsilon, []
+    left = epsilon
+    budgets = []
     for t in range(1, rounds + 1):
         cap = left / (rounds - t + 1)
         exact = math.exp(-beta * (1 - (t / rounds) ** 2)) * cap
@@ -65,10 +70,12 @@ def round_budgets(
 
 
 def client_shares(risks: Float[Array | np.ndarray, "C"]) -> Float[Array, "C"]:
-    r"""Share of the round's budget that each client gets: :math:`\epsilon_i^t / \epsilon^t = \min_j R_j / R_i` (12).
+    r"""Return each client's share of the round's budget.
+
+    The share is :math:`\epsilon_i^t / \epsilon^t = \min_j R_j / R_i` (12).
 
     Args:
-        risks: positive; 0 if unknown, with share 1.
+        risks: Risk of each client, above 0. 0 marks an unknown risk, and gives a share of 1.
 
     >>> client_shares(jnp.array([1.0, 2.0, 4.0, 0.0]))
     Array([1.  , 0.5 , 0.25, 1.  ], dtype=float32)
@@ -88,14 +95,16 @@ def round_noise(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> tuple[float, ...]:
-    r"""Noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that spend epsilon (aggregate observer).
+    r"""Return noise multipliers :math:`z_t = \kappa / \epsilon^t` on the sum that spend epsilon.
+
+    Epsilon is that against an observer of sums.
 
     Args:
-        budgets: one per round; only their ratios count.
-        epsilon: target for the whole run, zero-out.
-        clients: number of clients.
-        sampling: who takes part.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        budgets: Budget of each round. Only their ratios count.
+        epsilon: Target for the whole run under zero-out adjacency.
+        clients: Number of clients.
+        sampling: Rule that draws the participants of each round.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
         accountant: "pld", or "rdp", which needs more noise.
 
     >>> from jaxfl.privacy import Full
@@ -110,14 +119,14 @@ def round_noise(
 
 
 class ClientNoise(NamedTuple):
-    """Noise that clients add to updates, the filter's bound on their total, and the noise on released numbers."""
+    """Noise on updates and on released numbers, and the filter's bound on their total."""
 
     noise: tuple[float, ...]
-    """By round, std over the clip bound, for a client with the whole budget of the round."""
+    """Std over the clip bound by round, for a client with the full budget of the round."""
     least_total: float
-    """See `jaxfl.privacy.PrivacyFilter`."""
+    """Bound of `jaxfl.privacy.PrivacyFilter` on all that a client sends."""
     release_noise: float
-    """Std over the range of the number; 0 where none is released."""
+    """Std over the range of the released number, or 0 if none is released."""
 
 
 @checked(
@@ -136,23 +145,27 @@ def client_noise(
     delta: float | None = None,
     accountant: Accountant = "pld",
 ) -> ClientNoise:
-    r"""Noise :math:`s_t = \kappa / \epsilon^t` that clients add, and a filter for the upload observer.
+    r"""Return the noise :math:`s_t = \kappa / \epsilon^t` of clients, and a filter for uploads.
 
-    It is planned for clients that participate in a share of the rounds with their whole budget: with m the multiplier
-    of one Gaussian that costs epsilon, and a the share for releases,
+    The noise is planned for clients that participate in a share of the rounds with their full
+    budget. With m the multiplier of one Gaussian that costs epsilon, and a the share for releases,
 
     .. math:: \pi \sum_t (2 / s_t)^2 = (1 - a) / m^2, \qquad \pi T / r^2 = a / m^2.
 
-    The filter stops more frequent participants once they have spent epsilon, not before. A small epsilon drowns
-    released numbers: at 1, with a tenth of the cost over ten releases, r is 40.
+    The filter stops more frequent participants once they have spent epsilon, not before. A small
+    epsilon drowns released numbers in noise: at 1, with a tenth of the cost over ten releases, r is
+    40.
 
     Args:
-        budgets: one per round; only their ratios count.
-        epsilon: target for the whole run of any client, replace-one, for the upload observer.
-        participation: :math:`\pi`, the share of rounds to plan for; 1: no client is ever stopped.
-        release_share: a, the share of the cost that goes to released numbers; 0: none are released.
-        clients: their number, for the default delta; None: up to 10,000.
-        delta: failure probability; None: min(1e-5, 1 / (10 clients)).
+        budgets: Budget of each round. Only their ratios count.
+        epsilon: Target for the run of any client against the upload observer, under replace-one
+            adjacency.
+        participation: :math:`\pi`, the share of rounds to plan for. 1 means that no client is ever
+            stopped.
+        release_share: a, the share of the cost that goes to released numbers. 0 means that none are
+            released.
+        clients: Number of clients, for the default delta. None suits up to 10,000 clients.
+        delta: Failure probability. None stands for min(1e-5, 1 / (10 clients)).
         accountant: "pld", or "rdp", which needs more noise.
 
     >>> plan = client_noise(fixed_budgets(1.0, 100), 1.0, participation=1.0)
@@ -161,9 +174,12 @@ def client_noise(
     """
     delta = failure_probability(delta, clients)
     least_total = calibrate(epsilon, clients=1, rounds=1, delta=delta, accountant=accountant)
-    planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))  # the filter rounds, too
+    # The filter rounds too, so the plan leaves it room.
+    planned = least_total * math.sqrt(participation * (1 + 2 * ROUNDING))
     kappa = 2 * planned * math.sqrt(np.sum(budgets**2) / (1 - release_share))
-    release_noise = planned * math.sqrt(len(budgets) / release_share) if release_share else 0.0
+    release_noise = 0.0
+    if release_share:
+        release_noise = planned * math.sqrt(len(budgets) / release_share)
     return ClientNoise(tuple((kappa / budgets).tolist()), least_total, release_noise)
 
 
@@ -179,18 +195,20 @@ def paper_noise(
     rule: Literal["classic", "analytic"] = "classic",
     sparsity: float = 0.0,
 ) -> Float[np.ndarray, "T"]:
-    r"""Noise (std over the sensitivity) that a published rule gives a single round.
+    r"""Return the noise (std over the sensitivity) that a published rule gives a single round.
 
     Args:
-        budgets: epsilon of each round, above 0.
-        delta: failure probability of each round.
-        rule: "classic": :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, proven below 1, invalid from about 8.4 (at
-            delta 1e-5); "analytic": the exact Gaussian mechanism's.
-        sparsity: p, the share of coordinates that a mask drops, for :math:`\sqrt{1 - p}` of the noise (ADP-PFL,
-            theorem 2); 0: all of the noise.
+        budgets: Epsilon of each round, above 0.
+        delta: Failure probability of each round.
+        rule: "classic" is :math:`\sqrt{2 \ln(1.25 / \delta)} / \epsilon`, which is proven below 1,
+            and invalid from about 8.4 (at delta 1e-5). "analytic" is the noise of the exact
+            Gaussian mechanism.
+        sparsity: p, the share of coordinates that a mask drops, for :math:`\sqrt{1 - p}` of the
+            noise (ADP-PFL, theorem 2). 0 gives all of the noise.
 
-    Guarantee: none for more than one round, and none with `sparsity`: masks of neighbouring data keep other
-        coordinates, so that the sensitivity does not shrink. Published claims rest on both.
+    Guarantee: None for more than one round, and none with `sparsity`. Masks of neighbouring data
+        keep other coordinates, so that the sensitivity does not shrink. Published claims rest on
+        both.
 
     >>> paper_noise(np.array([0.5, 1.0])).round(3).tolist()
     [9.69, 4.845]
@@ -198,7 +216,6 @@ def paper_noise(
     if rule == "classic":
         noise = math.sqrt(2 * math.log(1.25 / delta)) / budgets
     else:
-        noise = np.array(
-            [dp_accounting.get_sigma_gaussian(float(budget), delta) for budget in budgets]
-        )
+        exact = dp_accounting.get_sigma_gaussian
+        noise = np.array([exact(float(budget), delta) for budget in budgets])
     return math.sqrt(1 - sparsity) * noise

@@ -1,13 +1,18 @@
 r"""Exact sums, whatever the number and order of terms: 64-bit integers in two 32-bit words.
 
-A sum of floats has no bounded sensitivity: two sums that differ in one client may drift apart by rounding. The engine
-adds up blocks of b = 8 clients in single precision, in units of :math:`2^{-30} C \max w`, rounds those to integers and
-adds them here. Client i is in one block. The rounding errors of its partial sums, u = 2^-24 times their norms and so
-:math:`u (2 + \dots + b) C \max w` at most, differ between neighbours by up to twice that, and those of the rounding to
-integers by :math:`\sqrt d`. So, for any number of clients, its absence changes the sum by at most :math:`w_i C (1 +
-2^{-20}) + (70 u + 2^{-30} \sqrt d) C \max w`, where the second factor is 5.1e-6 for a million coordinates. The server's
-noise is added here too: the release is a rounding of the exact noisy sum. Where clients add noise, blocks sum noised
-updates.
+A sum of floats has no bounded sensitivity: two sums that differ in one client may drift apart by
+rounding. The engine adds up blocks of b = 8 clients in single precision, in units of
+:math:`2^{-30} C \max w`. It rounds the blocks to integers, and adds those here.
+
+Client i is in one block. The rounding errors of the block's partial sums are u = 2^-24 times their
+norms, so at most :math:`u (2 + \dots + b) C \max w`. They differ between neighbours by up to twice
+that. The errors of the rounding to integers differ by up to :math:`\sqrt d`. So, for any number of
+clients, the absence of client i changes the sum by at most
+:math:`w_i C (1 + 2^{-20}) + (70 u + 2^{-30} \sqrt d) C \max w`. The second factor is 5.1e-6 for a
+million coordinates.
+
+The server's noise is added here too, so that the release is a rounding of the exact noisy sum. If
+clients add noise, blocks sum noised updates.
 """
 
 from typing import NamedTuple
@@ -21,14 +26,17 @@ from jaxfl.types import Tree
 
 
 class Wide(NamedTuple):
-    """Integers modulo 2^64, which JAX lacks without `jax_enable_x64`; stands for a leaf in a tree."""
+    """Integers modulo 2^64, which JAX lacks without `jax_enable_x64`.
+
+    A `Wide` replaces a leaf in a tree.
+    """
 
     high: Int32[Array, "*S"]
     low: UInt32[Array, "*S"]
 
 
 def widen(tree: Tree) -> Tree:
-    """Round to integers, exactly; for magnitudes below 2^63."""
+    """Round magnitudes below 2^63 to integers, exactly."""
 
     def leaf(x: Float[Array, "*S"]) -> Wide:
         size = jnp.round(jnp.abs(x))
@@ -40,7 +48,7 @@ def widen(tree: Tree) -> Tree:
 
 
 def narrow(tree: Tree) -> Tree:
-    """Convert to single precision, in which other leaves are already."""
+    """Convert to single precision. Other leaves than `Wide` have it already."""
 
     def leaf(x: Array | Wide) -> Float[Array, "*S"]:
         if not isinstance(x, Wide):
@@ -54,18 +62,19 @@ def narrow(tree: Tree) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """Sum of two trees; exact for integers."""
+    """Return the sum of two trees, which is exact for integers."""
     return jax.tree.map(
         lambda a, b: _add_wide(a, b) if _is_wide(a) else a + b, a, b, is_leaf=_is_wide
     )
 
 
 def add_up(tree: Tree) -> Tree:
-    """Sum over the leading axis of each leaf; exact for integers."""
+    """Return the sum over the leading axis of each leaf, which is exact for integers."""
 
     def leaf(stack: Array | Wide) -> Array | Wide:
         if isinstance(stack, Wide):
-            return lax.reduce(stack, Wide(jnp.int32(0), jnp.uint32(0)), _add_wide, (0,))
+            zero = Wide(jnp.int32(0), jnp.uint32(0))
+            return lax.reduce(stack, zero, _add_wide, (0,))
         return jnp.sum(stack, axis=0, dtype=stack.dtype)
 
     return jax.tree.map(leaf, tree, is_leaf=_is_wide)
@@ -73,13 +82,16 @@ def add_up(tree: Tree) -> Tree:
 
 def _add_wide(a: Wide, b: Wide) -> Wide:
     low = a.low + b.low
-    return Wide(a.high + b.high + (low < b.low).astype(jnp.int32), low)
+    carry = (low < b.low).astype(jnp.int32)
+    return Wide(a.high + b.high + carry, low)
 
 
 def _with_sign(negative: Array, x: Wide) -> Wide:
-    """-x where `negative`."""
-    high = jnp.where(negative, ~x.high + (x.low == 0).astype(jnp.int32), x.high)
-    return Wide(high, jnp.where(negative, -x.low, x.low))
+    """Return -x if `negative`, and otherwise x."""
+    carry = (x.low == 0).astype(jnp.int32)
+    high = jnp.where(negative, ~x.high + carry, x.high)
+    low = jnp.where(negative, -x.low, x.low)
+    return Wide(high, low)
 
 
 def _is_wide(node: object) -> bool:

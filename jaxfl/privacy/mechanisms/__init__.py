@@ -9,6 +9,6 @@ from jaxfl.privacy.mechanisms.private_mask import PrivateMask
 from jaxfl.privacy.mechanisms.robust import Krum, Median, TrimmedMean
 
 __all__ = [
-    "AdaptiveClip", "BLTNoise", "BandedNoise", "Extrapolated", "Krum", "Mechanism", "Median", "PrivacyFilter",
-    "PrivateMask", "Release", "TrimmedMean", "blt",
+    "AdaptiveClip", "BLTNoise", "BandedNoise", "Extrapolated", "Krum", "Mechanism", "Median",
+    "PrivacyFilter", "PrivateMask", "Release", "TrimmedMean", "blt",
 ]  # fmt: skip

@@ -321,7 +321,7 @@ def exit_code():
         (["plan", "--clients", "5" * 5000, "--cohort", "9", "--rounds", "9"], "--clients: no type matching"),
         (["plan", "--clients", "1" + "0" * 21, "--cohort", "9", "--rounds", "9"], "clients=1" + "0" * 21),
         (["data", "x"], "name='x': choose one of"),
-        (["report", "/no/such/file"], "folder='/no/such/file' holds no metrics.jsonl"),
+        (["report", "/no/such/file"], "folder must hold metrics.jsonl, got '/no/such/file'"),
     ],
 )  # fmt: skip
 def test_a_fault_is_one_line_and_exit_code_2(monkeypatch, capsys, words, named):

@@ -326,7 +326,7 @@ def test_statements_are_those_of_their_seed_and_epsilon(tmp_path, run):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"folder=.*give that of a run"):
+    with pytest.raises(ValueError, match=r"folder must hold .*Give the folder of a run"):
         write_report(tmp_path)
 
 
@@ -377,7 +377,7 @@ def test_a_page_waits_for_no_file_and_needs_only_the_rows(kind, tmp_path):
     assert Page(write_report(tmp_path)).table("round", "accuracy") == [[[1, 0.5]]]
     (tmp_path / "metrics.jsonl").unlink()
     make(tmp_path / "metrics.jsonl")
-    with pytest.raises(ValueError, match=r"holds no metrics\.jsonl"):
+    with pytest.raises(ValueError, match=r"must hold metrics\.jsonl"):
         write_report(tmp_path)
 
 

@@ -1,8 +1,8 @@
-"""Argument checks: an error with name, value and remedy, before anything is computed.
+"""Argument checks, which raise errors with the name, the value and a remedy before any computation.
 
-`checked` decorates every public function: what an argument may be follows from its annotation, or from a named check
-where the annotation does not say. Checks return the value as the library uses it: NumPy and JAX scalars become Python
-numbers.
+`checked` decorates public functions. An argument's annotation determines its check, unless a check
+is named for it. Checks return the value in the form that the library uses. NumPy and JAX scalars
+become Python numbers.
 
 A sweep calls a builder with each value first, and then once with a traced number, which passes.
 """
@@ -26,12 +26,12 @@ from jaxtyping import Float64, Key
 from jaxfl.types import Number
 
 Check = Callable[[str, Any], Any]
-"""From an argument's name and value to the value to use; raises if it does not fit."""
+"""Function from an argument's name and value to the value to use, which raises on a wrong value."""
 
 _F = TypeVar("_F", bound=Callable)
 
 _GENERATOR = "threefry2x32"
-"""Random bits of a run come from this generator of JAX."""
+"""Name of JAX's generator from which all random bits of a run come."""
 
 _REMEDIES = {
     "Model": "a model, for instance jaxfl.models.lenet()",
@@ -44,37 +44,36 @@ _REMEDIES = {
     "Clients": "clients from jaxfl.data.make_clients",
     "Dataset": "a dataset from jaxfl.data.load or from_arrays",
     "Encoder": "an encoder, for instance jaxfl.data.efficientnet_lite0()",
-    "Module": "a module of Flax linen, made: nn.Dense(10), not nn.Dense",
+    "Module": "an instance of a module of Flax linen, for instance nn.Dense(10)",
 }
-"""What to give where a class is required, by the name of the class, or of the first of several."""
+"""Remedies if a class is required, by the name of the class, or of the first of several."""
 
 
 def traced(value: Any) -> bool:
-    """Whether a number is an argument of the program being compiled."""
+    """Return whether a number is an argument of the program being compiled."""
     return isinstance(value, jax.core.Tracer)
 
 
 def nonzero(value: Any) -> bool:
-    """Whether a number is, or may turn out to be, other than 0."""
+    """Return whether a number is not 0, or is known only when the program runs."""
     return traced(value) or bool(value)
 
 
 def show(value: Any) -> str:
-    """A value for an error message: its repr if short, otherwise its type."""
-    with contextlib.suppress(Exception):  # Python prints no integer of thousands of digits
+    """Return a value for an error message: its repr if it is short, and otherwise its type."""
+    # Python raises an error for the repr of an integer with thousands of digits.
+    with contextlib.suppress(Exception):
         text = repr(value)
         if len(text) <= 120 and "\n" not in text:
             return text
-    shape = (
-        f" {value.dtype} of shape {value.shape}"
-        if isinstance(value, np.ndarray | jax.Array)
-        else ""
-    )
-    return f"<{type(value).__name__}{shape}>"
+    kind = type(value).__name__
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"<{kind} {value.dtype} of shape {value.shape}>"
+    return f"<{kind}>"
 
 
 def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool = False) -> Any:
-    """Require a real number above zero (or equal to it, where `zero`)."""
+    """Require a real number above 0, or at least 0 if `zero`."""
     if traced(value):
         return value
     number = _real(value)
@@ -84,28 +83,36 @@ def check_positive(name: str, value: Any, *, zero: bool = False, infinite: bool 
         and (infinite or math.isfinite(number))
     ):
         return float(number)
+    kind = "number" if infinite else "finite number"
     bound = "at least 0" if zero else "above 0"
-    raise ValueError(f"{name}={show(value)}: give a {'' if infinite else 'finite '}number {bound}")
+    raise ValueError(f"{name} must be a {kind} {bound}, got {show(value)}. Give for instance 1.0.")
 
 
 def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """Require a whole number in [least, most]."""
+    """Require a whole number of at least `least`, and at most `most` if it is given."""
     number = _real(value)
     if isinstance(number, int) and number >= least and (most is None or number <= most):
         return number
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
-    raise ValueError(f"{name}={show(value)}: give a whole number {limits}")
+    raise ValueError(
+        f"{name} must be a whole number {limits}, got {show(value)}. Give for instance {least}."
+    )
 
 
 def check_fraction(name: str, value: Any, *, zero: bool = False, one: bool = True) -> Any:
-    """Require a number in (0, 1], or [0, 1] where `zero`, or (0, 1) without `one`."""
+    """Require a number between 0 and 1.
+
+    0 is allowed if `zero`, and 1 is allowed if `one`.
+    """
     if traced(value):
         return value
     number = _real(value)
     if number is not None and (0 < number < 1 or (zero and number == 0) or (one and number == 1)):
         return float(number)
+    left = "[" if zero else "("
+    right = "]" if one else ")"
     raise ValueError(
-        f"{name}={show(value)}: give a number in {'[' if zero else '('}0, 1{']' if one else ')'}"
+        f"{name} must be a number in {left}0, 1{right}, got {show(value)}. Give for instance 0.5."
     )
 
 
@@ -119,7 +126,8 @@ def check_choice(name: str, value: Any, choices: Collection[Any]) -> Any:
             and given == choice
         ):
             return choice
-    raise ValueError(f"{name}={show(value)}: choose one of {', '.join(map(repr, choices))}")
+    known = ", ".join(map(repr, choices))
+    raise ValueError(f"{name} must be one of {known}, got {show(value)}. Choose one of these.")
 
 
 def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
@@ -127,43 +135,48 @@ def check_instance(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     given = plain(value)
     if isinstance(given, kinds):
         return given
-    remedy = _REMEDIES.get(kinds[0].__name__, f"a {' or '.join(kind.__name__ for kind in kinds)}")
-    raise TypeError(f"{name}={show(value)}: give {remedy}")
+    names = " or ".join(kind.__name__ for kind in kinds)
+    remedy = _REMEDIES.get(kinds[0].__name__, f"a value of type {names}")
+    raise TypeError(f"{name} must be of type {names}, got {show(value)}. Give {remedy}.")
 
 
 def check_callable(name: str, value: Any) -> Callable:
-    """Require a function."""
+    """Require a function or another callable."""
     if callable(value):
         return value
-    raise TypeError(f"{name}={show(value)}: give a function")
+    raise TypeError(f"{name} must be a function, got {show(value)}. Give a callable.")
 
 
 def check_layers(name: str, value: Any) -> tuple[str, ...]:
-    """Require names of layers."""
+    """Require a sequence of names of layers."""
     if (
         isinstance(value, str)
         or not isinstance(value, Sequence)
         or not all(isinstance(layer, str) for layer in value)
     ):
-        raise TypeError(f"{name}={show(value)}: give names of layers, for instance ('Dense_1',)")
+        raise TypeError(
+            f"{name} must be names of layers, got {show(value)}. Give for instance ('Dense_1',)."
+        )
     return tuple(value)
 
 
 def check_array(name: str, value: Any) -> np.ndarray:
-    """Require what NumPy reads as an array of numbers; JAX arrays are fetched."""
+    """Require a value that NumPy reads as an array of numbers. JAX arrays are fetched."""
     parts = value if isinstance(value, list | tuple) else (value,)
     # `np.asarray` drops a mask, so that missing values would become numbers.
     if any(isinstance(part, np.ma.MaskedArray) for part in parts):
         raise TypeError(
-            f"{name} must be a plain array, got a masked array. Drop the rows with masked entries, or fill these "
-            f"entries by `{name}.filled(...)`."
+            f"{name} must be a plain array, got a masked array. Drop the rows with masked entries, "
+            f"or fill these entries by `{name}.filled(...)`."
         )
     try:
         array = np.asarray(value)
     except Exception:
         array = np.array(None)
     if array.dtype.kind in "OUSMm" or (array.dtype.kind == "V" and array.dtype.names is not None):
-        raise TypeError(f"{name}={show(value)}: give an array of numbers")
+        raise TypeError(
+            f"{name} must be an array of numbers, got {show(value)}. Give for instance [0.5, 1.0]."
+        )
     return array
 
 
@@ -172,7 +185,10 @@ def check_arrays(name: str, value: Any) -> list[np.ndarray]:
     array = isinstance(value, np.ndarray | jax.Array) and value.ndim > 0
     if array or (isinstance(value, Sequence) and not isinstance(value, str | bytes)):
         return [check_array(f"{name}[{i}]", item) for i, item in enumerate(value)]
-    raise TypeError(f"{name}={show(value)}: give a list of arrays, one for each client")
+    raise TypeError(
+        f"{name} must be a sequence of arrays, got {show(value)}. "
+        "Give a list with one array for each client."
+    )
 
 
 def check_numbers(
@@ -184,22 +200,46 @@ def check_numbers(
     negative: bool = False,
     infinite: bool = False,
 ) -> Float64[np.ndarray, "..."]:
-    """Require a non-empty array with one of these numbers of axes, of numbers above 0 (or at least 0, or any)."""
+    """Require a non-empty array of real numbers.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        axes: The allowed numbers of axes.
+        zero: Whether 0 is allowed. Numbers must otherwise be above 0.
+        negative: Whether all numbers are allowed.
+        infinite: Whether infinity is allowed.
+    """
     array = check_array(name, value)
     if array.dtype.kind in "iuf" and array.ndim in axes and array.size:
         floats = array.astype(np.float64)
-        inside = ~np.isnan(floats) if negative else (floats >= 0 if zero else floats > 0)
+        if negative:
+            inside = ~np.isnan(floats)
+        elif zero:
+            inside = floats >= 0
+        else:
+            inside = floats > 0
         if np.all(inside) and (infinite or np.all(np.isfinite(floats))):
             return floats
-    limits = "" if negative else (" of at least 0" if zero else " above 0")
-    shape = " or ".join({0: "a number", 1: "a vector", 2: "a table"}[n] for n in axes)
+    if negative:
+        limits = ""
+    elif zero:
+        limits = " of at least 0"
+    else:
+        limits = " above 0"
+    forms = {0: "a number", 1: "a vector", 2: "a table"}
+    form = " or ".join(forms[n] for n in axes)
+    numbers = "numbers" if infinite else "finite numbers"
+    examples = {0: "1.0", 1: "[0.5, 1.0]", 2: "[[0.5, 1.0]]"}
+    example = examples[next(iter(axes))]
     raise ValueError(
-        f"{name}={show(value)}: give {shape} of {'' if infinite else 'finite '}numbers{limits}"
+        f"{name} must be {form} of {numbers}{limits}, got {show(value)}. "
+        f"Give for instance {example}."
     )
 
 
 def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any:
-    """Require a number of at least 0, or an array of them."""
+    """Require a number of at least 0, or an array of such numbers."""
     if traced(value) or _real(value) is not None:
         return check_positive(name, value, zero=True)
     check_numbers(name, value, axes=axes, zero=True)
@@ -209,32 +249,51 @@ def check_noise(name: str, value: Any, *, axes: Collection[int] = (0, 1)) -> Any
 def check_counts(
     name: str, value: Any, *, least: int = 1, length: int | None = None, empty: bool = True
 ) -> tuple:
-    """Require a sequence of whole numbers, of a given length."""
+    """Require a sequence of whole numbers of at least `least`.
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        least: Least number that is allowed.
+        length: Required length. None allows any length.
+        empty: Whether an empty sequence is allowed.
+    """
     array = check_array(name, value)
-    sized = array.ndim == 1 and (
-        len(array) == length if length is not None else empty or len(array) > 0
-    )
+    if array.ndim != 1:
+        sized = False
+    elif length is not None:
+        sized = len(array) == length
+    else:
+        sized = empty or len(array) > 0
     if not sized or (array.size and (array.dtype.kind not in "iu" or array.min() < least)):
-        wanted = ("" if empty else "one or more ") if length is None else f"{length} "
-        raise ValueError(f"{name}={show(value)}: give {wanted}whole numbers of at least {least}")
+        count = "" if empty else "one or more "
+        if length is not None:
+            count = f"{length} "
+        raise ValueError(
+            f"{name} must be {count}whole numbers of at least {least}, got {show(value)}. "
+            "Give a list of such numbers."
+        )
     return tuple(array.tolist())
 
 
 def check_seeds(name: str, value: Any) -> tuple[int, ...]:
-    """Require different whole numbers, one at least."""
+    """Require one or more different whole numbers of at least 0."""
     seeds = check_counts(name, value, least=0, empty=False)
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"{name}={show(value)}: give each seed once")
+        raise ValueError(f"{name} must be different, got {show(value)}. Give each seed once.")
     return seeds
 
 
 def key_of(seed: int) -> Key[Array, ""]:
-    """Return the key that a seed stands for, whatever `jax_default_prng_impl` is."""
+    """Return the key of a seed, which does not depend on `jax_default_prng_impl`."""
     return jax.random.key(seed, impl=_GENERATOR)
 
 
 def check_key(name: str, value: Any) -> Key[Array, "*P"]:
-    """Require a JAX key, or one for each point; raw key data are wrapped, and seeds are taken for keys."""
+    """Require a JAX key, or one for each point.
+
+    Raw key data are wrapped, and seeds become keys.
+    """
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and 0 <= value < 2**32:
         return key_of(int(value))
     if (
@@ -245,8 +304,9 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
         # Other generators give vectorised clients draws that depend on the size of a chunk.
         if str(jax.random.key_impl(value)) != _GENERATOR:
             raise ValueError(
-                f"{name} must be a key of the generator {_GENERATOR}, got one of {jax.random.key_impl(value)}. Give "
-                f"the seed itself, or jax.random.key(seed, impl={_GENERATOR!r})."
+                f"{name} must be a key of the generator {_GENERATOR}, got one of "
+                f"{jax.random.key_impl(value)}. Give the seed itself, or "
+                f"jax.random.key(seed, impl={_GENERATOR!r})."
             )
         return value
     if (
@@ -257,27 +317,28 @@ def check_key(name: str, value: Any) -> Key[Array, "*P"]:
     ):
         return jax.random.wrap_key_data(value, impl=_GENERATOR)
     raise TypeError(
-        f"{name}={show(value)}: give a key, for instance jax.random.key(0), or a seed from 0 to 2**32 - 1"
+        f"{name} must be a key, or a seed from 0 to 2**32 - 1, got {show(value)}. "
+        "Give for instance jax.random.key(0)."
     )
 
 
 def check_path(name: str, value: Any) -> Any:
     """Require the path of a file or a folder."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise TypeError(f"{name}={show(value)}: give a path")
+        raise TypeError(f"{name} must be a path, got {show(value)}. Give a str or a pathlib.Path.")
     if "\0" in os.fsdecode(value):
         raise ValueError(f"{name} must be a path without NUL, got {show(value)}. Take the NUL out.")
     return value
 
 
 def not_empty(check: Check) -> Check:
-    """Return a check that also requires one entry at least."""
+    """Return a check that also requires at least one entry."""
 
     def check_all(name: str, value: Any) -> Any:
         entries = check(name, value)
         if not len(entries):
             raise ValueError(
-                f"{name} must have one entry at least, got {show(value)}. Give an example or more."
+                f"{name} must have at least one entry, got {show(value)}. Give one or more."
             )
         return entries
 
@@ -294,16 +355,19 @@ GAUSSIAN: dict[str, Check] = {
     "noise_multiplier": check_noise,
     "delta": probability,
 }
-"""Checks of the arguments that builders of a Gaussian mechanism share."""
+"""Checks of the arguments that the builders with a Gaussian mechanism share."""
 
 
 def checked(**checks: Check) -> Callable[[_F], _F]:
-    """Check all arguments of a function, or of a dataclass, at every call, and pass on what the checks return.
+    """Check all arguments of a function, or of a dataclass, at every call.
 
-    An annotation requires: a whole number of at least 1 (`int`), a finite number above 0 (`float`, `Number`), one of
-    the named choices (`Literal`), a function, an object of a class. None passes where the annotation allows it.
-    `checks` are for arguments with wider or narrower limits, and must name those with any other annotation, so that no
-    argument is forgotten.
+    The function gets the values that the checks return. An annotation requires a whole number of at
+    least 1 (`int`), a finite number above 0 (`float`, `Number`), one of the named choices
+    (`Literal`), a function, or an object of a class. None passes if the annotation allows it.
+
+    Args:
+        checks: Checks by argument, for wider or narrower limits. Arguments with any other
+            annotation must be named here, so that none is forgotten.
 
     >>> @checked(share=check_fraction)
     ... def cut(size: int, share: float, way: Literal["up", "down"] = "up") -> int:
@@ -312,7 +376,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
     3
     >>> cut(5, 0.5, way="left")
     Traceback (most recent call last):
-    ValueError: way='left': choose one of 'up', 'down'
+    ValueError: way must be one of 'up', 'down', got 'left'. Choose one of these.
     """
 
     def decorate(target: _F) -> _F:
@@ -320,9 +384,11 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             target.__init__ = decorate(target.__init__)  # pyrefly: ignore[bad-argument-type]
             return target
 
-        @functools.cache  # at the first call: importing the package should not take the time
+        # The checks are made at the first call, because they would slow down the import.
+        @functools.cache
         def prepared() -> tuple[inspect.Signature, str, dict[str, Any], dict[str, Check]]:
-            signature, hints = inspect.signature(target), get_type_hints(target)
+            signature = inspect.signature(target)
+            hints = get_type_hints(target)
             kinds = {
                 name: parameter.kind
                 for name, parameter in signature.parameters.items()
@@ -331,12 +397,11 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             options = next(
                 (name for name, kind in kinds.items() if kind is inspect.Parameter.VAR_KEYWORD), ""
             )
-            further_hint = hints.get(options)  # keyword arguments that a `TypedDict` names
-            fields = (
-                get_type_hints(get_args(further_hint)[0])
-                if get_origin(further_hint) is Unpack
-                else {}
-            )
+            # A `TypedDict` may name the further keyword arguments.
+            further_hint = hints.get(options)
+            fields: dict[str, Any] = {}
+            if get_origin(further_hint) is Unpack:
+                fields = get_type_hints(get_args(further_hint)[0])
             named = {name: hints[name] for name in kinds if name != options} | fields
             by_name = {
                 name: _by_annotation(name, hint, checks.get(name)) for name, hint in named.items()
@@ -352,9 +417,11 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
-                return target(*args, **kwargs)  # Python's own error names the function
+                # Python's own error names the function.
+                return target(*args, **kwargs)
             further = bound.arguments.get(options, {})
-            if fields and (unknown := [name for name in further if name not in fields]):
+            unknown = [name for name in further if name not in fields]
+            if fields and unknown:
                 raise TypeError(
                     f"{target.__qualname__}() got an unexpected keyword argument {unknown[0]!r}"
                 )
@@ -370,7 +437,7 @@ def checked(**checks: Check) -> Callable[[_F], _F]:
 
 
 def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
-    """The check of an argument; None passes where the annotation allows it."""
+    """Return the check of an argument. It lets None pass if the annotation does."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     kinds = tuple(member for member in members if member is not types.NoneType)
     if check is None:
@@ -381,6 +448,7 @@ def _by_annotation(name: str, hint: Any, check: Check | None) -> Check:
 
 
 def _of_kinds(name: str, kinds: tuple[Any, ...]) -> Check:
+    """Return the check of an argument whose annotation has these members, without None."""
     if Any in kinds:
         return lambda name, value: value
     if kinds == (int,):
@@ -397,21 +465,24 @@ def _of_kinds(name: str, kinds: tuple[Any, ...]) -> Check:
 
 
 def plain(value: Any) -> Any:
-    """A NumPy or JAX scalar as the Python value that it holds; all else unchanged.
+    """Return a NumPy or JAX scalar as the Python value that it holds, and other values unchanged.
 
     >>> plain(np.float32(0.5)), plain(jnp.int32(2)), plain(np.array(3)), plain([1])
     (0.5, 2, 3, [1])
     """
-    array = (
-        isinstance(value, np.generic | np.ndarray | jax.Array)
-        and not traced(value)
-        and value.ndim == 0
-    )
-    return value.item() if array and not jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    if not isinstance(value, np.generic | np.ndarray | jax.Array) or traced(value):
+        return value
+    if value.ndim or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    return value.item()
 
 
 def _real(value: Any) -> int | float | None:
-    """A value as a number, integers as int; None if it is not a number (bools are not) or too large for a float."""
+    """Return a value as a real number, and integers as `int`.
+
+    None stands for values that are no real numbers, for bools, and for numbers too large for a
+    float.
+    """
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None

@@ -162,8 +162,8 @@ TAKES = "model='mlp' with inputs uint8(8, 8, 1)"
         ({"train_inputs": np.zeros((4, 0), np.float32)}, "got shape (4, 0)"),
         ({"test_inputs": np.zeros((4, 3), np.float32)}, "test_inputs must have examples"),
         ({"classes": 1}, "train_labels must be from 0 to classes - 1 = 0, got 1"),
-        ({"classes": "2"}, "classes='2'"),
-        ({"name": None}, "name=None"),
+        ({"classes": "2"}, "classes must be a whole number of at least 1, got '2'"),
+        ({"name": None}, "name must be of type str, got None"),
     ],
 )
 def test_a_dataset_with_something_replaced_is_checked(change, named):
@@ -176,7 +176,7 @@ def test_a_dataset_with_something_replaced_is_checked(change, named):
     [
         ({"inputs": np.full((9, 8, 8, 1), np.nan)}, "clients.inputs must be finite, got NaN"),
         ({"inputs": CLIENTS.inputs[:, :0]}, "clients.inputs must be examples [n, ...]"),
-        ({"inputs": None}, "clients.inputs=None"),
+        ({"inputs": None}, "clients.inputs must be an array of numbers, got None"),
         ({"labels": CLIENTS.labels[:-1]}, "clients.labels must be a vector of 1797"),
         ({"labels": CLIENTS.labels - 1}, "clients.labels must be from 0 to 2147483647, got -1"),
         ({"labels": CLIENTS.labels + 1}, "clients.labels up to 10"),
@@ -308,8 +308,8 @@ def updates(change):
             BASE._replace(client_update=lambda key, server: server),
             "client_update must run with key<fry>(), Server(",
         ),
-        (BASE._replace(mechanism=None), "algorithm.mechanism=None: give a jaxfl.privacy.Mechanism"),
-        (BASE._replace(init=3), "algorithm.init=3: give a function"),
+        (BASE._replace(mechanism=None), "algorithm.mechanism must be of type Mechanism, got None"),
+        (BASE._replace(init=3), "algorithm.init must be a function, got 3"),
     ],
 )
 def test_an_own_algorithm_whose_functions_do_not_fit_is_refused(algorithm, named, never_runs):
@@ -589,12 +589,12 @@ def test_a_run_in_64_bits_is_the_same_run():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--rounds", "0"], "rounds=0: give a whole number of at least 1"),
-        (["--seed", "-1"], "seed=-1: give a whole number of at least 0"),
-        (["--clients", "-1"], "clients=-1: give a whole number of at least 1"),
-        (["--rate", "0"], "rate=0.0: give a number in (0, 1]"),
-        (["--delta", "nan"], "delta=nan: give a number in (0, 1)"),
-        (["--epsilon", "inf"], "epsilon=inf: give a finite number above 0"),
+        (["--rounds", "0"], "rounds must be a whole number of at least 1, got 0"),
+        (["--seed", "-1"], "seed must be a whole number of at least 0, got -1"),
+        (["--clients", "-1"], "clients must be a whole number of at least 1, got -1"),
+        (["--rate", "0"], "rate must be a number in (0, 1], got 0.0"),
+        (["--delta", "nan"], "delta must be a number in (0, 1), got nan"),
+        (["--epsilon", "inf"], "epsilon must be a finite number above 0, got inf"),
         (["--scale", "huge"], "invalid choice 'huge' for argument '--scale'"),
     ],
 )
@@ -615,7 +615,10 @@ def test_errors_of_a_command_are_one_line_where_they_are_checks(capsys):
     except ValueError as error:
         with pytest.raises(SystemExit, match="2"):
             in_one_line(ValueError, error, error.__traceback__)
-    assert capsys.readouterr().err == "error: classes=0: give a whole number of at least 1\n"
+    assert (
+        capsys.readouterr().err
+        == "error: classes must be a whole number of at least 1, got 0. Give for instance 1.\n"
+    )
     try:
         np.zeros(2).reshape(3)
     except ValueError as error:

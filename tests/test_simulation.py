@@ -194,9 +194,9 @@ def test_an_info_cannot_take_the_place_of_a_metric(name):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"rounds": 0}, "rounds=0"),
-        ({"eval_every": 0}, "eval_every=0"),
-        ({"chunk": 0}, "chunk=0"),
+        ({"rounds": 0}, "rounds must be .* got 0"),
+        ({"eval_every": 0}, "eval_every must be .* got 0"),
+        ({"chunk": 0}, "chunk must be .* got 0"),
     ],
 )
 def test_wrong_arguments_name_themselves(options, name):

@@ -147,7 +147,7 @@ def test_wrong_stores_are_refused(tmp_path, monkeypatch):
         quiet("local_only", rounds=1, folder=tmp_path, states="host")
     with monkeypatch.context() as patch:
         patch.setattr("jax.process_count", lambda: 2)
-        with pytest.raises(ValueError, match=r"states='host'.*one process"):
+        with pytest.raises(ValueError, match=r"states must be 'device' with 2 processes"):
             quiet("local_only", states="host")
     monkeypatch.setattr("shutil.disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 0))
     with pytest.raises(ValueError, match=r"with 0\.0\. .*TMPDIR"):

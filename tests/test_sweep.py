@@ -294,7 +294,7 @@ def test_points_whose_server_breaks_stop_no_others():
         ({}, "give columns"),
         ({"mu": []}, "give columns"),
         ({"mu": [0.1, 0.2], "sam_radius": [0.1]}, "'mu': 2, 'sam_radius': 1"),
-        ({"mu": [0.1, -0.2]}, "mu=-0.2"),
+        ({"mu": [0.1, -0.2]}, "mu must be .* got -0.2"),
         ({"ratio": [1.0, 2.0]}, r"\['ratio'\].*run `simulate`"),
     ],
 )

@@ -153,7 +153,7 @@ def test_newcomers_of_a_method_that_keeps_models_have_the_first_one():
             {"states": "of ten"},
             r"states\['.*'\] must be float32\(11, .*, which init makes, got float32\(10, ",
         ),
-        ({"rounds": 0}, "rounds=0"),
+        ({"rounds": 0}, "rounds must be .* got 0"),
         (
             {"clients": small_clients()._replace(labels=small_clients().labels + 1)},
             "clients.labels up to 10",

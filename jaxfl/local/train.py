@@ -71,7 +71,7 @@ class LocalSGD:
     32
     >>> LocalSGD(optax.sgd(0.1), batch_size=0)
     Traceback (most recent call last):
-    ValueError: batch_size=0: give a whole number of at least 1
+    ValueError: batch_size must be a whole number of at least 1, got 0. Give for instance 1.
     """
 
     optimizer: optax.GradientTransformation

@@ -283,7 +283,7 @@ def test_dp_lg_of_one_client_without_noise_trains_alone():
         ),
         (
             {"risks": np.array([1.0, 0.0]), "noise": ClientNoise((1.0,), 1.0, 0.0)},
-            "risks=.* above 0",
+            "risks must be .* above 0",
         ),
         (
             {"noise": ClientNoise((1.0,), 1.0, 0.0)},
@@ -379,7 +379,7 @@ def test_masks_may_square_the_mean_gradient_instead(build):
 
 @pytest.mark.parametrize("build", [fisher_percentile, fisher_threshold])
 def test_a_square_of_nothing_else(build):
-    with pytest.raises(ValueError, match="square='all'"):
+    with pytest.raises(ValueError, match=r"square must be .* got 'all'"):
         build(0.5, square="all")
 
 

@@ -75,5 +75,5 @@ def test_equals_the_papers_steps_in_numpy():
 
 
 def test_wrong_arguments_name_themselves():
-    with pytest.raises(ValueError, match=r"penalty_weight=-1\.0"):
+    with pytest.raises(ValueError, match=r"penalty_weight must be .* got -1\.0"):
         ditto(MODEL, penalty_weight=-1.0)

@@ -97,10 +97,10 @@ def test_private_steps_are_the_familys_alone():
     private: Any = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.4, steps=2)
     assert fedavg(MODEL, local=private).dp_sgd is private
     assert fedavg(MODEL).dp_sgd is None
-    with pytest.raises(TypeError, match=r"local=.*give a jaxfl.LocalSGD"):
+    with pytest.raises(TypeError, match=r"local must be .*Give a jaxfl.LocalSGD"):
         local_only(MODEL, local=private)
 
 
 def test_a_negative_proximal_weight_is_refused():
-    with pytest.raises(ValueError, match=r"mu=-1\.0"):
+    with pytest.raises(ValueError, match=r"mu must be .* got -1\.0"):
         fedprox(MODEL, mu=-1.0)

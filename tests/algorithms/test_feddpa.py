@@ -181,9 +181,12 @@ def test_paper_noise_is_shared_by_the_participants():
 @pytest.mark.parametrize(
     ("wrong", "name"),
     [
-        ({"threshold": -0.1}, "threshold=-0.1"),
+        ({"threshold": -0.1}, "threshold must be .* got -0.1"),
         ({"clip": math.inf}, "clip=inf"),
-        ({"sampling": Poisson(0.5), "noise_multiplier": -1.0}, "noise_multiplier=-1.0"),
+        (
+            {"sampling": Poisson(0.5), "noise_multiplier": -1.0},
+            "noise_multiplier must be .* got -1.0",
+        ),
     ],
 )
 def test_wrong_arguments_name_themselves(wrong, name):

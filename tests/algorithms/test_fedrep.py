@@ -162,7 +162,7 @@ def test_no_head_cannot_be_fitted(epochs, evaluation_epochs):
 @pytest.mark.parametrize("name", ["local", "head"])
 def test_private_steps_are_refused(name):
     private: Any = DPSGD(clip=0.5, noise_multiplier=1.0, rate=0.4, steps=2)
-    with pytest.raises(TypeError, match=rf"{name}=.*give a jaxfl.LocalSGD"):
+    with pytest.raises(TypeError, match=rf"{name} must be .*Give a jaxfl.LocalSGD"):
         fedrep(MODEL, **{name: private})
 
 

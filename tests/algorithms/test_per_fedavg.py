@@ -77,5 +77,5 @@ def test_personal_steps_change_the_evaluation_and_not_the_transcript():
 
 
 def test_wrong_arguments_name_themselves():
-    with pytest.raises(ValueError, match=r"inner_learning_rate=-1\.0"):
+    with pytest.raises(ValueError, match=r"inner_learning_rate must be .* got -1\.0"):
         per_fedavg(MODEL, inner_learning_rate=-1.0)

@@ -120,5 +120,5 @@ def test_epsilon_is_dp_fedavgs():
 
 
 def test_wrong_arguments_name_themselves():
-    with pytest.raises(ValueError, match=r"penalty_weight=0\.0"):
+    with pytest.raises(ValueError, match=r"penalty_weight must be .* got 0\.0"):
         pfedme(MODEL, penalty_weight=0.0)

@@ -173,11 +173,11 @@ def test_evaluation_tunes_a_copy_longer_than_a_round_does():
 @pytest.mark.parametrize(
     ("build", "wrong", "name"),
     [
-        (ppsgd, {"server_learning_rate": -1.0}, r"server_learning_rate=-1\.0"),
-        (ppsgd, {"personal_learning_rate": -1.0}, r"personal_learning_rate=-1\.0"),
-        (ppsgd, {"batch_size": 0}, "batch_size=0"),
-        (ppsgd_centaur, {"evaluation_epochs": -1}, "evaluation_epochs=-1"),
-        (ppsgd_centaur, {"head_decay": -1.0}, r"head_decay=-1\.0"),
+        (ppsgd, {"server_learning_rate": -1.0}, r"server_learning_rate must be .* got -1\.0"),
+        (ppsgd, {"personal_learning_rate": -1.0}, r"personal_learning_rate must be .* got -1\.0"),
+        (ppsgd, {"batch_size": 0}, "batch_size must be .* got 0"),
+        (ppsgd_centaur, {"evaluation_epochs": -1}, "evaluation_epochs must be .* got -1"),
+        (ppsgd_centaur, {"head_decay": -1.0}, r"head_decay must be .* got -1\.0"),
     ],
 )
 def test_wrong_arguments_name_themselves(build, wrong, name):

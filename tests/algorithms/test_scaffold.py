@@ -147,5 +147,5 @@ def test_both_halves_get_the_noise_and_epsilon_is_dp_fedavgs():
 
 
 def test_wrong_arguments_name_themselves():
-    with pytest.raises(ValueError, match=r"learning_rate=0\.0"):
+    with pytest.raises(ValueError, match=r"learning_rate must be .* got 0\.0"):
         scaffold(MODEL, learning_rate=0.0)

@@ -63,8 +63,8 @@ def test_owners_without_test_examples_hold_out_their_last_ones():
     [
         (lambda: by_owner(np.array([0.5])), "owner"),
         (lambda: by_owner(np.array([-1])), "owner must be .* got -1"),
-        (lambda: by_owner(np.zeros(0, int)), "owner must have one entry at least"),
-        (lambda: by_owner(np.zeros(1, int), least=0), "least=0"),
+        (lambda: by_owner(np.zeros(0, int)), "owner must have at least one entry"),
+        (lambda: by_owner(np.zeros(1, int), least=0), "least must be .* got 0"),
     ],
 )
 def test_wrong_arguments_are_named(call, message):

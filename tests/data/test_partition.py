@@ -290,19 +290,22 @@ def test_matching_balances_totals():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: iid(LABELS, 0, seed=0), "clients=0"),
-        (lambda: iid(LABELS, 2, seed=-1), "seed=-1"),
+        (lambda: iid(LABELS, 0, seed=0), "clients must be .* got 0"),
+        (lambda: iid(LABELS, 2, seed=-1), "seed must be .* got -1"),
         (lambda: by_sizes(LABELS, [1, -1], seed=0), "sizes"),
         (lambda: by_sizes(LABELS, [600, 1], seed=0), "601"),
         (lambda: by_sizes(LABELS, [], seed=0), "sizes"),
-        (lambda: dirichlet(LABELS, 4, 0.0, seed=0), "alpha=0"),
-        (lambda: dirichlet(LABELS, 4, float("nan"), seed=0), "alpha=nan"),
+        (lambda: dirichlet(LABELS, 4, 0.0, seed=0), "alpha must be .* got 0"),
+        (lambda: dirichlet(LABELS, 4, float("nan"), seed=0), "alpha must be .* got nan"),
         (lambda: dirichlet(LABELS, 4, 1.0, seed=0, minimum=151), "minimum must .* got 151"),
         (lambda: dirichlet(LABELS - 1, 4, 1.0, seed=0), "labels must be .* got -1"),
         (lambda: dirichlet(LABELS / 1, 4, 1.0, seed=0), r"labels must be .* got float64.*astype"),
-        (lambda: dirichlet(LABELS[:0], 4, 1.0, seed=0), "labels must have one entry at least"),
-        (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 11, seed=0), "s=11"),
-        (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"), "test='none'"),  # pyrefly: ignore[bad-argument-type]
+        (lambda: dirichlet(LABELS[:0], 4, 1.0, seed=0), "labels must have at least one entry"),
+        (lambda: classes_per_client(LABELS, TEST_LABELS, 5, 11, seed=0), "s must be .* got 11"),
+        (
+            lambda: classes_per_client(LABELS, TEST_LABELS, 5, 2, seed=0, test="none"),  # pyrefly: ignore[bad-argument-type]
+            "test must be .* got 'none'",
+        ),
         (
             lambda: classes_per_client(LABELS, TEST_LABELS, 301, 2, seed=0),
             "labels must have an example of class .* got 60",
@@ -311,13 +314,13 @@ def test_matching_balances_totals():
             lambda: classes_per_client(LABELS, TEST_LABELS, 151, 2, seed=0),
             'test_labels must .* got 30.*test="all"',
         ),
-        (lambda: dirichlet_by_client(LABELS, 4, 0.0, size=1, seed=0), "alpha=0"),
+        (lambda: dirichlet_by_client(LABELS, 4, 0.0, size=1, seed=0), "alpha must be .* got 0"),
         (
             lambda: dirichlet_by_client(LABELS, 4, 1.0, size=151, seed=0),
             "clients must .* got 4 with size=151",
         ),
-        (lambda: label_share(LABELS, 5, 0.0, seed=0), "share=0"),
-        (lambda: label_share(LABELS, 5, 1.5, seed=0), "share=1.5"),
+        (lambda: label_share(LABELS, 5, 0.0, seed=0), "share must be .* got 0"),
+        (lambda: label_share(LABELS, 5, 1.5, seed=0), "share must be .* got 1.5"),
         (lambda: label_share(LABELS, 61, 1.0, seed=0), "class 0 for each of its 61 shards, got 60"),
         (lambda: matching([np.array([600])], LABELS, TEST_LABELS, seed=0), "600"),
     ],

@@ -269,5 +269,5 @@ def test_noise_in_the_ledger_does_not_follow_the_decay():
 
 def test_a_decay_that_is_no_function_is_refused():
     local: Any = 0.9
-    with pytest.raises(TypeError, match=r"decay=0\.9: give a function"):
+    with pytest.raises(TypeError, match=r"decay must be a function, got 0\.9"):
         LocalSGD(optax.sgd(0.1), decay=local)

@@ -209,9 +209,9 @@ def test_vmapped_clients_equal_single_ones():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"probes": 0}, "probes=0"),
-        ({"examples": 0}, "examples=0"),
-        ({"batch_size": 0}, "batch_size=0"),
+        ({"probes": 0}, "probes must be .* got 0"),
+        ({"examples": 0}, "examples must be .* got 0"),
+        ({"batch_size": 0}, "batch_size must be .* got 0"),
     ],
 )
 def test_wrong_arguments(options, message):

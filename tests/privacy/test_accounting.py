@@ -612,15 +612,15 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
             lambda: calibrate(
                 1.0, clients=2, rounds=4, mechanism=mechanism(1.0, weights=np.ones((3, 2)))
             ),
-            r"mechanism\.weights=.*of 3 rounds: give one, or 4",
+            r"mechanism\.weights must cover 1 or 4 rounds, got .* of 3 rounds",
         ),
         (lambda: calibrate_upload(1.0, participations=0), r"participations must be .* got 0"),
         (lambda: epsilon(PLAN, mechanism(1.0), delta=0.0), r"delta must be .* got 0.0"),
         (lambda: planned_ledger(mechanism(1.0), 0, 2), r"clients must be .* got 0"),
-        (lambda: running_epsilon(mechanism((1.0, 2.0)), 4)(3), r"done=3: .* 2 rounds"),
+        (lambda: running_epsilon(mechanism((1.0, 2.0)), 4)(3), r"done must be at most 2, .* got 3"),
         (
             lambda: epsilon(PLAN._replace(server_noise=np.array([1.0, 0.5])), mechanism(1.0)),
-            r"server_noise=0.5 in round 1: .* below noise_multiplier=1.0",
+            r"server_noise must .* got 0.5 in round 1 with noise_multiplier=1.0",
         ),
     ],
 )

@@ -304,8 +304,8 @@ def test_a_refuted_statement_says_so(caplog):
 @pytest.mark.parametrize(
     ("mechanism", "message"),
     [
-        (Mechanism(), "not clipped"),
-        (Mechanism(clip=1.0, communicates=False), "not clipped"),
+        (Mechanism(), "clips updates"),
+        (Mechanism(clip=1.0, communicates=False), "clips updates"),
         (Median(clip=1.0), "adds nothing up"),
     ],
 )

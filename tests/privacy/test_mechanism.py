@@ -128,27 +128,27 @@ def test_tables_by_round():
         ({"clip": 1.0, "client_noise": math.inf}, "client_noise"),
         (
             {"clip": 1.0, "noise_multiplier": 1e9},
-            r"noise_multiplier=1000000000.0: give at most 1e\+08",
+            r"noise_multiplier must be at most 1e\+08, got 1000000000.0",
         ),
         ({"weights": np.array([-1.0])}, "weights"),
         # single precision squares these to 0 or infinity, and the ledger's check would tell after the last round
         (
             {"clip": 1.0, "noise_multiplier": 1e-30},
-            r"noise_multiplier: 1e-30 vanishes or overflows",
+            "noise_multiplier must be 0 or from .* float32 squares it, got 1e-30",
         ),
         (
             {"clip": 1.0, "noise_multiplier": (1.0, 1e20)},
-            r"noise_multiplier: 1e\+20 .*give 0, or numbers from",
+            r"noise_multiplier must be 0 or from .* got 1e\+20",
         ),
-        ({"clip": 1.0, "client_noise": np.array([[1.0, 1e-25]])}, "client_noise: 1e-25"),
-        ({"weights": np.array([0.0, 1e-25])}, "weights: 1e-25"),
-        ({"weights": np.array([1.0, 1e30])}, r"weights: 1e\+30"),
+        ({"clip": 1.0, "client_noise": np.array([[1.0, 1e-25]])}, "client_noise must .* got 1e-25"),
+        ({"weights": np.array([0.0, 1e-25])}, "weights must .* got 1e-25"),
+        ({"weights": np.array([1.0, 1e30])}, r"weights must .* got 1e\+30"),
         (
             {"clip": 1.0, "noise_multiplier": 1e-12, "weights": np.full(2, 1e-12)},
-            "noise_multiplier times weights: 1e-24",
+            "noise_multiplier times weights must .* got 1e-24",
         ),
-        ({"clip": 1e-20}, "clip=1e-20: give a number from 1e-10"),
-        ({"clip": 1e30}, r"clip=1e\+30: give a number"),
+        ({"clip": 1e-20}, "clip must be from 1e-10 .* got 1e-20"),
+        ({"clip": 1e30}, r"clip must be from .* got 1e\+30"),
     ],
 )
 def test_wrong_numbers_name_themselves(wrong, name):
@@ -161,9 +161,9 @@ def test_a_clip_at_the_limit_clips():
     update = jnp.full(10_000, 1e-10)
     clipped, _ = clip(update, 1e-10)
     assert np.linalg.norm(np.asarray(clipped, np.float64)) == pytest.approx(1e-10, rel=1e-5)
-    with pytest.raises(ValueError, match="clip=1e-11: give a number from 1e-10"):
+    with pytest.raises(ValueError, match=r"clip must be from 1e-10 .* got 1e-11"):
         DPSGD(clip=1e-11, noise_multiplier=1.0, rate=0.1, steps=1)
-    with pytest.raises(ValueError, match="noise_multiplier: 1e-30 vanishes"):
+    with pytest.raises(ValueError, match=r"noise_multiplier must .* got 1e-30"):
         DPSGD(clip=1.0, noise_multiplier=1e-30, rate=0.1, steps=1)
 
 
@@ -172,7 +172,7 @@ def test_tiny_weights_beside_others_are_fine():
 
 
 def test_a_filter_whose_square_vanishes_is_refused():
-    with pytest.raises(ValueError, match="least_total: 1e-25"):
+    with pytest.raises(ValueError, match=r"least_total must .* got 1e-25"):
         PrivacyFilter(clip=1.0, client_noise=1.0, least_total=1e-25)
 
 

@@ -392,23 +392,29 @@ def test_median_of_those_who_take_part(devices):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: AdaptiveClip(noise_multiplier=0.0), "give a finite first bound"),
+        (lambda: AdaptiveClip(noise_multiplier=0.0), "Give a finite first bound"),
         (
             lambda: AdaptiveClip(clip=1.0, noise_multiplier=(1.0, 2.0)),
             "one multiplier for all rounds",
         ),
         (lambda: AdaptiveClip(clip=1.0, quantile=1.5), "quantile must be .* got 1.5"),
         (lambda: BandedNoise(clip=1.0, noise_multiplier=1.0, bands=0), "bands must be .* got 0"),
-        (lambda: BandedNoise(clip=1.0, client_noise=1.0), "correlated noise is the server's"),
-        (lambda: BandedNoise(clip=1.0, bands=3, coefficients=(0.5,)), "give 2 numbers for 3 bands"),
-        (lambda: BLTNoise(clip=1.0, scales=(0.5, 0.5)), "as many of either"),
-        (lambda: BLTNoise(clip=1.0, decays=(1.0,)), "numbers below 1"),
+        (
+            lambda: BandedNoise(clip=1.0, client_noise=1.0),
+            "correlated noise, which the server adds",
+        ),
+        (
+            lambda: BandedNoise(clip=1.0, bands=3, coefficients=(0.5,)),
+            "must be 2 numbers for 3 bands",
+        ),
+        (lambda: BLTNoise(clip=1.0, scales=(0.5, 0.5)), "one scale and one decay per buffer"),
+        (lambda: BLTNoise(clip=1.0, decays=(1.0,)), "decays must be below 1"),
         (lambda: TrimmedMean(clip=1.0, share=0.5), "less than a half"),
         (
             lambda: Extrapolated(clip=1.0, cohort=10, population=5),
             "a cohort of at most the population",
         ),
-        (lambda: CyclicPoisson(0.5, 4), "a rate of at most 0.25"),
+        (lambda: CyclicPoisson(0.5, 4), "rate must be at most 0.25"),
         (lambda: Median(clip=1.0, noise_multiplier=1.0), "takes neither noise nor weights"),
         (lambda: Median(weights=np.ones(3)), "takes neither noise nor weights"),
     ],

@@ -260,7 +260,7 @@ def test_a_filter_states_what_it_promises_and_not_what_was_spent():
     text = " ".join(format_statement(privacy_statement(ledger, m, 3)).split())
     assert "Rényi filter" in text
     assert (
-        "adds up to a multiplier of at least 1; released numbers have noise 3 of their range"
+        "adds up to a multiplier of at least 1, and released numbers have noise 3 times their range"
         in text
     )
     assert "no finite epsilon" not in text
@@ -281,7 +281,8 @@ def test_a_ledger_that_the_filter_should_have_stopped_is_refused():
     m = filtered()
     ledger = planned_ledger(m, 3, 6)._replace(participants=np.ones((6, 3), bool))
     with pytest.raises(
-        ValueError, match=r"least_total=1.0, but all that client 0 sent adds up to 0\.67"
+        ValueError,
+        match=r"least_total must .* got 1.0, but all that client 0 sent adds up to 0\.67",
     ):
         epsilon(ledger, m)
 
@@ -324,7 +325,7 @@ def test_public_budgets_with_a_filter_need_no_release():
         (lambda: Release(client_shares, 1.0, math.inf, noise=1.0), "high must be .* got inf"),
         (
             lambda: Release(client_shares, 2.0, 1.0, noise=1.0),
-            "high=1.0: give a number above low=2.0",
+            "high must be above low=2.0, got 1.0",
         ),
         (
             lambda: filtered(release=Release(client_shares)),

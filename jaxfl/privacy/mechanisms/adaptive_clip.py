@@ -1,4 +1,4 @@
-"""A clip bound that follows a quantile of the updates' norms, learnt from one noisy bit per client."""
+"""A clip bound that follows a quantile of the updates' norms, by one noisy bit per client."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxfl.types import Ledger, Message, Number, Tree
 
 
 class Bound(NamedTuple):
-    """The next round's clip bound, and the bit's scale over it."""
+    """Clip bound of the next round, and the scale of the bit over it."""
 
     clip: Float[Array, ""]
     scale: Float[Array, ""]
@@ -29,24 +29,28 @@ class AdaptiveClip(Mechanism):
     r"""Clip to :math:`C_t`, which moves towards the quantile :math:`\gamma` of the updates' norms.
 
     .. math::
-        b_i = [\|\Delta_i\| \le C_t], \qquad
-        \bar b = \frac{1}{qN} \Big( \sum_i (b_i - \tfrac12) + N(0, \sigma_b^2) \Big) + \tfrac12, \qquad
-        C_{t+1} = C_t e^{-\eta (\bar b - \gamma)}
+        b_i &= [\|\Delta_i\| \le C_t], \\
+        \bar b &= \frac{1}{qN} \Big( \sum_i (b_i - \tfrac12) + N(0, \sigma_b^2) \Big) + \tfrac12, \\
+        C_{t+1} &= C_t e^{-\eta (\bar b - \gamma)}
 
-    A client contributes its clipped update and :math:`\kappa (b_i - 1/2)` as one vector, whose joint bound is
-    :math:`C_t \sqrt{1 + \kappa^2 / 4 C_t^2}`. One Gaussian of multiplier z on it adds noise of :math:`z_\Delta C_t` on
-    the update and :math:`\sigma_b` on the bits, with :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and
+    A client contributes its clipped update and :math:`\kappa (b_i - 1/2)` as one vector, whose
+    joint bound is :math:`C_t \sqrt{1 + \kappa^2 / 4 C_t^2}`. One Gaussian of multiplier z on it
+    adds noise of :math:`z_\Delta C_t` on the update and :math:`\sigma_b` on the bits, with
+    :math:`z_\Delta = (z^{-2} - (2 \sigma_b)^{-2})^{-1/2}` and
     :math:`\kappa = z_\Delta C_t / \sigma_b`.
 
     Args:
-        clip: :math:`C_1`.
-        noise_multiplier: z of update and bits together, one number: what the ledger charges.
-        quantile: :math:`\gamma`.
-        rate: :math:`\eta`.
-        bit_noise: :math:`\sigma_b`, std on the sum of bits, above z / 2; None: a 20th of the expected cohort.
+        clip: :math:`C_1`, the bound of the first round.
+        noise_multiplier: z of update and bits together, one number, which the ledger charges.
+        quantile: :math:`\gamma`, the target share of updates within the bound.
+        rate: :math:`\eta`, the step size of the bound.
+        bit_noise: :math:`\sigma_b`, std on the sum of bits, above z / 2. None stands for a 20th of
+            the expected cohort.
 
-    Guarantee: as `Mechanism`, by the Gaussian mechanism on update and bit together; bounds are post-processing.
-    Source: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021 (arXiv:1905.03871).
+    Guarantee: The guarantee of `Mechanism`, by the Gaussian mechanism on update and bit together.
+        Bounds are post-processing.
+    Source: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021
+        (arXiv:1905.03871).
     """
 
     quantile: Number = 0.5
@@ -55,21 +59,23 @@ class AdaptiveClip(Mechanism):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.noise_multiplier_table.size > 1 or (
-            not traced(self.clip) and self.clip == float("inf")
-        ):
+        open_ended = not traced(self.clip) and self.clip == float("inf")
+        if self.noise_multiplier_table.size > 1 or open_ended:
             raise ValueError(
-                f"clip={self.clip!r}, noise_multiplier={show(self.noise_multiplier)}: give a finite first bound, and "
-                "one multiplier for all rounds"
+                f"clip must be finite and noise_multiplier one number, got clip={self.clip!r}, "
+                f"noise_multiplier={show(self.noise_multiplier)}. "
+                "Give a finite first bound, and one multiplier for all rounds."
             )
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Bound:
-        """The first bound."""
+        """Return the bound of the first round."""
         del key, update
-        bits, z = self._bit_noise(clients), self.noise_multiplier_table[0]
+        bits = self._bit_noise(clients)
+        z = self.noise_multiplier_table[0]
         if not traced(z) and z >= 2 * bits:
             raise ValueError(
-                f"noise_multiplier={z:g} with bit_noise={bits:g}: the bits alone cost more; give more than {z / 2:g}"
+                f"bit_noise must be above {z / 2:g}, because the bits alone cost more than the "
+                f"noise allows, got {bits:g} with noise_multiplier={z:g}. Give more bit_noise."
             )
         if not self.server_noisy:
             return Bound(jnp.float32(self.clip), jnp.float32(1.0))
@@ -81,15 +87,15 @@ class AdaptiveClip(Mechanism):
     def draw(
         self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """Also note the bound."""
+        """Draw the cohort, and note the bound."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
     def contribution_bound(self, memory: Bound) -> Float[Array, ""]:
-        """Joint, of update and bit."""
+        """Return the joint bound of update and bit."""
         return memory.clip * jnp.sqrt(1 + memory.scale**2 / 4)
 
     def bound(self, memory: Bound, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
-        """The update within this round's bound."""
+        """Return the update within this round's bound."""
         bounded, norm = clip(update, memory.clip)
         return bounded, norm, memory.clip
 
@@ -101,58 +107,56 @@ class AdaptiveClip(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
-        """Add the bit."""
+        """Return the contribution with the bit."""
         bit = memory.scale * memory.clip * ((norm <= memory.clip) - jnp.float32(0.5))
-        return super().contribute(
-            key, memory, client, sent._replace(update={"update": sent.update, "bit": bit}), norm
-        )
+        sent = sent._replace(update={"update": sent.update, "bit": bit})
+        return super().contribute(key, memory, client, sent, norm)
 
     def insert(self, memory: Bound, update: Tree, count: Float[Array, ""]) -> Tree:
-        """Inserted norms meet the bound."""
+        """Return the canaries' contribution. Their norms meet the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
 
     def in_units(
         self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
     ) -> Tree:
-        """The norm is that of update and bit together."""
+        """Return a contribution times `scale`, by the norm of update and bit together."""
         bit = 0.5 * memory.scale * memory.clip
-        return super().in_units(
-            memory, contribution, jnp.hypot(jnp.minimum(norm, memory.clip), bit), scale
-        )
+        joint = jnp.hypot(jnp.minimum(norm, memory.clip), bit)
+        return super().in_units(memory, contribution, joint, scale)
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Bound, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Bound]:
-        """The noisy mean update, and the next bound."""
+        """Return the noisy mean update, the std of the noise, and the next bound."""
         noisy, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         below = noisy["bit"] / (memory.scale * memory.clip) + 0.5
         moved = memory.clip * jnp.exp(-self.rate * (below - self.quantile))
         return noisy["update"], std, memory._replace(clip=moved)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Return how the bound moves, and how the noise is split between updates and bits."""
+        """Return how the bound moves, and how noise is split between updates and bits."""
         found = ledger.notes.get("clip", np.zeros(0))
         seen = f", here from {np.min(found):.4g} to {np.max(found):.4g}" if len(found) else ""
         lines = [
-            f"adaptive clip: {float(self.clip):.4g} in the first round, then towards quantile {float(self.quantile):g} "
-            f"of the updates' norms, by one noisy bit of each participant{seen}"
+            f"adaptive clip: {float(self.clip):.4g} in the first round, then towards quantile "
+            f"{float(self.quantile):g} of the updates' norms, by one noisy bit of each "
+            f"participant{seen}"
         ]
         if self.server_noisy:
-            bits, z = (
-                self._bit_noise(ledger.participants.shape[1]),
-                float(self.noise_multiplier_table[0]),
-            )
+            bits = self._bit_noise(ledger.participants.shape[1])
+            z = float(self.noise_multiplier_table[0])
             lines.append(
-                f"noise multiplier {z:.4g} covers update and bit together: updates get {_on_update(z, bits):.4g} times "
-                f"the round's clip, and the sum of bits gets a std of {bits:.4g}"
+                f"noise multiplier {z:.4g} covers update and bit together: updates get "
+                f"{_on_update(z, bits):.4g} times the round's clip, and the sum of bits gets a "
+                f"std of {bits:.4g}"
             )
         return lines
 
     def _bit_noise(self, clients: int) -> float:
-        """Std on the sum of bits."""
+        """Return the std on the sum of bits."""
         return self.bit_noise or self.sampling.expected(clients) / 20
 
 
 def _on_update(z: Any, bits: float) -> Any:
-    """The multiplier that is left for updates."""
+    """Return the multiplier that is left for updates."""
     return (z**-2 - (2 * bits) ** -2) ** -0.5

@@ -1,20 +1,23 @@
-r"""Noise that is correlated over rounds, so that more of it cancels in the model (DP-FTRL, matrix factorisation).
+r"""Noise that is correlated over rounds, so that more of it cancels in the model.
 
-The noise of all rounds is :math:`n = S^{-1} \xi` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`, for a strategy S: a
-lower-triangular Toeplitz matrix of coefficients :math:`1 = c_0, c_1, \dots \ge 0`. The server's model after t rounds
-has the prefix sums of n, whose root mean square is that of :math:`A S^{-1}`, A lower-triangular ones.
+This is DP-FTRL, or matrix factorisation. The noise of all rounds is :math:`n = S^{-1} \xi` with
+fresh :math:`\xi_t \sim N(0, z^2 C^2)`. The strategy S is a lower-triangular Toeplitz matrix of
+coefficients :math:`1 = c_0, c_1, \dots \ge 0`. The server's model after t rounds has the prefix
+sums of n. Their root mean square is that of :math:`A S^{-1}`, where A has lower-triangular ones.
 
-A client that takes part in the rounds P moves :math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2` clip bounds: among
-updates within the bound, equal ones are the worst, since :math:`S^\top S` has no negative entry. The run is one
-Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, even if P is known, for every data-independent
-sampler. Under `CyclicPoisson` with at least as many groups as S has bands it is amplified: the turns of a client are
-Poisson-sampled Gaussians of multiplier :math:`z / \|c\|_2`.
+A client that takes part in the rounds P moves :math:`S x` by at most :math:`\|S \mathbf{1}_P\|_2`
+clip bounds. Equal updates are the worst within the bound, because :math:`S^\top S` has no negative
+entry. The run is one Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`, exactly, even if P is
+known, for every data-independent sampler. Under `CyclicPoisson` with at least as many groups as S
+has bands it is amplified. The turns of a client are then Poisson-sampled Gaussians of multiplier
+:math:`z / \|c\|_2`.
 
-A plan knows of a client's rounds only that they are at most k, each at least b after the last. Where c has at most b
-coefficients, the columns of S in P do not overlap, and the norm is at most :math:`\sqrt{k} \|c\|_2`. Where c does not
-increase, the norm is largest for P = {0, b, ..., (k - 1) b} (Kalinin and Lampert, Banded Square Root Matrix
-Factorization for Differentially Private Model Training, NeurIPS 2024, theorem 2). Any other c is at most its envelope
-:math:`\max_{i \ge j} c_i`, which does not increase, and since S has no negative entry, neither is its norm larger.
+A plan knows of a client's rounds only that they are at most k, each at least b after the last. If c
+has at most b coefficients, the columns of S in P do not overlap, and the norm is at most
+:math:`\sqrt{k} \|c\|_2`. If c does not increase, the norm is largest for P = {0, b, ..., (k - 1) b}
+(Kalinin and Lampert, Banded Square Root Matrix Factorization for Differentially Private Model
+Training, NeurIPS 2024, theorem 2). Any other c is at most its envelope :math:`\max_{i \ge j} c_i`,
+which does not increase. The norm of the envelope is no smaller, because S has no negative entry.
 """
 
 import dataclasses
@@ -40,44 +43,56 @@ from jaxfl.privacy.sums import add, narrow, widen
 from jaxfl.types import Ledger, Tree
 
 MOST_ROUNDS = 10**7
-"""Of correlated noise: its strategy has a number for each."""
+"""Most rounds of correlated noise, whose strategy has a number for each."""
 
 _SEEN = 2048
 """Rounds whose noise shows how it grows in all rounds."""
+
 _FAINT = 1e-24
-"""Of the noise's energy: less is rounding of double precision."""
+"""Least share of the noise's energy that counts. Less is rounding of double precision."""
 
 
 class CorrelatedNoise(Mechanism):
-    """Accounting of correlated noise, by its strategy."""
+    """Accounting of correlated noise by its strategy."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noise_multiplier_table.size > 1 or self.clients_noisy or self.noise == "grid":
             raise ValueError(
-                f"noise_multiplier={show(self.noise_multiplier)}, client_noise={show(self.client_noise)}, "
-                f"noise={self.noise!r}: correlated noise is the server's, of one multiplier, in 'float'"
+                "noise_multiplier must be one number, client_noise 0 and noise 'float' with "
+                "correlated noise, which the server adds, got "
+                f"noise_multiplier={show(self.noise_multiplier)}, "
+                f"client_noise={show(self.client_noise)}, noise={self.noise!r}. "
+                "Change them, or give a Mechanism of independent noise."
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
-        """The first coefficients of S."""
+        """Return the first coefficients of S."""
         raise NotImplementedError
 
     def error(self, rounds: int) -> float:
-        """Return the root mean square of the noise in the prefix sums of so many rounds, over z C."""
+        """Return the root mean square of the noise in the prefix sums, over z C.
+
+        Args:
+            rounds: Number of rounds.
+        """
         return prefix_error(self.strategy(rounds))
 
     @property
     def bands_at_most(self) -> int | float:
-        """Number of nonzero coefficients."""
+        """Number of nonzero coefficients, or infinity if there is no limit."""
         return math.inf
 
     def check_fits(self, clients: int, rounds: int) -> None:
-        """Also require a strategy that fits in memory, and noise that single precision can correlate."""
+        """Require tables that fit, and noise that float32 can hold.
+
+        The strategy must also fit in memory.
+        """
         if rounds > MOST_ROUNDS:
             raise ValueError(
-                f"rounds must be at most {MOST_ROUNDS} with correlated noise, whose strategy has a number for each, "
-                f"got {rounds}. Give fewer rounds, or a Mechanism of independent noise."
+                f"rounds must be at most {MOST_ROUNDS} with correlated noise, whose strategy has "
+                f"a number for each, got {rounds}. "
+                "Give fewer rounds, or a Mechanism of independent noise."
             )
         super().check_fits(clients, rounds)
         error = rounding_error(self.strategy(min(rounds, _SEEN)), rounds)
@@ -86,28 +101,36 @@ class CorrelatedNoise(Mechanism):
             own = [field.name for field in dataclasses.fields(self) if field.name not in inherited]
             given = ", ".join(f"{name}={show(getattr(self, name))}" for name in own)
             raise ValueError(
-                f"{' and '.join(own)} must leave noise that float32 holds over {rounds} rounds, got {given}: the "
-                f"strategy's inverse grows, and rounding moves the noise by {error:.2g} of its std. Give smaller "
-                "numbers, those of `square_root` or `blt`, or fewer rounds."
+                f"{' and '.join(own)} must leave noise that float32 holds over {rounds} rounds, "
+                f"got {given}: the strategy's inverse grows, and rounding moves the noise by "
+                f"{error:.2g} of its std. "
+                "Give smaller numbers, those of `square_root` or `blt`, or fewer rounds."
             )
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
-        """A round's noise from fresh noise and the memory, and the next memory; both over the noise's std."""
+        """Return a round's noise and the next memory, both over the noise's std.
+
+        Args:
+            memory: Memory of the mechanism.
+            fresh: Independent noise of the round, over its std.
+        """
         raise NotImplementedError
 
     def add_server_noise(
         self, key: Key[Array, "*S"], memory: Tree, update: Tree, std: Float[Array, ""], mesh: Mesh
     ) -> tuple[Tree, Tree]:
-        """Add the round's noise, remembered over its std."""
+        """Return the update with the round's noise, which is remembered over its std."""
         del mesh
-        fresh = add_gaussian(key, jax.tree.map(jnp.zeros_like, narrow(update)), jnp.ones(()))
+        zero = jax.tree.map(jnp.zeros_like, narrow(update))
+        fresh = add_gaussian(key, zero, jnp.ones(()))
         noise, memory = self.correlate(memory, fresh)
-        return add(update, widen(jax.tree.map(lambda leaf: leaf * std, noise))), memory
+        scaled = jax.tree.map(lambda leaf: leaf * std, noise)
+        return add(update, widen(scaled)), memory
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """One Gaussian for the run, or the amplified turns of a client."""
+        """Return one Gaussian for the run, or the amplified turns of a client."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
         rounds = len(ledger.participants)
         if view.whole or observer == "upload" or self.bands_at_most == 1:
@@ -123,17 +146,20 @@ class CorrelatedNoise(Mechanism):
         return run._replace(multiplier=multiplier, replaced=replaced, grows=True, turn=0)
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """Noise in the model."""
+        """Return a sentence about the noise in the model."""
         rounds = max(1, len(ledger.participants))
         error = prefix_error(self.strategy(rounds))
         plain = prefix_error(np.ones(1), rounds)
         return [
-            f"correlated noise: its root mean square in the model is {error / plain:.3g} of independent noise's"
+            "correlated noise: its root mean square in the model is "
+            f"{error / plain:.3g} times that of independent noise"
         ]
 
 
 def _check_coefficients(name: str, value: Any) -> tuple[float, ...] | None:
-    return None if value is None else _check_tuple(name, value)
+    if value is None:
+        return None
+    return _check_tuple(name, value)
 
 
 def _check_tuple(name: str, value: Any) -> tuple[float, ...]:
@@ -144,28 +170,34 @@ def _check_tuple(name: str, value: Any) -> tuple[float, ...]:
 def _check_decays(name: str, value: Any) -> tuple[float, ...]:
     decays = _check_tuple(name, value)
     if max(decays) >= 1:
-        raise ValueError(f"{name}={show(value)}: give numbers below 1")
+        raise ValueError(f"{name} must be below 1, got {show(value)}. Give smaller numbers.")
     return decays
 
 
 @checked(**FIELDS, bands=check_count, coefficients=_check_coefficients)
 @dataclasses.dataclass(frozen=True, eq=False)
 class BandedNoise(CorrelatedNoise):
-    r"""Noise :math:`n_t = \xi_t - \sum_{k=1}^{b-1} c_k n_{t-k}` with fresh :math:`\xi_t \sim N(0, z^2 C^2)`.
+    r"""Noise of a round less a weighted sum of the noises of the last b - 1 rounds.
 
-    The strategy has b coefficients: by default :math:`c_k = \binom{2k}{k} / 4^k`, the first ones of the square root of
-    the matrix of ones. The memory is the last b - 1 noises: b - 1 times the size of an update.
+    .. math:: n_t = \xi_t - \sum_{k=1}^{b-1} c_k n_{t-k}, \qquad \xi_t \sim N(0, z^2 C^2)
+
+    The strategy has b coefficients. By default they are :math:`c_k = \binom{2k}{k} / 4^k`, the
+    first ones of the square root of the matrix of ones. The memory is the last b - 1 noises, so it
+    is b - 1 times the size of an update.
 
     Args:
-        noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
-        bands: b; 1 is independent noise.
-        coefficients: c_1, ..., c_{b-1}, at least 0, such as an optimiser's; None: the square root's.
+        noise_multiplier: z of the fresh noise, one number for all rounds. The server adds the
+            noise.
+        bands: b, the number of coefficients. 1 is independent noise.
+        coefficients: c_1, ..., c_{b-1}, at least 0, such as those of an optimiser. None stands for
+            those of the square root.
 
-    Guarantee: see `jaxfl.privacy.mechanisms.correlated`: for a client with rounds P one Gaussian of multiplier :math:`z
-        / \|S \mathbf{1}_P\|_2`, which is :math:`z / (\sqrt{k} \|c\|_2)` where its k rounds are b apart
-        (`MinSeparation`); under `CyclicPoisson` with b groups or more, amplified.
-    Source: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023; Fichtenberger et al., Constant
-        Matters, ICML 2023 (coefficients).
+    Guarantee: See `jaxfl.privacy.mechanisms.correlated`. For a client with rounds P the run is one
+        Gaussian of multiplier :math:`z / \|S \mathbf{1}_P\|_2`. That is
+        :math:`z / (\sqrt{k} \|c\|_2)` if its k rounds are b apart (`MinSeparation`). Under
+        `CyclicPoisson` with b groups or more it is amplified.
+    Source: Choquette-Choo et al., (Amplified) Banded Matrix Factorization, NeurIPS 2023;
+        Fichtenberger et al., Constant Matters, ICML 2023 (coefficients).
     """
 
     bands: int = 8
@@ -176,28 +208,30 @@ class BandedNoise(CorrelatedNoise):
         given = self.coefficients
         if given is not None and len(given) != self.bands - 1:
             raise ValueError(
-                f"coefficients={given!r}: give {self.bands - 1} numbers for {self.bands} bands"
+                f"coefficients must be {self.bands - 1} numbers for {self.bands} bands, "
+                f"got {given!r}. Give {self.bands - 1} numbers, or other bands."
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
-        """The b coefficients, then zeros."""
-        first = (
-            square_root(self.bands) if self.coefficients is None else np.r_[1.0, self.coefficients]
-        )
+        """Return the b coefficients, then zeros."""
+        if self.coefficients is None:
+            first = square_root(self.bands)
+        else:
+            first = np.r_[1.0, self.coefficients]
         return np.pad(first, (0, max(0, rounds - self.bands)))[:rounds]
 
     @property
     def bands_at_most(self) -> int | float:
-        """B."""
+        """Number of bands, b."""
         return self.bands
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
-        """No noise before the first round."""
+        """Return noises of zero, which precede the first round."""
         del key, clients
         return jax.tree.map(lambda leaf: jnp.zeros((self.bands - 1, *leaf.shape)), update())
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
-        """The last noises, newest first."""
+        """Return the noise, and the last noises with the newest first."""
         before = jnp.asarray(self.strategy(self.bands)[1:], jnp.float32)
         noise = jax.tree.map(
             lambda leaf, past: leaf - jnp.tensordot(before, past, 1), fresh, memory
@@ -211,20 +245,25 @@ class BandedNoise(CorrelatedNoise):
 @checked(**FIELDS, scales=_check_tuple, decays=_check_decays)
 @dataclasses.dataclass(frozen=True, eq=False)
 class BLTNoise(CorrelatedNoise):
-    r"""Buffered linear Toeplitz noise: :math:`c_k = \sum_i \omega_i \theta_i^{k-1}` for :math:`k \ge 1`.
+    r"""Buffered linear Toeplitz noise, whose coefficients decay like sums of exponentials.
 
-    .. math:: n_t = \xi_t - \sum_i \omega_i s_{i,t}, \qquad s_{i,t+1} = \theta_i s_{i,t} + n_t
+    .. math::
+        c_k = \sum_i \omega_i \theta_i^{k-1} \text{ for } k \ge 1, \qquad
+        n_t = \xi_t - \sum_i \omega_i s_{i,t}, \qquad s_{i,t+1} = \theta_i s_{i,t} + n_t
 
-    The memory is one buffer s for each i, whatever the number of rounds; `blt` optimises scales and decays.
+    The memory is one buffer s for each i, whatever the number of rounds. `blt` optimises scales and
+    decays.
 
     Args:
-        noise_multiplier: z of the fresh noise, one number for all rounds, by the server.
-        scales: omega, at least 0.
-        decays: theta, in [0, 1).
+        noise_multiplier: z of the fresh noise, one number for all rounds. The server adds the
+            noise.
+        scales: :math:`\omega`, at least 0, one per buffer.
+        decays: :math:`\theta`, in [0, 1), one per buffer.
 
-    Guarantee: as `BandedNoise`, without amplification: S has unbounded bands.
-    Source: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming Differential Privacy, FOCS 2024;
-        McMahan et al., A Hassle-free Algorithm for Private Learning in Practice, 2024 (arXiv:2408.08868).
+    Guarantee: The guarantee of `BandedNoise`, without amplification, because S has unbounded bands.
+    Source: Dvijotham et al., Efficient and Near-Optimal Noise Generation for Streaming Differential
+        Privacy, FOCS 2024; McMahan et al., A Hassle-free Algorithm for Private Learning in
+        Practice, 2024 (arXiv:2408.08868).
     """
 
     scales: tuple[float, ...] = (0.5,)
@@ -234,26 +273,29 @@ class BLTNoise(CorrelatedNoise):
         super().__post_init__()
         if len(self.scales) != len(self.decays):
             raise ValueError(
-                f"scales={self.scales!r}, decays={self.decays!r}: give as many of either, one per buffer"
+                "scales must have as many numbers as decays, got "
+                f"scales={self.scales!r}, decays={self.decays!r}. "
+                "Give one scale and one decay per buffer."
             )
 
     def strategy(self, rounds: int) -> Float[np.ndarray, "T"]:
-        """The coefficients of that many rounds."""
+        """Return the coefficients of that many rounds."""
         return _blt(np.asarray(self.scales), np.asarray(self.decays), rounds)
 
     def error(self, rounds: int) -> float:
-        """Return it by the buffers, which is quick for any number of rounds."""
+        """Return the error by the buffers, which is quick for any number of rounds."""
         above, below = _ratio(np.asarray(self.scales), np.asarray(self.decays))
         return prefix_error(above, rounds, below)
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
-        """Empty buffers."""
+        """Return empty buffers for the first round."""
         del key, clients
         return jax.tree.map(lambda leaf: jnp.zeros((len(self.scales), *leaf.shape)), update())
 
     def correlate(self, memory: Tree, fresh: Tree) -> tuple[Tree, Tree]:
-        """By buffers."""
-        scales, decays = (jnp.asarray(values, jnp.float32) for values in (self.scales, self.decays))
+        """Return the noise, and the buffers of the next round."""
+        scales = jnp.asarray(self.scales, jnp.float32)
+        decays = jnp.asarray(self.decays, jnp.float32)
         noise = jax.tree.map(
             lambda leaf, buffers: leaf - jnp.tensordot(scales, buffers, 1), fresh, memory
         )
@@ -265,7 +307,7 @@ class BLTNoise(CorrelatedNoise):
 
 
 class BLT(NamedTuple):
-    """Fields of `BLTNoise`."""
+    """Scales and decays of `BLTNoise`."""
 
     scales: tuple[float, ...]
     decays: tuple[float, ...]
@@ -273,16 +315,24 @@ class BLT(NamedTuple):
 
 @checked(buffers=check_count, rounds=check_count, separation=check_count)
 def blt(buffers: int, rounds: int, separation: int = 1, participations: int | None = None) -> BLT:
-    """Scales and decays that leave little noise in the model, for clients that take part every `separation` rounds.
+    """Return scales and decays that leave little noise in the model.
 
-    With `participations`, a client takes part so often at most.
+    They are a local optimum of the root mean square of the prefix sums' noise at one epsilon, by
+    Nelder and Mead's method.
 
-    A local optimum of the root mean square of the prefix sums' noise at one epsilon, by Nelder and Mead's method.
+    Args:
+        buffers: Number of buffers.
+        rounds: Number of rounds.
+        separation: Number of rounds from one participation of a client to its next.
+        participations: Most rounds in which a client takes part. None allows as many as
+            `separation` does.
 
     >>> numbers = blt(2, 100, separation=100)
-    >>> strategy = BLTNoise(clip=1.0, noise_multiplier=1.0, scales=numbers.scales, decays=numbers.decays).strategy(100)
+    >>> noise = BLTNoise(clip=1.0, noise_multiplier=1.0, **numbers._asdict())
+    >>> strategy = noise.strategy(100)
     >>> best = square_root(100)
-    >>> bool(prefix_error(strategy) * np.linalg.norm(strategy) < 1.03 * prefix_error(best) * np.linalg.norm(best))
+    >>> least = prefix_error(best) * np.linalg.norm(best)
+    >>> bool(prefix_error(strategy) * np.linalg.norm(strategy) < 1.03 * least)
     True
     """
     turns = Turns(1, rounds, separation, participations)
@@ -293,16 +343,15 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
     def cost(point: Float[np.ndarray, "P"]) -> float:
         scales, decays = numbers(point)
         above, below = _ratio(scales, decays)
-        error = prefix_error(above, rounds, below) * worst_exposure(
-            _blt(scales, decays, rounds), turns
-        )
+        exposure = worst_exposure(_blt(scales, decays, rounds), turns)
+        error = prefix_error(above, rounds, below) * exposure
         return math.log(error) if math.isfinite(error) else 1e9
 
     span = np.geomspace(0.5, max(1.0, rounds / 2), buffers)
-    start = np.r_[np.log(0.4 / np.arange(1, buffers + 1) ** 2), np.log(span)]
-    best = scipy.optimize.minimize(
-        cost, start, method="Nelder-Mead", options={"maxiter": 400 * buffers, "fatol": 1e-6}
-    )
+    start_scales = np.log(0.4 / np.arange(1, buffers + 1) ** 2)
+    start = np.r_[start_scales, np.log(span)]
+    options = {"maxiter": 400 * buffers, "fatol": 1e-6}
+    best = scipy.optimize.minimize(cost, start, method="Nelder-Mead", options=options)
     scales, decays = numbers(best.x)
     return BLT(tuple(scales.tolist()), tuple(decays.tolist()))
 
@@ -310,39 +359,52 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
 def exposures(
     strategy: Float[np.ndarray, "T"], participants: Bool[Any, "T C"]
 ) -> Float[np.ndarray, "#C"]:
-    r"""Most clip bounds by which each client moves :math:`S x`: :math:`\|S \mathbf{1}_P\|_2` of its rounds P.
+    r"""Return the most clip bounds by which each client moves :math:`S x`.
 
-    One number for all clients, the largest, where a plan knows no more than their turns, or all have the same rounds.
+    That is :math:`\|S \mathbf{1}_P\|_2` of the client's rounds P. The result is one number for all
+    clients, the largest, if a plan knows no more than their turns, or if all have the same rounds.
 
-    >>> exposures(np.array([1.0, 0.5, 0.0]), np.array([[True, True], [False, True], [True, True]])).round(3).tolist()
+    Args:
+        strategy: Coefficients of S.
+        participants: Who takes part, by round and client.
+
+    >>> participants = np.array([[True, True], [False, True], [True, True]])
+    >>> exposures(np.array([1.0, 0.5, 0.0]), participants).round(3).tolist()
     [1.5, 2.345]
     """
     rounds = len(participants)
     if isinstance(participants, Turns):
         return np.array([worst_exposure(strategy, participants)])
-    if participants.strides[1] == 0:  # all alike, as in a plan
+    # A stride of 0 repeats one client, as in a plan.
+    if participants.strides[1] == 0:
         return exposures(strategy, participants[:, :1].copy())
     bits = np.ascontiguousarray(np.packbits(participants, axis=0).T)
-    texts = bits.view(f"S{bits.shape[1]}")[:, 0]  # sorted much faster than rows
+    # Texts are sorted much faster than rows.
+    texts = bits.view(f"S{bits.shape[1]}")[:, 0]
     _, first, kind_of_client = np.unique(texts, return_index=True, return_inverse=True)
     patterns = bits[first]
     norms = np.empty(len(patterns))
     for start in range(0, len(patterns), 4096):
-        rows = np.unpackbits(patterns[start : start + 4096], axis=1, count=rounds).astype(
-            np.float64
-        )
+        block = patterns[start : start + 4096]
+        rows = np.unpackbits(block, axis=1, count=rounds).astype(np.float64)
         moved = scipy.signal.fftconvolve(rows, strategy[None, :rounds], axes=1)[:, :rounds]
         norms[start : start + 4096] = np.linalg.norm(moved, axis=1)
-    norms[norms < 0.5] = 0.0  # clients without a round; all others have at least 1
+    # Clients with a round have at least 1. Smaller norms are rounding of clients without one.
+    norms[norms < 0.5] = 0.0
     return norms[kind_of_client.reshape(-1)]
 
 
 def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
-    r"""Return about how far single precision moves the fresh noise, in its stds, in the last of many rounds.
+    r"""Return about how far single precision moves the fresh noise in the last of many rounds.
 
-    Noise n_t is rounded by up to :math:`2^{-24} \sum_k c_k |n_{t-k}|`, and has a std of :math:`\|h\|` for the first t
-    coefficients h of :math:`S^{-1}`: :math:`2^{-24} \|c\|_1 \|h\|` in all. Rounds beyond the given coefficients go
-    on as the last two quarters of these do.
+    The result is in stds of the fresh noise. Noise n_t is rounded by up to
+    :math:`2^{-24} \sum_k c_k |n_{t-k}|`. It has a std of :math:`\|h\|` for the first t coefficients
+    h of :math:`S^{-1}`. Together that is :math:`2^{-24} \|c\|_1 \|h\|`. Rounds beyond the given
+    coefficients are extrapolated from the last two quarters of them.
+
+    Args:
+        strategy: First coefficients of S.
+        rounds: Number of rounds.
 
     >>> rounding_error(square_root(100), 10_000) < 1e-6
     True
@@ -360,21 +422,31 @@ def rounding_error(strategy: Float[np.ndarray, "n"], rounds: int) -> float:
         last = np.sum(squares[-quarter:])
         if more and not last < _FAINT * total:
             ratio = last / np.sum(squares[-2 * quarter : -quarter])
-            powers = more if ratio == 1 else ratio * (ratio**more - 1) / (ratio - 1)
+            powers = more
+            if ratio != 1:
+                powers = ratio * (ratio**more - 1) / (ratio - 1)
             total += last * powers
         return float(2.0**-24 * np.sum(strategy) * np.sqrt(total))
 
 
 def worst_exposure(strategy: Float[np.ndarray, "T"], turns: Turns) -> float:
-    r"""Return the largest :math:`\|S \mathbf{1}_P\|_2` of a client's rounds P, without laying them out.
+    r"""Return the largest :math:`\|S \mathbf{1}_P\|_2` of a client's rounds P, without a table.
 
-    Clients of the first group begin first: the others' norms are those of the first rounds of :math:`S \mathbf{1}_P`.
+    Clients of the first group begin first. The norms of others are those of the first rounds of
+    their :math:`S \mathbf{1}_P`.
+
+    Args:
+        strategy: Coefficients of S.
+        turns: What is known of a client's rounds.
     """
-    rounds, gap, most = len(turns), turns.gap, turns.most
+    rounds = len(turns)
+    gap = turns.gap
+    most = turns.most
     first = np.trim_zeros(strategy[:rounds], "b")
     last = rounds - (most - 1) * gap
     if len(first) <= gap:
-        return math.sqrt((most - 1) * np.sum(first**2) + np.sum(first[:last] ** 2))
+        squares = (most - 1) * np.sum(first**2) + np.sum(first[:last] ** 2)
+        return math.sqrt(squares)
     if not turns.known:
         first = np.maximum.accumulate(first[::-1])[::-1]
     present = np.zeros(rounds)
@@ -387,24 +459,30 @@ def prefix_error(
     rounds: int | None = None,
     over: Float[np.ndarray, "d"] | None = None,
 ) -> float:
-    r"""Root mean square of the noise in the prefix sums, over z C: :math:`\|A S^{-1}\|_F / \sqrt{T}`.
+    r"""Return the root mean square of the noise in the prefix sums, over z C.
 
-    The coefficients of S may be given as those of a ratio of polynomials: `strategy` divided by `over`.
+    It is :math:`\|A S^{-1}\|_F / \sqrt{T}`. The coefficients of S may be those of a ratio of
+    polynomials, `strategy` divided by `over`.
+
+    Args:
+        strategy: Coefficients of S, or of the polynomial above.
+        rounds: T, the number of rounds. None stands for the number of coefficients.
+        over: Coefficients of the polynomial below. None stands for 1.
 
     >>> round(prefix_error(np.ones(1), 3) ** 2, 6)
     2.0
     """
     rounds = len(strategy) if rounds is None else rounds
     impulse = np.r_[1.0, np.zeros(rounds - 1)]
-    prefix = np.cumsum(
-        scipy.signal.lfilter([1.0] if over is None else over, np.trim_zeros(strategy, "b"), impulse)
-    )
+    numerator = [1.0] if over is None else over
+    inverse = scipy.signal.lfilter(numerator, np.trim_zeros(strategy, "b"), impulse)
+    prefix = np.cumsum(inverse)
     return math.sqrt(np.sum(prefix**2 * np.arange(rounds, 0, -1)) / rounds)
 
 
 @functools.cache
 def square_root(bands: int) -> Float[np.ndarray, "b"]:
-    """The first coefficients of the square root of the matrix of ones.
+    """Return the first coefficients of the square root of the matrix of ones.
 
     >>> square_root(4).tolist()
     [1.0, 0.5, 0.375, 0.3125]
@@ -416,9 +494,10 @@ def square_root(bands: int) -> Float[np.ndarray, "b"]:
 def _ratio(
     scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Return the polynomials whose ratio is :math:`\sum_k c_k x^k = 1 + \sum_i \omega_i x / (1 - \theta_i x)`.
+    r"""Return two polynomials whose ratio has the coefficients of a strategy.
 
-    With them, the inverse of a strategy costs as much in each round as there are buffers.
+    The ratio is :math:`\sum_k c_k x^k = 1 + \sum_i \omega_i x / (1 - \theta_i x)`. With it the
+    inverse of a strategy costs as much in each round as there are buffers.
     """
     above = below = np.ones(1)
     for scale, decay in zip(scales, decays, strict=True):

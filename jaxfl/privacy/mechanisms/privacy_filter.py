@@ -1,4 +1,4 @@
-"""Client noise set by released numbers, and a filter that stops clients with a spent budget (ADP-PFL)."""
+"""Client noise that follows from released numbers, and a filter of spent budgets (ADP-PFL)."""
 
 import dataclasses
 import math
@@ -26,24 +26,25 @@ from jaxfl.privacy.observers import ROUNDING, Observer, View, one_gaussian, show
 from jaxfl.types import Ledger, Message, Tree
 
 _THEOREM = (
-    "fully adaptive composition of all that a client sends, by a Rényi filter (Feldman and Zrnic 2021) or one of "
-    "Gaussian privacy (Smith and Thakurta 2022), replace-one, which bounds zero-out of the sums too"
+    "fully adaptive composition of all that a client sends, by a Rényi filter (Feldman and Zrnic "
+    "2021) or one of Gaussian privacy (Smith and Thakurta 2022), replace-one, which bounds "
+    "zero-out of the sums too"
 )
 
 
 @checked(low=at_least_0, high=up_to_infinity, noise=at_least_0)
 @dataclasses.dataclass(frozen=True)
 class Release:
-    r"""A number that each participant releases, and the client noise set by all numbers.
+    """Number that each participant releases, and the client noise that all numbers set.
 
-    Client i's number, clipped to [low, high], with noise of std r times high - low, clipped again, is public from then
-    on; before the first it is 0. From the next round on the client adds noise :math:`s_{t,i} = s_t / f_i`, with f the
-    `shares` of all numbers.
+    Client i's number is clipped to [low, high], gets noise of std r times high - low, and is
+    clipped again. It is public from then on, and 0 before the first release. From the next round on
+    the client adds noise :math:`s_{t,i} = s_t / f_i`, where f are the `shares` of all numbers.
 
     Args:
-        shares: from the numbers `[C]` to the share of the round's budget that each client gets `[C]`.
-        low: least number, above 0.
-        high: greatest number; with noise, finite.
+        shares: Function from the numbers `[C]` to each client's share of the round's budget `[C]`.
+        low: Least number, above 0 if there is noise.
+        high: Greatest number, finite if there is noise.
         noise: r, std over high - low.
     """
 
@@ -56,15 +57,17 @@ class Release:
         check_positive("low", self.low, zero=self.noise == 0)
         check_positive("high", self.high, infinite=self.noise == 0)
         if self.high <= self.low:
-            raise ValueError(f"high={self.high!r}: give a number above low={self.low!r}")
+            raise ValueError(
+                f"high must be above low={self.low!r}, got {self.high!r}. Give a larger number."
+            )
         extremes("noise", np.asarray(self.noise, np.float64))
 
 
 class Accounts(NamedTuple):
-    """Each client's public account."""
+    """Public account of each client."""
 
     released: Float[Array, "C"]
-    """The last released number; 0: none yet."""
+    """Last released number, or 0 if there is none yet."""
     spent: Float[Array, "C"]
     """Sum of the inverse square multipliers of all messages."""
 
@@ -74,19 +77,21 @@ class Accounts(NamedTuple):
 class PrivacyFilter(Mechanism):
     r"""Noised uploads, until a client has spent its budget.
 
-    A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the multipliers of all that it sends: s / 2
-    for an update, under replace-one, and r for a released number. Each cost is known in advance, from earlier releases,
-    so the sum is bounded whatever is released.
+    A client takes part only while :math:`\sum_k m_k^{-2} \le m^{-2}` over the multipliers of all
+    that it sends: s / 2 for an update, under replace-one, and r for a released number. Each cost is
+    known in advance, from earlier releases, so the sum is bounded whatever is released.
 
     Args:
-        least_total: m; 0 stops nobody, and gives no guarantee.
-        release: a number that each participant releases besides its update (`Message.extra`), which sets the client
-            noise; None: none.
+        least_total: m, the least multiplier of all that a client sends. 0 stops nobody, and gives
+            no guarantee.
+        release: Number that each participant releases in addition to its update (`Message.extra`),
+            which sets the client noise. None releases no number.
 
-    Guarantee: replace-one for the observer of uploads, and so zero-out for that of sums: the epsilon of one Gaussian
-        with multiplier m, by fully adaptive composition.
-    Source: ADP-PFL, eq. 12; Feldman and Zrnic, Individual Privacy Accounting via a Rényi Filter, NeurIPS 2021; Smith
-        and Thakurta, Fully Adaptive Composition for Gaussian Differential Privacy, 2022.
+    Guarantee: Replace-one for the observer of uploads, and so zero-out for that of sums. The
+        epsilon is that of one Gaussian with multiplier m, by fully adaptive composition.
+    Source: ADP-PFL, eq. 12; Feldman and Zrnic, Individual Privacy Accounting via a Rényi Filter,
+        NeurIPS 2021; Smith and Thakurta, Fully Adaptive Composition for Gaussian Differential
+        Privacy, 2022.
     """
 
     least_total: float = 0.0
@@ -96,41 +101,45 @@ class PrivacyFilter(Mechanism):
         super().__post_init__()
         if self.noise == "grid":
             raise ValueError(
-                f"noise='grid' with {type(self).__name__}: clients add the noise, give noise='float'"
+                f"noise must be 'float' for {type(self).__name__}, whose clients add the noise, "
+                f"got {self.noise!r}. Give noise='float'."
             )
         extremes("least_total", np.asarray(self.least_total, np.float64))
         if self.least_total and self.release is not None and not self.release.noise:
             raise ValueError(
-                f"release={self.release!r}, least_total={self.least_total!r}: noise that follows from private numbers "
-                "needs noise on them"
+                "release must have noise with least_total, because noise that follows from private "
+                f"numbers needs noise on them, got release={self.release!r}, "
+                f"least_total={self.least_total!r}. Give the release noise, or least_total=0."
             )
 
     @property
     def covers_canaries(self) -> bool:
-        """Not where it stops clients, and their noise with them."""
+        """Whether canaries still get a cohort's full noise: not if the filter stops clients."""
         return super().covers_canaries and not self.least_total
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Accounts:
-        """Nothing released, nothing spent."""
+        """Return accounts with nothing released and nothing spent."""
         del key, update
         return Accounts(jnp.zeros(clients), jnp.zeros(clients))
 
     def draw(
         self, key: Key[Array, "*S"], memory: Accounts, index: Int[Array, ""], clients: int
     ) -> Cohort:
-        """The drawn clients that can afford the round, with noise set by past releases."""
+        """Return the drawn clients that can afford the round.
+
+        Their noise follows from past releases.
+        """
         drawn = super().draw(key, memory, index, clients)
-        sampled, numbers, notes = drawn.sampled, drawn.numbers, drawn.notes
+        sampled = drawn.sampled
+        numbers = drawn.numbers
+        notes = drawn.notes
         if self.release is not None:
             noise = numbers.client_noise / self.release.shares(memory.released)
-            numbers, notes = (
-                numbers._replace(client_noise=noise),
-                {"release_noise": jnp.float32(self.release.noise)},
-            )
+            numbers = numbers._replace(client_noise=noise)
+            notes = {"release_noise": jnp.float32(self.release.noise)}
         if self.least_total:
-            sampled &= memory.spent + self._costs(numbers.client_noise) <= self.least_total**-2 * (
-                1 - ROUNDING
-            )
+            budget = self.least_total**-2 * (1 - ROUNDING)
+            sampled &= memory.spent + self._costs(numbers.client_noise) <= budget
         return Cohort(sampled, numbers, notes)
 
     def contribute(
@@ -141,32 +150,30 @@ class PrivacyFilter(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
-        """The noised update, and the released number."""
-        number, release = sent.extra, self.release
+        """Return the noised update, and the released number."""
+        number = sent.extra
+        release = self.release
         if (number is None) != (release is None):
             raise ValueError(
-                f"message.extra={number!r} with release={release!r}: send a number where it is released"
+                "message.extra must be a number if there is a release, and None if there is none, "
+                f"got {number!r} with release={release!r}. Send a number exactly if it is released."
             )
         update, _ = super().contribute(key, memory, client, sent._replace(extra=None), norm)
         if release is None:
             return update, ()
         # A dropped update releases the least number, which hides that it was dropped.
-        number = jnp.clip(
-            jnp.where(jnp.isfinite(number), number, release.low), release.low, release.high
-        )
+        number = jnp.where(jnp.isfinite(number), number, release.low)
+        number = jnp.clip(number, release.low, release.high)
         if release.noise:
             std = jnp.float32(release.noise * (release.high - release.low))
-            number = jnp.clip(
-                add_gaussian(derive(key, RELEASE, client.number), number, std),
-                release.low,
-                release.high,
-            )
+            noisy = add_gaussian(derive(key, RELEASE, client.number), number, std)
+            number = jnp.clip(noisy, release.low, release.high)
         return update, number
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Accounts, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Accounts]:
-        """Also remember what the participants released and spent."""
+        """Return the aggregate, and accounts of what the participants released and spent."""
         aggregate, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         released, spent = memory
         if self.release is not None:
@@ -179,43 +186,56 @@ class PrivacyFilter(Mechanism):
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """The filter's bound, for every observer: sums count as their uploads."""
+        """Return the filter's bound for every observer. Sums count as their uploads."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
-        if view.whole:  # nothing is sent, or nothing is bounded
+        # Nothing is sent, or nothing is bounded.
+        if view.whole:
             return view
         if not self.least_total:
-            reason = "the clients' noise follows from private numbers, and no filter bounds what it spends"
-            return view if self.release is None else one_gaussian(0.0, "none", reason)
+            if self.release is None:
+                return view
+            reason = (
+                "the clients' noise follows from private numbers, and no filter bounds what it "
+                "spends"
+            )
+            return one_gaussian(0.0, "none", reason)
         self._check(ledger)
         if one_round:
             return shown_by(ledger, _beside(ledger), "Gaussian, replace-one (multiplier s/2)")
         return one_gaussian(self.least_total, _THEOREM, "a filter that stops nobody")
 
     def planned(self, clients: int, rounds: int) -> Ledger:
-        """At most what each client can afford, with everyone's full budget share."""
+        """Return a ledger with at most the rounds that each client can afford.
+
+        Every client has its full share of the budget.
+        """
         plan = super().planned(clients, rounds)
         if self.release is not None:
             plan = plan._replace(notes={"release_noise": np.full(rounds, self.release.noise)})
-        return (
-            topped_up(plan._replace(participants=self._affordable(plan)))
-            if self.least_total
-            else plan
-        )
+        if not self.least_total:
+            return plan
+        return topped_up(plan._replace(participants=self._affordable(plan)))
 
     def describe(self, ledger: Ledger) -> list[str]:
-        """The filter and the noise on released numbers."""
+        """Return a sentence on the filter and on the noise of released numbers."""
         del ledger
-        text = f"filter: all that a client sends adds up to a multiplier of at least {self.least_total:.4g}"
+        if not self.least_total:
+            return []
+        text = (
+            "filter: all that a client sends adds up to a multiplier of at least "
+            f"{self.least_total:.4g}"
+        )
         if self.release is not None:
-            text += f"; released numbers have noise {self.release.noise:.4g} of their range"
-        return [text] if self.least_total else []
+            text += f", and released numbers have noise {self.release.noise:.4g} times their range"
+        return [text]
 
     def _costs(self, noise: Float[Array, "#C"]) -> Float[Array, "#C"]:
-        """Inverse square multipliers of an upload and a released number, summed."""
-        return (2 / noise) ** 2 + (0.0 if self.release is None else self.release.noise**-2)
+        """Return the inverse square multipliers of an upload and a released number, summed."""
+        of_release = 0.0 if self.release is None else self.release.noise**-2
+        return (2 / noise) ** 2 + of_release
 
     def _affordable(self, ledger: Ledger) -> Bool[np.ndarray, "T C"]:
-        """A ledger's participants that the filter admits."""
+        """Return a ledger's participants that the filter admits."""
         present = np.asarray(ledger.participants, bool).copy()
         with np.errstate(divide="ignore", invalid="ignore"):
             costs = np.broadcast_to(upload_costs(ledger, _beside(ledger)), present.shape)
@@ -229,18 +249,18 @@ class PrivacyFilter(Mechanism):
     def _check(self, ledger: Ledger) -> None:
         """Require that each client's messages compose to a multiplier of at least `least_total`."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            spent = np.where(ledger.participants, upload_costs(ledger, _beside(ledger)), 0.0).sum(
-                axis=0
-            )
+            costs = upload_costs(ledger, _beside(ledger))
+            spent = np.where(ledger.participants, costs, 0.0).sum(axis=0)
             over = spent > np.float64(self.least_total) ** -2.0
         if over.any():
             client = int(np.argmax(spent))
             raise ValueError(
-                f"least_total={self.least_total!r}, but all that client {client} sent adds up to "
-                f"{spent[client] ** -0.5:.6g}: stop a client before that"
+                f"least_total must bound all that a client sends, got {self.least_total!r}, but "
+                f"all that client {client} sent adds up to {spent[client] ** -0.5:.6g}. "
+                "Stop a client before that."
             )
 
 
 def _beside(ledger: Ledger) -> Float[np.ndarray, "#T"]:
-    """Inverse square multipliers of released numbers; 0 if there are none."""
+    """Return the inverse square multipliers of released numbers, or 0 if there are none."""
     return np.asarray(ledger.notes.get("release_noise", [math.inf]), np.float64) ** -2.0

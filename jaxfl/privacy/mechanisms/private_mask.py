@@ -12,19 +12,21 @@ from jaxfl.privacy.observers import Observer, View, one_gaussian
 from jaxfl.types import Ledger, Message, Tree
 
 _BROKEN = (
-    "noise only on the support of each client's mask, which follows its private weights: neighbouring data may give "
-    "another support, which the zeros show (delta = 1)"
+    "noise is only on the support of each client's mask, which follows from its private weights: "
+    "neighbouring data may give another support, which the zeros reveal (delta = 1)"
 )
 
 
 @checked(**FIELDS)
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrivateMask(Mechanism):
-    r"""Update and noise on a private mask: :math:`M_i \odot (\mathrm{clip}_C(\Delta_i) + N(0, s^2 C^2))`.
+    r"""Update and noise on a private mask.
 
-    The mask comes as `Message.extra`, shaped like the update.
+    .. math:: M_i \odot (\mathrm{clip}_C(\Delta_i) + N(0, s^2 C^2))
 
-    Guarantee: none, whatever the noise, since the support leaks data.
+    The mask is `Message.extra`, and has the update's shapes.
+
+    Guarantee: None, whatever the noise, because the support leaks data.
     Source: DP-pFedDSU, as published.
     """
 
@@ -36,17 +38,19 @@ class PrivateMask(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
-        """The noised update on the mask."""
+        """Return the noised update on the mask."""
         del norm
         if sent.extra is None:
             raise ValueError(
-                "message.extra=None: a private mask is missing, give one, or another mechanism"
+                "message.extra must be a private mask, got None. "
+                "Send one, or give another mechanism."
             )
-        return keep(sent.extra, self.add_client_noise(key, memory, client, sent.update)), ()
+        noisy = self.add_client_noise(key, memory, client, sent.update)
+        return keep(sent.extra, noisy), ()
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """No protection at all."""
+        """Return a view without any protection."""
         del ledger, observer, replaced, one_round
         return one_gaussian(0.0, "none", _BROKEN)

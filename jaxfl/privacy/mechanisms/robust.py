@@ -16,27 +16,37 @@ from jaxfl.types import Ledger, Message, Tree
 
 
 class Robust(Mechanism):
-    """An aggregate of the rows of all participants: each clipped update is kept until the end of the round.
+    """Aggregate of the rows of all participants.
 
-    It holds as many updates as the sampler may draw. A round without participants changes nothing.
+    Each clipped update is kept until the end of the round, so memory holds as many updates as the
+    sampler may draw. A round without participants changes nothing.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.noisy or self.weights is not None:
             raise ValueError(
+                "noise_multiplier and client_noise must be 0 and weights None, because "
+                f"{type(self).__name__} takes neither noise nor weights, got "
                 f"noise_multiplier={self.noise_multiplier!r}, client_noise={self.client_noise!r}, "
-                f"weights={self.weights!r}: {type(self).__name__} takes neither noise nor weights, leave them out"
+                f"weights={self.weights!r}. Leave them out."
             )
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """Combine the updates of `count` participants, which come first; at least one."""
+        """Combine the updates of the participants.
+
+        Args:
+            rows: Updates [R, ...], of which those of the participants come first.
+            present: Whether each row is that of a participant.
+            count: Number of participants, at least one.
+        """
         raise NotImplementedError
 
     def insert(self, memory: Tree, update: Tree, count: Float[Array, ""]) -> Tree:
-        """Nothing is summed."""
+        """Raise an error, because nothing is summed."""
         raise ValueError(
-            f"audit with {type(self).__name__}: it adds nothing up, and has no epsilon; leave audit out"
+            f"audit must be None for {type(self).__name__}, which adds nothing up and has no "
+            "epsilon, got an audit. Leave it out."
         )
 
     def contribute(
@@ -47,60 +57,68 @@ class Robust(Mechanism):
         sent: Message,
         norm: Float[Array, ""],
     ) -> tuple[Tree, Tree]:
-        """A row, and nothing in the sum."""
+        """Return a row, and nothing for the sum."""
         update, _ = super().contribute(key, memory, client, sent, norm)
         return (), update
 
     def aggregate(
         self, key: Key[Array, "*S"], memory: Tree, cohort: Cohort, total: Total, mesh: Mesh
     ) -> tuple[Tree, Float[Array, ""], Tree]:
-        """What `combine` makes of the rows."""
+        """Return the combination of the rows."""
         del key, mesh
         count = jnp.sum(cohort.sampled)
         present = jnp.arange(len(jax.tree.leaves(total.rows)[0])) < count
         combined = self.combine(total.rows, present, jnp.maximum(count, 1))
-        return (
-            jax.tree.map(lambda leaf: jnp.where(count > 0, leaf, 0.0), combined),
-            jnp.zeros(()),
-            memory,
-        )
+        aggregate = jax.tree.map(lambda leaf: jnp.where(count > 0, leaf, 0.0), combined)
+        return aggregate, jnp.zeros(()), memory
 
     def view(
         self, ledger: Ledger, observer: Observer, *, replaced: bool = False, one_round: bool = False
     ) -> View:
-        """No protection."""
+        """Return a view without any protection."""
         view = super().view(ledger, observer, replaced=replaced, one_round=one_round)
-        reason = f"{type(self).__name__}: how far one client moves it depends on the others, and it has no noise"
-        return view if view.whole else one_gaussian(0.0, "none", reason)
+        if view.whole:
+            return view
+        reason = (
+            f"{type(self).__name__}: how far one client moves it depends on the others, and it has "
+            "no noise"
+        )
+        return one_gaussian(0.0, "none", reason)
 
 
 @checked(**FIELDS)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Median(Robust):
-    """The median of the participants' updates, coordinate by coordinate.
+    """Median of the participants' updates, coordinate by coordinate.
 
-    Guarantee: none.
-    Source: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018.
+    Guarantee: None.
+    Source: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
+        ICML 2018.
     """
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """The mean of middle values."""
-        middle = _ordered(
-            rows, present, lambda ordered: ordered[(count - 1) // 2] + ordered[count // 2]
-        )
+        """Return the mean of the middle values."""
+
+        def middle_of(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
+            return ordered[(count - 1) // 2] + ordered[count // 2]
+
+        middle = _ordered(rows, present, middle_of)
         return jax.tree.map(lambda leaf: 0.5 * leaf, middle)
 
 
 @checked(**FIELDS, share=at_least_0)
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrimmedMean(Robust):
-    r"""The mean without the :math:`\lfloor \beta n \rfloor` smallest and largest, coordinate by coordinate.
+    r"""Mean without the :math:`\lfloor \beta n \rfloor` smallest and largest values.
+
+    Values are trimmed coordinate by coordinate.
 
     Args:
-        share: :math:`\beta`, below a half.
+        share: :math:`\beta`, the share of values that is left out at each end, below a half.
 
-    Guarantee: none.
-    Source: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates, ICML 2018.
+    Guarantee: None.
+    Source: Yin et al., Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates,
+        ICML 2018.
     """
 
     share: float = 0.1
@@ -108,18 +126,20 @@ class TrimmedMean(Robust):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share >= 0.5:
-            raise ValueError(f"share={self.share!r}: give less than a half, else nothing is left")
+            raise ValueError(
+                f"share must be less than a half, because nothing is left otherwise, "
+                f"got {self.share!r}. Give a smaller share."
+            )
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """The trimmed mean."""
+        """Return the mean of the values that are left."""
         cut = jnp.floor(self.share * count + 1e-6).astype(count.dtype)
         rank = jnp.arange(len(present))
         kept = (rank >= cut) & (rank < count - cut)
 
         def mean(ordered: Float[Array, "R *S"]) -> Float[Array, "*S"]:
-            return jnp.sum(jnp.where(_column(kept, ordered), ordered, 0.0), axis=0) / (
-                count - 2 * cut
-            )
+            total = jnp.sum(jnp.where(_column(kept, ordered), ordered, 0.0), axis=0)
+            return total / (count - 2 * cut)
 
         return _ordered(rows, present, mean)
 
@@ -127,46 +147,59 @@ class TrimmedMean(Robust):
 @checked(**FIELDS, byzantine=count_from_0, keep=check_count)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Krum(Robust):
-    r"""The mean of the `keep` updates with the least score: the squared distances to their n - f - 2 nearest others.
+    """Mean of the `keep` updates with the least scores.
 
-    `keep` of 1 is Krum, more is Multi-Krum. The paper's bound asks for :math:`n > 2 f + 2`; with fewer participants the
-    score is the distance to the nearest.
+    The score of an update is the sum of the squared distances to its n - f - 2 nearest others.
+    `keep` of 1 is Krum, and more is Multi-Krum. The paper's bound asks for :math:`n > 2 f + 2`.
+    With too few participants for that number, the score is the distance to the nearest.
 
     Args:
-        byzantine: f, how many of a round's participants may lie.
-        keep: m, at most the participants of a round.
+        byzantine: f, the number of a round's participants that may lie.
+        keep: m, the number of averaged updates, at most the participants of a round.
 
-    Guarantee: none.
-    Source: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017.
+    Guarantee: None.
+    Source: Blanchard et al., Machine Learning with Adversaries: Byzantine Tolerant Gradient
+        Descent, NeurIPS 2017.
     """
 
     byzantine: int = 1
     keep: int = 1
 
     def combine(self, rows: Tree, present: Bool[Array, "R"], count: Int[Array, ""]) -> Tree:
-        """Average the best updates."""
-        flat = jnp.concatenate(
-            [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)], axis=1
-        )
-        # By differences: |a|^2 + |b|^2 - 2 a b loses the digits of close updates.
-        distances = jax.lax.map(lambda row: jnp.sum((flat - row[None]) ** 2, axis=1), flat)
+        """Return the mean of the updates with the least scores."""
+        parts = [leaf.reshape(len(leaf), -1) for leaf in jax.tree.leaves(rows)]
+        flat = jnp.concatenate(parts, axis=1)
+
+        def distances_to(row: Float[Array, "D"]) -> Float[Array, "R"]:
+            # |a|^2 + |b|^2 - 2 a b would lose the digits of close updates.
+            return jnp.sum((flat - row[None]) ** 2, axis=1)
+
+        distances = jax.lax.map(distances_to, flat)
         other = present[None] & ~jnp.eye(len(flat), dtype=bool)
         nearest = jnp.sort(jnp.where(other, distances, jnp.inf), axis=1)
         counted = (jnp.arange(len(flat)) < jnp.maximum(count - self.byzantine - 2, 1))[None]
         score = jnp.sum(jnp.where(counted & jnp.isfinite(nearest), nearest, 0.0), axis=1)
         rank = jnp.argsort(jnp.argsort(jnp.where(present, score, jnp.inf)))
         kept = present & (rank < self.keep)
-        return jax.tree.map(
-            lambda leaf: jnp.sum(jnp.where(_column(kept, leaf), leaf, 0.0), axis=0) / jnp.sum(kept),
-            rows,
-        )
+
+        def mean(leaf: Float[Array, "R *S"]) -> Float[Array, "*S"]:
+            total = jnp.sum(jnp.where(_column(kept, leaf), leaf, 0.0), axis=0)
+            return total / jnp.sum(kept)
+
+        return jax.tree.map(mean, rows)
 
 
 def _ordered(rows: Tree, present: Bool[Array, "R"], use: Callable[[Array], Array]) -> Tree:
-    """Apply `use` to each coordinate's values, ascending, with infinity beyond the participants."""
-    return jax.tree.map(
-        lambda leaf: use(jnp.sort(jnp.where(_column(present, leaf), leaf, jnp.inf), axis=0)), rows
-    )
+    """Apply `use` to the ascending values of each coordinate.
+
+    Rows beyond the participants count as infinity, and come last.
+    """
+
+    def leaf_of(leaf: Float[Array, "R *S"]) -> Float[Array, "*S"]:
+        values = jnp.where(_column(present, leaf), leaf, jnp.inf)
+        return use(jnp.sort(values, axis=0))
+
+    return jax.tree.map(leaf_of, rows)
 
 
 def _column(values: Array, like: Array) -> Array:

@@ -1,14 +1,15 @@
-"""What a run calls at each evaluation: to log its rows elsewhere, or to end early.
+"""Callbacks, which a run calls at each evaluation to log its metrics or to end early.
 
-A callback takes all rows of metrics so far, the newest last, which are its own copy. It returns True to end the run,
-and None or False otherwise. Before a resumed run goes on, it is called with the rows that were read, so that a run
-which had ended stays so.
+A callback takes its own copy of all rows of metrics so far, the newest last. It returns True to end
+the run, and None or False otherwise. A resumed run first calls it with the rows that were read, so
+that a run that has ended does not continue.
 
-All callbacks are called at each evaluation, even if one of them raises. What the run has computed is then saved, and
-the first exception is raised.
+All callbacks are called at each evaluation, even if one of them raises. The run then saves its
+results, and raises the first exception.
 
-A callback that is a context manager too is entered before the first round and left when the run ends, also when the
-run fails. A path that cannot be written therefore raises before anything is computed, and files are closed at the end.
+If a callback is a context manager too, the run enters it before the first round, and leaves it at
+its end, even if the run fails. A path that cannot be written therefore raises before any
+computation, and files are closed at the end.
 """
 
 import contextlib
@@ -30,29 +31,35 @@ from jaxfl._validate import check_callable, check_path, checked, plain, show
 __all__ = ["csv", "early_stopping", "epsilon_budget", "mlflow", "tensorboard", "wandb"]
 
 Row: TypeAlias = Mapping[str, float | int]
+"""Metrics of one evaluation by name, with the number of rounds so far as `round`."""
 Callback: TypeAlias = Callable[[list[Row]], Any]
+"""Function from all rows so far to True, to end the run, or to False or None."""
 _Log: TypeAlias = Callable[[list[Row]], None]
+"""Function that logs the rows that it has not logged yet."""
 
 
 def check_callbacks(name: str, value: Any) -> tuple[Callback, ...]:
     """Require a sequence of functions that take the rows and run when they are called."""
     if callable(value) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={show(value)}: give a list of functions")
+        raise TypeError(f"{name} must be a sequence of functions, got {show(value)}. Give a list.")
     return tuple(_check_callback(f"{name}[{i}]", callback) for i, callback in enumerate(value))
 
 
 def _check_callback(name: str, value: Any) -> Callback:
+    """Require a function of the rows that runs when it is called."""
     callback = check_callable(name, value)
-    method = getattr(type(callback), "__call__", None)  # noqa: B004 (the function, to look at)
+    # An object may have an async function as its `__call__`.
+    method = getattr(type(callback), "__call__", None)  # noqa: B004
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(kind(function) for kind in kinds for function in (callback, method)):
         raise TypeError(
-            f"{name} must run when it is called, got an async function or a generator, {show(callback)}. "
-            "Give a plain function."
+            f"{name} must run when it is called, got an async function or a generator, "
+            f"{show(callback)}. Give a plain function."
         )
     try:
         inspect.signature(callback).bind([])
-    except ValueError:  # Python knows no signature of some functions that are not written in Python
+    except ValueError:
+        # Some functions that are not written in Python have no signature.
         return callback
     except TypeError as error:
         raise TypeError(
@@ -64,7 +71,7 @@ def _check_callback(name: str, value: Any) -> Callback:
 
 @contextlib.contextmanager
 def opened(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Enter the callbacks that are context managers, and leave them however the block ends."""
+    """Enter the callbacks that are context managers, and leave them at the end of the block."""
     with contextlib.ExitStack() as stack:
         for callback in callbacks:
             if isinstance(callback, contextlib.AbstractContextManager):
@@ -74,16 +81,17 @@ def opened(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 
 def _leave(callback: contextlib.AbstractContextManager, *error: Any) -> None:
-    """Leave a callback, which cannot suppress what ended the run."""
+    """Leave a callback. It cannot suppress an exception that ended the run."""
     callback.__exit__(*error)
 
 
 def ask(callbacks: Sequence[Callback], rows: Sequence[Row]) -> bool:
-    """Return whether a callback ends the run, after all were called, each with its own copy of the rows.
+    """Call all callbacks, each with its own copy of the rows, and return whether one ends the run.
 
     Raises:
-        TypeError: a callback returned something else than None or a bool.
-        Exception: what the first callback that failed raised, with a note for each further one.
+        TypeError: A callback returned a value that is neither None nor a bool.
+        Exception: The exception of the first callback that failed, with a note for each further
+            one.
     """
     answers: list[bool] = []
     errors: list[BaseException] = []
@@ -107,9 +115,11 @@ def _answer(name: str, value: Any) -> bool:
     if given is None or isinstance(given, bool):
         return bool(given)
     if inspect.iscoroutine(value):
-        value.close()  # otherwise Python warns that nobody awaits it
+        # Otherwise Python warns that the coroutine was never awaited.
+        value.close()
     raise TypeError(
-        f"{name} must return None or a bool, got {show(value)}. Return True to end the run, and nothing otherwise."
+        f"{name} must return None or a bool, got {show(value)}. "
+        "Return True to end the run, and nothing otherwise."
     )
 
 
@@ -119,7 +129,13 @@ def early_stopping(
 ) -> Callback:
     """End the run when a metric has had no better value for `patience` evaluations.
 
-    What it looks at are scores of the clients' test examples: no epsilon covers the choice of the last round.
+    The last round is chosen by the scores on the clients' test examples, and no epsilon covers this
+    choice.
+
+    Args:
+        metric: Name of the metric.
+        patience: Number of evaluations without a better value.
+        mode: "min" if lower values are better, "max" if higher ones are.
 
     >>> stop = early_stopping("accuracy", patience=2, mode="max")
     >>> [stop([{"accuracy": value} for value in (0.5, 0.7, 0.6, 0.7)][:n]) for n in (1, 2, 3, 4)]
@@ -127,39 +143,56 @@ def early_stopping(
     """
 
     def callback(rows: list[Row]) -> bool:
-        column = _column(rows, metric)
-        values = [
-            math.inf if math.isnan(value) else value if mode == "min" else -value
-            for value in column
-        ]
-        return len(values) - 1 - values.index(min(values)) >= patience
+        losses = []
+        for value in _column(rows, metric):
+            loss = value if mode == "min" else -value
+            losses.append(math.inf if math.isnan(loss) else loss)
+        evaluations_since_best = len(losses) - 1 - losses.index(min(losses))
+        return evaluations_since_best >= patience
 
     return callback
 
 
 class EpsilonBudget:
-    """A callback that ends the run before an interval that takes a column of its rows beyond a limit."""
+    """Callback that ends the run before an epsilon of its rows would exceed a limit.
+
+    Args:
+        limit: The budget.
+        column: Name of the epsilon in the rows.
+        what: The protected unit and the observer, in words.
+    """
 
     def __init__(self, limit: float, column: str, what: str) -> None:
-        self.limit, self.column, self.what = limit, column, what
+        self.limit = limit
+        self.column = column
+        self.what = what
         self._ahead: Callable[[int], Mapping[str, float]] | None = None
 
     def begin(self, ahead: Callable[[int], Mapping[str, float]], done: int) -> None:
-        """Take what a run would cost at the evaluation after some rounds, and look at the next one.
+        """Check the next interval of a run.
+
+        Args:
+            ahead: Function from a number of rounds to the epsilons at the next evaluation.
+            done: Number of rounds so far.
 
         Raises:
-            ValueError: the run has no such epsilon, or the first interval spends more than the limit.
+            ValueError: The run has no such epsilon, or the first interval spends more than the
+                limit.
         """
         self._ahead = ahead
         first = self._finite(ahead(done).get(self.column))
         if not done and first > self.limit:
             raise ValueError(
-                f"epsilon must be at least {first:.6g}, which the rounds until the first evaluation cost, got "
-                f"{self.limit:g}. Lower eval_every, or add noise."
+                f"epsilon must be at least {first:.6g}, which the rounds until the first "
+                f"evaluation cost, got {self.limit:g}. Lower eval_every, or add noise."
             )
 
     def __call__(self, rows: list[Row]) -> bool:
-        """Whether the next interval may exceed the limit; rows without the column count as nothing."""
+        """Return whether the next interval may exceed the limit.
+
+        Rows without the column are left out. Outside of a run, the next interval counts as much as
+        the last one.
+        """
         known = [row[self.column] for row in rows if row.get(self.column) is not None]
         spent = self._finite(known[-1] if known else None)
         if self._ahead is not None:
@@ -168,10 +201,12 @@ class EpsilonBudget:
         return 2 * spent - before > self.limit
 
     def _finite(self, value: float | None) -> float:
+        """Require that the run has this epsilon, and that it is finite."""
         if value is None or not math.isfinite(value):
             raise ValueError(
-                f"epsilon_budget() must be for an observer and a unit that the run protects, got {self.what}, whose "
-                "epsilon is infinite. Give another observer or unit, or add noise."
+                "epsilon_budget() must be for an observer and a unit that the run protects, got "
+                f"{self.what}, whose epsilon is infinite. Give another observer or unit, or add "
+                "noise."
             )
         return value
 
@@ -185,27 +220,35 @@ def epsilon_budget(
 ) -> Callback:
     """End the run before an interval between evaluations that would exceed a budget.
 
-    Epsilons are those of the privacy statement, by its accountant. The next interval is planned: every client takes
-    part in every round that it can. A run that protects no such unit raises an error before its first round.
+    The epsilons are those of the privacy statement, by its accountant. The cost of the next
+    interval assumes that every client takes part in every round that it can. Outside of a run, the
+    next interval counts as much as the last one. A run without protection of the unit raises an
+    error before its first round.
 
     Args:
-        epsilon: the budget.
-        observer: "aggregate" sees noisy sums and broadcasts, "upload" every upload, which needs noise of the clients.
-        unit: "client": all data of a client. "example": one example, by private local steps (`DPSGD`), whose epsilon
-            holds against both observers.
+        epsilon: The budget.
+        observer: "aggregate" sees noisy sums and broadcasts. "upload" sees every upload, and needs
+            noise from the clients.
+        unit: "client" protects all data of a client. "example" protects one example, by private
+            local steps (`DPSGD`). Its epsilon holds against both observers.
 
-    >>> stop = epsilon_budget(2.0)  # of rows alone, as here, the next interval costs at most what the last one did
-    >>> stop([{"round": 10, "epsilon": 1.0}]), stop([{"round": 10, "epsilon": 1.0}, {"round": 20, "epsilon": 1.6}])
+    >>> stop = epsilon_budget(2.0)
+    >>> rows = [{"round": 10, "epsilon": 1.0}, {"round": 20, "epsilon": 1.6}]
+    >>> stop(rows[:1]), stop(rows)
     (False, True)
     """
-    column = {"aggregate": "epsilon", "upload": "epsilon_upload"}[observer]
-    what = f"one {unit} against an observer of {'uploads' if observer == 'upload' else 'sums'}"
-    return EpsilonBudget(epsilon, column if unit == "client" else "epsilon_example", what)
+    seen = {"aggregate": "sums", "upload": "uploads"}[observer]
+    what = f"one {unit} against an observer of {seen}"
+    if unit == "example":
+        column = "epsilon_example"
+    else:
+        column = {"aggregate": "epsilon", "upload": "epsilon_upload"}[observer]
+    return EpsilonBudget(epsilon, column, what)
 
 
 @checked(path=check_path)
 def csv(path: str | os.PathLike) -> Callback:
-    """Keep all rows in a file of comma-separated values, whose folder is made where it is missing."""
+    """Write all rows to a file of comma-separated values. A missing folder is made."""
     file = pathlib.Path(path)
 
     def of_run() -> _Log:
@@ -237,7 +280,8 @@ def csv(path: str | os.PathLike) -> Callback:
     @contextlib.contextmanager
     def started() -> Iterator[_Log]:
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Replaces the file by a copy, as later writes do: a path that cannot be written shows before the first round.
+        # A copy replaces the file, as in later writes. A path that cannot be written therefore
+        # raises before the first round.
         target = file.resolve()
         earlier = b"" if files.kind(target) is None else files.read(target)
         with files.replacing(file) as temporary:
@@ -249,11 +293,17 @@ def csv(path: str | os.PathLike) -> Callback:
 
 @checked(folder=check_path)
 def tensorboard(folder: str | os.PathLike) -> Callback:
-    """Write event files (extra `[tb]`). A resumed run writes all of its rows again, and hides the earlier ones."""
+    """Write event files for TensorBoard (extra `[tb]`).
+
+    A resumed run writes all of its rows again, and hides the earlier ones.
+    """
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        raise ValueError("tensorboard() needs tensorboardX: pip install 'jaxfl[tb]'") from None
+        raise ValueError(
+            "tensorboard() must have the package tensorboardX, got none. "
+            "Install it by `pip install 'jaxfl[tb]'`."
+        ) from None
 
     @contextlib.contextmanager
     def started() -> Iterator[_Log]:
@@ -269,12 +319,17 @@ def tensorboard(folder: str | os.PathLike) -> Callback:
 
 
 def wandb(run: Any) -> Callback:
-    """Log to a run of Weights & Biases, as `wandb.init(mode="offline")` returns it (extra `[wandb]`).
+    """Log to a run of Weights & Biases (extra `[wandb]`).
 
-    The run of Weights & Biases stays open: finish it yourself.
+    Args:
+        run: The run, which for instance `wandb.init(mode="offline")` returns. It stays open, so
+            that you can finish it yourself.
     """
     if not callable(getattr(run, "log", None)):
-        raise TypeError(f"run={show(run)}: give what wandb.init() returns")
+        raise TypeError(
+            f"run must be a run of Weights & Biases, got {show(run)}. "
+            "Give the result of wandb.init()."
+        )
 
     def log(row: Row) -> None:
         run.log(_scalars(row), step=int(row["round"]))
@@ -284,12 +339,18 @@ def wandb(run: Any) -> Callback:
 
 @checked()
 def mlflow(library: Any, run_id: str | None = None) -> Callback:
-    """Log to a run of MLflow (extra `[mlflow]`), the active one if none is named; `library` is `mlflow`, imported.
+    """Log to a run of MLflow (extra `[mlflow]`).
 
-    The run of MLflow stays open: end it yourself.
+    The run stays open, so that you can end it yourself.
+
+    Args:
+        library: The imported module `mlflow`.
+        run_id: Id of the run. None stands for the active one.
     """
     if not callable(getattr(library, "log_metrics", None)):
-        raise TypeError(f"library={show(library)}: give the imported mlflow")
+        raise TypeError(
+            f"library must be the module mlflow, got {show(library)}. Import it, and give it."
+        )
 
     def log(row: Row) -> None:
         library.log_metrics(_scalars(row), int(row["round"]), run_id=run_id)
@@ -298,17 +359,20 @@ def mlflow(library: Any, run_id: str | None = None) -> Callback:
 
 
 def _column(rows: list[Row], name: str) -> list[float]:
+    """Return the values of a metric in all rows."""
     if name not in rows[-1]:
-        raise ValueError(f"metric={name!r}: rows have {', '.join(rows[-1])}")
+        known = ", ".join(rows[-1])
+        raise ValueError(f"metric must be one of {known}, got {name!r}. Choose one of these.")
     return [float(row[name]) for row in rows]
 
 
 def _scalars(row: Row) -> dict[str, float | int]:
+    """Return the values of a row, without the number of rounds."""
     return {name: value for name, value in row.items() if name != "round"}
 
 
 def _rest(log: Callable[[Row], None]) -> _Log:
-    """Return a function that logs each row once; at its first call, all rows that were read."""
+    """Return a function that logs each row once. Its first call logs all rows so far."""
     logged = 0
 
     def write(rows: list[Row]) -> None:
@@ -321,16 +385,17 @@ def _rest(log: Callable[[Row], None]) -> _Log:
 
 
 class _Logger:
-    """A callback that opens something for each run, logs rows to it, and closes it.
+    """Callback that opens a log for each run, writes rows to it, and closes it.
 
-    Of several processes, only the first one does.
+    Only the first one of several processes does so.
 
     Args:
-        started: makes a context manager of the function that logs rows.
+        started: Function that returns a context manager of the function that logs rows.
     """
 
     def __init__(self, started: Callable[[], contextlib.AbstractContextManager[_Log]]) -> None:
-        self._started, self._runs = started, contextlib.ExitStack()
+        self._started = started
+        self._runs = contextlib.ExitStack()
         self._log: _Log | None = None
 
     def __enter__(self) -> "_Logger":
@@ -343,7 +408,8 @@ class _Logger:
         return self._runs.__exit__(*error)
 
     def __call__(self, rows: list[Row]) -> None:
-        if self._log is None:  # within a function of the user's, which no run opens
+        # A run does not enter a callback that a function of the user calls.
+        if self._log is None:
             self.__enter__()
         if self._log is not None:
             self._log(rows)

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, that no link leads elsewhere, and the cache folder."""
+"""Files that are complete or absent, and are no links, and the cache folder."""
 
 import contextlib
 import errno
@@ -20,6 +20,7 @@ import numpy as np
 # Windows has none of these flags. Without O_NONBLOCK, opening a fifo waits for its other end.
 _FLAGS = ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY")
 _SAFE = sum(getattr(os, name, 0) for name in _FLAGS)
+"""Flags that open neither links, nor files whose opening has effects."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -30,14 +31,14 @@ _KINDS = {
 
 
 class IrregularError(OSError):
-    """The name of a file is that of a link, a folder, a fifo or a device."""
+    """Error about a path that is a link, a folder, a fifo or a device, and no regular file."""
 
 
 def cache_folder() -> Path:
     """Return `JAXFL_CACHE_DIR`, by default `~/.cache/jaxfl`, which may not exist yet.
 
     Raises:
-        OSError: no such folder can be had, for instance because the user has no home.
+        OSError: There is no such folder, for instance because the user has no home.
     """
     folder = Path(os.environ.get("JAXFL_CACHE_DIR") or "~/.cache/jaxfl")
     try:
@@ -47,25 +48,35 @@ def cache_folder() -> Path:
 
 
 def kind(path: Path) -> str | None:
-    """Return "a regular file", "a folder", "a symbolic link" or another kind, and None if nothing has the name."""
+    """Return the kind of a path in words, such as "a regular file" or "a symbolic link".
+
+    None stands for a path that does not exist.
+    """
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return "a regular file" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a device")
+    if stat.S_ISREG(mode):
+        return "a regular file"
+    return _KINDS.get(stat.S_IFMT(mode), "a device")
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether the name is that of a regular file, and not of a link to one."""
+    """Return whether a path is a regular file, and not a link to one."""
     return kind(path) == "a regular file"
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Return a descriptor of a regular file. Links are not followed, and fifos not waited for.
+    """Return a descriptor of a regular file, without following links or waiting for fifos.
+
+    Args:
+        path: The file.
+        flags: Flags of `os.open`.
+        mode: Permissions of a file that is made, before the user's umask.
 
     Raises:
-        IrregularError: the name is that of something else.
-        OSError: the file cannot be opened.
+        IrregularError: The path is not a regular file.
+        OSError: The file cannot be opened.
     """
     found = kind(path)
     if found in (None, "a regular file"):
@@ -89,13 +100,14 @@ def read(path: Path) -> bytes:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a file that its owner alone can read, all of it or nothing, where nothing has its name.
+    """Write a new file that only its owner can read.
 
-    The name appears when all bytes are on disk. Whatever stops the process earlier leaves at most a `leftovers` file.
+    The file appears when all bytes are on disk. A process that is stopped earlier leaves at most a
+    `leftovers` file.
 
     Raises:
-        FileExistsError: the name is taken.
-        OSError: the disk is full, or cannot hold such a file.
+        FileExistsError: The path exists already.
+        OSError: The disk is full, or cannot hold such a file.
     """
     temporary = _temporary(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o600)
@@ -104,14 +116,15 @@ def write_secret(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, path, follow_symlinks=False)  # which replaces nothing, unlike a rename
+        # Unlike a rename, a link replaces nothing.
+        os.link(temporary, path, follow_symlinks=False)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
 
 
 def leftovers(path: Path) -> list[Path]:
-    """Return the temporary files that killed processes left beside `path`."""
+    """Return the temporary files for `path` that killed processes have left in its folder."""
     name = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{16}}")
     return [
         other for other in path.parent.iterdir() if name.fullmatch(other.name) and is_regular(other)
@@ -119,13 +132,13 @@ def leftovers(path: Path) -> list[Path]:
 
 
 def write_json(path: Path, value: Any, *, allow_nan: bool = True) -> None:
-    """Write JSON atomically: a reader sees the old file or the new one, never half of one."""
+    """Write JSON atomically, so that a reader sees the old file or the new one."""
     with replacing(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2, allow_nan=allow_nan) + "\n")
 
 
 def write_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write all rows as JSON lines, atomically; a value that is not finite becomes null."""
+    """Write all rows as JSON lines, atomically. Values that are not finite become null."""
     with replacing(path) as temporary:
         temporary.write_text("".join(map(_line, rows)))
 
@@ -136,7 +149,7 @@ def append_metrics(path: Path, row: dict[str, Any]) -> None:
 
 
 def append_text(path: Path, text: str) -> None:
-    """Append a text to a regular file, by one call of the system (see `open_regular`)."""
+    """Append a text to a regular file in one system call (see `open_regular`)."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND)
     with os.fdopen(descriptor, "wb", buffering=0) as file:
         file.write(text.encode())
@@ -145,7 +158,7 @@ def append_text(path: Path, text: str) -> None:
 def write_arrays(path: Path, arrays: Mapping[str, Any], *, compress: bool = True) -> None:
     """Write named arrays as one .npz, atomically."""
     method = zipfile.ZIP_DEFLATED if compress else zipfile.ZIP_STORED
-    # Not `np.savez`, whose own arguments are names that no array can have.
+    # `np.savez` does not accept arrays with the names of its own arguments.
     with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", method) as archive:
         for name, value in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
@@ -156,26 +169,28 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return all arrays of a file of `write_arrays`.
 
     Raises:
-        OSError: the file cannot be opened (see `open_regular`).
-        ValueError: it is damaged, or holds something else.
+        OSError: The file cannot be opened (see `open_regular`).
+        ValueError: The file is damaged, or has another content.
     """
+    damaged = f"{str(path)!r} must hold arrays, and is damaged"
     with opened(path) as raw:
         try:
             with zipfile.ZipFile(raw) as archive:
-                # First of all: the header of a damaged array may ask for any memory.
+                # Checksums come first, because the header of a damaged array may ask for any
+                # amount of memory.
                 if archive.testzip() is not None:
-                    raise ValueError(f"{str(path)!r} must hold arrays, and is damaged")
+                    raise ValueError(damaged)
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 return {name: file[name] for name in file}
         except (EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-            raise ValueError(f"{str(path)!r} must hold arrays, and is damaged") from error
+            raise ValueError(damaged) from error
 
 
 def recall_arrays(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray] | None:
-    """Return arrays of a file of the cache folder, of 32-bit floating numbers and of these shapes.
+    """Return the float32 arrays of these shapes from a file in the cache folder.
 
-    None stands for no file, or for one that is damaged or has something else.
+    None stands for a missing or damaged file, or for one with another content.
     """
     try:
         found = read_arrays(cache_folder() / name)
@@ -189,9 +204,9 @@ def recall_arrays(name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def keep_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to a file of the cache folder, all or nothing.
+    """Write arrays to a file in the cache folder, atomically.
 
-    A folder that cannot be had or written is no error.
+    Without a folder that can be written, nothing happens.
     """
     with contextlib.suppress(OSError):
         path = cache_folder() / name
@@ -201,9 +216,10 @@ def keep_arrays(name: str, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that replaces it when the block succeeds."""
+    """Yield a temporary file that replaces `path` when the block succeeds."""
     temporary = _temporary(path)
-    temporary.touch(exist_ok=False)  # with the permissions that the user's umask gives
+    # `touch` gives the permissions of the user's umask.
+    temporary.touch(exist_ok=False)
     try:
         yield temporary
         temporary.replace(path)
@@ -216,7 +232,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _sync(folder: Path) -> None:
-    """Write the names in a folder to disk, where the system can."""
+    """Write the names in a folder to disk, if the system supports it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -7,10 +7,11 @@ import jax
 
 from jaxfl.backend import backend, count_is_set, with_flags
 
-# Both are read when JAX's backend starts; an option that is already set stays.
+# JAX reads the flags and the number of devices when its backend starts. Options that are set
+# already stay.
 os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
 if not count_is_set():
-    # Accelerators ignore it. If it is too late, JAX raises.
+    # Accelerators ignore the number. JAX raises if its backend has started already.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", backend("cpu").devices)
 
@@ -33,7 +34,32 @@ __version__ = "0.1.0"
 compilation_cache.keep()
 
 __all__ = [
-    "Algorithm", "Candidate", "ClientData", "Clients", "Comparison", "Ledger", "LocalSGD", "Message", "Metric", "Model",
-    "Result", "Task", "Terms", "algorithms", "callbacks", "clear_caches", "compare", "data", "evaluate", "grid",
-    "membership", "models", "privacy", "simulate", "spread", "sweep", "tasks", "write_report",
-]  # fmt: skip
+    "Algorithm",
+    "Candidate",
+    "ClientData",
+    "Clients",
+    "Comparison",
+    "Ledger",
+    "LocalSGD",
+    "Message",
+    "Metric",
+    "Model",
+    "Result",
+    "Task",
+    "Terms",
+    "algorithms",
+    "callbacks",
+    "clear_caches",
+    "compare",
+    "data",
+    "evaluate",
+    "grid",
+    "membership",
+    "models",
+    "privacy",
+    "simulate",
+    "spread",
+    "sweep",
+    "tasks",
+    "write_report",
+]

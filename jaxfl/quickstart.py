@@ -1,4 +1,7 @@
-"""Six methods at one target epsilon: digits, several hundred clients, about a minute on two cores."""
+"""Six methods at one target epsilon on handwritten digits, with several hundred clients.
+
+The quickstart takes about a minute on two cores.
+"""
 
 import dataclasses
 import pathlib
@@ -27,16 +30,19 @@ from jaxfl.types import Algorithm, Clients, Model
 @checked(delta=probability, rate=check_fraction, seed=count_from_0)
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Settings; every method sees the same clients, cohorts and number of rounds."""
+    """Settings of the quickstart.
+
+    Every method has the same clients, cohorts and number of rounds.
+    """
 
     epsilon: float = 8.0
-    """Target of the private methods, for the whole run, at client level."""
+    """Target of the private methods for all rounds together, at client level."""
     delta: float = 1e-5
     """Failure probability of the target."""
     clients: int = 300
     """Number of clients, N."""
     classes: int = 3
-    """Digits that each client has."""
+    """Number of different digits of each client."""
     rate: float = 0.3
     """Probability that a client takes part in a round."""
     rounds: int = 40
@@ -46,17 +52,19 @@ class Config:
     seed: int = 0
     """Seed of the data's partition and of the runs."""
     scale: Literal["smoke", "full"] = "full"
-    """smoke: a few rounds of a small network and fewer clients, half a minute on one core."""
+    """smoke: a few rounds of a small network and fewer clients, for half a minute on one core."""
     out: pathlib.Path = pathlib.Path("runs/quickstart")
-    """Folder of all runs; the same command resumes a run that was stopped."""
+    """Folder of all runs. The same command resumes a run that was stopped."""
 
 
 def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
-    """Run six methods on handwritten digits, and show what each reaches at which epsilon."""
+    """Run six methods on handwritten digits, and show the accuracy and epsilon of each."""
     if config.scale == "smoke":
         config = dataclasses.replace(config, clients=60, rounds=3)
         compile_quickly()
-    model = mlp((8, 8, 1), 10, hidden=(32,)) if config.scale == "smoke" else digits_cnn()
+        model = mlp((8, 8, 1), 10, hidden=(32,))
+    else:
+        model = digits_cnn()
     clients = digits_clients(config.clients, config.classes, config.seed)
     rows = []
     for algorithm in methods(config, model, int(clients.train_size.sum())):
@@ -64,17 +72,21 @@ def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
         result = simulate(config.seed, algorithm, clients, rounds=config.rounds, folder=folder)
         rows.append((algorithm.name, result))
     if jax.process_index() == 0:
-        show(
-            rows,
-            f"digits, {config.clients} clients of {config.classes} classes, target epsilon {config.epsilon:g}",
-        )
-        print(
-            f"\nThe statement of {rows[-1][0]}:\n{format_statement(rows[-1][1].statement)}\n\nfolders: {config.out}"
-        )
+        data = f"digits, {config.clients} clients of {config.classes} classes"
+        show(rows, f"{data}, target epsilon {config.epsilon:g}")
+        last_name, last_result = rows[-1]
+        statement = format_statement(last_result.statement)
+        print(f"\nThe statement of {last_name}:\n{statement}\n\nfolders: {config.out}")
 
 
 def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
-    """Three without privacy, and three with the same noise."""
+    """Return three methods without privacy, and three with the same noise.
+
+    Args:
+        config: The settings.
+        model: The network.
+        examples: Number of training examples of all clients, for the claim of FedDPA's paper.
+    """
     sampling = Poisson(config.rate)
     z = calibrate(
         config.epsilon,
@@ -83,7 +95,8 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
         sampling=sampling,
         delta=config.delta,
     )
-    local, head = LocalSGD(optax.sgd(0.1, momentum=0.9), 4, 3), LocalSGD(optax.sgd(0.1), epochs=15)
+    local = LocalSGD(optax.sgd(0.1, momentum=0.9), batch_size=4, epochs=3)
+    head = LocalSGD(optax.sgd(0.1), epochs=15)
     private = {
         "clip": config.clip,
         "noise_multiplier": z,
@@ -91,20 +104,18 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
         "delta": config.delta,
     }
     plain = Mechanism(sampling=sampling, denominator="participants")
-    rule = {
-        "examples": examples,
-        "batch_size": 4,
-        "epochs": 2,
-        "rounds": config.rounds,
-        "rate": config.rate,
-    }
-    claim = (
-        paper_epsilon(z, delta=config.delta, **rule),
-        "by the paper's rule, per example and local step",
+    claimed = paper_epsilon(
+        z,
+        delta=config.delta,
+        examples=examples,
+        batch_size=4,
+        epochs=2,
+        rounds=config.rounds,
+        rate=config.rate,
     )
-    feddpa = algorithms.feddpa(
-        model, evaluate="adapt", local=LocalSGD(optax.adam(5e-3), 4, 2), **private
-    )
+    claim = (claimed, "by the paper's rule, per example and local step")
+    adam = LocalSGD(optax.adam(5e-3), batch_size=4, epochs=2)
+    feddpa = algorithms.feddpa(model, evaluate="adapt", local=adam, **private)
     return [
         algorithms.local_only(model, local=local),
         algorithms.fedavg(model, mechanism=plain, local=local),
@@ -116,25 +127,32 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
 
 
 def show(rows: list[tuple[str, Result]], title: str) -> None:
-    """A table of methods."""
+    """Print a table of methods with their accuracy and epsilons."""
     table = Table(
         "method", "accuracy", "worst 10%", "ε of sums", "ε of uploads", "claimed", title=title
     )
     for name, result in rows:
-        last, honest, claim = (
-            result.metrics[-1],
-            result.statement["honest"],
-            result.statement["claim"],
-        )
+        last = result.metrics[-1]
+        honest = result.statement["honest"]
+        claim = result.statement["claim"]
         scores = [f"{100 * last[metric]:.1f}%" for metric in ("accuracy", "accuracy_worst10")]
         bounds = [honest[observer]["epsilon"] for observer in ("aggregate", "upload")]
         shown = ["∞" if bound == "inf" else f"{bound:.3g}" for bound in bounds]
-        table.add_row(name, *scores, *shown, f"{claim['epsilon']:.3g}" if claim else "–")
+        claimed = f"{claim['epsilon']:.3g}" if claim else "–"
+        table.add_row(name, *scores, *shown, claimed)
     Console().print(table)
 
 
 def digits_clients(clients: int, classes: int, seed: int) -> Clients:
-    """Digits split by class; a client is tested on all test examples of its own classes."""
+    """Return clients with handwritten digits of a few classes each.
+
+    A client is tested on all test examples of its own classes.
+
+    Args:
+        clients: Number of clients.
+        classes: Number of different digits of each client.
+        seed: Seed of the partition.
+    """
     digits = load("digits")
     train, test = classes_per_client(
         digits.train_labels, digits.test_labels, clients, classes, seed=seed, test="all"

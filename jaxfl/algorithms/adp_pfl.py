@@ -35,8 +35,8 @@ from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, T
 
 _BROKEN = (
     "each client's noise scale follows from its leakage risk, an exact function of its private "
-    "data that the server is told: neighbouring data give another scale, which a vector of many "
-    "coordinates shows"
+    "data that the server receives: neighbouring data give another scale, which a vector of many "
+    "coordinates reveals"
 )
 """Reason why the published method with private risks has no finite epsilon."""
 
@@ -390,9 +390,7 @@ def adp_pfl_paper(
         mechanism = Mechanism(client_noise=client_noise, **bounded)
     else:
         mechanism = Mechanism(client_noise=_public(client_noise, risks), **bounded)
-    rule = (
-        f"sensitivity {sensitivity}; budgets taken for epsilons that add up, or for their maximum"
-    )
+    rule = f"sensitivity {sensitivity}, with budgets taken for epsilons that add up, or for their maximum"
     claimed = None if claim is None else (claim, rule)
     terms = Terms(delta, claimed, _BROKEN if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")

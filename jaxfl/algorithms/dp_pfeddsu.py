@@ -200,7 +200,7 @@ def dp_pfeddsu_paper(
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
     method = _sparsified(model, mechanism, masks, penalty_weight, private=True, **options)
-    rule = "as if the noise were on all weights, whoever's mask they are on"
+    rule = "assuming noise on all weights, regardless of the masks"
     claimed = None if claim is None else (claim, rule)
     return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed))
 

@@ -30,7 +30,8 @@ from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
 _RULE = (
-    "accounted per example and local step, with noise that is added once per round to whole clients"
+    "accounted per example and local step, although noise is added once per round to the update of "
+    "a client"
 )
 """Rule behind the epsilon that the paper claims."""
 

@@ -279,8 +279,10 @@ def pdp_fl_paper(
         level_divisor = participants if top_up == "mean_level" else 1.0
         rule = LevelNoise(z * epsilon_max / participants, level_divisor, epsilon_max)
     mechanism = _by_level(budgets, sampling, clip, z, noise, rule)
-    why = "sensitivity 2C/m of weights to an example, rounds not composed; "
-    why += f"each client's own is {asked.min():.3g} to {asked.max():.3g}"
+    why = (
+        "sensitivity 2C/m of weights to an example, without composition of rounds, and "
+        f"{asked.min():.3g} to {asked.max():.3g} for single clients"
+    )
     claim = min(float(epsilon_max), float(asked.max()))
     terms = Terms(delta, (claim, why))
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="pdp_fl_paper")

@@ -426,7 +426,7 @@ def test_a_damaged_newest_checkpoint_changes_no_result(store, runs, tmp_path, ca
         return
     again = quiet(copy, states=store)
     assert "the checkpoint of round 3" in caplog.text
-    assert f"round 2 of 3 read from {copy}/ckpt/2; going on" in caplog.text
+    assert f"round 2 of 3 read from {copy}/ckpt/2; resuming" in caplog.text
     assert again.restored == 2
     equal(again[:2], whole[:2])
     assert again.metrics == whole.metrics

@@ -127,7 +127,7 @@ def test_broken_data_are_refused_at_the_start():
     inputs = np.array(clients.inputs, np.float32)
     inputs[clients.train[3][0]] = np.nan
     with pytest.raises(
-        ValueError, match=rf"clients\.inputs has NaN .* first row {clients.train[3][0]}"
+        ValueError, match=rf"clients\.inputs must be finite, got NaN .* row {clients.train[3][0]}\."
     ):
         quiet(ALGORITHMS["fedprox"](), clients._replace(inputs=inputs))
 
@@ -275,10 +275,10 @@ def test_interrupted_process_resumes_bit_identically(numbers, tmp_path):
         assert process.returncode == 128 + numbers[0]
         (line,) = error.decode().split("\n")[1:-1]
         assert re.fullmatch(
-            r"stopped after round \d+ of 60; the same command goes on from (there|round \d+)", line
+            r"stopped after round \d+ of 60; the same command resumes from (there|round \d+)", line
         )
         assert len(numbers) > 1 or line.endswith(
-            f"after round {max(stopped)} of 60; the same command goes on from there"
+            f"after round {max(stopped)} of 60; the same command resumes from there"
         )
         assert (tmp_path / "a" / "privacy.json").exists()
     resumed = quiet(*interruptible(), folder=tmp_path / "a", **OPTIONS)
@@ -320,7 +320,7 @@ def test_a_run_stopped_after_every_round_leaves_the_files_of_one_that_was_not(
         for done in range(1, 6):
             with pytest.raises(
                 KeyboardInterrupt,
-                match=f"after round {done} of 6; the same command goes on from the",
+                match=f"after round {done} of 6; the same command resumes from the",
             ):
                 quiet(*arguments, folder=tmp_path / "parts", **options)
     quiet(*arguments, folder=tmp_path / "parts", **options)
@@ -347,7 +347,7 @@ def test_an_interrupt_during_compilation_leaves_a_folder_to_start_in(store, tmp_
         patch.setattr(runner, "compile", interrupted)
         with pytest.raises(
             KeyboardInterrupt,
-            match="stopped after round 0 of 2; the same command goes on from there",
+            match="stopped after round 0 of 2; the same command resumes from there",
         ):
             quiet(ALGORITHMS["fedrep"](), small_clients(), folder=tmp_path, states=store)
     assert (

@@ -234,7 +234,7 @@ def test_a_point_without_a_clip_bound_cannot_share_a_program_with_noise():
     def build(clip, noise_multiplier):
         return dp_fedavg(MODEL, clip=clip, noise_multiplier=noise_multiplier, sampling=Full())
 
-    with pytest.raises(ValueError, match="values of point 1: clip=inf in a sweep with noise"):
+    with pytest.raises(ValueError, match="values of point 1 must have a finite clip in a sweep"):
         sweep(
             KEY,
             build,
@@ -293,8 +293,8 @@ def test_points_whose_server_breaks_stop_no_others():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({}, "give columns"),
-        ({"mu": []}, "give columns"),
+        ({}, "Give columns"),
+        ({"mu": []}, "Give columns"),
         ({"mu": [0.1, 0.2], "sam_radius": [0.1]}, "'mu': 2, 'sam_radius': 1"),
         ({"mu": [0.1, -0.2]}, "mu must be .* got -0.2"),
         ({"ratio": [1.0, 2.0]}, r"\['ratio'\].*run `simulate`"),

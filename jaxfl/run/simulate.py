@@ -1,4 +1,4 @@
-"""A whole run, or a sweep of runs: rounds, evaluation, checkpoints, resume."""
+"""Runs, and sweeps of runs, from the first round to the last, with checkpoints and resume."""
 
 import bisect
 import contextlib
@@ -55,22 +55,27 @@ from jaxfl.run.recorder import Journal, Plan, Recorded, Result
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
-"""Duration of the rounds of one call: short enough for progress and signals."""
+"""Duration of the rounds of one call, in seconds, which progress and signals have to wait for."""
 
 _SEGMENT_ROUNDS = 16
-"""At most so many rounds of one call, however many a run has: the program of a longer run is the same."""
+"""Maximum number of rounds of one call.
+
+It is a constant, so that the length of a run does not change the compiled program.
+"""
 
 _CHECKPOINT_SECONDS = 30.0
+"""Time after which a run writes the next checkpoint, in seconds."""
 
 _PICTURES = 20
-"""Points of a sweep up to which each has a picture, which takes a third of a second."""
+"""Number of points of a sweep up to which each has a picture. One takes a third of a second."""
 
 CHECKS = {
     "clients": check_clients,
     "chunk": check_chunk,
     "devices": check_devices,
     "folder": check_path,
-    "rounds": functools.partial(check_count, most=2**31 - 1),  # programs count rounds in 32 bits
+    # Programs count rounds in 32 bits.
+    "rounds": functools.partial(check_count, most=2**31 - 1),
 }
 """Checks of the arguments that `simulate` and `sweep` share."""
 
@@ -79,25 +84,30 @@ class RunOptions(TypedDict, total=False):
     """Options of `simulate` and `sweep`, by keyword.
 
     Args:
-        eval_every: rounds between evaluations of all clients (default: a tenth of the rounds).
-        chunk: clients vectorised at a time on each device; None: 1 on a CPU, "auto" elsewhere. "auto" measures a few
-            sizes on a round of this run, once (see `jaxfl.engine.chunk.fastest`). Halved, with a warning, where memory
-            does not hold it. Changes speed and memory, not results.
-        devices: where to run (default: all devices).
-        secret_noise: draw noise, cohorts and private local steps from 128 fresh bits of the system in place of `key`,
-            whose seed may be small enough to guess. They lie only in the folder's `noise.key`, which its owner alone
-            can read and a resumed run needs. A key that others can read, or that was made for another run, is an
-            error. The run cannot be repeated. A sweep draws bits for each point.
-        report: "public" leaves out what else follows from private data without noise: `train_loss`, `update_norm`,
-            `clipped`, `participants`, `nonfinite` and the method's own infos in `metrics`, and how often each client
-            took part in per_client.npz, and epsilons by client. All epsilons, of the statement too, are those of the
-            plan, in which every client takes part in every round that it can: the rounds as they happened show who was
-            drawn how often. Warnings name and count no clients. Test scores, checkpoints and the arrays that are
-            returned remain.
-        resume: "auto" resumes from the folder; "never" starts over and replaces its contents.
-        progress: show a bar with round, headline metric and epsilon so far.
-        audit: canaries that take part beside the clients; what an attacker tells of them bounds epsilon from below, in
-            the statement and in audit.npz (see `jaxfl.privacy.audit`; extra `[audit]`). They disturb the model.
+        eval_every: Number of rounds between evaluations of all clients. None stands for a tenth of
+            the rounds.
+        chunk: Number of clients vectorised at a time on each device. None stands for 1 on a CPU,
+            and for "auto" elsewhere. "auto" measures a few sizes once, on a round of this run (see
+            `jaxfl.engine.chunk.fastest`). If the chunk does not fit in memory, it is halved with a
+            warning. The chunk changes speed and memory, but no results.
+        devices: Devices of the run. None stands for all devices.
+        secret_noise: Whether noise, cohorts and private local steps come from 128 fresh bits of the
+            system, and not from `key`. The seed of a key may be small enough to guess. The bits lie
+            only in the folder's `noise.key`, which only its owner can read. A resumed run needs
+            this file. A file that others can read, or that was made for another run, is an error.
+            A run with fresh bits cannot be repeated. A sweep draws bits for each point.
+        report: "public" leaves out what else follows from private data without noise. In `metrics`
+            these are `train_loss`, `update_norm`, `clipped`, `participants`, `nonfinite` and the
+            method's own infos. In per_client.npz these are epsilons by client, and how often each
+            client took part. All epsilons, also in the statement, are then the epsilons of the
+            plan, because the rounds as they happened show who was drawn how often. In the plan
+            every client takes part in every round in which it can. Warnings name and count no
+            clients. Test scores, checkpoints and the returned arrays remain.
+        resume: "auto" resumes from the folder. "never" starts over and replaces its contents.
+        progress: Whether to show a bar with round, headline metric and epsilon so far.
+        audit: Canaries that take part with the clients. An attacker's success on them bounds
+            epsilon from below, in the statement and in audit.npz (see `jaxfl.privacy.audit`, which
+            needs the extra `[audit]`). Canaries disturb the model.
     """
 
     eval_every: int | None
@@ -125,36 +135,42 @@ def simulate(
 ) -> Result:
     """Run an algorithm for some rounds and account for its privacy.
 
-    With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, checkpoints and, with matplotlib,
-    curves.png, and a later call with the same arguments resumes where it stopped, whatever stopped it:
-    bit-identically, unless another chunk is measured. A finished run is read, even from a read-only folder; asked
-    for more rounds, it goes on with the noise that it has, and its epsilon grows. The folder is locked meanwhile. A
-    run that differs in anything that affects results is refused: in what the method's functions compute, in data,
-    partition, mechanism, key, or versions (see `jaxfl.run.fingerprint`).
+    With a folder, the run writes metrics.jsonl, per_client.npz, privacy.json, checkpoints and, with
+    matplotlib, curves.png. A later call with the same arguments resumes where the run stopped, for
+    whatever reason. It resumes bit-identically, unless it measures another chunk. A finished run is
+    read, even from a read-only folder. With more rounds it continues, and its epsilon grows,
+    because its noise stays the same. The folder is locked during the run.
+
+    A run that differs in anything that affects results raises an error that names the difference.
+    This covers the computations of the method's functions, data, partition, mechanism, key and
+    versions (see `jaxfl.run.fingerprint`).
 
     Args:
-        key: the whole run's randomness, or a seed, which stands for `jax.random.key(seed)`.
-        algorithm: from `jaxfl.algorithms`, or your own.
-        clients: from `jaxfl.data.make_clients`.
-        rounds: T.
-        folder: the run's own folder (see `jaxfl.run.report.run_folder`); None writes nothing.
-        states: where client states are kept. "host": in memory-mapped files in the folder (without one: in the system's
-            temporary folder), for more clients than a device holds; every device has all examples, and the rows of a
-            cohort are sent ahead of its round. `states` of the result is then mapped and read-only.
-        callbacks: called with a copy of all rows of metrics, the newest last, at each evaluation and before a resumed
-            run goes on. If one returns True, the run ends there (see `jaxfl.callbacks`). Each of several processes
-            calls them. All are called, even if one raises; the run is then saved, and the exception raised.
-        options: see `RunOptions`.
+        key: Key of all randomness, or a seed, which stands for `jax.random.key(seed)`.
+        algorithm: An algorithm from `jaxfl.algorithms`, or your own.
+        clients: Clients from `jaxfl.data.make_clients`.
+        rounds: T, the number of rounds.
+        folder: The run's own folder (see `jaxfl.run.report.run_folder`). None writes nothing.
+        states: Place of the client states. "host" keeps them in memory-mapped files, for more
+            clients than fit on a device. The files lie in the folder, or, if there is none, in the
+            system's temporary folder. Every device has all examples, and the rows of a cohort are
+            sent ahead of its round. `states` of the result is then mapped and read-only.
+        callbacks: Functions of a copy of all rows of metrics, the newest last. They are called at
+            each evaluation, and before a resumed run continues. If one returns True, the run ends
+            there (see `jaxfl.callbacks`). Each of several processes calls them. If one raises, the
+            others are still called, the run is saved, and then the exception is raised.
+        options: Options of `RunOptions`, by keyword.
 
     Raises:
-        ValueError: an argument does not fit, or the folder holds another run, is in use, or holds no checkpoint that
-            is intact (a damaged one is reported, and the previous one is used).
-        FloatingPointError: the server's state turned non-finite, or no update counts any more; names the round and the
-            remedy.
-        KeyboardInterrupt: on Ctrl-C or SIGTERM, after the running segment of rounds is saved, or at once on the next
-            signal; names the round.
+        ValueError: An argument does not fit. Or the folder holds another run, is in use, or holds
+            no intact checkpoint. If only the newest is damaged, the previous one is used.
+        FloatingPointError: The server's state turned non-finite, or no update counts any more. The
+            message has the round and a remedy.
+        KeyboardInterrupt: The run got Ctrl-C or SIGTERM. It ends after the running segment of
+            rounds is saved, or at once on the next signal. The message has the round.
     """
-    assert isinstance(key, Array)  # seeds have become keys
+    # `checked` has replaced a seed by its key.
+    assert isinstance(key, Array)
     folder = None if folder is None else pathlib.Path(folder)
     settings = _Settings(rounds, states=states, **options)
     with contextlib.closing(Lock(folder)) as lock:
@@ -183,33 +199,39 @@ def sweep(
 ) -> list[Result]:
     """Run one method with several values of its numbers, or several seeds, in one compiled program.
 
-    The program is compiled once. Up to rounding, the first point of a key has the results of `simulate`, and so have
-    points with keys of their own, and all points under `paired_noise`. All points advance together: a stopped sweep
-    goes on where it was. With a folder, each point writes its reports into a folder below, of more than 20 points
-    without curves.png (`jaxfl report` draws them).
+    The program is compiled once. Up to rounding, the first point of a key has the results of
+    `simulate`. The same is true for points with keys of their own, and for all points under
+    `paired_noise`. All points advance together, so that a stopped sweep resumes where it was. With
+    a folder, each point writes its reports into a folder inside it. A sweep of more than 20 points
+    draws no curves.png, but `jaxfl report` draws them.
 
     Args:
-        key: one, or a seed, for all points, which then share all randomness but cohorts and noise (`paired_noise`), or
-            one key per point `[P]`.
-        build: keyword arguments to algorithm, for instance `functools.partial(dp_pfeddsu, model, ...)`. Values may be
-            learning rates, clip bounds, noise multipliers, weights of penalties, densities: numbers that decide
-            neither shapes nor Python branches.
-        values: columns of P numbers, by argument; may be empty where keys differ.
-        clients: the same for all points.
-        rounds: T.
-        folder: for the whole sweep; None writes nothing.
-        batch: points vectorised at a time; None: one after the other, in the same program (best on a CPU).
-        paired_noise: points of one key also share their cohorts, and their noise up to its scale. Differences between
-            them are then less noisy, but any two of them reveal the clean updates: at most one may be published.
-        keep_states: whether clients' states stay when all rounds are done, as many as points times clients. If not,
-            results have none, and neither has the folder, which can be read then but not extended.
-        numbers: of the points in a larger sweep of one key, of which this sweep is a part, from 0. Parts that run one
-            after the other then draw the cohorts and the noise that the points have in the whole. None: 0, 1, 2, ...
-            among the points of each key.
-        options: see `RunOptions`.
+        key: Key, or a seed, of all points, or one key per point `[P]`. Points of one key share all
+            randomness except cohorts and noise (see `paired_noise`).
+        build: Function from keyword arguments to an algorithm, for instance
+            `functools.partial(dp_pfeddsu, model, ...)`. Values may be learning rates, clip bounds,
+            noise multipliers, weights of penalties or densities. They must decide neither shapes
+            nor Python branches.
+        values: Columns of P numbers, by argument. There may be none if there are P keys.
+        clients: Clients of all points.
+        rounds: T, the number of rounds.
+        folder: Folder of the sweep. None writes nothing.
+        batch: Number of points vectorised at a time. None runs one after the other in the same
+            program, which is best on a CPU.
+        paired_noise: Whether points of one key also share their cohorts, and their noise up to its
+            scale. Differences between the points are then less noisy. But any two of the points
+            reveal the clean updates, so at most one may be published.
+        keep_states: Whether clients' states stay when all rounds are done. They take the memory of
+            points times clients. Otherwise results and folder have no states, so that the folder
+            can be read, but not extended.
+        numbers: Number of each point, from 0, in a larger sweep of one key, if this sweep is a part
+            of it. Parts that run one after the other then draw the cohorts and the noise of the
+            larger sweep. None stands for 0, 1, 2, ... among the points of each key.
+        options: Options of `RunOptions`, by keyword.
 
     Raises:
-        ValueError: also where a value cannot be an argument of a compiled program.
+        ValueError: An argument does not fit (see `simulate`), or a value cannot be an argument of a
+            compiled program.
 
     >>> from functools import partial
     >>> from jaxfl.algorithms import fedprox
@@ -217,9 +239,10 @@ def sweep(
     >>> from jaxfl.models import mlp
     >>> digits = load("digits")
     >>> rows = iid(digits.train_labels, 20, seed=0)
-    >>> clients = make_clients(digits, rows, matching(rows, digits.train_labels, digits.test_labels, seed=0))
+    >>> tests = matching(rows, digits.train_labels, digits.test_labels, seed=0)
+    >>> clients = make_clients(digits, rows, tests)
     >>> method = partial(fedprox, mlp((8, 8, 1), 10, hidden=(16,)))
-    >>> results = sweep(jax.random.key(0), method, {"mu": [0.0, 0.1]}, clients, rounds=1, progress=False)
+    >>> results = sweep(0, method, {"mu": [0.0, 0.1]}, clients, rounds=1, progress=False)
     >>> len(results)
     2
     """
@@ -228,15 +251,15 @@ def sweep(
     keys = jnp.broadcast_to(key, (count,))
     rows = [{name: float(column[p]) for name, column in values.items()} for p in range(count)]
     algorithms = [check_instance("build(...)", build(**row), (Algorithm,)) for row in rows]
-    points = Points(
-        build, {name: np.asarray(column, np.float32) for name, column in values.items()}, batch
-    )
+    columns = {name: np.asarray(column, np.float32) for name, column in values.items()}
+    points = Points(build, columns, batch)
     _check_clipped(points, algorithms)
     root = None if folder is None else pathlib.Path(folder)
     folders = [None if root is None else root / name for name in names_of_points(values, count)]
     if numbers is not None and len(numbers) != count:
         raise ValueError(
-            f"numbers must have one entry for each of the {count} points, got {len(numbers)}."
+            f"numbers must have one entry for each of the {count} points, got {len(numbers)}. "
+            "Number every point."
         )
     own = None if numbers is None else tuple(numbers)
     if own is not None and not paired_noise:
@@ -258,35 +281,40 @@ def names_of_points(values: Mapping[str, Sequence[float]], count: int) -> list[s
 
 
 def _points(key: Key[Array, "*P"], values: Mapping[str, Sequence[float]]) -> int:
-    """Number of points, where keys and columns agree on it."""
-    if wrong := [
-        name for name in values if not name.isidentifier()
-    ]:  # a name is part of a folder's, too
-        raise ValueError(f"values[{wrong[0]!r}]: give names of arguments of `build`")
+    """Return the number of points, on which keys and columns must agree."""
+    # The name of an argument is also a part of a folder's name.
+    if wrong := [name for name in values if not name.isidentifier()]:
+        raise ValueError(
+            f"values must be columns by argument of `build`, got {wrong[0]!r}. "
+            "Give names of arguments."
+        )
     lengths = {name: len(column) for name, column in values.items()}
     if jnp.ndim(key):
         lengths["key"] = len(key)
     if len(set(lengths.values())) != 1 or not max(lengths.values()):
         raise ValueError(
-            f"lengths {lengths!r} of the columns: give columns, or keys, of one length of at least 1"
+            f"values and key must have one length of at least 1, got {lengths!r}. "
+            "Give columns, or keys, of one length."
         )
     return next(iter(lengths.values()))
 
 
 def _check_clipped(points: Points, algorithms: Sequence[Algorithm]) -> None:
-    """Require finite clip bounds where the points' one program adds noise, were it of size 0."""
-    unclipped = [
-        p for p, algorithm in enumerate(algorithms) if math.isinf(algorithm.mechanism.clip)
-    ]
+    """Require finite clip bounds if the program of the points adds noise, even of size 0."""
+    clips = [algorithm.mechanism.clip for algorithm in algorithms]
+    unclipped = [p for p, clip in enumerate(clips) if math.isinf(clip)]
     if unclipped and noisy(points):
         raise ValueError(
-            f"values of point {unclipped[0]}: clip=inf in a sweep with noise, which is in multiples of it: "
-            "give a large number, or make that point a run of its own"
+            f"values of point {unclipped[0]} must have a finite clip in a sweep with noise, which "
+            "is in multiples of it, got clip=inf. Give a large number, or run that point alone."
         )
 
 
 def noisy(points: Points) -> bool:
-    """Return whether the one program of points adds noise, were it of size 0; not where it leaves no number open."""
+    """Return whether the program of points adds noise, even of size 0.
+
+    It adds none if it leaves no number open.
+    """
     found: list[bool] = []
 
     def note(built: Algorithm) -> Array:
@@ -299,7 +327,7 @@ def noisy(points: Points) -> bool:
 
 
 class _Settings(NamedTuple):
-    """Settings of `simulate` and `sweep` besides what to run, with their defaults."""
+    """Settings of `simulate` and `sweep` with their defaults, without methods and clients."""
 
     rounds: int
     states: Literal["device", "host"] = "device"
@@ -317,14 +345,14 @@ class _Settings(NamedTuple):
 
     @property
     def streams(self) -> Streams:
-        """Where randomness comes from."""
+        """Sources of the run's randomness."""
         return Streams(self.secret_noise, self.paired_noise, self.numbers)
 
 
 def _with_canaries(
     algorithms: list[Algorithm], points: Points | None, canaries: Canaries
 ) -> tuple[list[Algorithm], Points | None]:
-    """The same methods, and how they are built, under audit."""
+    """Return the methods, and the points that build them, with canaries."""
 
     def watched(algorithm: Algorithm) -> Algorithm:
         return algorithm._replace(mechanism=audited(algorithm.mechanism, canaries))
@@ -336,7 +364,17 @@ def _with_canaries(
 
 
 class _Run:
-    """The host's loop over rounds, of one run or of all points of a sweep, and their checkpoints."""
+    """Loop of the host over the rounds of a run, or of all points of a sweep.
+
+    Args:
+        key: Key of the run, or of each point.
+        algorithms: Algorithm of the run, or of each point.
+        points: Points of a sweep, or None for one run.
+        clients: The C clients.
+        settings: Settings of the run.
+        lock: Lock of the run's folder.
+        folders: Folder of the reports of the run, or of each point. None writes nothing.
+    """
 
     def __init__(
         self,
@@ -353,16 +391,13 @@ class _Run:
         first = algorithms[0]
         algorithms[0] = remembered(("method", key_of_method(first)), lambda: first)
         self.update = check_algorithm(algorithms[0], clients, rounds)
-        for other in algorithms[
-            1:
-        ]:  # they differ only in numbers, which a mechanism may still refuse
+        # The others differ only in numbers, for which a mechanism may still raise an error.
+        for other in algorithms[1:]:
             check_mechanism(other, clients, self.update)
-        self.rounds, self.clients, self.points, self.progress = (
-            rounds,
-            clients,
-            points,
-            settings.progress,
-        )
+        self.rounds = rounds
+        self.clients = clients
+        self.points = points
+        self.progress = settings.progress
         every = settings.eval_every or max(1, rounds // 10)
         evaluations = sorted({*range(every, rounds + 1, every), rounds})
         folder = lock.folder
@@ -372,13 +407,12 @@ class _Run:
             if settings.resume == "never":
                 lock.take(shared=False)
                 report.clear(folder, points is not None)
-        plain = algorithms
+        without_canaries = algorithms
         if settings.audit is not None:
             algorithms, points = _with_canaries(algorithms, points, settings.audit)
             self.points = points
-        init_key, key_of_rounds, self.eval_key = self._each(
-            lambda key: tuple(jax.random.split(key, 3))
-        )(key)
+        split = self._each(lambda key: tuple(jax.random.split(key, 3)))
+        init_key, key_of_rounds, self.eval_key = split(key)
         bits = settings.streams.bits(key, folder)
         keys = settings.streams.keys(key_of_rounds, bits)
         method = fingerprint.marked(points or algorithms[0])
@@ -392,27 +426,29 @@ class _Run:
             )
         self.keeps = settings.keep_states or not self.runner.stateful
         plan = Plan(rounds, evaluations, self.keeps)
-        public, told = (
-            settings.report == "public",
-            settings.streams.describe(key) | {"stateful": self.runner.stateful},
-        )
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
-        options = {"public": public, "facts": told, "pictures": len(algorithms) <= _PICTURES}
-        record = self.runner.record()  # once: it is the same for all points
+        options = {
+            "public": settings.report == "public",
+            "facts": settings.streams.describe(key) | {"stateful": self.runner.stateful},
+            "pictures": len(algorithms) <= _PICTURES,
+        }
+        # All points have the same shapes of records.
+        record = self.runner.record()
         self.journals = [
             Journal(algorithm, clients, plan, record, path if writes else None, **options)
-            for algorithm, path in zip(plain, folders, strict=True)
+            for algorithm, path in zip(without_canaries, folders, strict=True)
         ]
         self.first = self._models() if settings.audit is not None else []
-        self.done, self.restored, self.saved_at, self.checkpoints = 0, 0, time.monotonic(), None
+        self.done = 0
+        self.restored = 0
+        self.saved_at = time.monotonic()
+        self.checkpoints: Checkpoints | None = None
         facts: fingerprint.Facts = {}
         if folder is not None or jax.process_count() > 1:
-            facts = self._fingerprint(
-                key, init_key, method, algorithms, settings
-            ) | settings.streams.facts(keys)
-            processes.agree(
-                {name: json.dumps(fact) for name, fact in (facts | plan._asdict()).items()}
-            )
+            facts = self._fingerprint(key, init_key, method, algorithms, settings)
+            facts |= settings.streams.facts(keys)
+            shared = facts | plan._asdict()
+            processes.agree({name: json.dumps(fact) for name, fact in shared.items()})
         if folder is not None:
             self.checkpoints = Checkpoints(folder / report.CHECKPOINTS, facts, plan)
             if settings.resume == "never":
@@ -421,21 +457,19 @@ class _Run:
                 self._restore(lock)
             if self.done == 0:
                 bits.begin(facts)
-        self.kept = self.done
+        self.saved = self.done
 
     def finish_after(self, name: str, callbacks: Sequence[Callback]) -> list[Result]:
-        """Run to the end, or until something stops it, and write the reports."""
+        """Run until the last round, or until something stops the run, and write the reports."""
         public = self.journals[0].public
-        self.watch = Watch(
-            name, self.clients, [journal.algorithm for journal in self.journals], public=public
-        )
+        methods = [journal.algorithm for journal in self.journals]
+        self.watch = Watch(name, self.clients, methods, public=public)
         shown = self.progress and jax.process_index() == 0
         if self.restored and self.checkpoints is not None:
-            read = (
-                f"{name}: round {self.done} of {self.rounds} read from {self.checkpoints.newest()}"
-            )
+            path = self.checkpoints.newest()
+            what_follows = "nothing is computed" if self.done == self.rounds else "resuming"
             report.tell(
-                f"{read}; {'nothing is computed' if self.done == self.rounds else 'going on'}",
+                f"{name}: round {self.done} of {self.rounds} read from {path}; {what_follows}",
                 shown,
             )
         try:
@@ -448,19 +482,16 @@ class _Run:
                     raise signals.stopped(asked(), self._where()) from None
         except Exception as error:
             if self.checkpoints is not None:
-                several = jax.process_count() > 1
-                who = f"process {jax.process_index()} of {jax.process_count()} " if several else ""
-                where = f"{who}stopped after round {self.done}; the last checkpoint is {self.checkpoints.newest()}"
-                error.add_note(
-                    f"{where}: start all processes again to go on from it" if several else where
-                )
+                path = self.checkpoints.newest()
+                note = f"stopped after round {self.done}; the last checkpoint is {path}"
+                if jax.process_count() > 1:
+                    process = f"process {jax.process_index()} of {jax.process_count()}"
+                    note = f"{process} {note}: start all processes again to resume from it"
+                error.add_note(note)
             raise
         finally:
-            memories = self._memories()
-            results = [
-                journal.finish(self.done, memory)
-                for journal, memory in zip(self.journals, memories)
-            ]
+            pairs = zip(self.journals, self._memories())
+            results = [journal.finish(self.done, memory) for journal, memory in pairs]
             self.watch.end([journal.recorded.records for journal in self.journals])
         centers = self._centers()
         states = self._split(self.runner.all_states()) if self.keeps else [()] * len(results)
@@ -475,50 +506,57 @@ class _Run:
         ]
 
     def _centers(self) -> list[Center]:
-        """Each run's part of the shared state, on the devices."""
+        """Return each run's part of the shared state, on the devices."""
         center = self.runner.center
         if self.points is None or jax.process_count() > 1:
             return self._split(center)
-        # By way of the host: to cut an array on a device takes a millisecond for each point.
+        # The host splits the arrays, because a device takes a millisecond for each point.
         return everywhere(self.runner.population.mesh, self._split(jax.device_get(center)))
 
     def _memories(self) -> list[Tree]:
-        """Each run's canary scores, on the host; nothing without an audit, or where an error has left none."""
+        """Return each run's canary scores, on the host.
+
+        The trees are empty without an audit, and if an error has deleted the scores.
+        """
         center = self.runner.center
-        if not isinstance(center.memory, Scores) or any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(center)
-        ):
+        audited_run = isinstance(center.memory, Scores)
+        if not audited_run or any(leaf.is_deleted() for leaf in jax.tree.leaves(center)):
             return self._split(())
         scores = self._split(jax.device_get(center.memory))
         return [with_final(*own) for own in zip(scores, self.first, self._models(), strict=True)]
 
     def _models(self) -> list[np.ndarray | None]:
-        """Each run's model, on the host, where the server's state holds one."""
+        """Return each run's model, on the host, or None if the server's state holds none."""
         server = jax.device_get(self.runner.center.server)
         return [model_in(own, self.update) for own in self._split(server)]
 
     def go(self, update: Callable, callbacks: Sequence[Callback], asked: Callable[[], int]) -> None:
-        """Run, evaluate and save until all rounds are done, or a callback ends it."""
-        pace, program = math.inf, None
+        """Run, evaluate and save until all rounds are done, or until a callback ends the run.
+
+        Args:
+            update: Progress function (see `report.Update`).
+            callbacks: Callbacks of the run.
+            asked: Function that returns the number of a signal, or 0 before the first one.
+        """
+        pace = math.inf
+        program = None
         for budget in callbacks:
             if isinstance(budget, EpsilonBudget):
                 budget.begin(self.journals[0].ahead, self.done)
         over = bool(self.journals[0].metrics) and self._call(callbacks)
         while self.done < self.rounds and not processes.largest(over)[0]:
             if program is None:
-                update(
-                    self.done, "measuring the chunk" if self.runner.chunk == "auto" else "compiling"
-                )
+                measured = self.runner.chunk == "auto"
+                update(self.done, "measuring the chunk" if measured else "compiling")
                 program = self.runner.compile(self._facts())
                 update(self.done, "running")
             target = self.evaluations[bisect.bisect_right(self.evaluations, self.done)]
             count = int(min(target - self.done, _SEGMENT_ROUNDS, max(1, _SEGMENT_SECONDS // pace)))
-            # The first call has one round. Its arguments are donated, so that its weights are read before.
+            # The first call has one round. It donates the weights, so they are read before it.
             weights = self._models() if self.done == 0 and jax.process_count() == 1 else []
             start = time.monotonic()
-            records = attempt(
-                functools.partial(self.runner.rounds, self.done, count), program.chunk
-            )
+            call = functools.partial(self.runner.rounds, self.done, count)
+            records = attempt(call, program.chunk)
             if records is None:
                 self._begin_again(half(program.chunk))
                 program = None
@@ -526,17 +564,14 @@ class _Run:
             pace = (time.monotonic() - start) / count
             self._record(records, count)
             if weights and count == 1:
-                lengths = [
-                    float(journal.recorded.records.info["update_norm"][0])
-                    for journal in self.journals
-                ]
+                infos = [journal.recorded.records.info for journal in self.journals]
+                lengths = [float(info["update_norm"][0]) for info in infos]
                 self.watch.sent(weights, self._models(), lengths)
             if self.done == target:
                 self._evaluate()
                 over = self._call(callbacks)
-            update(
-                self.done, "running", f"{self._text(count, count * pace)}, chunk {program.chunk}"
-            )
+            figures = f"{self._text(count, count * pace)}, chunk {program.chunk}"
+            update(self.done, "running", figures)
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
             pace, late, stop, over = processes.largest(pace, late, asked(), over)
             if self.checkpoints and (late or stop or over or self.done == self.rounds):
@@ -545,22 +580,22 @@ class _Run:
                 raise KeyboardInterrupt
 
     def _begin_again(self, chunk: int) -> None:
-        """Go back to the last checkpoint, or to the start: what a call that fails was given is lost."""
+        """Return to the last checkpoint, or to the start, because a failed call loses its state."""
         self.runner.begin(chunk)
         for journal in self.journals:
             journal.restore(journal.blank(journal.plan), 0, journal.plan)
-        self.done = (
-            0 if self.checkpoints is None else self.checkpoints.restore(self._blank, self._take)
-        )
+        done = 0
+        if self.checkpoints is not None:
+            done = self.checkpoints.restore(self._blank, self._take)
+        self.done = done
 
     def _call(self, callbacks: Sequence[Callback]) -> bool:
-        """Call all of them; whether one ends the run. If one fails, what was computed is kept."""
+        """Call all callbacks, and return whether one ends the run. Save the run if one raises."""
         try:
             return ask(callbacks, self.journals[0].metrics)
         except (Exception, SystemExit):
-            if (
-                self.checkpoints and jax.process_count() == 1
-            ):  # others would not come to write their part
+            # Other processes would not take part in writing a checkpoint.
+            if self.checkpoints and jax.process_count() == 1:
                 self._save(self.checkpoints)
             raise
 
@@ -570,35 +605,39 @@ class _Run:
         return self.journals[0].evaluations
 
     def _where(self) -> str:
-        """The message of a run that a signal ends."""
-        again = "nothing is kept without a folder"
-        if self.checkpoints is not None:
-            earlier = f"round {self.kept}" if self.kept else "the start"
-            again = (
-                f"the same command goes on from {'there' if self.kept == self.done else earlier}"
-            )
+        """Return the message of a run that a signal ends."""
+        if self.checkpoints is None:
+            again = "nothing is kept without a folder"
+        elif self.saved == self.done:
+            again = "the same command resumes from there"
+        elif self.saved:
+            again = f"the same command resumes from round {self.saved}"
+        else:
+            again = "the same command resumes from the start"
         return f"stopped after round {self.done} of {self.rounds}; {again}"
 
     def _record(self, records: Records, count: int) -> None:
+        """Add the records of the last `count` rounds to the journals, and warn about problems."""
         for journal, part in zip(self.journals, self._split(records), strict=True):
             journal.record(part, self.done, count)
-        if self.points is None:  # points of a sweep go on, and their scores tell
+        # Points of a sweep continue, and their scores show the problem.
+        if self.points is None:
             self.journals[0].require_finite(self.done, self.done + count)
         self.done += count
-        earlier = bisect.bisect_left(self.evaluations, self.done)
-        evaluated = self.evaluations[earlier - 1] if earlier else 0
-        self.watch.dropped(
-            [journal.recorded.records for journal in self.journals], evaluated, self.done
-        )
+        recorded = [journal.recorded.records for journal in self.journals]
+        self.watch.dropped(recorded, self._previous_evaluation(), self.done)
+
+    def _previous_evaluation(self) -> int:
+        """Return the round of the last evaluation before the current round, or 0."""
+        index = bisect.bisect_left(self.evaluations, self.done)
+        return self.evaluations[index - 1] if index else 0
 
     def _evaluate(self) -> None:
+        """Evaluate all clients, and add their scores to the journals."""
         index = bisect.bisect_left(self.evaluations, self.done)
         if self.points is None:
-            self.watch.updates(
-                self.journals[0].recorded.records,
-                self.evaluations[index - 1] if index else 0,
-                self.done,
-            )
+            recorded = self.journals[0].recorded.records
+            self.watch.updates(recorded, self._previous_evaluation(), self.done)
         key = self._each(lambda key: jax.random.fold_in(key, self.done))(self.eval_key)
         with scores_may_be_undefined():
             scores = self._split(self.runner.evaluate(key, self.done - 1))
@@ -607,69 +646,83 @@ class _Run:
             journal.evaluated(index, part)
 
     def _text(self, count: int, seconds: float) -> str:
-        """Return headline metric and epsilon of the last evaluation, and clients per second, for the progress bar."""
+        """Return the figures of the progress bar.
+
+        The figures are headline metric and epsilon of the last evaluation, and clients per second.
+
+        Args:
+            count: Number of rounds of the last call.
+            seconds: Duration of these rounds.
+        """
         headline = self.journals[0].task.headline
         scores = [journal.metrics[-1][headline] for journal in self.journals if journal.metrics]
         known = sorted({value for value in scores if not math.isnan(value)})
-        score = " to ".join(f"{value:.3f}" for value in dict.fromkeys(known[:1] + known[-1:]))
+        figures = []
+        if known:
+            ends = dict.fromkeys(known[:1] + known[-1:])
+            score = " to ".join(f"{value:.3f}" for value in ends)
+            figures.append(f"{headline} {score}")
+        if scores:
+            rows = [journal.metrics[-1] for journal in self.journals]
+            figures.append(report.shown_epsilon(rows))
         last = slice(self.done - count, self.done)
-        rate = (
-            sum(
-                journal.recorded.records.info["participants"][last].sum()
-                for journal in self.journals
-            )
-            / seconds
-        )
-        figures = [f"{headline} {score}"] if known else []
-        figures += (
-            [report.shown_epsilon([journal.metrics[-1] for journal in self.journals])]
-            if scores
-            else []
-        )
-        return ", ".join([*figures, f"{rate:,.{0 if rate >= 10 else 1}f} clients/s"])
+        infos = [journal.recorded.records.info for journal in self.journals]
+        rate = sum(info["participants"][last].sum() for info in infos) / seconds
+        digits = 0 if rate >= 10 else 1
+        return ", ".join([*figures, f"{rate:,.{digits}f} clients/s"])
 
     def _state(self, made: Plan, recorded: list[Recorded]) -> dict[str, Tree]:
-        """What a checkpoint keeps, with records of such a plan."""
-        return (
-            self.runner.saved() | ({} if made.states else {"states": ()}) | {"recorded": recorded}
-        )
+        """Return the state that a checkpoint holds.
+
+        Args:
+            made: Plan of the checkpoint, which says whether it holds client states.
+            recorded: Records of the run, or of each point.
+        """
+        state = self.runner.saved()
+        if not made.states:
+            state = state | {"states": ()}
+        return state | {"recorded": recorded}
 
     def _blank(self, made: Plan) -> dict[str, Tree]:
-        """Shapes of what one of such a plan has kept."""
+        """Return a state with the shapes of a checkpoint that was made by this plan."""
         return self._state(made, [journal.blank(made) for journal in self.journals])
 
     def _save(self, checkpoints: Checkpoints) -> None:
+        """Write a checkpoint of the current round."""
         made = Plan(self.rounds, self.evaluations, self.keeps or self.done < self.rounds)
         recorded = [journal.recorded for journal in self.journals]
         self.runner.save(lambda: checkpoints.save(self.done, self._state(made, recorded), made))
-        self.saved_at, self.kept = time.monotonic(), self.done
+        self.saved_at = time.monotonic()
+        self.saved = self.done
 
     def _restore(self, lock: Lock) -> None:
-        """Resume from the folder, if it holds a state; a finished run is only read."""
+        """Resume from the folder if it holds a state. A finished run is only read."""
         assert self.checkpoints is not None
         lock.take(shared=self.checkpoints.ends(self.rounds))
-        self.done = self.restored = self.checkpoints.restore(self._blank, self._take)
-        if self.done < self.rounds:  # the newest may have been damaged
+        self.restored = self.checkpoints.restore(self._blank, self._take)
+        self.done = self.restored
+        # A run may be unfinished because its newest checkpoint is damaged.
+        if self.done < self.rounds:
             lock.take(shared=False)
 
     def _take(self, done: int, state: dict[str, Tree], made: Plan) -> None:
-        """Resume from a state."""
+        """Resume from a checkpoint's state (see `Checkpoints.restore`)."""
         self.runner.restore(state)
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):
             journal.restore(recorded, done, made)
 
     def _each(self, work: Callable) -> Callable:
-        """`work` for one run, or for every point."""
+        """Return `work` for a single run, or its vectorised form for all points."""
         return jax.vmap(work) if self.points else work
 
     def _split(self, tree: Tree) -> list[Tree]:
-        """A tree of each run."""
+        """Return the part of each run, as a list of trees."""
         if self.points is None:
             return [tree]
         return [jax.tree.map(lambda leaf, p=p: leaf[p], tree) for p in range(len(self.journals))]
 
     def _facts(self) -> tuple[str, ...]:
-        """What the best chunk depends on besides shapes and devices."""
+        """Return names on which the best chunk depends, in addition to shapes and devices."""
         algorithm = self.journals[0].algorithm
         return algorithm.name, algorithm.model.name, repr(algorithm.mechanism.sampling)
 
@@ -681,10 +734,15 @@ class _Run:
         algorithms: list[Algorithm],
         settings: _Settings,
     ) -> fingerprint.Facts:
+        """Return the facts that identify the run (see `jaxfl.run.fingerprint`)."""
         population = self.runner.population
         values = self.points.values if self.points else {}
-        facts: fingerprint.Facts = {"method": algorithms[0].name, "model": algorithms[0].model.name}
-        facts |= {"states": settings.states}
+        model = algorithms[0].model
+        facts: fingerprint.Facts = {
+            "method": algorithms[0].name,
+            "model": model.name,
+            "states": settings.states,
+        }
         facts |= {f"values.{name}": column.tolist() for name, column in values.items()}
         for p, algorithm in enumerate(algorithms):
             prefix = f"point.{p}." if self.points else ""
@@ -692,14 +750,14 @@ class _Run:
                 facts |= fingerprint.of_value(f"{prefix}{part}", getattr(algorithm, part))
             facts |= fingerprint.of_terms(f"{prefix}terms", algorithm.terms)
         facts |= fingerprint.of_versions(population.mesh) | fingerprint.of_key(key)
-        facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(algorithms[0].model)
+        facts |= fingerprint.of_clients(self.clients) | fingerprint.of_frozen(model)
 
         def of_programs() -> fingerprint.Facts:
             start = fingerprint.start(method, population.clients, init_key)
             programs = {"init": [start], **self.runner.programs(self.eval_key)}
             return fingerprint.of_programs(programs)
 
-        # A program follows from the method and from the shapes and places of what it is given.
+        # A program follows from the method, and from the shapes and places of its arguments.
         shapes = key_of_arrays((init_key, self.eval_key))
         method_key = key_of_method(method)
         kind = type(self.runner).__name__

@@ -390,7 +390,10 @@ def adp_pfl_paper(
         mechanism = Mechanism(client_noise=client_noise, **bounded)
     else:
         mechanism = Mechanism(client_noise=_public(client_noise, risks), **bounded)
-    rule = f"sensitivity {sensitivity}, with budgets taken for epsilons that add up, or for their maximum"
+    rule = (
+        f"sensitivity {sensitivity}, with budgets taken for epsilons that add up, "
+        "or for their maximum"
+    )
     claimed = None if claim is None else (claim, rule)
     terms = Terms(delta, claimed, _BROKEN if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")

@@ -139,7 +139,8 @@ def bound(
     most = ORDERS[-1] if grid == 1 else MOST_ROUGH
 
     def evaluate(kind: Float[np.ndarray, "R"]) -> float:
-        plain, sampled = float(kind[0]), kind[1:]
+        plain = float(kind[0])
+        sampled = kind[1:]
         if accountant == "rdp":
             return rdp_epsilon(plain, sampled, view.rate, delta, repeats, view.replaced, most)
         return pld_epsilon(plain, sampled, view.rate, delta, repeats, view.replaced, grid)

@@ -11,8 +11,8 @@ the auditor knows the random signs D. :math:`|\langle u_i, u_j \rangle| \le K / 
 size k d: the canaries' sum, and all scores
 :math:`x_j = \langle u_j, \text{released sum} \rangle / C`, take O(d + K log K).
 
-The attacker sees every released sum. It scores a canary over all rounds by the sum of x, by the
-maximum of x, and by the sum of the log-likelihood ratios
+The attacker sees every released sum. It scores a canary over all rounds in three ways: by the sum
+of x, by the maximum of x, and by the sum of the log-likelihood ratios
 :math:`\log(1 - q + q e^{(x - 1/2) / z^2})` under the stated noise. The scores of canaries in and
 out yield a lower bound on epsilon at 95% confidence (Steinke, Nasr, Jagielski, Privacy Auditing
 with One Training Run, NeurIPS 2023; Mahloujifar, Melis, Chaudhuri, Auditing f-Differential Privacy
@@ -298,7 +298,7 @@ def audit_report(scores: Scores, delta: float) -> dict[str, Any]:
 def _distances(
     inside: Float[np.ndarray, "n"], outside: Float[np.ndarray, "m"]
 ) -> tuple[float, float]:
-    """Return how many stds the means of the scores are apart, and the least plausible distance.
+    """Return the distance of the means of the scores in stds, and the least plausible distance.
 
     `audit_report` has the formula of its standard error.
     """

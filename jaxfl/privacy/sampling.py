@@ -33,7 +33,7 @@ def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{coun
 
 
 def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
-    """Draw a permutation.
+    """Draw a uniformly random permutation.
 
     A key pair draws 64 bits for each entry, and sorts them. Two of them agree with a probability
     below count^2 2^-65.
@@ -318,7 +318,7 @@ class CyclicPoisson(Sampling):
 
     @property
     def gap(self) -> int:
-        """Number of groups."""
+        """Number of groups that take turns."""
         return self.groups
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
@@ -389,7 +389,7 @@ class MinSeparation(Sampling):
 
     @property
     def gap(self) -> int:
-        """Number of groups."""
+        """Number of groups that take turns."""
         return self.separation
 
     def possible(self, clients: int, rounds: int) -> Bool[np.ndarray, "T C"]:
@@ -534,7 +534,7 @@ class Limited(Sampling):
     no theorem of amplification covers. With at most k participations, each at least b rounds after
     the last, independent noise is one Gaussian of multiplier :math:`(\sum_j z_j^{-2})^{-1/2}`. The
     sum is over the k least :math:`z_j` among successive blocks of b rounds, each with its least
-    noise, because a block holds one participation at most.
+    noise. A block holds one participation at most.
 
     Args:
         sampling: Sampler that the server restrains.

@@ -80,9 +80,9 @@ class DPSGD:
             gradients, and epsilon is unchanged. None leaves updates as they are.
 
     The engine gives each client its noise, and records it in the ledger. It rejects a
-    `client_update` that makes no private steps, or other ones. It also
-    rejects one that trains by them twice, in a loop or under `jax.vmap`. The second time would have
-    the noise and the batches of the first. `jax.jit`, `jax.checkpoint` and `jax.lax.cond` around them are fine.
+    `client_update` that makes no private steps, or other ones. It also rejects one that trains by
+    them twice, in a loop or under `jax.vmap`. The second time would have the noise and the batches
+    of the first. `jax.jit`, `jax.checkpoint` and `jax.lax.cond` around them are fine.
 
     Guarantee: Example-level privacy under zero-out adjacency: an example's clipped gradient is
         replaced by zero, and n is public. The Poisson-sampled Gaussian mechanism, composed over all

@@ -1,4 +1,4 @@
-"""Runs and comparisons as plain values, which a command line or a YAML file can give."""
+"""Settings of runs and comparisons as plain values, for a command line or a YAML file."""
 
 import dataclasses
 import difflib
@@ -33,11 +33,34 @@ from jaxfl.run.compare import Candidate, spread
 from jaxfl.types import Algorithm, Clients, Model
 
 METHODS = (
-    "local_only", "fedavg", "fedprox", "fedrep", "dp_fedavg", "dp_fedavg_fb", "dp_fedsam",
-    "fed_smp", "blur_lus", "dp_lg", "centaur", "fedrod", "ppsgd", "dp_pfeddsu", "feddpa", "pmtl",
-    "pmtl_ft", "ditto", "apfl", "ifca", "pfedme", "per_fedavg", "scaffold",
-)  # fmt: skip
-"""Of `jaxfl.algorithms`, those that take a model, local steps, a sampler, a clip bound, and noise or none."""
+    "local_only",
+    "fedavg",
+    "fedprox",
+    "fedrep",
+    "dp_fedavg",
+    "dp_fedavg_fb",
+    "dp_fedsam",
+    "fed_smp",
+    "blur_lus",
+    "dp_lg",
+    "centaur",
+    "fedrod",
+    "ppsgd",
+    "dp_pfeddsu",
+    "feddpa",
+    "pmtl",
+    "pmtl_ft",
+    "ditto",
+    "apfl",
+    "ifca",
+    "pfedme",
+    "per_fedavg",
+    "scaffold",
+)
+"""Names of the builders in `jaxfl.algorithms` that `Setting.algorithm` can call.
+
+They take a model, local steps, a sampler and a clip bound. Some take noise too.
+"""
 
 _Data: Any = Literal[data.NAMES]  # pyrefly: ignore[invalid-literal]
 _Method: Any = Literal[METHODS]  # pyrefly: ignore[not-a-type]
@@ -46,12 +69,14 @@ _Kind = TypeVar("_Kind")
 
 
 def _each(check: Check, count: int | None = None) -> Check:
-    """Return a check of sequences, of `count` values or of one at least, each of which `check` takes."""
+    """Return a check of sequences of `count` values, or of one or more, by a check of each one."""
 
     def check_all(name: str, value: Any) -> tuple:
         if not isinstance(value, tuple | list) or not value or len(value) != (count or len(value)):
-            wanted = f"a list of {count} values" if count else "a list of one or more values"
-            raise ValueError(f"{name} must be {wanted}, got {show(value)}.")
+            number = count or "one or more"
+            raise ValueError(
+                f"{name} must be a list of {number} values, got {show(value)}. Give such a list."
+            )
         return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
 
     return check_all
@@ -74,13 +99,14 @@ def _number(name: str, value: Any) -> int | float:
 
 
 def parse_options(given: Collection[str]) -> dict[str, int | float]:
-    """Return the numbers in words such as alpha=0.3, which are read like those of a file."""
+    """Return the numbers in words such as alpha=0.3, which are read like values of a file."""
     found = {}
     for word in given:
         name, equals, value = word.partition("=")
         if not (name and equals):
             raise ValueError(
-                f"option must be NAME=VALUE, got {show(word)}. Give for instance --option alpha=0.3."
+                f"option must be NAME=VALUE, got {show(word)}. "
+                "Give for instance --option alpha=0.3."
             )
         if name in found:
             raise ValueError(
@@ -88,42 +114,55 @@ def parse_options(given: Collection[str]) -> dict[str, int | float]:
             )
         try:
             found[name] = _parse(value.encode())
-        except Exception:  # as in `read`
+        except Exception:
+            # The parser's constructors raise errors of any kind. The check below names the value.
             found[name] = value
     return _check_options("option", found)
 
 
 def nearest(name: Any, known: Collection[str]) -> str:
-    """Return the remedy for an unknown name: the known one that is spelled most like it, else all of them."""
+    """Return the remedy for an unknown name.
+
+    It names the known name with the most similar spelling, or all of them if none is similar.
+    """
     close = difflib.get_close_matches(str(name)[:100], known, 1, 0.65)
     if close:
         return f"Did you mean {close[0]!r}?"
-    return f"Give some of {', '.join(known)}." if known else "Leave it out: there is none."
+    if known:
+        return f"Give some of {', '.join(known)}."
+    return "Leave it out."
 
 
 @checked(alpha=up_to_infinity)
 @dataclasses.dataclass(frozen=True)
 class Population:
-    """Which data, and how clients share them."""
+    """Data, and their partition among clients."""
 
     data: _Data = "digits"
-    """Dataset; `jaxfl data` lists those that are here."""
+    """Dataset. `jaxfl data` lists those on this machine."""
     clients: int = 100
     """Number of clients, N."""
     partition: Literal["dirichlet", "classes", "iid"] = "dirichlet"
-    """dirichlet: shares of labels with concentration alpha; classes: as many labels for each client; iid."""
+    """dirichlet: label shares with concentration alpha. classes: equally many labels per client.
+
+    iid: random examples.
+    """
     alpha: float = 0.5
-    """Concentration of a dirichlet partition: the smaller, the fewer labels a client has."""
+    """Concentration of a dirichlet partition. Smaller values give a client fewer labels."""
     classes: int = 2
     """Labels of a client in a classes partition."""
 
     def load(self) -> Dataset:
-        """The data."""
+        """Load the dataset from this machine."""
         return data.load(self.data)
 
     def make(self, dataset: Dataset, seed: int) -> Clients:
-        """Clients whose data a seed draws, each tested on labels like its own."""
-        labels, others = dataset.train_labels, dataset.test_labels
+        """Make clients whose data a seed draws.
+
+        Each client is tested on labels like those that it is trained on.
+        """
+        labels = dataset.train_labels
+        others = dataset.test_labels
         match self.partition:
             case "classes":
                 parts = data.classes_per_client(
@@ -140,7 +179,7 @@ class Population:
 @checked(momentum=functools.partial(check_fraction, zero=True, one=False))
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """SGD by a client in a round."""
+    """Local SGD of a client in a round."""
 
     learning_rate: float = 0.1
     """Step size of SGD."""
@@ -155,7 +194,7 @@ class Local:
 @checked(rate=check_fraction)
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What runs and comparisons share."""
+    """Settings that runs and comparisons share."""
 
     population: Population = Population()
     model: _Model = "auto"
@@ -163,55 +202,65 @@ class Setting:
     rounds: int = 30
     """Number of rounds, T."""
     rate: float = 0.2
-    """Probability that a client takes part in a round; 1: all of them in every round."""
+    """Probability that a client takes part in a round. 1: all clients in every round."""
     local: Local = Local()
 
     @property
     def sampling(self) -> Sampling:
-        """Who takes part."""
+        """Return the rule that draws the participants of a round."""
         return Full() if self.rate == 1 else Poisson(self.rate)
 
     def network(self, dataset: Dataset) -> Model:
-        """The model for a dataset."""
-        fitting = "digits_cnn" if dataset.name == "digits" else "lenet"
-        name = fitting if self.model == "auto" else self.model
+        """Return the model for a dataset."""
+        name = self.model
+        if name == "auto":
+            name = "digits_cnn" if dataset.name == "digits" else "lenet"
         return models.build(name, dataset.train_inputs.shape[1:], dataset.classes)
 
     def algorithm(self, name: str, model: Model, learning_rate: Any, **given: Any) -> Algorithm:
-        """A method of `METHODS`, with those of the given arguments that it takes."""
-        batch_size, epochs = self.local.batch_size, self.local.epochs
-        local = LocalSGD(
-            optax.sgd(learning_rate, momentum=self.local.momentum or None), batch_size, epochs
-        )
+        """Build a method with those of the settings that it takes.
+
+        Args:
+            name: One of `METHODS`.
+            model: The network.
+            learning_rate: Step size of SGD.
+            given: Further arguments, which replace those from the settings.
+        """
+        batch_size = self.local.batch_size
+        epochs = self.local.epochs
+        sgd = optax.sgd(learning_rate, momentum=self.local.momentum or None)
         offered = {
-            "local": local, "sampling": Full() if name == "local_only" else self.sampling,
-            "batch_size": batch_size, "epochs": epochs,
+            "local": LocalSGD(sgd, batch_size, epochs),
+            "sampling": Full() if name == "local_only" else self.sampling,
+            "batch_size": batch_size,
+            "epochs": epochs,
             "mechanism": Mechanism(sampling=self.sampling, denominator="participants"),
-            "learning_rate": learning_rate, "server_learning_rate": learning_rate,
-            "personal_learning_rate": learning_rate, "clip": 1.0, "noise_multiplier": 0.0,
-        }  # fmt: skip
+            "learning_rate": learning_rate,
+            "server_learning_rate": learning_rate,
+            "personal_learning_rate": learning_rate,
+            "clip": 1.0,
+            "noise_multiplier": 0.0,
+        }
         build = getattr(algorithms, name)
-        takes = inspect.signature(build).parameters
-        passes_on = (
-            {"local", *(("delta",) if private(name) else ("mechanism",))}
-            if "options" in takes
-            else set()
-        )
+        taken = set(inspect.signature(build).parameters)
+        # Builders pass their `options` on to other builders.
+        if "options" in taken:
+            taken |= {"local", "delta" if private(name) else "mechanism"}
         values = offered | given
-        return build(
-            model, **{key: value for key, value in values.items() if key in {*takes, *passes_on}}
-        )
+        return build(model, **{key: value for key, value in values.items() if key in taken})
 
 
 def numbers(name: str) -> list[str]:
     """Return the arguments of a method that are numbers."""
     hints = get_type_hints(getattr(algorithms, name))
     found = [key for key, hint in hints.items() if {int, float} & {hint, *get_args(hint)}]
-    return [*found, "delta"] if private(name) and "delta" not in found else found
+    if private(name) and "delta" not in found:
+        found.append("delta")
+    return found
 
 
 def private(name: str) -> bool:
-    """Whether a method takes noise."""
+    """Return whether a method takes noise."""
     return "noise_multiplier" in inspect.signature(getattr(algorithms, name)).parameters
 
 
@@ -224,15 +273,15 @@ def private(name: str) -> bool:
 )
 @dataclasses.dataclass(frozen=True)
 class Run(Setting):
-    """One run of a method."""
+    """Settings of one run of a method."""
 
     method: _Method = "dp_fedavg_fb"
     """Builder of `jaxfl.algorithms`."""
     epsilon: float = math.inf
-    """Target for clients over all rounds; infinity: no noise."""
+    """Target at client level for all rounds together. Infinity: no noise."""
     clip: float = 1.0
     """L2 bound on a client's update."""
-    # Fixed for the parser: it would make an option of each number, and `alpha` is one of the population's.
+    # The parser must not make an option of each number, because `alpha` is one of the population's.
     options: tyro.conf.SuppressFixed[tyro.conf.Fixed[Mapping[str, int | float]]] = (
         dataclasses.field(default_factory=dict)
     )
@@ -241,26 +290,31 @@ class Run(Setting):
     """Seed of the data's partition and of the run."""
 
     def build(self, model: Model) -> Algorithm:
-        """The method, with the least noise for its epsilon."""
-        if not private(self.method) and math.isfinite(self.epsilon) and self.method != "local_only":
+        """Build the method, with the least noise for its epsilon."""
+        noisy = private(self.method)
+        limited = math.isfinite(self.epsilon)
+        if limited and not noisy and self.method != "local_only":
             raise ValueError(
-                f"epsilon={self.epsilon:g}: {self.method} has no noise; leave epsilon out"
+                f"epsilon must be infinite for {self.method}, which takes no noise, got "
+                f"{self.epsilon:g}. Leave epsilon out."
             )
+        known = numbers(self.method)
         for name in self.options:
-            if name not in (known := numbers(self.method)):
+            if name not in known:
                 raise ValueError(
-                    f"options={name!r}: {self.method} has no such number. {nearest(name, known)}"
+                    f"options must name numbers of {self.method}, got {name!r}. "
+                    f"{nearest(name, known)}"
                 )
         given: dict[str, Any] = {"learning_rate": self.local.learning_rate, "clip": self.clip}
-        if math.isfinite(self.epsilon) and private(self.method):
+        if limited and noisy:
             if "noise_multiplier" in self.options:
                 raise ValueError(
-                    f"epsilon={self.epsilon:g} sets the noise_multiplier. Leave one of the two out."
+                    "epsilon must be infinite with a noise_multiplier in options, got "
+                    f"{self.epsilon:g}. Leave one of the two out."
                 )
-            clients = self.population.clients
             given["noise_multiplier"] = calibrate(
                 self.epsilon,
-                clients=clients,
+                clients=self.population.clients,
                 rounds=self.rounds,
                 sampling=self.sampling,
                 delta=self.options.get("delta"),
@@ -269,61 +323,71 @@ class Run(Setting):
 
 
 @checked(
-    rate=check_fraction, methods=_each(functools.partial(check_choice, choices=METHODS)),
-    epsilons=_each(check_positive), learning_rates=_each(check_positive, 2), clips=_each(check_positive, 2),
+    rate=check_fraction,
+    methods=_each(functools.partial(check_choice, choices=METHODS)),
+    epsilons=_each(check_positive),
+    learning_rates=_each(check_positive, 2),
+    clips=_each(check_positive, 2),
     seeds=check_seeds,
-)  # fmt: skip
+)
 @dataclasses.dataclass(frozen=True)
 class Compare(Setting):
-    """Methods beside each other, each tuned over its learning rate and its clip bound."""
+    """Settings of a comparison of methods, each tuned over its learning rate and clip bound."""
 
     methods: tuple[_Method, ...] = ("local_only", "fedavg", "dp_fedavg", "dp_fedavg_fb")
     """Builders of `jaxfl.algorithms`."""
     epsilons: tuple[float, ...] = (1.0, 8.0)
-    """Targets of the private methods for clients over all rounds."""
+    """Targets of the private methods at client level, for all rounds together."""
     points: int = 4
     """Settings that each method tries at each epsilon."""
     learning_rates: tuple[float, float] = (0.03, 0.3)
-    """Least and greatest learning rate that is tried."""
+    """Smallest and largest learning rate that is tried."""
     clips: tuple[float, float] = (0.1, 3.0)
-    """Least and greatest clip bound that is tried."""
+    """Smallest and largest clip bound that is tried."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the runs at the best setting."""
 
     def candidates(self, model: Model) -> dict[str, Candidate]:
-        """The methods, and their points."""
+        """Return the candidates by method, with the points that tuning tries."""
         found = {}
         for name in self.methods:
-            build, axes = (
-                functools.partial(self.algorithm, name, model),
-                {"learning_rate": self.learning_rates},
-            )
+            build = functools.partial(self.algorithm, name, model)
+            axes = {"learning_rate": self.learning_rates}
             if private(name):
-                build, axes = functools.partial(_with_noise, build), axes | {"clip": self.clips}
+                build = functools.partial(_with_noise, build)
+                axes["clip"] = self.clips
             found[name] = Candidate(build, spread(self.points, **axes))
         return found
 
 
 def _with_noise(build: Callable[..., Algorithm], noise_multiplier: Any, **given: Any) -> Algorithm:
-    """For `Candidate`, which asks a signature whether a method takes noise."""
+    """Build a method whose signature shows that it takes noise, as `Candidate` requires."""
     return build(noise_multiplier=noise_multiplier, **given)
 
 
 def read(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
-    """Settings from a YAML or JSON file; what it leaves out has its default.
+    """Read settings from a YAML or JSON file. Settings that it leaves out have their defaults.
+
+    Args:
+        kind: Class of the settings.
+        path: Path of the file.
 
     Raises:
-        ValueError: the file cannot be read, or names a setting that there is not.
+        ValueError: The file cannot be read, or has an unknown setting.
     """
-    where = f"config={str(path)!r}"
+    where = repr(str(path))
     try:
         values = _parse(pathlib.Path(path).read_bytes())
     except RecursionError:
-        raise ValueError(f"{where} nests too deeply. Give a YAML file of settings.") from None
-    except Exception as error:  # the parser lets errors of its constructors through, of any kind
-        text = " ".join(str(error).split())[:300]
-        raise ValueError(f"{where}: {text}; give a YAML file of settings") from None
-    return _filled(kind, values, where)
+        problem = "nests too deeply"
+    except Exception as error:
+        # The parser's constructors raise errors of any kind.
+        problem = " ".join(str(error).split())[:300]
+    else:
+        return _filled(kind, values, where)
+    raise ValueError(
+        f"config must be a YAML file of settings, got {where} ({problem}). Correct the file."
+    )
 
 
 _SCALARS = {
@@ -331,13 +395,19 @@ _SCALARS = {
     "null": r"~|null|Null|NULL|",
     "bool": r"true|True|TRUE|false|False|FALSE",
     "int": r"[-+]?[0-9]+",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
 }
-"""Scalars of YAML 1.2, where 1e-2 is a number and `no` a word, and YAML 1.1's merge key. PyYAML reads YAML 1.1."""
+"""Patterns of the scalars of YAML 1.2, and YAML 1.1's merge key, by tag.
+
+PyYAML reads YAML 1.1, where 1e-2 is no number, and `no` is no word.
+"""
 
 
 def _parse(text: bytes) -> Any:
-    """Return the values in a YAML file. The bytes are UTF-8, whatever the locale is."""
+    """Return the values in a YAML file, whose bytes are UTF-8 in every locale."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -349,28 +419,43 @@ def _parse(text: bytes) -> Any:
                 raise ValueError(f"{repeated[0]!r} is there twice")
             return super().construct_mapping(node, deep)
 
-    Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's
+    # The class of PyYAML has resolvers of YAML 1.1.
+    Loader.yaml_implicit_resolvers = {}
     for name, pattern in _SCALARS.items():
-        Loader.add_implicit_resolver(
-            f"tag:yaml.org,2002:{name}", re.compile(f"(?:{pattern})$"), None
-        )
+        expression = re.compile(f"(?:{pattern})$")
+        Loader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", expression, None)
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
     return yaml.load(text, Loader)
 
 
 def _filled(kind: type, values: Any, where: str) -> Any:
+    """Return settings of a class with values from a file.
+
+    Args:
+        kind: The class.
+        values: Values of its fields, by name.
+        where: Place of the values, for error messages.
+    """
     fields = {field.name: field.default for field in dataclasses.fields(kind)}
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where} has {show(values)}. Give some of {', '.join(fields)}.")
+        raise ValueError(
+            f"config must have settings by name, got {show(values)} in {where}. "
+            f"Give some of {', '.join(fields)}."
+        )
     for name in values:
         if name not in fields:
-            raise ValueError(f"{where} has {show(name)}. {nearest(name, fields)}")
-    return kind(
-        **{name: _value(fields[name], value, f"{where}, {name},") for name, value in values.items()}
-    )
+            raise ValueError(
+                f"config must have known settings, got {show(name)} in {where}. "
+                f"{nearest(name, fields)}"
+            )
+    given = {
+        name: _value(fields[name], value, f"{name} of {where}") for name, value in values.items()
+    }
+    return kind(**given)
 
 
 def _value(default: Any, value: Any, where: str) -> Any:
+    """Return the value of a field, which may have settings of its own."""
     if dataclasses.is_dataclass(default):
         return _filled(type(default), value, where)
     if isinstance(value, list):

@@ -114,7 +114,8 @@ def part(
         make: what the part says, as `json` can write it.
         options: a trial keeps its parts with its runs, any other in `results/STUDY/`.
     """
-    path = (options.out if options.smoke else HERE / package / "results") / study / f"{name}.json"
+    folder = options.out if options.smoke else HERE / package / "results"
+    path = folder / study / f"{file_name(name)}.json"
     facts = rounded(facts)
     done = json.loads(path.read_text()) if path.exists() else {}
     if rounded(done.get("facts")) != facts:
@@ -127,6 +128,15 @@ def part(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, done)
     return done
+
+
+def file_name(name: str) -> str:
+    """Return a name of a part in letters, digits, dots, hyphens and underscores.
+
+    >>> file_name("the deployment's noise, ε = 8")
+    'the_deployment_s_noise_epsilon_8'
+    """
+    return re.sub(r"[^A-Za-z0-9.-]+", "_", name.replace("ε", "epsilon")).strip("_")
 
 
 def rounded(facts: Any) -> Any:

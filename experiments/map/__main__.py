@@ -129,14 +129,7 @@ def _kept(
     place: str, name: str, *, facts: Mapping[str, Any], make: Any, options: Options
 ) -> dict[str, Any]:
     """Return a method's part, made now or before."""
-    done = part(
-        "map",
-        place,
-        name.replace(", ", " ").replace(" ", "_"),
-        dict(facts) | {"method": name},
-        make,
-        options,
-    )
+    done = part("map", place, name, dict(facts) | {"method": name}, make, options)
     print(name, done["seconds"], "s", flush=True)
     return {field: done[field] for field in ("tuning", "rows", "seconds")}
 

@@ -1,4 +1,4 @@
-"""The command `jaxfl`: run and compare methods, plan a deployment, see which data are here and this machine's speed."""
+"""Run and compare methods, plan a deployment, and show this machine's datasets and speed."""
 
 import contextlib
 import dataclasses
@@ -48,35 +48,37 @@ from jaxfl.run.simulate import simulate
 T = TypeVar("T")
 
 _LONGEST = 500
-"""Characters of a message that are printed."""
+"""Number of characters of a message that are printed."""
 
 _MOST = 10**12
-"""Most clients, and rounds, of a deployment."""
+"""Largest numbers of clients and rounds of a deployment."""
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command `jaxfl` with the arguments of this process."""
     if sys.argv[1:] in (["--version"], ["-V"]):
         print(f"jaxfl {jaxfl.__version__}")
         return
     sys.excepthook = in_one_line
     chosen = parse(sys.argv[1:])
     chosen()
-    sys.stdout.flush()  # while a reader that has gone can still be told
+    # Python would report a closed pipe at exit without the hook.
+    sys.stdout.flush()
 
 
 def parse(words: list[str]) -> Callable[[], None]:
-    """Return the command that the words ask for, without running it."""
+    """Return the command that the words of a command line ask for, without running it."""
     commands = {name: _later(command) for name, command in _commands(words).items()}
     read = functools.partial(
         tyro.extras.subcommand_cli_from_dict, commands, prog="jaxfl", description=__doc__
     )
     # A file nests these settings, so `--local.epochs` is read like `--epochs`.
-    return _read(read, [re.sub(r"^--(local|population)\.", "--", word) for word in words])
+    flat = [re.sub(r"^--(local|population)\.", "--", word) for word in words]
+    return _read(read, flat)
 
 
 def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
-    """Return the command with its arguments bound, so that reading options and running it are two steps."""
+    """Return a function that binds the command's arguments, and does not run it yet."""
 
     @functools.wraps(command)
     def bind(*given: Any, **options: Any) -> Callable[[], None]:
@@ -86,7 +88,7 @@ def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
 
 
 def _read(reader: Callable[..., T], words: list[str]) -> T:
-    """Read options by tyro. What does not fit is printed as one line in place of tyro's box."""
+    """Read options by tyro, and print its errors in one line instead of a box."""
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -98,7 +100,10 @@ def _read(reader: Callable[..., T], words: list[str]) -> T:
 
 
 def _message(box: str) -> str:
-    """Return the message in a box of tyro's, where rules part a title, the message, a comment and a footer."""
+    """Return the message in a box of tyro.
+
+    Lines in the box separate a title, the message, comments and a footer.
+    """
     plain = re.sub(r"\x1b\[[0-9;]*m", "", box)
     lines = [line.strip(" |\u2500\u2502\u256d\u256e\u2570\u256f") for line in plain.splitlines()]
     ruled = itertools.groupby(lines[1:], lambda line: not line.strip("-"))
@@ -106,37 +111,38 @@ def _message(box: str) -> str:
     message = re.sub(r"^Error parsing (\S*dummy\S*: )?", "", message)
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]}..."
-    hints = [
-        hint
-        for comment in comments
-        for hint in re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
-    ]
+    hints = []
+    for comment in comments:
+        hints += re.findall(r"^Perhaps you meant: \S+|^Available .*", comment)
     return ". ".join([message.removesuffix("."), *hints])
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
-    """Read a program's command line. From then on, a value that does not fit, or a stop, ends it in one line.
+    """Read a program's command line.
+
+    From then on, a wrong value or a signal ends the program with one line.
 
     Args:
-        config: the configuration, a dataclass that checks its values.
-        description: help of the command.
-        options: those of `tyro.cli`.
+        config: The configuration, a dataclass that checks its values.
+        description: Help of the command.
+        options: Further arguments of `tyro.cli`.
     """
     sys.excepthook = in_one_line
-    return _read(
-        functools.partial(tyro.cli, config, description=description, **options), sys.argv[1:]
-    )
+    reader = functools.partial(tyro.cli, config, description=description, **options)
+    return _read(reader, sys.argv[1:])
 
 
 def in_one_line(
     kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
 ) -> None:
-    """What our own checks say is for the user; anything else is a fault, and shows where.
+    """Print errors of our own checks in one line, and other errors with their traceback.
 
-    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143), as does a reader that has gone (141).
+    Ctrl-C and SIGTERM end the program with the signal's exit code (130, 143). A closed pipe ends it
+    with 141.
     """
     if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is left
+        # Nothing reads the rest of the output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     if isinstance(error, KeyboardInterrupt):
         if jax.process_index() == 0:
@@ -145,13 +151,11 @@ def in_one_line(
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    checked_here = (
-        last is not None and last.tb_frame.f_globals.get("__name__", "").split(".")[0] == "jaxfl"
-    )
-    of_file = (
-        isinstance(error, OSError) and error.filename is not None
-    )  # such as a folder that cannot be made
-    if of_file or (isinstance(error, ValueError | TypeError) and checked_here):
+    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    of_check = isinstance(error, ValueError | TypeError) and module.split(".")[0] == "jaxfl"
+    # An example is a folder that cannot be made.
+    of_file = isinstance(error, OSError) and error.filename is not None
+    if of_file or of_check:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     else:
@@ -159,10 +163,13 @@ def in_one_line(
 
 
 def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
-    """Return the commands by name. Settings in the file after --config take the place of defaults."""
-    parted = [
-        part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])
-    ]
+    """Return the commands by name.
+
+    Settings in the file after --config replace the defaults.
+    """
+    parted: list[str] = []
+    for word in words:
+        parted += word.split("=", 1) if word.startswith("--") else [word]
     configs = [path for option, path in itertools.pairwise(parted) if option == "--config"]
     if len(configs) > 1:
         raise ValueError(
@@ -171,7 +178,9 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
     file = configs[0] if configs else None
 
     def given(command: str, kind: type[T]) -> T:
-        return settings.read(kind, file) if file and words[0] == command else kind()
+        if file and words[0] == command:
+            return settings.read(kind, file)
+        return kind()
 
     def run(
         setting: tyro.conf.OmitArgPrefixes[settings.Run] = given("run", settings.Run),
@@ -180,17 +189,17 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         out: pathlib.Path = pathlib.Path("runs"),
         config: pathlib.Path | None = None,
     ) -> None:
-        """Run a method, and say how well it does at which epsilon.
+        """Run a method, and show its accuracy and its privacy statement.
 
         Args:
-            setting: settings of the run.
-            option: NAME=VALUE, another number of the method; may be repeated.
-            out: folder of all runs; the same command resumes a run that was stopped.
-            config: a YAML file of settings, which options replace. A method's numbers are in it under `options`.
+            setting: Settings of the run.
+            option: NAME=VALUE sets another number of the method. The option may be repeated.
+            out: Folder of all runs. The same command resumes a run that was stopped.
+            config: YAML file of settings, which options replace. Its entry `options` has further
+                numbers of the method.
         """
-        setting = dataclasses.replace(
-            setting, options={**setting.options, **settings.parse_options(option)}
-        )
+        numbers = {**setting.options, **settings.parse_options(option)}
+        setting = dataclasses.replace(setting, options=numbers)
         dataset = setting.population.load()
         algorithm = setting.build(setting.network(dataset))
         folder = run_folder(out, setting.method, setting, setting.seed)
@@ -208,12 +217,12 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         out: pathlib.Path = pathlib.Path("runs/comparison"),
         config: pathlib.Path | None = None,
     ) -> None:
-        """Tune methods alike, run each over several seeds, and show accuracy by epsilon.
+        """Tune methods with the same effort, run each over several seeds, and show accuracies.
 
         Args:
-            setting: settings of the comparison.
-            out: folder of all its runs; the same command resumes a comparison that was stopped.
-            config: a YAML file of settings, which options replace.
+            setting: Settings of the comparison.
+            out: Folder of all its runs. The same command resumes a comparison that was stopped.
+            config: YAML file of settings, which options replace.
         """
         dataset = setting.population.load()
         found = jaxfl.compare(
@@ -227,16 +236,21 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
         print(found.to_markdown(), found.protocol, f"folder: {out}", sep="\n\n")
 
     return {
-        "quickstart": quickstart.main, "run": run, "compare": compare, "report": report, "plan": plan, "data": data,
+        "quickstart": quickstart.main,
+        "run": run,
+        "compare": compare,
+        "report": report,
+        "plan": plan,
+        "data": data,
         "doctor": doctor,
-    }  # fmt: skip
+    }
 
 
 def report(folder: tyro.conf.Positional[pathlib.Path]) -> None:
     """Write report.html into the folder of a run, a sweep or a comparison.
 
     Args:
-        folder: folder with metrics.jsonl, comparison.json, or the points of a sweep.
+        folder: Folder with metrics.jsonl, comparison.json, or the points of a sweep.
     """
     print(jaxfl.write_report(folder))
 
@@ -257,37 +271,38 @@ def plan(
     config: pathlib.Path | None = None,
     as_json: bool = False,
 ) -> None:
-    """Compare mechanisms for a deployment, the one that leaves the least noise on the model first.
+    """Compare mechanisms for a deployment. The one with the least noise in the model comes first.
 
-    With --device, say instead what a run's local steps would need of a chip that is not here.
+    With --device, show instead the resources of a run's local steps on a chip that is not here.
 
     Args:
-        clients: number of clients, N.
-        cohort: clients expected in a round.
-        rounds: number of rounds, T.
-        epsilon: the budget, which determines the noise. Give it or noise_multiplier.
-        noise_multiplier: std of the noise on a sum over the clip bound, which determines epsilon.
-        delta: failure probability (default: min(1e-5, 1 / (10 N))).
-        stateful: clients keep a state from round to round.
-        participations: most rounds of a client, which the server enforces (default: those of the sampler).
-        separation: fewest rounds from one participation of a client to its next, likewise.
-        device: compile a run for this chip; nothing runs on it.
-        chunk: clients vectorised at a time on the chip.
-        config: a YAML file with the settings of that run, as of `jaxfl run`.
-        as_json: print JSON in place of a table.
+        clients: Number of clients, N.
+        cohort: Number of clients expected in a round.
+        rounds: Number of rounds, T.
+        epsilon: The budget, which determines the noise. Give it or noise_multiplier.
+        noise_multiplier: Std of the noise on a sum divided by the clip bound, which determines
+            epsilon.
+        delta: Failure probability (default: min(1e-5, 1 / (10 N))).
+        stateful: Clients keep a state between rounds.
+        participations: Most rounds of a client, which the server enforces (default: those of the
+            sampler).
+        separation: Fewest rounds from one participation of a client to its next, which the server
+            enforces (default: those of the sampler).
+        device: Chip to compile a run for. Nothing runs on it.
+        chunk: Number of clients vectorised at a time on the chip.
+        config: YAML file with the settings of that run, as for `jaxfl run`.
+        as_json: Print JSON instead of a table.
     """
     if device is not None:
-        _plan_for(
-            device,
-            chunk,
-            settings.Run() if config is None else settings.read(settings.Run, config),
-            as_json,
-        )
+        setting = settings.Run() if config is None else settings.read(settings.Run, config)
+        _plan_for(device, chunk, setting, as_json)
         return
     deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
     for name, value in deployment.items():
         if value is None:
-            raise ValueError(f"{name}=None: give --{name}, or the --device to compile a run for")
+            raise ValueError(
+                f"{name} must be given, got None. Give --{name}, or a --device to compile for."
+            )
         check_count(name, value, most=_MOST)
     budget = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
     limits: dict[str, Any] = {"participations": participations, "separation": separation}
@@ -308,19 +323,17 @@ def plan(
         return
     title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {found[0].delta:.3g}"
     _show(title, rows[0], ([_text(value) for value in row.values()] for row in rows))
-    print("Epsilon is of a client's whole data, zero-out, for who sees sums and models.")
+    print("Epsilon covers a client's data (zero-out), for observers of sums and models.")
 
 
 def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> None:
-    """Show what the local steps of a run need of a chip, by its compiler."""
+    """Show the resources of a run's local steps on a chip, by the chip's compiler."""
     run_here()
     dataset = setting.population.load()
     clients = setting.population.make(dataset, setting.seed)
     blocks, steps = blocks_of(max(1, int(clients.train_size.max())), setting.local.batch_size)
-    algorithm, trips = (
-        setting.build(setting.network(dataset)),
-        (steps, blocks, setting.local.epochs),
-    )
+    algorithm = setting.build(setting.network(dataset))
+    trips = (steps, blocks, setting.local.epochs)
     found = footprint(device, algorithm, clients, chunk=chunk, trips=trips)
     rows: dict[str, Any] = {
         "kernels of a step of all": found.kernels,
@@ -335,21 +348,23 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
         "largest chunk": found.largest_chunk,
     }
     if as_json:
-        told = {
-            name: None if isinstance(value, float) and math.isnan(value) else value
-            for name, value in rows.items()
-        }
-        print(json.dumps({"device": device, "chunk": found.chunk} | told, indent=1))
+        values: dict[str, Any] = {"device": device, "chunk": found.chunk}
+        for name, value in rows.items():
+            # JSON has no NaN.
+            unknown = isinstance(value, float) and math.isnan(value)
+            values[name] = None if unknown else value
+        print(json.dumps(values, indent=1))
         return
     title = f"{setting.method} on {device}, {found.chunk} clients vectorised: a local step, planned"
     _show(title, ("", ""), ((name, _text(value)) for name, value in rows.items()))
 
 
 def data(name: str = "all", /) -> None:
-    """Say which datasets are here, and how to get one that is not.
+    """Show which datasets are on this machine, and how to get one that is not.
 
     Args:
-        name: a dataset; if it is absent, how to get it is printed.
+        name: Name of a dataset. The command shows where it is, or how to get it. The default shows
+            all datasets.
     """
     check_choice("name", name, ("all", *NAMES))
     if name not in ("all", "digits"):
@@ -360,37 +375,43 @@ def data(name: str = "all", /) -> None:
         try:
             where = "in the package" if known == "digits" else str(find_prepared(known, None))
         except ValueError:
-            where = f"absent: `jaxfl data {known}` says how to get it"
+            where = f"absent: `jaxfl data {known}` shows how to get it"
         rows.append((known, where))
     _show("Datasets", ("name", "where"), rows)
 
 
 def doctor() -> None:
-    """Show versions, devices and folders, and how many clients a second train here."""
-    rows = [
-        (name, importlib.metadata.version(name))
-        for name in ("jax", "jaxlib", "flax", "optax", "dp-accounting")
-    ]
+    """Show versions, devices and folders, and how many clients per second this machine trains."""
+    packages = ("jax", "jaxlib", "flax", "optax", "dp-accounting")
+    versions = [(name, importlib.metadata.version(name)) for name in packages]
     devices = ", ".join(device.device_kind for device in jax.devices())
-    rows = [
-        ("jaxfl", jaxfl.__version__),
-        ("Python", platform.python_version()),
-        *rows,
-        ("devices", devices),
-    ]
     try:
         cache = str(cache_folder())
     except OSError as error:
         cache = f"none ({error})"
-    _show("This machine", ("", ""), [*rows, ("cache", cache)])
-    print(
-        f"LeNet, 28x28, 5 steps of 10 examples: {throughput():.0f} clients a second, after compilation"
-    )
+    rows = [
+        ("jaxfl", jaxfl.__version__),
+        ("Python", platform.python_version()),
+        *versions,
+        ("devices", devices),
+        ("cache", cache),
+    ]
+    _show("This machine", ("", ""), rows)
+    rate = f"{throughput():.0f} clients per second, after compilation"
+    print(f"LeNet, 28x28, 5 steps of 10 examples: {rate}")
 
 
 def throughput(seconds: float = 5.0) -> float:
-    """Clients that train and are clipped and summed up in a second; compiled before the clock starts."""
-    generator, number, size = np.random.default_rng(0), 64, 50
+    """Return the number of clients per second that are trained, clipped and summed up.
+
+    The time of compilation does not count.
+
+    Args:
+        seconds: Least duration of the measurement.
+    """
+    generator = np.random.default_rng(0)
+    number = 64
+    size = 50
     images = generator.integers(0, 256, (number * size, 28, 28, 1), np.uint8)
     labels = generator.integers(0, 10, number * size, np.int32)
     made = from_arrays(images, labels, images[:number], labels[:number])
@@ -399,11 +420,16 @@ def throughput(seconds: float = 5.0) -> float:
     algorithm = dp_fedavg(
         lenet((28, 28, 1)), clip=1.0, noise_multiplier=1.0, sampling=privacy.Full(), local=local
     )
-    key, population, chunk = key_of(0), place(clients, None), backend().chunk
+    key = key_of(0)
+    population = place(clients, None)
+    chunk = backend().chunk
+    if chunk == "auto":
+        chunk = 32
     center, states = initialize(key, key, algorithm, population)
-    step = compile_rounds(algorithm, population, chunk=32 if chunk == "auto" else chunk, segment=1)
+    step = compile_rounds(algorithm, population, chunk=chunk, segment=1)
     center, states, _ = jax.block_until_ready(step(key, 0, 1, center, states))
-    began, rounds = time.monotonic(), 0
+    rounds = 0
+    began = time.monotonic()
     while time.monotonic() < began + seconds:
         center, states, _ = jax.block_until_ready(step(key, rounds, 1, center, states))
         rounds += 1
@@ -411,15 +437,17 @@ def throughput(seconds: float = 5.0) -> float:
 
 
 def _show(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table, in which long paths are folded and not cut."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in head:
-        table.add_column(name, overflow="fold")  # a path is not cut
+        table.add_column(name, overflow="fold")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
 
 
 def _text(value: Any) -> str:
+    """Return a value with four digits if it is a float."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

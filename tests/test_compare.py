@@ -120,7 +120,7 @@ def test_points_fill_a_box_whatever_their_number():
     boxes = np.floor(unit * [[4], [3]] + 1e-5).astype(int)
     counts = np.unique(boxes, axis=1, return_counts=True)[1]
     assert counts.tolist() == [4] * 12  # any 2^i 3^j numbers of Halton's sequence in a row
-    with pytest.raises(ValueError, match=r"rate=\(1.0, 0.1\)"):
+    with pytest.raises(ValueError, match=r"rate must be .* got \(1.0, 0.1\)"):
         spread(2, rate=(1.0, 0.1))
 
 
@@ -135,7 +135,7 @@ def test_plots_and_files(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"methods": {}}, "methods="),
+        ({"methods": {}}, "methods must be"),
         ({"methods": {"a/b": METHODS["DP-FedAvg"]}}, "names that a folder"),
         ({"methods": {"a": private}}, "Candidate"),
         ({"methods": {"a": Candidate(private, {"rate": [0.1], "clip": [1.0, 2.0]})}}, "one length"),
@@ -144,12 +144,12 @@ def test_plots_and_files(tmp_path, suffix):
             {"methods": {"a": Candidate(private, {"noise_multiplier": [1.0]})}},
             "without noise_multiplier",
         ),
-        ({"epsilons": (0.0,)}, "epsilons="),
-        ({"epsilons": 8.0}, "epsilons="),
-        ({"epsilons": (1.0, 1.0)}, "epsilons="),
+        ({"epsilons": (0.0,)}, "epsilons must be"),
+        ({"epsilons": 8.0}, "epsilons must be"),
+        ({"epsilons": (1.0, 1.0)}, "epsilons must be"),
         ({"seeds": ()}, "seeds must be"),
         ({"seeds": (0, 0)}, r"seeds must be different, got \(0, 0\)"),
-        ({"seeds": (100,)}, "tuning_seed=100"),
+        ({"seeds": (100,)}, "tuning_seed must not be .* got 100"),
         ({"validation": 0.0}, "validation must be"),
     ],
 )
@@ -206,7 +206,7 @@ def test_points_of_other_epsilons_are_no_points():
     def build(rate, noise_multiplier):
         return dp_fedavg(MODEL, clip=1.0, noise_multiplier=noise_multiplier, sampling=Poisson(rate))
 
-    with pytest.raises(ValueError, match=r"methods\['a'\].points=.* different epsilons"):
+    with pytest.raises(ValueError, match=r"methods\['a'\].points must .* different epsilons"):
         compare({"a": Candidate(build, {"rate": [0.1, 0.5]})}, small_clients(), **SETTING)
 
 
@@ -360,7 +360,7 @@ def either(rate):
         (
             private,
             {"rate": [0.1, 0.1], "clip": [1.0, np.inf]},
-            r"at \(rate=0.1, clip=inf\): clip=inf with noise",
+            r"at \(rate=0.1, clip=inf\): clip must be finite with noise",
         ),
         (
             other_shape,
@@ -377,7 +377,11 @@ def either(rate):
             {"rate": [0.1, 0.5]},
             r"at \(rate=0.5\): points must all send updates or all send none",
         ),
-        (other_epsilon, {"rate": [0.1, 0.5]}, r"methods\['late'\].points=.*different epsilons"),
+        (
+            other_epsilon,
+            {"rate": [0.1, 0.5]},
+            r"methods\['late'\].points must .*different epsilons",
+        ),
     ],
 )
 def test_faults_of_a_later_candidate_are_found_before_the_first_round(
@@ -500,7 +504,7 @@ def test_memory_that_ends_halves_the_points_and_then_leaves_one_out(
         "| b | out of memory |",
         "| c | 0.200 (1 of 2 seeds out of memory) |",
     ]
-    assert "methods['a'], tuning, points 2 to 2, (rate=0.3): memory does not hold it" in caplog.text
+    assert "methods['a'], tuning, points 2 to 2, (rate=0.3): does not fit in memory" in caplog.text
     assert Comparison.load(tmp_path / "comparison.json").missing == found.missing
     assert "out of memory" in (tmp_path / "report.html").read_text()
 

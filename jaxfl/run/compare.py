@@ -1,4 +1,4 @@
-"""Methods beside each other at the same epsilons, each with the settings that suit it, over several seeds."""
+"""Comparisons of methods at the same epsilons, each with tuned settings, over several seeds."""
 
 import contextlib
 import functools
@@ -58,16 +58,19 @@ _LOG = logging.getLogger("jaxfl")
 
 
 class Candidate(NamedTuple):
-    """A method as `compare` takes it.
+    """Method of a comparison, with the points that tuning tries.
 
     Args:
-        build: keyword arguments to algorithm, as `jaxfl.sweep` has it. If it takes `noise_multiplier`, the method is
-            run at every epsilon; otherwise, or if a partial has fixed it, once, as it is.
-        points: columns of values to try, by argument of `build` (see `grid` and `spread`): numbers, or anything else
-            that `build` takes, such as models. Points whose values decide a shape or a Python branch, such as batch
-            sizes, epochs and models, are compiled in a program for each of these values, all others in one.
-        rounds: its own number of rounds; None: the comparison's. A method that sends nothing stops at the round that
-            is best on validation examples, so give it as many as it can use.
+        build: Function from keyword arguments to an algorithm, as in `jaxfl.sweep`. If it takes
+            `noise_multiplier`, the method is run at every epsilon. Otherwise, or if a partial has
+            fixed this argument, the method is run once.
+        points: Columns of values to try, by argument of `build` (see `grid` and `spread`). Values
+            are numbers, or anything else that `build` takes, such as models. One program runs all
+            points whose values decide neither a shape nor a Python branch. Values that do, such as
+            batch sizes, epochs and models, have a program each.
+        rounds: Number of rounds of this method. None stands for the comparison's. A method that
+            sends nothing stops at the round that is best on validation examples, so give it as many
+            rounds as it can use.
     """
 
     build: Callable[..., Algorithm]
@@ -76,44 +79,61 @@ class Candidate(NamedTuple):
 
     @property
     def private(self) -> bool:
-        """Whether it takes noise, which a partial has not fixed."""
+        """Whether the method takes noise, which no partial has fixed."""
         fixed = self.build.keywords if isinstance(self.build, functools.partial) else {}
         return "noise_multiplier" in inspect.signature(self.build).parameters.keys() - fixed.keys()
 
     @property
     def number(self) -> int:
-        """Number of points."""
+        """Number of points that tuning tries."""
+        # A method without columns has one point, which has no arguments.
         return len(next(iter(self.points.values()), (0,)))
 
     def point(self, index: int) -> dict[str, Any]:
-        """The arguments of a point."""
+        """Return the arguments of a point."""
         return {argument: column[index] for argument, column in self.points.items()}
 
     def at(self, index: int) -> Algorithm:
-        """The algorithm of a point, with noise if it takes any."""
-        return self.build(**self.point(index), **{"noise_multiplier": 1.0} if self.private else {})
+        """Return the algorithm of a point, with a noise multiplier of 1 if it takes noise."""
+        noise = {"noise_multiplier": 1.0} if self.private else {}
+        return self.build(**self.point(index), **noise)
 
 
 def grid(**axes: Any) -> dict[str, list[Any]]:
-    """All combinations of some values, as columns. SharedBar numbers stay whole numbers.
+    """Return all combinations of some values, as columns. Integers stay integers.
+
+    Args:
+        axes: Values of each argument.
+
+    Raises:
+        ValueError: An argument has no values, or has NaN or complex numbers.
+        TypeError: The values of an argument are not a list.
 
     >>> grid(rate=[0.1, 0.3], batch_size=[4, 8])
     {'rate': [0.1, 0.1, 0.3, 0.3], 'batch_size': [4, 8, 4, 8]}
     """
     columns = _check_columns("axes", axes)
     if empty := [name for name, axis in columns.items() if not axis]:
-        raise ValueError(f"{empty[0]}={axes[empty[0]]!r}: give one value at least")
+        raise ValueError(
+            f"{empty[0]} must have at least one value, got {axes[empty[0]]!r}. "
+            "Add one value, or leave the argument out."
+        )
     points = itertools.product(*columns.values())
     return {name: list(column) for name, column in zip(columns, zip(*points), strict=True)}
 
 
 @checked()
 def spread(number: int, **axes: Any) -> dict[str, list[float]]:
-    """Points that fill a box of positive numbers evenly on a logarithmic scale (Halton's sequence), as columns.
+    """Return points that fill a box of positive numbers evenly, as columns.
 
-    With them, methods of one, two and three arguments get the same number of points. Points are rounded to six digits.
-    Without this they could differ between processors in the last digits, and a comparison that was begun on one could
-    not be resumed on another.
+    The scale is logarithmic, and the points are Halton's sequence. They give methods of one, two
+    and three arguments the same number of points. Points are rounded to six digits. Otherwise they
+    could differ between processors in the last digits. A comparison that was begun on one processor
+    could then not be resumed on another.
+
+    Args:
+        number: Number of points.
+        axes: Two ends above 0 of each argument, the smaller one first.
 
     >>> spread(3, rate=(0.01, 1.0), clip=(0.1, 10.0))
     {'rate': [0.1, 0.0316228, 0.316228], 'clip': [0.464159, 2.15443, 0.16681]}
@@ -121,21 +141,21 @@ def spread(number: int, **axes: Any) -> dict[str, list[float]]:
     for name, ends in check_values("axes", axes).items():
         if len(ends) != 2 or not 0 < ends[0] < ends[1] < math.inf:
             raise ValueError(
-                f"{name}={show(axes[name])}: give two numbers above 0, the smaller one first"
+                f"{name} must be two finite numbers above 0, got {show(axes[name])}. "
+                "Give the smaller one first."
             )
     if not axes:
         return {}
     low, high = np.log(list(axes.values())).T
-    sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)  # after the origin
+    # The first point of the sequence is the origin, which is skipped.
+    sequence = scipy.stats.qmc.Halton(len(axes), scramble=False).fast_forward(1)
     points = np.exp(low + sequence.random(number) * (high - low))
-    return {
-        name: [float(f"{value:.6g}") for value in column]
-        for name, column in zip(axes, points.T, strict=True)
-    }
+    columns = zip(axes, points.T, strict=True)
+    return {name: [float(f"{value:.6g}") for value in column] for name, column in columns}
 
 
 def _check_columns(name: str, value: Any) -> dict[str, list[Any]]:
-    """Require columns of values by argument, and return them with Python's numbers."""
+    """Require columns of values by argument, and return them with numbers of Python."""
     return check_columns(name, value, _check_column, "values")
 
 
@@ -143,31 +163,35 @@ def _check_column(name: str, value: Any) -> list[Any]:
     if isinstance(value, np.ndarray | jax.Array):
         array = check_array(name, value)
         if array.ndim != 1:
-            raise ValueError(f"{name}={show(value)}: give a vector of numbers, or a list")
+            raise ValueError(f"{name} must be a vector, got {show(value)}. Give a list of values.")
         value = array.tolist()
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise TypeError(f"{name}={show(value)}: give a list of values")
+        raise TypeError(
+            f"{name} must be a list of values, got {show(value)}. Give a list, even of one value."
+        )
     column = [plain(item) for item in value]
-    if any(
-        isinstance(item, complex) or (isinstance(item, float) and math.isnan(item))
-        for item in column
-    ):
-        raise ValueError(f"{name}={show(value)}: give real numbers, not NaN, or other values")
+    for item in column:
+        if isinstance(item, complex) or (isinstance(item, float) and math.isnan(item)):
+            raise ValueError(
+                f"{name} must not have NaN or complex numbers, got {show(value)}. "
+                "Give real numbers, or other values."
+            )
     return column
 
 
 def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
     if not isinstance(value, Mapping) or not value:
         raise TypeError(
-            f"{name}={show(value)}: give candidates by name, for instance {{'DP-FedAvg': Candidate(build)}}"
+            f"{name} must be candidates by name, got {show(value)}. "
+            "Give for instance {'DP-FedAvg': Candidate(build)}."
         )
     taken = {_name_in_folder(file): f"{file!r}, a file of a comparison or a run" for file in FILES}
     for method in value:
         _check_name(name, method, value)
         if (other := taken.get(_name_in_folder(method))) is not None:
             raise ValueError(
-                f"{name} must have names of their own, got {method!r} and {other}, which may be the same in a folder. "
-                "Choose another name."
+                f"{name} must have different names, got {method!r} and {other}, which may be the "
+                "same in a folder. Choose another name."
             )
         taken[_name_in_folder(method)] = repr(method)
     return {
@@ -177,17 +201,18 @@ def _check_methods(name: str, value: Any) -> dict[str, Candidate]:
 
 
 def _name_in_folder(name: str) -> str:
-    """Return what equal names have in common for any file system: some ignore case, or how accents are written."""
+    """Return a name without case and forms of accents, which some file systems ignore."""
     return unicodedata.normalize("NFKC", name).casefold()
 
 
 def _check_name(name: str, method: Any, methods: Mapping[Any, Any]) -> None:
-    """Require a name that a folder can have, also one that is not hidden."""
+    """Require a name that a folder can have and that is not hidden."""
     allowed = isinstance(method, str) and re.fullmatch(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*", method)
     if not allowed or len(method.encode(errors="replace")) > 200:
         raise ValueError(
-            f"{name} must have names that a folder can have, got {show(method)} in {show(methods)}. Give at most 200 "
-            "bytes of text without slashes and control characters, which does not begin with a dot."
+            f"{name} must have names that a folder can have, got {show(method)} in "
+            f"{show(methods)}. Give at most 200 bytes of text without slashes and control "
+            "characters, which does not begin with a dot."
         )
 
 
@@ -200,7 +225,8 @@ def _check_candidate(name: str, value: Any) -> Candidate:
     lengths = {argument: len(column) for argument, column in points.items()}
     if len(set(lengths.values())) > 1 or 0 in lengths.values() or "noise_multiplier" in points:
         raise ValueError(
-            f"{name}.points={lengths}: give columns of one length, without noise_multiplier"
+            f"{name}.points must be columns of one length, without noise_multiplier, got columns "
+            f"of {lengths}. Give each point a value in every column."
         )
     return candidate._replace(points=points)
 
@@ -208,18 +234,16 @@ def _check_candidate(name: str, value: Any) -> Candidate:
 def _check_epsilons(name: str, value: Any) -> tuple[float, ...]:
     if isinstance(value, np.ndarray | jax.Array):
         value = np.asarray(value).ravel().tolist()
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not value
-        or len({*map(str, value)}) < len(value)
-    ):
+    listed = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+    if not listed or len({*map(str, value)}) < len(value):
         raise TypeError(
-            f"{name}={show(value)}: give different numbers above 0, for instance (1.0, 8.0, math.inf)"
+            f"{name} must be different numbers above 0, got {show(value)}. "
+            "Give for instance (1.0, 8.0, math.inf)."
         )
     if any(epsilon == 0 for epsilon in value):
         raise ValueError(
-            f"{name}={show(value)}: give numbers above 0; methods that send nothing have epsilon 0 anyway"
+            f"{name} must be numbers above 0, got {show(value)}. "
+            "Leave 0 out, because methods that send nothing have epsilon 0 anyway."
         )
     return tuple(
         math.inf if epsilon == math.inf else check_budget(name, epsilon) for epsilon in value
@@ -264,140 +288,147 @@ def compare(
 ) -> Comparison:
     """Tune every method at every epsilon on validation examples, and run the best point over seeds.
 
-    All methods go through the same protocol: (1) each point is trained once, with the tuning seed, and scored by the
-    headline metric on examples held out of each client's training split, or on other ones (`validation`); (2) the best
-    one is run with every seed, on all training examples, and the test examples are read once. Epsilon does not cover
-    the tuning, as the protocol says.
-    All points of a method and all epsilons go through one compiled program, where their clients' states fit in memory,
-    and so does each seed; values that decide a shape or a Python branch have a program each. Noise is the least for its
-    epsilon, by `jaxfl.privacy.calibrate`. A method that sends nothing is scored in twenty of its rounds, and stops at
-    the best one.
+    All methods follow the same protocol:
 
-    Every point of every method is built and checked before the first round of any. If memory ends, fewer points go
-    through a program; a single point that does not fit is left out, and the table says so. A point without a score, or
-    all of whose updates were dropped because they were not finite, is never chosen.
+    1. Each point is trained once, with the tuning seed. Its score is the headline metric on
+       examples that are held out of each client's training split, or on the examples of other
+       clients (see `validation`).
+    2. The best point is run with every seed, on all training examples, and the test examples are
+       read once.
 
-    Put baselines among the methods: `local_only`, `partial(dp_fedavg, ..., clip=math.inf, noise_multiplier=0.0)`, a
-    fine-tuned model.
+    Epsilon does not cover the tuning. The noise is the least for its epsilon, by
+    `jaxfl.privacy.calibrate`. A method that sends nothing is scored in twenty of its rounds, and
+    stops at the best one.
+
+    All points and epsilons of a method are compiled into one program, as far as their clients'
+    states fit in memory, and so are the runs of each seed. Values that decide a shape or a Python
+    branch have a program each. If memory is too small, fewer points share a program. A single point
+    that does not fit is left out, and the table says so.
+
+    Every point of every method is built and checked before the first round of any method. A point
+    is never chosen if it has no score, or if all of its updates were dropped because they were not
+    finite.
+
+    Put baselines among the methods, such as `local_only`, a fine-tuned model, or
+    `partial(dp_fedavg, ..., clip=math.inf, noise_multiplier=0.0)`.
 
     Args:
-        methods: by name; give each as many points.
-        clients: the same for all seeds, or a function from a seed to its clients, which should draw the partition.
-        rounds: T.
-        epsilons: targets for methods with noise; infinity: without noise.
-        seeds: of the final runs.
-        validation: share of each client's training examples that tuning holds out; or clients, given like `clients`,
-            whom tuning trains and tests in their place. If clients have a few examples only, give such ones: a client
-            would be asked for the class whose only example was held out.
-        tuning_seed: another one than `seeds`.
-        unseen: share of the clients who take no part, drawn by each seed alike for all methods.
-            Only the others train, choose points, and count for noise. Rows then have `unseen`, the
-            headline metric of the left-out clients on their own test examples. A method serves
-            them by its `personalize`, which gets the server's last state, a first client state
-            from `init`, and their training examples (see `evaluate`). Methods whose clients keep a
-            model from rounds serve them badly, such as `ditto`, `mr_mtl`, `apfl`, `pfedme` and
-            `dp_lg`: nobody has trained their first model. If a method sends nothing, they train
-            alone for the chosen rounds. Where all seeds have the same clients, tuning and other
-            seeds may train those whom one seed leaves out.
-        folder: every run has a folder in it and is resumed; `comparison.json` has the result, and `report.html` shows
-            it (see `write_report`). Clients' states do not stay there. None writes nothing.
-        options: of the runs, see `RunOptions`; `progress` shows one bar over all.
+        methods: Candidates by name. Give all of them the same number of points.
+        clients: Clients of all seeds, or a function from a seed to its clients, which should draw
+            the partition.
+        rounds: T, the number of rounds.
+        epsilons: Targets of methods with noise. Infinity means no noise.
+        seeds: Seeds of the final runs.
+        validation: Share of each client's training examples that tuning holds out. Or separate
+            clients, or a function from a seed to them, whom tuning trains and tests. Give separate
+            clients if clients have few examples, because holding out can remove a class.
+        tuning_seed: Seed of the tuning, which must not be among `seeds`.
+        unseen: Share of the clients who take no part. Each seed draws the same ones for all
+            methods. Only the others train, choose points, and count for noise. Rows then have
+            `unseen`, the headline metric of the left-out clients on their own test examples. A
+            method serves them by its `personalize`, which gets the server's last state, a first
+            client state from `init`, and their training examples (see `evaluate`). Methods whose
+            clients keep a model between rounds, such as `ditto`, `mr_mtl`, `apfl`, `pfedme` and
+            `dp_lg`, serve them badly, because their first model is untrained. If a method sends
+            nothing, the left-out clients train alone for the chosen rounds. If all seeds have the
+            same clients, tuning and other seeds may train clients whom one seed leaves out.
+        folder: Folder of the comparison. Every run has a folder in it, from which it is resumed.
+            `comparison.json` has the result, and `report.html` shows it (see `write_report`).
+            Clients' states do not stay there. None writes nothing.
+        options: Options of the runs (see `RunOptions`). `progress` shows one bar for all runs.
 
     Raises:
-        ValueError: an argument does not fit; the tuning seed is among the seeds; a point cannot be built or run; no
-            example is held out to choose a point by.
-        TypeError: an argument, or a point, has the wrong type.
+        ValueError: An argument does not fit, the tuning seed is among the seeds, a point cannot be
+            built or run, or no held-out example can choose between points.
+        TypeError: An argument, or a point, has the wrong type.
     """
     if tuning_seed in seeds:
         raise ValueError(
-            f"tuning_seed={tuning_seed} is among seeds={show(seeds)}: give another one"
+            f"tuning_seed must not be among seeds={show(seeds)}, got {tuning_seed}. "
+            "Give another seed."
         )
     root = None if folder is None else pathlib.Path(folder)
     assert callable(clients)
     if isinstance(validation, float):
-        drawn, scored = (
-            clients(tuning_seed),
-            f"{100 * validation:g}% of each client's training examples",
-        )
-        held_out, _ = _parted(check_clients(f"clients({tuning_seed})", drawn), unseen, tuning_seed)
+        scored = f"{100 * validation:g}% of each client's training examples"
+        drawn = check_clients(f"clients({tuning_seed})", clients(tuning_seed))
+        held_out, _ = _parted(drawn, unseen, tuning_seed)
         held_out = hold_out(held_out, validation, seed=tuning_seed)
     else:
         assert callable(validation)
-        given = check_clients("validation", validation(tuning_seed))
         scored = "other clients' test examples"
-        held_out, _ = _parted(given, unseen, tuning_seed)
+        drawn = check_clients("validation", validation(tuning_seed))
+        held_out, _ = _parted(drawn, unseen, tuning_seed)
     drawn_by_seed = {seed: check_clients(f"clients({seed})", clients(seed)) for seed in seeds}
     parted = {seed: _parted(drawn, unseen, seed) for seed, drawn in drawn_by_seed.items()}
-    tested = {seed: participants for seed, (participants, _) in parted.items()}
     newcomers = [later for _, later in parted.values() if later is not None]
     shared: dict[str, Any] = {**options, "progress": False}
-    populations = [held_out, *tested.values()]
+    populations = [held_out, *(participants for participants, _ in parted.values())]
     runs = [
         _prepared(name, method, populations, rounds, root, shared)
         for name, method in methods.items()
     ]
     task = _common_task(runs)
-    for at in runs:
-        at.check_newcomers(newcomers)
-    if any(at.tuned for at in runs) and not np.asarray(held_out.test_size).any():
-        cause = (
-            "no client has two training examples"
-            if isinstance(validation, float)
-            else "they have no test examples"
-        )
+    for of_method in runs:
+        of_method.check_newcomers(newcomers)
+    if any(one.tuned for one in runs) and not np.asarray(held_out.test_size).any():
+        cause = "they have no test examples"
+        if isinstance(validation, float):
+            cause = "no client has two training examples"
         raise ValueError(
-            f"validation must hold out an example to choose points by, got {show(validation)}, and {cause}. Give other "
-            "clients as `validation`, with test examples, or one point for each method."
+            f"validation must hold out an example to choose points by, got {show(validation)}, and "
+            f"{cause}. Give other clients as `validation`, with test examples, or one point for "
+            "each method."
         )
     rows: list[Row] = []
     tuning: list[Row] = []
     missing: list[Row] = []
-    work = sum(at.work(held_out.number, parted.values(), len(epsilons)) for at in runs)
+    work = sum(one.work(held_out.number, parted.values(), len(epsilons)) for one in runs)
+    shown = options.get("progress", True) and jax.process_index() == 0
     public = options.get("report") == "public"
-    with shared_bar(
-        "compare", work, options.get("progress", True) and jax.process_index() == 0
-    ) as bar:
-        for at in runs:  # all of them before the first round of any: an epsilon may be out of reach
-            bar.say(f"{at.name}: calibrating")
-            at.levels |= {
-                number: _levels(at, number, epsilons)
-                for number in {one.number for one in populations}
-            }
-        for at in runs:
-            choices = _tuned(at, held_out, tuning_seed, bar, public)
-            tuning += [{"method": at.name} | choice.row for choice in choices]
-            missing += [{"method": at.name} | lost for choice in choices for lost in choice.missing]
+    with shared_bar("compare", work, shown) as bar:
+        # An epsilon may be out of reach, which must show before the first round of any method.
+        for of_method in runs:
+            bar.say(f"{of_method.name}: calibrating")
+            for number in {one.number for one in populations}:
+                of_method.levels[number] = _levels(of_method, number, epsilons)
+        for of_method in runs:
+            named = {"method": of_method.name}
+            choices = _tuned(of_method, held_out, tuning_seed, bar, public)
+            tuning += [named | choice.row for choice in choices]
+            missing += [named | lost for choice in choices for lost in choice.missing]
             live = [(choice, choice.index) for choice in choices if choice.index is not None]
+            length = live[0][0].rounds if live else 0
             for seed, (own, later) in parted.items():
-                levels = at.levels[own.number]
-                length = live[0][0].rounds if live else 0
-                points = [at.point(index, levels[choice.epsilon]) for choice, index in live]
-                planned = at.work_of_seed(own, later, at.rounds, len(levels))
-                bar.skip(planned - at.work_of_seed(own, later, length, len(live)))
-                results = at.final(bar, points, own, later, seed, length)
+                levels = of_method.levels[own.number]
+                points = [of_method.point(index, levels[choice.epsilon]) for choice, index in live]
+                planned = of_method.work_of_seed(own, later, of_method.rounds, len(levels))
+                bar.skip(planned - of_method.work_of_seed(own, later, length, len(live)))
+                results = of_method.final(bar, points, own, later, seed, length)
                 for (choice, _), (result, folder_of_run) in zip(live, results, strict=True):
-                    facts = {"method": at.name, "epsilon": choice.epsilon}
+                    cell = named | {"epsilon": choice.epsilon}
                     chosen = {"seed": seed, "chosen": choice.row["chosen"]}
                     if result is None:
-                        missing.append(facts | chosen | {"reason": _NO_MEMORY})
+                        missing.append(cell | chosen | {"reason": _NO_MEMORY})
                         continue
-                    last = {
-                        key: value for key, value in result.metrics[-1].items() if key != "epsilon"
-                    }
-                    rows.append(facts | {"stated": _stated(result.statement)} | chosen | last)
-                    rows[-1] |= _share_dropped(result, public) | (
-                        {"run": folder_of_run} if folder_of_run else {}
-                    )
+                    last = dict(result.metrics[-1])
+                    # The epsilon of the metrics would replace the target.
+                    last.pop("epsilon", None)
+                    row = cell | {"stated": _stated(result.statement)} | chosen | last
+                    row |= _share_dropped(result, public)
+                    if folder_of_run:
+                        row["run"] = folder_of_run
+                    rows.append(row)
     points_of = " or ".join(map(str, sorted({method.number for method in methods.values()})))
     protocol = (
-        f"{points_of} points of each method and epsilon, each tried once (seed {tuning_seed}) on {scored}; "
-        f"the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
+        f"{points_of} points of each method and epsilon, each tried once (seed {tuning_seed}) on "
+        f"{scored}; the best over seeds {', '.join(map(str, seeds))}. No epsilon covers tuning."
     )
     if unseen:
         protocol += (
             f" {100 * unseen:g}% of the clients, drawn by the seed, take no part. Their score is "
-            "`unseen`: by the server's last state and a first state of their own, or after training "
-            "alone where a method sends nothing."
+            "`unseen`: by the server's last state and a first state of their own, or after "
+            "training alone where a method sends nothing."
         )
     lower_is_better = task.metrics[task.headline].lower_is_better
     comparison = Comparison(rows, tuning, task.headline, lower_is_better, protocol, missing)
@@ -408,26 +439,26 @@ def compare(
 
 
 _Parts: TypeAlias = tuple[Clients, Clients | None]
-"""Who takes part, and newcomers."""
+"""Clients who take part, and newcomers, if there are any."""
 
 _STATE_BYTES = 2**30
-"""Of clients' states that one program holds."""
+"""Number of bytes of clients' states that one program holds at most."""
 
 _NO_MEMORY = "out of memory"
 _NO_SCORE = "no score"
 
 
 class _Runs:
-    """The runs of a method, whose points are built and checked.
+    """Runs of a method, whose points are built and checked.
 
     Args:
-        name: of the method.
-        method: its candidate.
-        algorithms: that of each point, with noise if the method takes any.
-        fixed: arguments whose values a program cannot leave open.
-        rounds: of its longest run.
-        root: folder of the comparison.
-        options: of all runs.
+        name: Name of the method.
+        method: Candidate of the method.
+        algorithms: Algorithm of each point, with noise if the method takes any.
+        fixed: Arguments whose values a program cannot leave open.
+        rounds: Number of rounds of the method's longest run.
+        root: Folder of the comparison. None writes nothing.
+        options: Options of all runs.
     """
 
     def __init__(
@@ -440,34 +471,39 @@ class _Runs:
         root: pathlib.Path | None,
         options: dict[str, Any],
     ) -> None:
-        self.name, self.method, self.algorithms, self.fixed = name, method, algorithms, fixed
-        self.rounds, self.root, self.options = rounds, root, options
+        self.name = name
+        self.method = method
+        self.algorithms = algorithms
+        self.fixed = fixed
+        self.rounds = rounds
+        self.root = root
+        self.options = options
         self.levels: dict[int, dict[float, float]] = {}
-        """By number of clients, the noise multiplier of each epsilon."""
+        """Noise multiplier of each epsilon, by number of clients."""
         self.texts = {argument: _texts(column) for argument, column in method.points.items()}
 
     @property
     def algorithm(self) -> Algorithm:
-        """The algorithm of the first point."""
+        """Algorithm of the first point."""
         return self.algorithms[0]
 
     @property
     def silent(self) -> bool:
-        """Whether it sends nothing."""
+        """Whether the method sends nothing."""
         return not self.algorithm.mechanism.communicates
 
     @property
     def tuned(self) -> bool:
-        """Whether there is anything to choose: a point, or a round where none costs privacy."""
+        """Whether tuning chooses a point, or a round because rounds cost no privacy."""
         return self.method.number > 1 or self.silent
 
     def point(self, index: int, noise_multiplier: float) -> tuple[int, dict[str, Any]]:
-        """Return the number of a point, and its arguments with noise if the method takes any."""
+        """Return a point's index, and its arguments with noise if the method takes any."""
         noise = {"noise_multiplier": noise_multiplier} if self.method.private else {}
         return index, self.method.point(index) | noise
 
     def shown(self, index: int) -> dict[str, Any]:
-        """Return the arguments of a point as JSON holds them."""
+        """Return the arguments of a point as JSON, with texts for other values."""
         point = self.method.point(index)
         return {
             argument: value if _is_plain(value) else self.texts[argument][index]
@@ -475,15 +511,21 @@ class _Runs:
         }
 
     def trained(self, clients: int, rounds: int, points: int) -> float:
-        """How many clients some points train in all."""
+        """Return how many clients all rounds of some points train together."""
         return float(self.algorithm.mechanism.sampling.expected(clients) * rounds * points)
 
     def work(self, held_out: int, parted: Iterable[_Parts], epsilons: int) -> float:
-        """How many clients tuning and the final runs train, from the clients of these."""
+        """Return how many clients the tuning and the final runs train.
+
+        Args:
+            held_out: Number of the tuning's clients.
+            parted: Participants and newcomers of each seed.
+            epsilons: Number of targets.
+        """
         levels = epsilons if self.method.private else 1
-        tuning = (
-            self.trained(held_out, self.rounds, levels * self.method.number) if self.tuned else 0.0
-        )
+        tuning = 0.0
+        if self.tuned:
+            tuning = self.trained(held_out, self.rounds, levels * self.method.number)
         return tuning + sum(self.work_of_seed(*parts, self.rounds, levels) for parts in parted)
 
     def work_of_seed(
@@ -500,7 +542,7 @@ class _Runs:
         return work + self.trained(newcomers.number, rounds, points)
 
     def check_newcomers(self, newcomers: Sequence[Clients]) -> None:
-        """Require that every program serves these clients; nothing is compiled."""
+        """Require that every program can serve these clients. Nothing is compiled."""
         points = [self.point(index, 1.0) for index in range(self.method.number)]
         different = {_kind(clients): clients for clients in newcomers}.values()
         for group in self.groups(points).values():
@@ -521,7 +563,19 @@ class _Runs:
         seed: int,
         rounds: int,
     ) -> list[tuple[Result | None, str]]:
-        """Run the chosen points of a seed; last rows of metrics have the newcomers' score."""
+        """Run the chosen points of a seed, and add the newcomers' score to last rows of metrics.
+
+        Args:
+            bar: Progress bar of the comparison.
+            points: Indices and arguments of the chosen points.
+            participants: Clients who take part.
+            newcomers: Clients who take no part, if there are any.
+            seed: Seed of the runs.
+            rounds: Number of rounds.
+
+        Returns:
+            Results and folders, as in `run`.
+        """
         name = f"seed={seed}"
         if newcomers is None or not self.silent:
             return self.run(bar, points, participants, seed, name, rounds, newcomers=newcomers)
@@ -535,19 +589,16 @@ class _Runs:
         return scored
 
     def states(self, clients: int, index: int = 0) -> list[jax.ShapeDtypeStruct]:
-        """Shapes of what clients keep; empty if they keep nothing."""
+        """Return the shapes of the client states of a point, none if clients keep no state."""
         _, states = jax.eval_shape(lambda: self.algorithms[index].init(key_of(0), clients))
         return jax.tree.leaves(states)
 
     def groups(self, points: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, list[int]]:
-        """Return positions of the points that one program can hold, by a text that a folder can have."""
+        """Return positions of the points that one program can hold, by the name of its folder."""
         found: dict[str, list[int]] = {}
+        fixed = [name for name in self.method.points if name in self.fixed]
         for position, (index, values) in enumerate(points):
-            texts = [
-                f"{name}={self.texts[name][index]}"
-                for name in self.method.points
-                if name in self.fixed
-            ]
+            texts = [f"{name}={self.texts[name][index]}" for name in fixed]
             if "noise_multiplier" in self.fixed & values.keys():
                 texts.append(f"noise_multiplier={values['noise_multiplier']}")
             found.setdefault(", ".join(texts), []).append(position)
@@ -564,29 +615,34 @@ class _Runs:
         every: int = 0,
         newcomers: Clients | None = None,
     ) -> list[tuple[Result | None, str]]:
-        """Run each point in as few programs as possible, without models and clients' states in the results.
+        """Run each point in as few programs as possible.
 
-        Each point also serves newcomers, if there are any (see `final`).
+        Args:
+            bar: Progress bar of the comparison.
+            points: Indices and arguments of the points.
+            clients: Clients of the runs.
+            seed: Seed of the runs.
+            name: Beginning of the folders' names.
+            rounds: Number of rounds.
+            every: Number of rounds between evaluations. 0 evaluates after the last round only.
+            newcomers: Clients whom each point also serves, if there are any (see `final`).
 
         Returns:
-            For each point its result, or None if memory did not hold it, and its folder below that of the comparison.
+            A result and a folder for each point. The result has no model and no client states. It
+            is None if the point does not fit in memory. The path of the folder is relative to the
+            folder of the comparison.
         """
         results: list[tuple[Result | None, str]] = [(None, "")] * len(points)
         for text, group in self.groups(points).items():
-            size = sum(
-                leaf.size * leaf.dtype.itemsize
-                for leaf in self.states(clients.number, points[group[0]][0])
-            )
-            count = math.ceil(len(group) / max(1, _STATE_BYTES // max(1, size)))
+            states = self.states(clients.number, points[group[0]][0])
+            size = sum(leaf.size * leaf.dtype.itemsize for leaf in states)
+            at_once = max(1, _STATE_BYTES // max(1, size))
+            count = math.ceil(len(group) / at_once)
             waiting = [part.tolist() for part in np.array_split(group, count)]
             while waiting:
                 part = waiting.pop(0)
-                parts = [
-                    name,
-                    text,
-                    "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}",
-                ]
-                label = ", ".join(filter(None, parts))
+                of_group = "" if len(part) == len(group) else f"points {part[0]} to {part[-1]}"
+                label = ", ".join(filter(None, [name, text, of_group]))
                 work = self.trained(clients.number, rounds, len(part))
                 with bar.part(f"{self.name}: {label}", work):
                     chosen = [points[i] for i in part]
@@ -594,7 +650,8 @@ class _Runs:
                         chosen, clients, seed, label, rounds, every, part, newcomers
                     )
                 if found is None and len(part) > 1:
-                    bar.skip(-work)  # it comes again
+                    # The halves train the same clients again.
+                    bar.skip(-work)
                     waiting[:0] = [half.tolist() for half in np.array_split(part, 2)]
                 for position, result in zip(part, found or [], strict=False):
                     results[position] = result
@@ -611,14 +668,30 @@ class _Runs:
         numbers: Sequence[int],
         newcomers: Clients | None,
     ) -> list[tuple[Result | None, str]] | None:
-        """Run points in one program; None if memory does not hold it. Numbers are those among all points."""
-        which = f"methods[{self.name!r}], {label}, {_points_text([self.shown(index) for index, _ in points])}"
+        """Run points in one program, and return their results and folders, as `run` does.
+
+        Args:
+            points: Indices and arguments of the points.
+            clients: Clients of the runs.
+            seed: Seed of the runs.
+            label: Name of the program's folder.
+            rounds: Number of rounds.
+            every: Number of rounds between evaluations, as in `run`.
+            numbers: Number of each point among the points of all programs.
+            newcomers: Clients whom each point also serves, if there are any.
+
+        Returns:
+            Results and folders, or None if the program does not fit in memory.
+        """
+        points_text = _points_text([self.shown(index) for index, _ in points])
+        which = f"methods[{self.name!r}], {label}, {points_text}"
         folder = None if self.root is None else self.root / self.name / label
         try:
+            columns = self.open([values for _, values in points])
             found = sweep(
                 jnp.broadcast_to(key_of(seed), (len(points),)),
                 self.build(points[0][1]),
-                self.open([values for _, values in points]),
+                columns,
                 clients,
                 rounds=rounds,
                 folder=folder,
@@ -632,23 +705,18 @@ class _Runs:
             if jax.process_count() > 1 or not out_of_memory(error):
                 error.add_note(f"raised by {which}")
                 raise
-            step = (
-                "half of the points run at a time" if len(points) > 1 else "the point is left out"
-            )
-            _LOG.warning(
-                "%s: memory does not hold it, and %s: %s",
-                which,
-                step,
-                str(error).partition("\n")[0],
-            )
+            step = "the point is left out"
+            if len(points) > 1:
+                step = "half of the points run at a time"
+            cause, _, _ = str(error).partition("\n")
+            _LOG.warning("%s: does not fit in memory, so %s: %s", which, step, cause)
             return None
         folders = [""] * len(points)
         if folder is not None and self.root is not None:
-            names = names_of_points(self.open([values for _, values in points]), len(points))
+            names = names_of_points(columns, len(points))
             folders = [(folder / one).relative_to(self.root).as_posix() for one in names]
-        return [
-            (result._replace(server=()), one) for result, one in zip(found, folders, strict=True)
-        ]
+        without_server = [result._replace(server=()) for result in found]
+        return list(zip(without_server, folders, strict=True))
 
     def _served(
         self,
@@ -658,20 +726,21 @@ class _Runs:
         seed: int,
         rounds: int,
     ) -> list[Result]:
-        """Return the results of one program; last rows of metrics have the newcomers' score."""
+        """Return the results of one program, with the newcomers' score in last rows of metrics."""
         columns = self.open([values for _, values in points])
         method = Points(self.build(points[0][1]), _floats(columns))
         servers = jax.device_get([result.server for result in results])
         stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *servers)
         keys = jnp.broadcast_to(key_of(seed), (len(points),))
-        where = {name: self.options.get(name) for name in ("chunk", "devices")}
-        scores = scores_of(keys, method, stacked, newcomers, rounds=rounds, **where)
+        options = {name: self.options.get(name) for name in ("chunk", "devices")}
+        scores = scores_of(keys, method, stacked, newcomers, rounds=rounds, **options)
         task = self.algorithm.model.task
         sizes = np.asarray(newcomers.test_size)
         found = []
         for position, result in enumerate(results):
             own = {name: values[position] for name, values in scores.items()}
-            found.append(_with_unseen(result, summarize(own, sizes, task.metrics)[task.headline]))
+            row = summarize(own, sizes, task.metrics)
+            found.append(_with_unseen(result, row[task.headline]))
         return found
 
     def build(self, values: Mapping[str, Any]) -> Callable[..., Algorithm]:
@@ -686,12 +755,12 @@ class _Runs:
 
 
 def _parted(clients: Clients, unseen: float, seed: int) -> _Parts:
-    """Return who takes part at a seed, and the newcomers, if there are any."""
+    """Return the clients who take part at a seed, and the newcomers, if there are any."""
     return leave_out(clients, unseen, seed=seed) if unseen else (clients, None)
 
 
 def _with_unseen(result: Result, score: float) -> Result:
-    """Return a result whose last row of metrics has the newcomers' score."""
+    """Return a result with the newcomers' score in the last row of metrics."""
     *earlier, last = result.metrics
     return result._replace(metrics=[*earlier, last | {"unseen": score}])
 
@@ -704,10 +773,11 @@ def _prepared(
     root: pathlib.Path | None,
     options: dict[str, Any],
 ) -> _Runs:
-    """Build every point of a method and check it for all clients; nothing is compiled.
+    """Build every point of a method, and check it for all clients. Nothing is compiled.
 
     Raises:
-        ValueError: or TypeError; names the method and the point.
+        ValueError: A point cannot be built or run. The message names the method and the point.
+        TypeError: A point has the wrong type. The message names the method and the point.
     """
     rounds = method.rounds or rounds
     different = list({_kind(clients): clients for clients in populations}.values())
@@ -724,17 +794,17 @@ def _prepared(
         for clients in different:
             with _naming(name, method.point(group[0])):
                 update = check_algorithm(algorithms[group[0]], clients, rounds)
-            for index in group[
-                1:
-            ]:  # they differ only in numbers, which a mechanism may still refuse
+            # The others differ only in numbers, for which a mechanism may still raise an error.
+            for index in group[1:]:
                 with _naming(name, method.point(index)):
                     check_mechanism(algorithms[index], clients, update)
         values = [points[index][1] for index in group]
         unclipped = [index for index in group if math.isinf(algorithms[index].mechanism.clip)]
         if unclipped and noisy(Points(runs.build(values[0]), _floats(runs.open(values)))):
             raise ValueError(
-                f"{_where(name, method.point(unclipped[0]))}: clip=inf with noise, which is in multiples of it: "
-                "give a large number, or a candidate that takes no noise_multiplier"
+                f"{_where(name, method.point(unclipped[0]))}: clip must be finite with noise, "
+                "which is in multiples of it, got clip=inf. Give a large number, or a candidate "
+                "that takes no noise_multiplier."
             )
     return runs
 
@@ -742,27 +812,20 @@ def _prepared(
 def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
     """Return the arguments whose values a program cannot leave open, by tracing the method."""
     values = method.point(0) | ({"noise_multiplier": 1.0} if method.private else {})
-    numbers = [
-        name
-        for name in values
-        if all(
-            isinstance(item, int | float) and not isinstance(item, bool)
-            for item in method.points.get(name, [0.0])
-        )
-    ]
+
+    def numeric(column: Sequence[Any]) -> bool:
+        return all(isinstance(one, int | float) and not isinstance(one, bool) for one in column)
+
+    numbers = [name for name in values if numeric(method.points.get(name, [0.0]))]
+    traced = functools.partial(_traced, clients=clients, rounds=rounds)
 
     def works(names: Sequence[str]) -> bool:
         fixed = {name: value for name, value in values.items() if name not in names}
-        points = Points(
-            functools.partial(method.build, **fixed),
-            _floats({name: [values[name]] for name in names}),
-        )
-        with contextlib.suppress(
-            Exception
-        ):  # whatever it is: without the argument left open all was well
-            jax.eval_shape(
-                over_points(functools.partial(_traced, clients=clients, rounds=rounds), points)
-            )
+        columns = _floats({name: [values[name]] for name in names})
+        points = Points(functools.partial(method.build, **fixed), columns)
+        # Any error means that these arguments cannot be open, because all was well without them.
+        with contextlib.suppress(Exception):
+            jax.eval_shape(over_points(traced, points))
             return True
         return False
 
@@ -774,7 +837,7 @@ def _fixed(method: Candidate, clients: Clients, rounds: int) -> frozenset[str]:
 
 
 def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
-    """Trace what a round does with an algorithm, except that its sums are added."""
+    """Trace an algorithm in a round, except for the sums over clients."""
     update = check_algorithm(algorithm, clients, rounds)
     memory = algorithm.mechanism.init(key_of(0), lambda: update, clients.number)
     algorithm.mechanism.draw(key_of(0), memory, jnp.int32(0), clients.number)
@@ -782,7 +845,7 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
 
 
 def _kind(clients: Clients) -> tuple:
-    """Return what decides whether a model fits the clients."""
+    """Return the shapes, dtypes and labels that decide whether a model fits the clients."""
     inputs, labels = clients.inputs, np.asarray(clients.labels)
     ends = (labels.min().item(), labels.max().item()) if labels.size else ()
     return (
@@ -799,28 +862,30 @@ def _common_task(runs: Sequence[_Runs]) -> Any:
     """Return the task of all points, which must be scored by the same metric.
 
     Raises:
-        ValueError: names a point of another headline, or one that sends something where others send nothing.
+        ValueError: A point has another headline metric, or sends something although others of its
+            method send nothing. The message names the point.
     """
     task = runs[0].algorithm.model.task
-    for at in runs:
-        for index, algorithm in enumerate(at.algorithms):
+    for of_method in runs:
+        for index, algorithm in enumerate(of_method.algorithms):
+            where = _where(of_method.name, of_method.method.point(index))
             own = algorithm.model.task
             if own.headline != task.headline:
                 raise ValueError(
-                    f"{_where(at.name, at.method.point(index))}: methods must be scored by the same metric, got "
-                    f"{own.headline!r} and {task.headline!r}. Give models whose tasks have one first metric."
+                    f"{where}: methods must be scored by the same metric, got {own.headline!r} and "
+                    f"{task.headline!r}. Give models whose tasks have one first metric."
                 )
-            if algorithm.mechanism.communicates == at.silent:
+            if algorithm.mechanism.communicates == of_method.silent:
                 raise ValueError(
-                    f"{_where(at.name, at.method.point(index))}: points must all send updates or all send none. Give a "
-                    "candidate for each kind."
+                    f"{where}: points must all send updates or all send none. "
+                    "Give a candidate for each kind."
                 )
     return task
 
 
 @contextlib.contextmanager
 def _naming(name: str, point: Mapping[str, Any]) -> Iterator[None]:
-    """Name the method and the point in what the block raises, as a TypeError or a ValueError."""
+    """Name the method and the point in errors of the block, as a TypeError or a ValueError."""
     try:
         yield
     except Exception as error:
@@ -831,16 +896,18 @@ def _naming(name: str, point: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _where(name: str, point: Mapping[str, Any]) -> str:
-    return f"methods[{name!r}]" + (f" at {_points_text([point])}" if point else "")
+    method = f"methods[{name!r}]"
+    return f"{method} at {_points_text([point])}" if point else method
 
 
 def _points_text(points: Sequence[Mapping[str, Any]]) -> str:
-    """Return points as text, at most three."""
-    texts = [
-        "(" + ", ".join(f"{name}={show(value)}" for name, value in point.items()) + ")"
-        for point in points[:3]
-    ]
-    return ", ".join(texts) + (f" and {len(points) - 3} more points" if len(points) > 3 else "")
+    """Return the first three points, and the number of the others, as text."""
+    texts = []
+    for point in points[:3]:
+        arguments = ", ".join(f"{name}={show(value)}" for name, value in point.items())
+        texts.append(f"({arguments})")
+    text = ", ".join(texts)
+    return f"{text} and {len(points) - 3} more points" if len(points) > 3 else text
 
 
 def _floats(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
@@ -848,12 +915,14 @@ def _floats(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON has such a value."""
+    """Return whether JSON has such a value."""
     return value is None or isinstance(value, str | bool | int | float)
 
 
 def _texts(column: Sequence[Any]) -> list[str]:
-    """Return a text for each value, for folders and reports: equal for the same value, different for others.
+    """Return a text for each value, for folders and reports.
+
+    Equal values have the same text, and different values have different texts.
 
     >>> _texts([4, 8, 4, "a/b", "a:b"])
     ['4', '8', '4', 'a-b', 'a-b 2']
@@ -875,57 +944,76 @@ def _texts(column: Sequence[Any]) -> list[str]:
 
 
 def _identity(value: Any) -> Any:
+    """Return a key that is the same for equal values of JSON, or for the same other object."""
     return (type(value), value) if _is_plain(value) else id(value)
 
 
 def _levels(runs: _Runs, clients: int, epsilons: Sequence[float]) -> dict[float, float]:
-    """The noise multiplier of each epsilon; no noise for a method that takes none."""
+    """Return the noise multiplier of each epsilon.
+
+    A method that takes no noise has one level, infinity.
+    """
     if not runs.method.private:
         return {math.inf: 0.0}
-    rounds, delta = runs.rounds, runs.algorithm.terms.delta
+    rounds = runs.rounds
+    delta = runs.algorithm.terms.delta
     exposed = [_exposed(algorithm.mechanism, clients, rounds) for algorithm in runs.algorithms]
     other_delta = any(algorithm.terms.delta != delta for algorithm in runs.algorithms)
     if other_delta or any(not np.array_equal(one, exposed[0]) for one in exposed):
         raise ValueError(
-            f"methods[{runs.name!r}].points={show(runs.method.points)}: at one noise multiplier they have different "
-            "epsilons; give a candidate for each value of what decides that, such as the sampling rate"
+            f"methods[{runs.name!r}].points must have the same epsilon at one noise multiplier, "
+            f"got {show(runs.method.points)} with different epsilons. Give a candidate for each "
+            "value that changes epsilon, such as each sampling rate."
         )
     stateful = any(runs.states(clients, index) for index in range(runs.method.number))
     options = {"mechanism": runs.algorithm.mechanism, "stateful": stateful, "delta": delta}
+    levels: dict[float, float] = {}
     with _naming(runs.name, {}):
-        return {
-            epsilon: 0.0
-            if math.isinf(epsilon)
-            else calibrate(epsilon, clients=clients, rounds=rounds, **options)
-            for epsilon in epsilons
-        }
+        for epsilon in epsilons:
+            levels[epsilon] = 0.0
+            if not math.isinf(epsilon):
+                levels[epsilon] = calibrate(epsilon, clients=clients, rounds=rounds, **options)
+    return levels
 
 
 def _exposed(mechanism: Mechanism, clients: int, rounds: int) -> np.ndarray:
-    """What an epsilon follows from: multipliers of the sums, by round and client, and the amplification."""
+    """Return the numbers from which an epsilon follows.
+
+    These are the multipliers of the sums, by round and client, and the amplification.
+    """
     view = mechanism.view(mechanism.planned(clients, rounds), "aggregate")
     return np.column_stack([view.multiplier, view.hidden * view.rate])
 
 
 class _Choice(NamedTuple):
-    """What tuning chose at an epsilon."""
+    """Choice of the tuning at an epsilon."""
 
     epsilon: float
     index: int | None
-    """Of the point; None if no point may be chosen."""
+    """Index of the point, or None if no point may be chosen."""
     rounds: int
     row: Row
+    """Row of the choice in `Comparison.tuning`."""
     missing: list[Row]
+    """Rows of the tuning's runs in `Comparison.missing`."""
 
 
 def _tuned(runs: _Runs, clients: Clients, seed: int, bar: SharedBar, public: bool) -> list[_Choice]:
-    """The best point at each epsilon, with the scores of all; also the best round, where none costs privacy."""
-    method, rounds, silent, levels = (
-        runs.method,
-        runs.rounds,
-        runs.silent,
-        runs.levels[clients.number],
-    )
+    """Return the best point at each epsilon, with the scores of all points.
+
+    A method that sends nothing also has a best round, because rounds cost it no privacy.
+
+    Args:
+        runs: Runs of the method.
+        clients: Clients whose test examples score the points.
+        seed: Seed of the tuning.
+        bar: Progress bar of the comparison.
+        public: Whether the report is public.
+    """
+    method = runs.method
+    rounds = runs.rounds
+    silent = runs.silent
+    levels = runs.levels[clients.number]
     task = runs.algorithm.model.task
     shown = [runs.shown(index) for index in range(method.number)]
     points = {argument: [point[argument] for point in shown] for argument in method.points}
@@ -933,59 +1021,70 @@ def _tuned(runs: _Runs, clients: Clients, seed: int, bar: SharedBar, public: boo
         facts = {"chosen": shown[0], "rounds": rounds, "points": points, "scores": {}}
         return [_Choice(epsilon, 0, rounds, {"epsilon": epsilon} | facts, []) for epsilon in levels]
     tried = [runs.point(index, z) for z in levels.values() for index in range(method.number)]
-    found = runs.run(
-        bar, tried, clients, seed, "tuning", rounds, math.ceil(rounds / 20) if silent else rounds
-    )
+    every = math.ceil(rounds / 20) if silent else rounds
+    found = runs.run(bar, tried, clients, seed, "tuning", rounds, every)
     results = [result for result, _ in found]
-    choices = [
-        [] if one is None else one.metrics if silent else one.metrics[-1:] for one in results
-    ]
-    numbers = [int(row["round"]) for row in max(choices, key=len)] or [rounds]
-    scores = np.full((len(choices), len(numbers)), np.nan)
-    for own, rows in zip(scores, choices, strict=True):
+    # Only the last round may be chosen if rounds cost privacy.
+    first = 0 if silent else -1
+    rows_of_points = [[] if one is None else one.metrics[first:] for one in results]
+    numbers = [int(row["round"]) for row in max(rows_of_points, key=len)] or [rounds]
+    scores = np.full((len(results), len(numbers)), np.nan)
+    for own, rows in zip(scores, rows_of_points, strict=True):
         own[: len(rows)] = [row[task.headline] for row in rows]
     sign = -1 if task.metrics[task.headline].lower_is_better else 1
-    chosen = []
+    choices = []
     for level, (epsilon, own) in enumerate(zip(levels, np.split(scores, len(levels)), strict=True)):
         of_level = results[level * method.number : (level + 1) * method.number]
         dropped = np.array([0.0 if result is None else result.dropped for result in of_level])
         allowed = np.isfinite(own) & (dropped < 1)[:, None]
-        best, at = np.unravel_index(np.argmax(np.where(allowed, sign * own, -np.inf)), own.shape)
+        utility = np.where(allowed, sign * own, -np.inf)
+        best, at = np.unravel_index(np.argmax(utility), own.shape)
         missing = [
             {"epsilon": epsilon, "seed": None, "chosen": shown[index], "reason": _NO_MEMORY}
             for index, result in enumerate(of_level)
             if result is None
         ]
-        by_round = dict(zip(map(str, numbers), own.T.tolist(), strict=True))
-        facts: Row = {
+        row: Row = {
             "epsilon": epsilon,
             "chosen": shown[int(best)],
             "rounds": numbers[at],
             "points": points,
+            "scores": dict(zip(map(str, numbers), own.T.tolist(), strict=True)),
         }
-        facts["scores"] = by_round
         if dropped.any() and not public:
-            facts["dropped"] = dropped.tolist()
+            row["dropped"] = dropped.tolist()
+        index = int(best)
         if not allowed.any():
-            reason = ALL_DROPPED if (dropped == 1).any() else _NO_MEMORY if missing else _NO_SCORE
-            missing = [*missing, {"epsilon": epsilon, "seed": None, "chosen": {}, "reason": reason}]
+            if (dropped == 1).any():
+                reason = ALL_DROPPED
+            elif missing:
+                reason = _NO_MEMORY
+            else:
+                reason = _NO_SCORE
+            missing.append({"epsilon": epsilon, "seed": None, "chosen": {}, "reason": reason})
             _LOG.warning(
                 "methods[%r] at epsilon=%g has no point to choose: %s", runs.name, epsilon, reason
             )
-            facts["chosen"] = {}
-        index = int(best) if allowed.any() else None
-        chosen.append(_Choice(epsilon, index, numbers[at], facts, missing))
-    return chosen
+            row["chosen"] = {}
+            index = None
+        choices.append(_Choice(epsilon, index, numbers[at], row, missing))
+    return choices
 
 
 def _share_dropped(result: Result, public: bool) -> Row:
-    """Return the share of a run's updates that were dropped, if any; a public report has it only where it is all."""
+    """Return the share of a run's updates that were dropped, if there are any.
+
+    A public report has the share only if all updates were dropped.
+    """
     known = result.dropped == 1 if public else result.dropped > 0
     return {"dropped": result.dropped} if known else {}
 
 
 def _stated(statement: Mapping[str, Any]) -> float | None:
-    """Epsilon for the observer of sums: 0 of a method that sends nothing."""
+    """Return the finite epsilon for the observer of sums, or None.
+
+    A method that sends nothing has epsilon 0.
+    """
     if not statement["communicates"]:
         return 0.0
     epsilon = float(statement["honest"]["aggregate"]["epsilon"])

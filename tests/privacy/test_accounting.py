@@ -606,7 +606,7 @@ PLAN = planned_ledger(mechanism(1.0), 2, 2)
         ),
         (
             lambda: calibrate(1.0, clients=4, rounds=2, shape=[1.0, 0.0]),
-            r"shape=.* numbers above 0",
+            r"shape must .* numbers above 0, got",
         ),
         (
             lambda: calibrate(

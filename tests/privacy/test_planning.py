@@ -117,7 +117,7 @@ def test_correlated_noise_is_for_large_populations(deployment, banded, separated
         ({"epsilon": 1.0, "kinds": ()}, "Give some of"),
         ({"epsilon": 1.0, "kinds": "poisson"}, "Give some of"),
         ({"epsilon": 1.0, "cohort": 1001}, "cohort must be .* got 1001"),
-        ({"epsilon": 1.0, "cohort": 600, "kinds": ("banded",)}, "none fits cohort=600"),
+        ({"epsilon": 1.0, "cohort": 600, "kinds": ("banded",)}, "one that fits cohort=600"),
         ({"epsilon": -1.0}, "epsilon must be .* got -1.0"),
         ({"epsilon": 1.0, "delta": 2.0}, "delta must be .* got 2.0"),
     ],

@@ -43,7 +43,7 @@ def round_within(
     coordinates, give or take a radius. An update that would exceed the radius is scaled to leave
     room for that. If this does not suffice (if all coordinates end in .6, say), it is scaled down
     by the worst case of rounding, :math:`\sqrt{d} / 2`. The norm that decides is summed in
-    integers, so that no float summation matters. They are cut to 15 bits and rounded up, so that
+    integers, so that no float summation matters. These are cut to 15 bits and rounded up, so that
     their squares fit 32 bits.
 
     Args:

@@ -220,8 +220,8 @@ def _thresholds() -> UInt32[np.ndarray, "3 n"]:
     The second word is doubled. P(|X| = k) is the midpoint rule's :math:`2 \varphi(x) / \sigma` at
     :math:`x = k / \sigma` with its next term, :math:`1 + (x^2 - 1) / (24 \sigma^2)`. The term after
     that is below 1e-17. In double precision each probability is accurate to about 2^-51. Sums are
-    then exact, in integers. The errors leave a rest of 2^96. It is spread over all k, because k = 0
-    would bear it alone otherwise.
+    then exact, in integers. Because of these errors the total misses 2^96 by a rest. The rest is
+    spread over all k, because k = 0 would bear it alone otherwise.
     """
     k = np.arange(1.0, _TAIL * STEPS)
     square = (k / STEPS) ** 2

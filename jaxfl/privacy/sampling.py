@@ -658,7 +658,7 @@ def _least(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
 
 
 def _most(noise: np.ndarray, company: int, clients: int) -> np.ndarray:
-    """Return the most total noise of a cohort of `company` clients."""
+    """Return the largest total noise of a cohort of `company` clients."""
     if noise.shape[1] == 1:
         return noise[:, 0] * min(company, clients)
     return np.sort(noise, axis=1)[:, -company:].sum(axis=1)

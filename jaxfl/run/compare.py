@@ -846,7 +846,8 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
 
 def _kind(clients: Clients) -> tuple:
     """Return the shapes, dtypes and labels that decide whether a model fits the clients."""
-    inputs, labels = clients.inputs, np.asarray(clients.labels)
+    inputs = clients.inputs
+    labels = np.asarray(clients.labels)
     ends = (labels.min().item(), labels.max().item()) if labels.size else ()
     return (
         clients.number,
@@ -877,7 +878,7 @@ def _common_task(runs: Sequence[_Runs]) -> Any:
                 )
             if algorithm.mechanism.communicates == of_method.silent:
                 raise ValueError(
-                    f"{where}: points must all send updates or all send none. "
+                    f"{where}: points must all send updates or all send none, got both kinds. "
                     "Give a candidate for each kind."
                 )
     return task

@@ -241,7 +241,7 @@ def remedy(algorithms: Sequence[Algorithm], clients: Clients) -> str:
         rate = "lower the learning rate or the noise"
     dtype = np.dtype(clients.inputs.dtype)
     unchecked = any(method.model.vocabulary is None for method in algorithms)
-    # Bytes are images, unless a model has a vocabulary. Flax returns NaN for an index outside of its
+    # Bytes are images unless a model has a vocabulary. Flax returns NaN for an index outside of the
     # table.
     if dtype.kind in "iu" and dtype.itemsize > 1 and unchecked:
         return (

@@ -399,7 +399,8 @@ def _rows(folder: pathlib.Path) -> list[dict[str, Any]]:
     rows = _read(folder / METRICS, load, list)
     if not rows or not all(isinstance(row, dict) and "round" in row for row in rows):
         raise ValueError(
-            f"{str(folder / METRICS)!r} must hold a row of metrics on each line. {_RERUN}"
+            f"{str(folder / METRICS)!r} must hold a row of metrics on each line, got other "
+            f"content. {_RERUN}"
         )
     return rows
 

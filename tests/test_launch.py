@@ -84,18 +84,36 @@ HERE = ["--processes", "2", "--process", "0", __file__]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([], "program is missing"),
-        (["-m"], "program is missing"),
-        (["nosuchfile.py"], "file='nosuchfile.py' does not exist"),
-        (["-m", "nosuchmodule.x"], "-m nosuchmodule.x: no such module"),
+        ([], "program must be given"),
+        (["-m"], "program must be given"),
+        (["nosuchfile.py"], "file must exist, got 'nosuchfile.py'"),
+        (["-m", "nosuchmodule.x"], "-m must name an installed module, got 'nosuchmodule.x'"),
         (["--processes", "x", __file__], "invalid int value: 'x'"),
-        (["--processes", "0", __file__], "processes=0"),
-        (["--process", "1", __file__], "['process'] alone"),
-        (["--coordinator", "a:1", "--processes", "2", "--process", "2", __file__], "process=2"),
-        (["--coordinator", "a", *HERE], "coordinator='a': give HOST:PORT"),
-        (["--coordinator", "a:b", *HERE], "coordinator='a:b': give HOST:PORT"),
-        (["--coordinator", ":1", *HERE], "coordinator=':1': give HOST:PORT"),
-        (["--coordinator", "::1:5", *HERE], "coordinator='::1:5': give HOST:PORT"),
+        (["--processes", "0", __file__], "processes must be a whole number of at least 1, got 0"),
+        (
+            ["--process", "1", __file__],
+            "processes must be given alone, or with coordinator and process, got ['process']",
+        ),
+        (
+            ["--coordinator", "a:1", "--processes", "2", "--process", "2", __file__],
+            "process must be from 0 to 1, got 2",
+        ),
+        (
+            ["--coordinator", "a", *HERE],
+            "coordinator must be HOST:PORT with a port from 1 to 65535, got 'a'",
+        ),
+        (
+            ["--coordinator", "a:b", *HERE],
+            "coordinator must be HOST:PORT with a port from 1 to 65535, got 'a:b'",
+        ),
+        (
+            ["--coordinator", ":1", *HERE],
+            "coordinator must be HOST:PORT with a port from 1 to 65535, got ':1'",
+        ),
+        (
+            ["--coordinator", "::1:5", *HERE],
+            "coordinator must be HOST:PORT with a port from 1 to 65535, got '::1:5'",
+        ),
         (["--coordinator", "127.0.0.1:0", *HERE], "port from 1 to 65535"),
         (["--coordinator", "127.0.0.1:65536", *HERE], "port from 1 to 65535"),
         (["--coordinator", "192.0.2.1:5", *HERE], "address and a free port of process 0's machine"),
@@ -314,7 +332,7 @@ def test_a_stopped_process_is_blamed_for_the_one_that_waited_for_it(monkeypatch)
         1,
         -signal.SIGSTOP,
     )
-    assert "no sign of life" in launch._how(-signal.SIGSTOP)
+    assert "does not respond" in launch._how(-signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +407,7 @@ def test_any_number_of_signals_ends_all(start):
     said = launcher.stderr.read()
     assert launcher.wait() == 128 + signal.SIGINT
     assert all(said.count(f"process {number} saves") == 1 for number in range(2))
-    assert "stopped by SIGINT: start all processes again" in said
+    assert "stopped by SIGINT. Start all processes again" in said
     assert "Traceback" not in said
 
 

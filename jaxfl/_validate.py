@@ -361,9 +361,10 @@ GAUSSIAN: dict[str, Check] = {
 def checked(**checks: Check) -> Callable[[_F], _F]:
     """Check all arguments of a function, or of a dataclass, at every call.
 
-    The function gets the values that the checks return. An annotation requires a whole number of at
-    least 1 (`int`), a finite number above 0 (`float`, `Number`), one of the named choices
-    (`Literal`), a function, or an object of a class. None passes if the annotation allows it.
+    The function gets the values that the checks return. The annotation `int` requires a whole
+    number of at least 1. `float` and `Number` require a finite number above 0, and `Literal` one of
+    the named choices. Other annotations require a function, or an object of a class. None passes if
+    the annotation allows it.
 
     Args:
         checks: Checks by argument, for wider or narrower limits. Arguments with any other

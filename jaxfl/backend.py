@@ -72,7 +72,7 @@ _CPU = Backend(
 
 # We chose the forms from compiler estimates (see `benchmarks.plan`), not from measurements.
 # Matrix products would write every patch, and the gradients of plain convolutions copy the maps.
-# "pallas" moves fewer bytes than "grouped", but estimates do not show its other costs, and its
+# The form "pallas" moves fewer bytes than "grouped", but estimates do not show its other costs. Its
 # kernels have not run on a device yet.
 _GPU = Backend(
     devices=None,
@@ -94,9 +94,9 @@ _TPU = _GPU._replace(convolution="blocks", chunks=(64, 128, 512), few_kernels=Fa
 def with_flags(flags: str) -> str:
     """Return XLA_FLAGS with an option that XLA reads only for all compilations of a process.
 
-    Without the option, an operation that is fused with no other, such as params - server, is
-    compiled for tiles of 16 numbers and takes four times as long. Flags that name a file stay
-    unchanged, because XLA reads all of the text as the name.
+    Some operations, such as params - server, are fused with no other. Without the option, XLA
+    compiles them for tiles of 16 numbers, and they take four times as long. Flags that name a file
+    stay unchanged, because XLA reads all of the text as the name.
 
     >>> with_flags("/etc/xla_flags")
     '/etc/xla_flags'

@@ -7,8 +7,8 @@ that a run that has ended does not continue.
 All callbacks are called at each evaluation, even if one of them raises. The run then saves its
 results, and raises the first exception.
 
-If a callback is a context manager too, the run enters it before the first round, and leaves it at
-its end, even if the run fails. A path that cannot be written therefore raises before any
+If a callback is a context manager too, the run enters it before the first round. The run leaves it
+at the end, even after an error. A path that cannot be written therefore raises before any
 computation, and files are closed at the end.
 """
 

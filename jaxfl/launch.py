@@ -189,8 +189,8 @@ def _devices() -> list[int] | None:
     ]
     if not clusters:
         raise ValueError(
-            "no cluster is detected. Give --processes to start that many on this machine, or start "
-            "the command on each node by srun or mpirun."
+            "processes must be given outside of a cluster, got none. Give --processes to start "
+            "that many on this machine, or start the command on each node by srun or mpirun."
         )
     if clusters[0].name not in ("slurm", "ompi") or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
@@ -205,8 +205,9 @@ def _devices() -> list[int] | None:
         mine = list(range(task * each, (task + 1) * each))
     else:
         raise ValueError(
-            f"{tasks} tasks on this node cannot share its {found} GPUs, of which this task sees "
-            f"{seen}. Start one task per node that sees all GPUs, or one task per GPU."
+            f"tasks must share the node's GPUs equally, got {tasks} tasks for {found} GPUs, of "
+            f"which this task sees {seen}. Start one task per node that sees all GPUs, or one task "
+            "per GPU."
         )
     if task == 0:
         cpus = jax.config.values["jax_num_cpu_devices"]

@@ -92,7 +92,7 @@ def _check_options(name: str, value: Any) -> dict[str, int | float]:
 
 
 def _number(name: str, value: Any) -> int | float:
-    """Require a number, and return a whole one as `int`."""
+    """Require a number that is not NaN. Whole numbers stay integers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError(f"{name} must be a number, got {show(value)}. Give for instance 0.3.")
     return value

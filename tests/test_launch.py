@@ -262,7 +262,7 @@ def test_without_a_cluster_one_line_says_so(cluster, capsys):
         launch.main([__file__])
     assert end.value.code == 2
     said = capsys.readouterr().err
-    assert "no cluster is detected. Give --processes" in said
+    assert "processes must be given outside of a cluster, got none. Give --processes" in said
     assert said.count("\n") == 1
 
 

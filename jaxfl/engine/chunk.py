@@ -99,8 +99,9 @@ def fastest(
 ) -> Program:
     """Return the program of the fastest chunk, by the second of two calls, and log the choice.
 
-    Candidates come from `Backend.chunks`, in order. The search ends if the next one is not expected
-    to fit in memory, or does not fit, or if a candidate is slower than its predecessor.
+    Candidates come from `Backend.chunks`, in order. The search ends if the next candidate is not
+    expected to fit in memory, or does not fit. It also ends if a candidate is slower than its
+    predecessor.
 
     The choice is cached in this process and in the cache folder (`JAXFL_CACHE_DIR`). It is
     identified by the arrays' shapes, the kind and number of devices, the version of JAX and

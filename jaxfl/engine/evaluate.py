@@ -186,12 +186,12 @@ def summarize(
     """Return statistics over clients of each metric, and the unweighted mean loss, by name.
 
     The statistics of a metric are its unweighted mean, its standard deviation (`_std`), and the
-    mean of the worst tenth of the clients, at least one (`_worst10`). The first metric also has its
-    mean weighted by the clients' test examples (`_examples`).
+    mean of the worst tenth of the clients (`_worst10`). The worst tenth has at least one client.
+    The first metric also has its mean weighted by the clients' test examples (`_examples`).
 
     The statistics are over clients with test examples, and NaN if there are none. A client for
-    which a metric is not defined is left out. A client whose loss is NaN counts as 0 if the metric
-    should be high, and makes the mean NaN if the metric should be low.
+    which a metric is not defined is left out. If a client's loss is NaN, its metric counts as 0 if
+    higher values are better. It makes the mean NaN if lower values are better.
     """
     tested = np.asarray(sizes) > 0
     row: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Rounds and evaluations of more clients than the devices hold, in blocks of clients.
 
 The host holds client states (`jaxfl.engine.state_file`) and the row numbers of each client's
-examples. Each device holds all examples. A round's cohort is drawn from all clients, and passes
+examples. Each device holds all examples. A round's cohort is drawn from all clients. It passes
 through the devices in blocks of a fixed number of slots, which add to the same sums.
 
 While the devices compute a block, the host writes back the states of the previous block. It also

@@ -217,18 +217,23 @@ def families(
         return ways
 
     def fitted(number: str, parts: Sequence[str] | None = None) -> Mapping[str, Any]:
-        """Return options of a family whose clients also correct what they fitted, and fit it again at a rate.
+        """Return options of a family whose clients fit the model once more, as it is or corrected.
 
         Args:
-            number: Name of the rate among the family's numbers.
-            parts: Layers that are fitted again; None: all of them.
+            number: Name of the rate among the family's numbers. Only methods that have a rate of
+                their own for it, "tuning", fit the model as it is: others have fitted it before.
+            parts: Layers that are fitted. None stands for all of them.
         """
 
         def ways(**numbers: Any) -> Mapping[str, Way]:
             again = functools.partial(fine_tuned, local=local(numbers[number], last), parts=parts)
-            return dict(CORRECTIONS) | {"fine_tuned_corrected": lambda base: again(corrected(base))}
+            found: dict[str, Way] = dict(CORRECTIONS)
+            if number == "tuning":
+                found["fine_tuned"] = again
+            return found | {"fine_tuned_corrected": lambda base: again(corrected(base))}
 
-        return {"ways": ways, "mixed_ways": (*CORRECTIONS, "fine_tuned_corrected")}
+        mixed_ways = (*CORRECTIONS, *(["fine_tuned"] if number == "tuning" else []))
+        return {"ways": ways, "mixed_ways": (*mixed_ways, "fine_tuned_corrected")}
 
     def private(
         method: Callable[..., Algorithm],

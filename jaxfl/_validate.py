@@ -229,11 +229,11 @@ def check_numbers(
         limits = " above 0"
     forms = {0: "a number", 1: "a vector", 2: "a table"}
     form = " or ".join(forms[n] for n in axes)
-    numbers = "numbers" if infinite else "finite numbers"
+    entries = "numbers" if infinite else "finite numbers"
     examples = {0: "1.0", 1: "[0.5, 1.0]", 2: "[[0.5, 1.0]]"}
     example = examples[next(iter(axes))]
     raise ValueError(
-        f"{name} must be {form} of {numbers}{limits}, got {show(value)}. "
+        f"{name} must be {form} of {entries}{limits}, got {show(value)}. "
         f"Give for instance {example}."
     )
 

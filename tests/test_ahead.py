@@ -137,7 +137,7 @@ def test_an_absent_compiler_says_what_to_install(platform, monkeypatch):
 
     monkeypatch.setattr("jaxfl.chips.topologies.get_topology_desc", absent)
     chip = next(name for name, sheet in CHIPS.items() if sheet.platform == platform)
-    with pytest.raises(ValueError, match=rf"chip='{chip}'.*pip install 'jaxfl\[plan-"):
+    with pytest.raises(ValueError, match=rf"got '{chip}'.*pip install 'jaxfl\[plan-"):
         device_of(chip)
 
 

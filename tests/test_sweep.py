@@ -297,7 +297,7 @@ def test_points_whose_server_breaks_stop_no_others():
         ({"mu": []}, "Give columns"),
         ({"mu": [0.1, 0.2], "sam_radius": [0.1]}, "'mu': 2, 'sam_radius': 1"),
         ({"mu": [0.1, -0.2]}, "mu must be .* got -0.2"),
-        ({"ratio": [1.0, 2.0]}, r"\['ratio'\].*run `simulate`"),
+        ({"ratio": [1.0, 2.0]}, r"\['ratio'\].*Run `simulate`"),
     ],
 )
 def test_wrong_values_name_themselves(values, message):

@@ -514,7 +514,7 @@ class Stream:
         return self.renew(states, new, jax.device_put(source, self.everyone))
 
     def _rounded(self, slots: int) -> int:
-        """Return a number of slots that devices share equally, at most enough for all clients."""
+        """Round slots up to a multiple of the devices, with at most enough for all clients."""
         devices = self.population.mesh.size
         return -(-min(max(slots, 1), self.population.number) // devices) * devices
 

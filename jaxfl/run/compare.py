@@ -291,7 +291,7 @@ def compare(
     All methods follow the same protocol:
 
     1. Each point is trained once, with the tuning seed. Its score is the headline metric on
-       examples that are held out of each client's training split, or on the examples of other
+       validation examples. They are held out of each client's training split, or belong to other
        clients (see `validation`).
     2. The best point is run with every seed, on all training examples, and the test examples are
        read once.
@@ -300,10 +300,10 @@ def compare(
     `jaxfl.privacy.calibrate`. A method that sends nothing is scored in twenty of its rounds, and
     stops at the best one.
 
-    All points and epsilons of a method are compiled into one program, as far as their clients'
-    states fit in memory, and so are the runs of each seed. Values that decide a shape or a Python
-    branch have a program each. If memory is too small, fewer points share a program. A single point
-    that does not fit is left out, and the table says so.
+    Tuning runs all points and epsilons of a method in one program, and so do the final runs of each
+    seed. Values that decide a shape or a Python branch have a program each. If the clients' states
+    do not fit in memory, fewer points share a program. A single point that does not fit is left
+    out, and the table says so.
 
     Every point of every method is built and checked before the first round of any method. A point
     is never chosen if it has no score, or if all of its updates were dropped because they were not
@@ -338,8 +338,8 @@ def compare(
         options: Options of the runs (see `RunOptions`). `progress` shows one bar for all runs.
 
     Raises:
-        ValueError: An argument does not fit, the tuning seed is among the seeds, a point cannot be
-            built or run, or no held-out example can choose between points.
+        ValueError: An argument does not fit, or the tuning seed is among the seeds. Or a point
+            cannot be built or run, or no example is held out to choose a point.
         TypeError: An argument, or a point, has the wrong type.
     """
     if tuning_seed in seeds:

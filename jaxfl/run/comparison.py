@@ -41,13 +41,13 @@ class Comparison(NamedTuple):
 
     `rows` has one row per method, epsilon and seed, with the columns:
 
-    - `method`, `epsilon` (the target, infinite without noise), `seed`, and `chosen` (the point);
-    - `stated`: the epsilon of the privacy statement for the observer of sums, which is 0 for
-      methods that send nothing, and None if the statement has no finite epsilon;
-    - the last row of the run's metrics;
-    - `unseen`: the headline metric of the clients who took no part, if there were any;
-    - `dropped`: the share of the updates that were not finite, if there were any;
-    - `run`: the run's folder, if it has one.
+    - `method`, `epsilon` (the target, infinite without noise), `seed`, and `chosen` (the point).
+    - `stated`: The privacy statement's epsilon for the observer of sums. It is 0 for methods that
+      send nothing, and None if it is not finite.
+    - The last row of the run's metrics.
+    - `unseen`: The headline metric of the clients who took no part, if there were any.
+    - `dropped`: The share of the updates that were not finite, if there were any.
+    - `run`: The run's folder, if it has one.
 
     `tuning` has one row per method and epsilon, with the points and their scores on validation
     examples. The scores are by round, for the rounds that may be chosen. `missing` has a row for

@@ -169,8 +169,8 @@ def _comparison(folder: pathlib.Path) -> str:
     differences = found.differences(reference) if reference else []
     if differences:
         text = (
-            "Paired over seeds, with 95% intervals of Student's t; epsilons without "
-            f"{reference} take its only one."
+            "Differences are paired over seeds, with 95% intervals of Student's t. At an epsilon "
+            f"without {reference}, methods are compared with its run without noise."
         )
         head = ["method", "ε", f"{found.headline} − {reference}", "low", "high"]
         names = ("method", "epsilon", "difference", "low", "high")

@@ -198,6 +198,8 @@ def places_in(module: Module) -> Iterator[tuple[str, Place]]:
         if len(line) > COLUMNS:
             yield "long", Place(1, module.where(number), f"has {len(line)} columns")
     for node in ast.walk(module.tree):
+        if not isinstance(node, ast.stmt):
+            continue
         if is_packed(node):
             text = module.lines[node.lineno - 1].strip()[:80]
             yield "packed", Place(4, module.where(node.lineno), f"packs two thoughts: {text}")

@@ -113,7 +113,7 @@ def apfl(
         return shared + mixed - lax.stop_gradient(mixed)
 
     def client_update(key: Key[Array, ""], server: Server, client: Own, data: ClientData) -> tuple:
-        optimizers = {
+        optimizers: dict[Any, optax.GradientTransformation] = {
             "weights": decayed(local.optimizer, local.decay, data),
             "alpha": _projected_sgd(alpha_learning_rate),
         }

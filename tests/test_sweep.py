@@ -277,7 +277,7 @@ def test_numbers_that_python_must_know_are_named():
             MODEL, noise=noise, risks=risks, clip=1.0, sampling=Full(), sensitivity="C", local=SMALL
         )
 
-    with pytest.raises(ValueError, match=r"\['noise'\].*run `simulate`"):
+    with pytest.raises(ValueError, match=r"\['noise'\].*Run `simulate`"):
         sweep(KEY, build, {"noise": [1.0, 2.0]}, small_clients(), **SETTING)
 
 

@@ -243,9 +243,6 @@ class Setting:
         }
         build = getattr(algorithms, name)
         taken = set(inspect.signature(build).parameters)
-        # Builders pass their `options` on to other builders.
-        if "options" in taken:
-            taken |= {"local", "delta" if private(name) else "mechanism"}
         values = offered | given
         return build(model, **{key: value for key, value in values.items() if key in taken})
 
@@ -253,10 +250,7 @@ class Setting:
 def numbers(name: str) -> list[str]:
     """Return the arguments of a method that are numbers."""
     hints = get_type_hints(getattr(algorithms, name))
-    found = [key for key, hint in hints.items() if {int, float} & {hint, *get_args(hint)}]
-    if private(name) and "delta" not in found:
-        found.append("delta")
-    return found
+    return [key for key, hint in hints.items() if {int, float} & {hint, *get_args(hint)}]
 
 
 def private(name: str) -> bool:

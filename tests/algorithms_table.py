@@ -182,7 +182,13 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
         sampling=Poisson(0.6),
     ),
     "apfl": lambda z=1.0, sgd=0.1, **o: apfl(MODEL, alpha_learning_rate=0.1, **private(z, sgd)),
-    "ifca": lambda z=1.0, sgd=0.1, **o: ifca(MODEL, clusters=3, **private(z, sgd)),
+    "ifca": lambda z=1.0, sgd=0.1, **o: ifca(
+        # By this rate the server moves by the aggregate, as those of other methods do.
+        MODEL,
+        clusters=3,
+        server_optimizer=optax.sgd(1 / 3),
+        **private(z, sgd),
+    ),
     "pfedme": lambda z=1.0, sgd=0.1, **o: pfedme(MODEL, inner_steps=2, **private(z, sgd)),
     "per_fedavg": lambda z=1.0, sgd=0.1, **o: per_fedavg(
         MODEL, inner_learning_rate=0.1, **private(z, sgd)

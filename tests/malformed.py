@@ -325,7 +325,8 @@ ONE_SHOT = {
     "scale": (10.0, "positive"),
 }
 DELTA, MODELS = {"delta": (1e-5, "probability?")}, {"model": (MODEL, "model")}
-PENALTY = {"penalty": (None, "function?"), "gradient": (None, "function?")}
+GRADIENT = {"gradient": (None, "function?")}
+PENALTY = {"penalty": (None, "function?")} | GRADIENT
 FEDAVG = MODELS | SERVER | {"local": (LocalSGD(optax.sgd(0.1), 4), "steps")}
 NAMED = {
     "mechanism": (Mechanism(), "mechanism"),
@@ -440,19 +441,21 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     }),
     "local_only": (algorithms.local_only, MODELS | LOCAL | {"sampling": (Full(), "sampling")}),
     "fedavg": (algorithms.fedavg, FEDAVG | PENALTY | NAMED),
-    "fedprox": (algorithms.fedprox, FEDAVG | {"mu": (0.1, "at least 0"), "mechanism": (Mechanism(), "mechanism")}),
+    "fedprox": (algorithms.fedprox, FEDAVG | GRADIENT | {
+        "mu": (0.1, "at least 0"), "mechanism": (Mechanism(), "mechanism"), "terms": (Terms(), "terms"),
+    }),
     "dp_fedavg": (algorithms.dp_fedavg, FEDAVG | PRIVATE | DELTA | PENALTY),
-    "dp_fedavg_fb": (algorithms.dp_fedavg_fb, FEDAVG | PRIVATE | DELTA | HEAD),
-    "dp_fedsam": (algorithms.dp_fedsam, FEDAVG | PRIVATE | DELTA | {"radius": (0.1, "at least 0")}),
-    "fed_smp": (algorithms.fed_smp, FEDAVG | PRIVATE | DELTA | {"density": (0.5, "fraction")}),
-    "blur_lus": (algorithms.blur_lus, FEDAVG | PRIVATE | DELTA | WEIGHT | {"density": (0.5, "fraction")}),
+    "dp_fedavg_fb": (algorithms.dp_fedavg_fb, FEDAVG | PENALTY | PRIVATE | DELTA | HEAD),
+    "dp_fedsam": (algorithms.dp_fedsam, FEDAVG | {"penalty": (None, "function?")} | PRIVATE | DELTA | {"radius": (0.1, "at least 0")}),
+    "fed_smp": (algorithms.fed_smp, FEDAVG | PENALTY | PRIVATE | DELTA | {"density": (0.5, "fraction")}),
+    "blur_lus": (algorithms.blur_lus, FEDAVG | GRADIENT | PRIVATE | DELTA | WEIGHT | {"density": (0.5, "fraction")}),
     "pmtl": (
         algorithms.pmtl,
         FEDAVG | PRIVATE | DELTA | WEIGHT | {"start": ("own", "choice"), "send": ("difference", "choice")},
     ),
-    "pmtl_ft": (algorithms.pmtl_ft, FEDAVG | PRIVATE | DELTA | WEIGHT | HEAD),
+    "pmtl_ft": (algorithms.pmtl_ft, FEDAVG | GRADIENT | PRIVATE | DELTA | WEIGHT | HEAD),
     "mr_mtl": (algorithms.mr_mtl, FEDAVG | WEIGHT | DELTA | {"sampling": (Full(), "sampling")}),
-    "ditto": (algorithms.ditto, FEDAVG | PRIVATE | DELTA | WEIGHT | PERSONAL),
+    "ditto": (algorithms.ditto, FEDAVG | PENALTY | PRIVATE | DELTA | WEIGHT | PERSONAL),
     "scaffold": (algorithms.scaffold, MODELS | SERVER | PRIVATE | DELTA | {
         "learning_rate": (0.1, "positive"), "batch_size": (4, "count"), "epochs": (1, "count"),
         "steps": (None, "count?"),
@@ -475,7 +478,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "evaluation_epochs": (None, "count from 0?"), "parts": (None, "release?"),
     }),
     "centaur": (algorithms.centaur, MODELS | LOCAL | HEAD | SERVER | PRIVATE | DELTA | {
-        "evaluation_epochs": (None, "count from 0?"),
+        "parts": (None, "release?"), "evaluation_epochs": (None, "count from 0?"),
     }),
     "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
         "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0?"),
@@ -503,9 +506,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "adp_pfl_paper": (algorithms.adp_pfl_paper, ADP_PFL | {
         "sensitivity": ("C", "choice"), "upload": ("updates", "choice"), "claim": (None, "bound?"),
     }),
-    "padpfl": (algorithms.padpfl, FEDAVG | TARGETED | PLAN | IMPACTS | {"upload_epsilon": (INF, "bound")}),
+    "padpfl": (algorithms.padpfl, FEDAVG | GRADIENT | TARGETED | PLAN | IMPACTS | {"upload_epsilon": (INF, "bound")}),
     "padpfl_paper": (algorithms.padpfl_paper, PUBLISHED_STEPS | IMPACTS | {"exposures": (1, "count")}),
-    "pdp_fl": (algorithms.pdp_fl, FEDAVG | TARGETED | PLAN | {
+    "pdp_fl": (algorithms.pdp_fl, FEDAVG | PENALTY | TARGETED | PLAN | {
         "budgets": (BUDGETS, "budgets"), "epsilon_max": (INF, "bound"), "rounds": (2, "count"),
     }),
     "pdp_fl_paper": (algorithms.pdp_fl_paper, PUBLISHED_STEPS | {

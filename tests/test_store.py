@@ -35,7 +35,9 @@ def test_every_bit_of_a_row_is_under_its_checksum(tmp_path):
         path.write_bytes(bytes([*content[:byte], content[byte] ^ 16, *content[byte + 1 :]]))
         place, client = divmod(byte // size, 6)
         if place == (client == 2):
-            with pytest.raises(DamagedError, match=f"of 1 clients, of client {client} first"):
+            with pytest.raises(
+                DamagedError, match=f"of 1 clients, the first of which is client {client}"
+            ):
                 again.restore(**store.saved())
         else:  # nobody needs that one
             again.restore(**store.saved())

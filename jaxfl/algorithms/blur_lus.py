@@ -1,8 +1,8 @@
 """BLUR + LUS: DP-FedAvg whose clients keep updates short and sparse before clipping."""
 
 import functools
-from typing import Any
 
+import optax
 from jax import Array
 from jaxtyping import Key
 
@@ -14,9 +14,11 @@ from jaxfl._validate import (
     nonzero,
     up_to_infinity,
 )
-from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg
 from jaxfl.local.masks import sparsify, top_k_masks
 from jaxfl.local.penalties import check_bound, excess
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Tree
@@ -36,7 +38,10 @@ def blur_lus(
     sampling: Sampling,
     penalty_weight: Number = 0.1,
     density: Number = 0.5,
-    **options: Any,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Build DP-FedAvg with bounded (BLUR) and sparsified (LUS) local updates.
 
@@ -53,7 +58,12 @@ def blur_lus(
         penalty_weight: :math:`\lambda`. With 0 there is no penalty.
         density: c, the share of each kernel's update that is sent: its largest entries, where ties
             go to the lower index. Biases and scales are sent in full. With 1 everything is.
-        options: Further arguments of `dp_fedavg`: `local`, `gradient`, `server_optimizer`, `delta`.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
         broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. The masks
@@ -72,8 +82,17 @@ def blur_lus(
     penalty = None
     if nonzero(penalty_weight):
         penalty = functools.partial(excess, bound=clip, penalty_weight=penalty_weight)
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-    base = dp_fedavg(model, penalty=penalty, **private, **options)
+    base = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
 
     def client_update(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> tuple:
         message, client, info = base.client_update(key, server, client, data)

@@ -2,16 +2,16 @@
 
 import functools
 import math
-from typing import Any
 
 import optax
 from jax import Array
 from jaxtyping import Key
 
 from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg, keeps_models
+from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params
@@ -26,7 +26,11 @@ def ditto(
     clip: Number = math.inf,
     noise_multiplier: Number = 0.0,
     sampling: Sampling = Full(),
-    **options: Any,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    penalty: Penalty | None = None,
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Build Ditto: (private) FedAvg for w, and a personal model per client, which is never sent.
 
@@ -43,8 +47,14 @@ def ditto(
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
-        options: Further arguments of `dp_fedavg` for w: `local`, `penalty`, `gradient`,
-            `server_optimizer` and `delta`.
+        local: Local training of w in one round. A `DPSGD` protects single examples.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss of w. None adds nothing.
+        gradient: Function that changes how a local step of w computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: The guarantee of `dp_fedavg`, whose messages are bitwise the same. Personal models
         have joint privacy: each client is protected against all other clients, but its model
@@ -59,7 +69,15 @@ def ditto(
     'ditto'
     """
     base = dp_fedavg(
-        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        delta=delta,
     )
 
     def client_update(

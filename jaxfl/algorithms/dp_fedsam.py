@@ -1,10 +1,11 @@
 """DP-FedSAM: DP-FedAvg whose clients take sharpness-aware steps."""
 
-from typing import Any
+import optax
 
 from jaxfl._validate import at_least_0, check_noise, checked, nonzero, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.fedavg import Penalty, dp_fedavg
 from jaxfl.local.sam import sam
+from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.types import Algorithm, Model, Number
 
@@ -17,7 +18,10 @@ def dp_fedsam(
     noise_multiplier: Number,
     sampling: Sampling,
     radius: Number = 0.5,
-    **options: Any,
+    local: LocalSGD = LocalSGD(optax.sgd(0.05)),
+    penalty: Penalty | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Build DP-FedSAM, which looks for flat minima, because clipping and noise harm them less.
 
@@ -33,8 +37,13 @@ def dp_fedsam(
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
         radius: :math:`\rho`. With 0 the method is DP-FedAvg.
-        options: Further arguments of `dp_fedavg`: `local`, `penalty`, `server_optimizer`, `delta`.
-            `local` must be a `LocalSGD`, since a step reads its batch twice.
+        local: Local training of a client in one round. A step reads its batch twice, so that it
+            cannot be a `DPSGD`.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss. None adds nothing.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
         broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. Local
@@ -50,6 +59,15 @@ def dp_fedsam(
     >>> dp_fedsam(mlp((8, 8, 1), 10), clip=0.2, noise_multiplier=0.95, sampling=Poisson(0.1)).name
     'dp_fedsam'
     """
-    private = {"clip": clip, "noise_multiplier": noise_multiplier, "sampling": sampling}
-    gradient = sam(radius) if nonzero(radius) else None
-    return dp_fedavg(model, gradient=gradient, **private, **options)._replace(name="dp_fedsam")
+    method = dp_fedavg(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        penalty=penalty,
+        gradient=sam(radius) if nonzero(radius) else None,
+        server_optimizer=server_optimizer,
+        delta=delta,
+    )
+    return method._replace(name="dp_fedsam")

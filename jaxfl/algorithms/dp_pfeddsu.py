@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -38,6 +38,7 @@ _HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 """Default training of the head by a client in one round."""
 
 _ARGUMENTS = {
+    "evaluation_epochs": count_from_0,
     "density": check_fraction,
     "sparse_layers": count_from_0,
     "penalty_weight": at_least_0,
@@ -58,8 +59,10 @@ def dp_pfeddsu(
     penalty_weight: Number = 0.2,
     mask_source: Literal["broadcast", "local_step", "public_random"] = "broadcast",
     backward_density: Number | None = None,
+    local: LocalSGD = _EXTRACTOR,
+    head: LocalSGD = _HEAD,
+    evaluation_epochs: int | None = None,
     delta: float | None = None,
-    **options: Any,
 ) -> Algorithm:
     r"""Build DP-pFedDSU: reparameterised training (RT) and a dynamic adaptive norm penalty (DAN).
 
@@ -93,11 +96,12 @@ def dp_pfeddsu(
             public key, which follows no weights.
         backward_density: Share of a sparse kernel that the backward pass moves, at least `density`:
             the largest weights, or more random ones with "public_random". None means `density`.
+        local: Training of the extractor by a client in one round.
+        head: Training of the head by a client in one round.
+        evaluation_epochs: Number of epochs of the head's fit before evaluation. None means the
+            epochs of `head`.
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
-        options: Settings of a client's training. `local` trains the extractor in a round, and
-            `head` fits the head. `evaluation_epochs` is the number of epochs of the fit before
-            evaluation, where None means the epochs of `head`.
 
     Guarantee: Client-level privacy under zero-out adjacency, with sensitivity C. A public mask
         follows from earlier noisy broadcasts, and noise off its support is dropped afterwards. With
@@ -138,8 +142,16 @@ def dp_pfeddsu(
         return mask, support
 
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    private = mask_source == "local_step"
-    method = _sparsified(model, mechanism, masks, penalty_weight, private=private, **options)
+    method = _sparsified(
+        model,
+        mechanism,
+        masks,
+        penalty_weight,
+        private=mask_source == "local_step",
+        local=local,
+        head=head,
+        evaluation_epochs=evaluation_epochs,
+    )
     return method._replace(terms=Terms(delta))
 
 
@@ -154,9 +166,11 @@ def dp_pfeddsu_paper(
     density: Number = 0.05,
     sparse_layers: int | None = None,
     penalty_weight: Number = 0.2,
+    local: LocalSGD = _EXTRACTOR,
+    head: LocalSGD = _HEAD,
+    evaluation_epochs: int | None = None,
     delta: float | None = None,
     claim: float | None = None,
-    **options: Any,
 ) -> Algorithm:
     r"""Build DP-pFedDSU as published: private masks at every local step, and noise on them alone.
 
@@ -173,10 +187,13 @@ def dp_pfeddsu_paper(
         sparse_layers: Number of the extractor's layers with a kernel that are sparse, counted from
             the last. None means 4, or all if there are fewer.
         penalty_weight: :math:`\lambda`. With 0 there is no penalty.
+        local: Training of the extractor by a client in one round.
+        head: Training of the head by a client in one round.
+        evaluation_epochs: Number of epochs of the head's fit before evaluation. None means the
+            epochs of `head`.
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
         claim: The epsilon that the paper states for `noise_multiplier`. None means no claim.
-        options: `local`, `head` and `evaluation_epochs`, as in `dp_pfeddsu`.
 
     Guarantee: None, because the noise's support is private (see `PrivateMask`).
     Deviations from the paper: Those of `dp_pfeddsu`.
@@ -199,7 +216,16 @@ def dp_pfeddsu_paper(
 
     share = noise_share(noise_multiplier, sampling, clients)
     mechanism = PrivateMask(clip=clip, client_noise=share, sampling=sampling)
-    method = _sparsified(model, mechanism, masks, penalty_weight, private=True, **options)
+    method = _sparsified(
+        model,
+        mechanism,
+        masks,
+        penalty_weight,
+        private=True,
+        local=local,
+        head=head,
+        evaluation_epochs=evaluation_epochs,
+    )
     rule = "assuming noise on all weights, regardless of the masks"
     claimed = None if claim is None else (claim, rule)
     return method._replace(name="dp_pfeddsu_paper", terms=Terms(delta, claimed))
@@ -231,7 +257,6 @@ def _sparse(model: Model, params: Params, number: int) -> list[str]:
     return kernels[max(0, len(kernels) - number) :]
 
 
-@checked(penalty_weight=at_least_0, evaluation_epochs=count_from_0)
 def _sparsified(
     model: Model,
     mechanism: Mechanism,
@@ -239,9 +264,9 @@ def _sparsified(
     penalty_weight: Number,
     *,
     private: bool,
-    local: LocalSGD = _EXTRACTOR,
-    head: LocalSGD = _HEAD,
-    evaluation_epochs: int | None = None,
+    local: LocalSGD,
+    head: LocalSGD,
+    evaluation_epochs: int | None,
 ) -> Algorithm:
     """Build the method of both builders.
 

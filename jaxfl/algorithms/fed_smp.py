@@ -1,14 +1,14 @@
 """Fed-SMP: sparse updates on a random public mask, and noise on this mask alone."""
 
-from typing import Any
-
 import optax
 from jax import Array
 from jaxtyping import Key, UInt32
 
 from jaxfl._validate import check_fraction, check_noise, checked, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg
+from jaxfl.algorithms.fedavg import GradientRule, Penalty, dp_fedavg
 from jaxfl.local.masks import keep, random_masks, sparsify
+from jaxfl.local.train import LocalSGD
+from jaxfl.privacy.dp_sgd import DPSGD
 from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, SparseServer, init_sparse, public_key, sparse_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Tree
@@ -22,8 +22,11 @@ def fed_smp(
     noise_multiplier: Number,
     sampling: Sampling,
     density: Number = 0.1,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    penalty: Penalty | None = None,
+    gradient: GradientRule | None = None,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
-    **options: Any,
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Build Fed-SMP with one random mask per round, drawn from a public key for all clients.
 
@@ -40,9 +43,15 @@ def fed_smp(
         sampling: The sampler, which draws the participants of each round.
         density: S, the share of each kernel's weights that is sent: max(1, ceil(S n)) of n. Biases
             and scales are sent in full.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss. None adds nothing.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
         server_optimizer: Optimizer of the server, whose gradient is the negative aggregate. With
             momentum, weights off this round's mask move too.
-        options: Further arguments of `dp_fedavg`: `local`, `penalty`, `gradient` and `delta`.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
         broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. The mask
@@ -60,7 +69,14 @@ def fed_smp(
     'fed_smp'
     """
     base = dp_fedavg(
-        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        delta=delta,
     )
 
     def masks(params: Params, public: UInt32[Array, "2"]) -> tuple[Tree, Tree]:

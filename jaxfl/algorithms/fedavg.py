@@ -7,7 +7,7 @@ a clip bound with noise, and a head that clients fine-tune before evaluation (se
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import optax
 from jax import Array
@@ -22,6 +22,12 @@ from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Full, Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
+
+Penalty: TypeAlias = Callable[[Params, Params], Float[Array, ""]]
+"""Function of a client's parameters and of the broadcast ones to a term of the loss."""
+
+GradientRule: TypeAlias = Callable[[GradientFn], GradientFn]
+"""Function that changes how a local step computes its gradient."""
 
 
 @checked()
@@ -66,8 +72,8 @@ def fedavg(
     model: Model,
     *,
     local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
-    penalty: Callable[[Params, Params], Float[Array, ""]] | None = None,
-    gradient: Callable[[GradientFn], GradientFn] | None = None,
+    penalty: Penalty | None = None,
+    gradient: GradientRule | None = None,
     server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     mechanism: Mechanism = Mechanism(denominator="participants"),
     terms: Terms = Terms(),
@@ -123,7 +129,16 @@ def fedavg(
 
 
 @checked(mu=at_least_0)
-def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
+def fedprox(
+    model: Model,
+    *,
+    mu: Number = 0.01,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    mechanism: Mechanism = Mechanism(denominator="participants"),
+    terms: Terms = Terms(),
+) -> Algorithm:
     r"""Build FedProx: clients minimise :math:`F_i(w) + \frac{\mu}{2} \|w - w^t\|^2`.
 
     All else is as in FedAvg.
@@ -131,8 +146,12 @@ def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
     Args:
         model: The network.
         mu: :math:`\mu`, the weight of the proximal term. With 0 the method is FedAvg.
-        options: Further arguments of `fedavg`: `local`, `gradient`, `server_optimizer`,
-            `mechanism` and `terms`.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        mechanism: Sampling, weights, clip bound and noise.
+        terms: Delta and further parts of the privacy statement (see `Terms`).
 
     References: Li et al. 2020 (arXiv:1812.06127), eq. 2.
 
@@ -141,7 +160,16 @@ def fedprox(model: Model, *, mu: Number = 0.01, **options: Any) -> Algorithm:
     'fedprox'
     """
     penalty = functools.partial(proximal, mu=mu) if nonzero(mu) else None
-    return fedavg(model, penalty=penalty, name="fedprox", **options)
+    return fedavg(
+        model,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        mechanism=mechanism,
+        terms=terms,
+        name="fedprox",
+    )
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise, delta=probability)
@@ -151,8 +179,11 @@ def dp_fedavg(
     clip: Number,
     noise_multiplier: Number,
     sampling: Sampling,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    penalty: Penalty | None = None,
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
     delta: float | None = None,
-    **options: Any,
 ) -> Algorithm:
     r"""Build DP-FedAvg: clipped updates, Gaussian noise on their sum, and a fixed denominator.
 
@@ -165,10 +196,14 @@ def dp_fedavg(
         noise_multiplier: z, the standard deviation of the noise on the sum, divided by C (see
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss. None adds nothing.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
         delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
             clients.
-        options: Further arguments of `fedavg`: `local`, `penalty`, `gradient` and
-            `server_optimizer`.
 
     Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
         broadcasts. The clipped sum has sensitivity C.
@@ -183,7 +218,16 @@ def dp_fedavg(
     0.5
     """
     mechanism = Mechanism(clip=clip, noise_multiplier=noise_multiplier, sampling=sampling)
-    return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="dp_fedavg", **options)
+    return fedavg(
+        model,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        mechanism=mechanism,
+        terms=Terms(delta),
+        name="dp_fedavg",
+    )
 
 
 @checked(clip=up_to_infinity, noise_multiplier=check_noise)
@@ -194,7 +238,11 @@ def dp_fedavg_fb(
     noise_multiplier: Number = 0.0,
     sampling: Sampling = Full(),
     head: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=15),
-    **options: Any,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    penalty: Penalty | None = None,
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
 ) -> Algorithm:
     """Build DP-FedAvg whose clients are evaluated with a head fine-tuned on their own data.
 
@@ -207,8 +255,14 @@ def dp_fedavg_fb(
             `jaxfl.privacy.calibrate`).
         sampling: The sampler, which draws the participants of each round.
         head: Training of the head by a client before evaluation.
-        options: Further arguments of `dp_fedavg`: `local`, `penalty`, `gradient`,
-            `server_optimizer` and `delta`.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss. None adds nothing.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the privacy statement. None means min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: The guarantee of `dp_fedavg`, whose messages are sent. Heads have joint privacy: each
         client is protected against all other clients, but its head depends on its own data.
@@ -221,7 +275,15 @@ def dp_fedavg_fb(
     """
     check_head(model)
     base = dp_fedavg(
-        model, clip=clip, noise_multiplier=noise_multiplier, sampling=sampling, **options
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        delta=delta,
     )
     return fine_tuned(base, local=head, parts=model.head)._replace(name="dp_fedavg_fb")
 

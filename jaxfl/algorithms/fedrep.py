@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxfl.privacy.sampling import Sampling
 from jaxfl.server import Server, init_clients, init_server, server_step
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms
 
-_PUBLISHED = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9))
+PUBLISHED = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.01, momentum=0.9))
 """Optimizer of CENTAUR's published code, for the extractor and for the head."""
 
 
@@ -138,7 +138,7 @@ def fedrep(
     return Algorithm(name, model, init, client_update, server_update, fit, mechanism, terms=terms)
 
 
-@checked(**GAUSSIAN)
+@checked(**GAUSSIAN, evaluation_epochs=count_from_0)
 def centaur(
     model: Model,
     *,
@@ -146,9 +146,11 @@ def centaur(
     noise_multiplier: Number,
     sampling: Sampling,
     delta: float | None = None,
-    local: LocalSGD = LocalSGD(_PUBLISHED, 100),
-    head: LocalSGD = LocalSGD(_PUBLISHED, 100, 15),
-    **options: Any,
+    local: LocalSGD = LocalSGD(PUBLISHED, 100),
+    head: LocalSGD = LocalSGD(PUBLISHED, 100, 15),
+    evaluation_epochs: int | None = None,
+    parts: Parts | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
 ) -> Algorithm:
     r"""Build CENTAUR (DP-FedRep): FedRep with clipped extractor updates and noise on their sum.
 
@@ -164,7 +166,10 @@ def centaur(
             with weight decay 1e-4.
         head: Training of the head by a client in one round. The default is the published one, with
             the same decay.
-        options: Further arguments of `fedrep`: `evaluation_epochs`, `parts` and `server_optimizer`.
+        evaluation_epochs: Number of epochs of the head's fit before evaluation. None means the
+            epochs of `head`.
+        parts: Division into a shared and a personal part. None makes the head personal.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
 
     Guarantee: Client-level privacy under zero-out adjacency, for the observer of sums and
         broadcasts, by the Gaussian mechanism on the clipped sum, whose sensitivity is C. Heads have
@@ -186,10 +191,12 @@ def centaur(
         model,
         local=local,
         head=head,
+        evaluation_epochs=evaluation_epochs,
+        parts=parts,
+        server_optimizer=server_optimizer,
         mechanism=mechanism,
         terms=Terms(delta),
         name="centaur",
-        **options,
     )
 
 

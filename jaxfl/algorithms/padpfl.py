@@ -21,7 +21,7 @@ from jaxfl._validate import (
     traced,
     up_to_infinity,
 )
-from jaxfl.algorithms.fedavg import fedprox, sends_weights
+from jaxfl.algorithms.fedavg import GradientRule, fedprox, sends_weights
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant, failure_probability
@@ -63,7 +63,9 @@ def padpfl(
     sampling: Sampling = Full(),
     delta: float | None = None,
     accountant: Accountant = "pld",
-    **options: Any,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
 ) -> Algorithm:
     r"""Build PADPFL, which weighs clients by impact factors p and adds noise in two places.
 
@@ -97,8 +99,11 @@ def padpfl(
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
             clients. If `impacts` is None too, it is 1e-5, which suits up to 10,000 clients.
         accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
-        options: Further arguments of `fedavg`, such as `local` and `server_optimizer`. A `DPSGD` as
-            `local` protects single examples, as the paper intends.
+        local: Local training of a client in one round. A `DPSGD` protects single examples, as the
+            paper intends.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
 
     Guarantee: Client-level privacy. Sums and broadcasts have zero-out adjacency and sensitivity
         :math:`C \max_i p_i`, by the Gaussian mechanism, composed over the rounds. Sampling does not
@@ -129,7 +134,15 @@ def padpfl(
         sampling=sampling,
         denominator="participants",
     )
-    base = fedprox(model, mu=mu, mechanism=mechanism, terms=Terms(delta), **options)
+    base = fedprox(
+        model,
+        mu=mu,
+        local=local,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        mechanism=mechanism,
+        terms=Terms(delta),
+    )
     return _with_inexactness(base, mu)._replace(name="padpfl")
 
 

@@ -20,7 +20,7 @@ from jaxfl._validate import (
     show,
     up_to_infinity,
 )
-from jaxfl.algorithms.fedavg import fedavg, sends_weights
+from jaxfl.algorithms.fedavg import GradientRule, Penalty, fedavg, sends_weights
 from jaxfl.algorithms.padpfl import nbafl_noise, sound_noise, sound_upload_noise
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.accountants import Accountant, failure_probability, round_down
@@ -133,7 +133,10 @@ def pdp_fl(
     sampling: Sampling = Full(),
     delta: float | None = None,
     accountant: Accountant = "pld",
-    **options: Any,
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    penalty: Penalty | None = None,
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
 ) -> Algorithm:
     r"""Build PDP-FL: clients add noise for their own budgets, and the server for a global one.
 
@@ -159,9 +162,14 @@ def pdp_fl(
         delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
             clients.
         accountant: Accountant of the calibration. "rdp" asks for more noise than "pld".
-        options: Further arguments of `fedavg`, such as `local` and `server_optimizer`. A `DPSGD` as
-            `local` protects single examples, as the paper intends (see `personal_examples`). If
-            `budgets` and `epsilon_max` are infinite, the `DPSGD` adds all noise.
+        local: Local training of a client in one round. A `DPSGD` protects single examples, as the
+            paper intends (see `personal_examples`). If `budgets` and `epsilon_max` are infinite,
+            the `DPSGD` adds all noise.
+        penalty: Function of the client's parameters and the broadcast ones, whose value is added to
+            the loss. None adds nothing.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
 
     Guarantee: Client-level privacy. Uploads have replace-one adjacency and sensitivity 2C. No
         client's epsilon exceeds its budget, however often the client takes part. Sums and
@@ -188,7 +196,16 @@ def pdp_fl(
     noise = _by_kind(budgets.epsilon, noise_of)
     z = sound_noise(epsilon_max, rounds, delta, accountant)
     mechanism = _by_level(budgets, sampling, clip, z, noise)
-    return fedavg(model, mechanism=mechanism, terms=Terms(delta), name="pdp_fl", **options)
+    return fedavg(
+        model,
+        local=local,
+        penalty=penalty,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        mechanism=mechanism,
+        terms=Terms(delta),
+        name="pdp_fl",
+    )
 
 
 @checked(budgets=_check_budgets, epsilon_max=up_to_infinity, clip=up_to_infinity, delta=probability)

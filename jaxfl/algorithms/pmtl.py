@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, at_least_0, check_noise, checked, nonzero, up_to_infinity
-from jaxfl.algorithms.fedavg import dp_fedavg, dp_fedavg_fb, keeps_models
+from jaxfl.algorithms.fedavg import GradientRule, dp_fedavg, dp_fedavg_fb, keeps_models
 from jaxfl.local.penalties import proximal
 from jaxfl.local.train import LocalSGD
 from jaxfl.privacy.dp_sgd import DPSGD
@@ -123,7 +123,11 @@ def pmtl_ft(
     noise_multiplier: Number,
     sampling: Sampling,
     penalty_weight: Number = 1.0,
-    **options: Any,
+    head: LocalSGD = LocalSGD(optax.sgd(0.01), epochs=15),
+    local: LocalSGD | DPSGD = LocalSGD(optax.sgd(0.05)),
+    gradient: GradientRule | None = None,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Build PMTL-FT: clients train from :math:`w^t`, and are evaluated with fine-tuned heads.
 
@@ -136,7 +140,13 @@ def pmtl_ft(
             `jaxfl.privacy.calibrate`).
         sampling: Rule that draws the participants of each round.
         penalty_weight: :math:`\lambda` of `pmtl`. 0 gives `dp_fedavg_fb`.
-        options: Further arguments of `dp_fedavg_fb`, such as `head`, `local` and `delta`.
+        head: Training of the head by a client before evaluation.
+        local: Local training of a client in one round. A `DPSGD` protects single examples.
+        gradient: Function that changes how a local step computes its gradient, such as
+            `jaxfl.local.sam.sam(0.5)`. None takes the gradient of the batch.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: The guarantee of `dp_fedavg_fb`.
     Deviations from the paper: CENTAUR's PMTL-FT has the penalty :math:`\lambda \|w - w^t\|^2` with
@@ -155,8 +165,12 @@ def pmtl_ft(
         clip=clip,
         noise_multiplier=noise_multiplier,
         sampling=sampling,
+        head=head,
+        local=local,
         penalty=_penalty(penalty_weight),
-        **options,
+        gradient=gradient,
+        server_optimizer=server_optimizer,
+        delta=delta,
     )
     return base._replace(name="pmtl_ft")
 

@@ -1,14 +1,13 @@
 """PPSGD: a shared model, and a personal head that is added to the shared head."""
 
 import functools
-from typing import Any
 
 import optax
 from jax import Array
 from jaxtyping import Float, Key
 
 from jaxfl._validate import GAUSSIAN, at_least_0, checked, count_from_0
-from jaxfl.algorithms.fedrep import Parts, centaur, split_head, start_parts
+from jaxfl.algorithms.fedrep import PUBLISHED, Parts, centaur, split_head, start_parts
 from jaxfl.local.train import LocalSGD, check_head
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import Sampling
@@ -108,14 +107,19 @@ def ppsgd(
     )
 
 
-@checked(head_decay=at_least_0, evaluation_epochs=count_from_0)
+@checked(**GAUSSIAN, head_decay=at_least_0, evaluation_epochs=count_from_0)
 def ppsgd_centaur(
     model: Model,
     *,
+    clip: Number,
+    noise_multiplier: Number,
+    sampling: Sampling,
+    local: LocalSGD = LocalSGD(PUBLISHED, 100),
     head: LocalSGD = LocalSGD(optax.sgd(0.1, momentum=0.9), 100),
     head_decay: Number = 1e-4,
     evaluation_epochs: int = 15,
-    **options: Any,
+    server_optimizer: optax.GradientTransformation = optax.sgd(1.0),
+    delta: float | None = None,
 ) -> Algorithm:
     r"""Build PPSGD as in CENTAUR's experiments: FedRep's local epochs replace the gradient step.
 
@@ -124,14 +128,21 @@ def ppsgd_centaur(
 
     Args:
         model: The network, with a head.
+        clip: C, L2 bound on the joint norm of the update of :math:`(\phi, w)`.
+        noise_multiplier: z, std of the noise on the sum, in units of C (see
+            `jaxfl.privacy.calibrate`).
+        sampling: Rule that draws the participants of each round.
+        local: Training of :math:`(\phi, w)` by a client in one round. The default is the published
+            one, with weight decay 1e-4.
         head: Optimizer, batches and epochs with which a client fits :math:`\theta_i` in a round.
             The default is the published one.
         head_decay: Weight decay of :math:`\theta_i`. A decay in `head` would be on
             :math:`w + \theta_i`.
         evaluation_epochs: Number of epochs that fit a copy of :math:`\theta_i` before an
             evaluation.
-        options: Further arguments of `centaur`. `clip`, `noise_multiplier` and `sampling` are
-            required. `clip` bounds the joint norm of the update of :math:`(\phi, w)`.
+        server_optimizer: Optimizer of the server, whose gradient is the negative aggregate.
+        delta: Failure probability of the statement. None stands for min(1e-5, 1 / (10 N)) for N
+            clients.
 
     Guarantee: The guarantee of `centaur`.
     Deviations from the paper: The deviations of `ppsgd` apply. CENTAUR's own heads start at random.
@@ -144,7 +155,18 @@ def ppsgd_centaur(
     'ppsgd_centaur'
     """
     parts = added_head(model, head_decay)
-    base = centaur(model, head=head, evaluation_epochs=evaluation_epochs, parts=parts, **options)
+    base = centaur(
+        model,
+        clip=clip,
+        noise_multiplier=noise_multiplier,
+        sampling=sampling,
+        delta=delta,
+        local=local,
+        head=head,
+        evaluation_epochs=evaluation_epochs,
+        parts=parts,
+        server_optimizer=server_optimizer,
+    )
     return base._replace(name="ppsgd_centaur")
 
 

@@ -83,6 +83,7 @@ def ditto(
     def client_update(
         key: Key[Array, ""], server: Server, client: Params, data: ClientData
     ) -> tuple:
+        # The same key, so that w and v see the same batches.
         message, _, info = base.client_update(key, server, (), data)
         pull = None
         if nonzero(penalty_weight):

@@ -94,6 +94,7 @@ def ifca(
         return Message(message), client, info
 
     def server_update(server: Server, aggregate: Tree) -> Server:
+        # The mechanism divides by all expected participants, of which a cluster has a k-th part.
         return server_step(server_optimizer, server, optax.tree.scale(clusters, aggregate))
 
     def personalize(key: Key[Array, ""], server: Server, client: Tree, data: ClientData) -> Params:

@@ -142,6 +142,7 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
         if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)
+        # One code object makes all functions of one `def`. They differ in what they hold.
         cells = tuple(map(_content, value.__closure__ or ()))
         held = (value.__defaults__, value.__kwdefaults__, cells)
         return kind, value.__code__, Same(value.__globals__), inside(held)

@@ -45,6 +45,7 @@ def summed(
     def add(number: Int[Array, ""], total: Tree) -> Tree:
         return optax.tree.add(total, of_block(number))
 
+    # A loop's sum needs its shapes first, and a client without examples has a sum of 0, too.
     shapes = jax.eval_shape(lambda: of_block(0))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     blocks = longest(-(-data.size // batch))

@@ -4,14 +4,16 @@ import functools
 import gc
 import importlib
 import pathlib
-from typing import NamedTuple
 
+import algorithms_table
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from algorithms_table import MODEL, small_clients
+from jax._src.test_util import count_jit_compilation_cache_miss
 
 import jaxfl
 from jaxfl import LocalSGD, simulate, sweep
@@ -20,6 +22,7 @@ from jaxfl.engine import memo
 from jaxfl.engine.mesh import place
 from jaxfl.models import feddpa_cnn, lenet, mlp, transformer
 from jaxfl.privacy import Full, Poisson
+from jaxfl.types import Terms
 
 QUIET = {"rounds": 2, "eval_every": 1, "progress": False}
 
@@ -59,38 +62,98 @@ def test_a_second_run_of_a_method_traces_nothing_and_equals_a_first_one(states):
     assert again.metrics == alone.metrics
 
 
-TRACES = []
-"""Has an entry for each time that an update of `watched` is traced."""
-
-
-def watched(rate, width=16):
+def built(rate, width=16, weight=0.5):
     """Build all parts of a method anew: its model, its optimizer, its functions."""
     model = mlp((8, 8, 1), 10, hidden=(width,))
     local = LocalSGD(optax.sgd(rate, momentum=0.9), 4)
-    method = fine_tuned(fedavg(model, local=local), local=local)
 
-    def client_update(key, server, client, data):
-        TRACES.append(1)
-        return method.client_update(key, server, client, data)
+    def penalty(params, center):
+        return weight * jnp.sum((params["head"]["bias"] - center["head"]["bias"]) ** 2)
 
-    return method._replace(client_update=client_update)
+    return fine_tuned(fedavg(model, local=local, penalty=penalty), local=local)
 
 
 @pytest.mark.parametrize("states", ["device", "host"])
-def test_a_method_built_again_from_equal_arguments_traces_nothing(states):
+def test_a_method_built_again_from_equal_arguments_makes_no_program(states):
     memo.forget()
-    TRACES.clear()
-    first = simulate(0, watched(0.1), small_clients(), states=states, **QUIET)
-    made = len(TRACES)
-    again = simulate(0, watched(0.1), small_clients(), states=states, **QUIET)
-    assert len(TRACES) == made > 0
+    first = simulate(0, built(0.1), small_clients(), states=states, **QUIET)
+    kept = [*memo._KEPT]
+    with count_jit_compilation_cache_miss() as compiled:
+        again = simulate(0, built(0.1), small_clients(), states=states, **QUIET)
+    assert compiled() == 0
+    assert {*memo._KEPT} == {*kept}
     jax.tree.map(np.testing.assert_array_equal, first.server, again.server)
     assert first.metrics == again.metrics
-    for other in (watched(0.2), watched(0.1, width=17)):
-        made = len(TRACES)
+    for other in (built(0.2), built(0.1, width=17), built(0.1, weight=0.6)):
         found = simulate(0, other, small_clients(), states=states, **QUIET)
-        assert len(TRACES) > made
+        assert len(memo._KEPT) > len(kept)
         assert found.metrics != first.metrics
+
+
+class Settings:
+    """What a user's module may hold, and set anew."""
+
+    rate = 1.0
+
+
+CURRENT = Settings()
+RATE = 1.0
+TABLE = {"rate": 1.0}
+LIST = [1.0]
+ARRAY = np.ones(3)
+
+
+def doubled(x):
+    return RATE * x
+
+
+READERS = {
+    "a number": (lambda x: RATE * x, "RATE", 2.0),
+    "through a function": (lambda x: doubled(x) + 1, "RATE", 2.0),
+    "inside a function": (lambda x: [RATE * y for y in x], "RATE", 2.0),
+    "a dict": (lambda x: TABLE["rate"] * x, "TABLE", {"rate": 2.0}),
+    "an array": (lambda x: ARRAY.sum() * x, "ARRAY", np.full(3, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_global_that_is_set_anew_is_another_key(name, monkeypatch):
+    """As in a notebook, where a cell is run again."""
+    read, variable, value = READERS[name]
+
+    def built_again():
+        def use(params):
+            return read(params)
+
+        return use
+
+    before = memo.key_of(built_again())
+    assert memo.key_of(built_again()) == before
+    monkeypatch.setitem(globals(), variable, value)
+    assert memo.key_of(built_again()) != before
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: CURRENT.rate * x,
+        lambda x: Settings.rate * x,
+        lambda x: LIST[0] * x,
+        lambda x: algorithms_table.CLIP * x,
+        functools.partial(lambda own, x: own.rate * x, CURRENT),
+        nn.Sequential([nn.Dense(3)]),
+    ],
+)
+def test_what_holds_an_object_that_may_change_is_compared_by_identity(read):
+    def built_again():
+        def use(params):
+            return read(params)
+
+        return use
+
+    one = built_again()
+    assert memo.key_of(one) == memo.key_of(one)
+    assert memo.key_of(one) != memo.key_of(built_again())
 
 
 def scaled(factor, *, shift=0, power=lambda x: x):
@@ -101,14 +164,6 @@ def scaled(factor, *, shift=0, power=lambda x: x):
         return 0
 
     return value
-
-
-class Same(NamedTuple):
-    number: float
-
-
-class Other(NamedTuple):
-    number: float
 
 
 @pytest.mark.parametrize(
@@ -123,7 +178,8 @@ class Other(NamedTuple):
         (lambda: scaled(2.0), lambda: scaled(2.0, shift=1)),
         (lambda: scaled(2.0), lambda: scaled(2.0, power=lambda x: x**2)),
         (lambda: functools.partial(scaled, 1), lambda: functools.partial(scaled, shift=1)),
-        (lambda: Same(1.0), lambda: Other(1.0)),
+        (lambda: Terms(1e-5), lambda: Terms(1e-6)),
+        (lambda: (1e-5, None, None), lambda: Terms(1e-5)),
         (lambda: {"a": 1, "b": 2}, lambda: {"a": 1, "b": 3}),
         (lambda: LocalSGD(optax.adam(0.1), 4), lambda: LocalSGD(optax.adam(0.1), 5)),
         (lambda: LocalSGD(optax.adam(0.1)), lambda: LocalSGD(optax.adam(0.1, b1=0.8))),
@@ -146,12 +202,11 @@ def test_keys_are_equal_for_what_is_made_alike_alone(make, other):
     assert memo.key_of(make()) != memo.key_of(other())
 
 
-@pytest.mark.parametrize("make", [lambda: [1], lambda: np.ones(1000), object])
-def test_what_may_change_is_compared_by_identity(make):
-    """A list that counts calls would otherwise be another key after each of them."""
-    one = make()
-    assert memo.key_of(one) == memo.key_of(one)
-    assert memo.key_of(one) != memo.key_of(make())
+def test_an_array_that_changed_has_another_key():
+    numbers = np.ones(100_000)
+    before = memo.key_of(lambda: numbers)
+    numbers[-1] = 2
+    assert memo.key_of(lambda: numbers) != before
 
 
 def test_a_dict_that_changed_has_another_key():

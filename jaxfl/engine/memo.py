@@ -6,7 +6,9 @@ time of a short run.
 
 import collections
 import dataclasses
+import enum
 import functools
+import hashlib
 import threading
 import types
 from collections.abc import Callable, Hashable
@@ -29,8 +31,14 @@ _MOST = 40
 A run has about six programs. Small ones take ten megabytes each.
 """
 
-_SMALL = 4096
-"""Bytes of the largest array that is compared by its numbers."""
+_PACKAGES = frozenset(
+    [
+        *("builtins", "collections", "contextlib", "dataclasses", "enum", "functools"),
+        *("itertools", "math", "operator", "typing"),
+        *("flax", "jax", "jaxfl", "jaxlib", "jaxtyping", "numpy", "optax"),
+    ]
+)
+"""Packages whose functions and classes do not change while a program runs."""
 
 _EMPTY = object()
 """Stand-in for the content of a variable that is not set yet."""
@@ -108,16 +116,27 @@ def key_of(value: Any) -> Hashable:
 
     Two functions that one builder returned for equal arguments are an example.
 
-    Functions are compared by their code, and by what their defaults and closures hold. Tuples,
-    dicts, frozen dataclasses and small NumPy arrays are compared by what they hold. Everything
-    else, such as large arrays, lists and objects of other classes, is compared by identity.
+    Functions are compared by their code, and by what their defaults and closures hold. Functions
+    of other packages than the project and its libraries are also compared by the globals that they
+    read. Tuples, dicts, frozen dataclasses and NumPy arrays are compared by what they hold.
+
+    A value that holds anything that may change, such as a list or an object of the user's own
+    class, is compared by identity: no key shows whether it has changed.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
     >>> key_of(scaled(2.0)) == key_of(scaled(2.0)), key_of(scaled(2.0)) == key_of(scaled(3.0))
     (True, False)
     """
-    return _key_of(value, {})
+    try:
+        return _key_of(value, {})
+    except _MayChangeError:
+        parts = value if type(value) is tuple else (value,)
+        return Same(*parts)
+
+
+class _MayChangeError(Exception):
+    """Something that has no key, because it may change."""
 
 
 def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
@@ -126,6 +145,9 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
     Args:
         value: The value, or a part of it.
         seen: Positions of the functions met so far, by `id`.
+
+    Raises:
+        _MayChangeError: The value holds something that may change.
     """
     kind = type(value)
     if kind in (bool, int, str, bytes, type(None)):
@@ -142,26 +164,47 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
         if id(value) in seen:
             return "again", seen[id(value)]
         seen[id(value)] = len(seen)
-        # One code object makes all functions of one `def`. They differ in what they hold.
-        cells = tuple(map(_content, value.__closure__ or ()))
-        held = (value.__defaults__, value.__kwdefaults__, cells)
-        return kind, value.__code__, Same(value.__globals__), inside(held)
+        return kind, value.__code__, Same(value.__globals__), inside(_held(value))
     if kind is types.MethodType:
         return kind, inside((value.__func__, value.__self__))
     if kind is functools.partial:
         return kind, inside((value.func, value.args, value.keywords))
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and (kind is tuple or _is_ours(kind)):
         return kind, tuple(map(inside, value))
     if kind is dict:
         return kind, tuple((inside(name), inside(part)) for name, part in value.items())
     if kind is jax.ShapeDtypeStruct:
         return kind, value
-    if kind is np.ndarray and value.nbytes <= _SMALL and value.dtype != object:
-        return kind, value.shape, value.dtype.str, value.tobytes()
-    if _is_frozen(value):
+    if kind is np.ndarray and value.dtype != object:
+        digest = hashlib.sha256(np.ascontiguousarray(value).data).digest()
+        return kind, value.shape, value.dtype.str, digest
+    if _is_ours(kind) and _is_frozen(value):
         fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
         return kind, inside(fields)
-    return Same(value)
+    if _never_changes(value):
+        return Same(value)
+    raise _MayChangeError
+
+
+def _held(function: types.FunctionType) -> tuple:
+    """Return what decides a function's results, besides its code.
+
+    One code object makes all functions of one `def`. They differ in their defaults and closures.
+    Globals of the user's own modules may be set anew between two runs.
+    """
+    cells = tuple(map(_content, function.__closure__ or ()))
+    held = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
+    if _is_ours(function):
+        return held
+    known = function.__globals__
+    read = sorted(name for name in _names(function.__code__) if name in known)
+    return (*held, {name: known[name] for name in read})
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return the names that a function's code reads, with those of the functions inside."""
+    inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def _content(cell: Any) -> Any:
@@ -172,6 +215,12 @@ def _content(cell: Any) -> Any:
         return _EMPTY
 
 
+def _is_ours(value: Any) -> bool:
+    """Return whether a function, a class or a module is the project's or a library's."""
+    module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return str(module).partition(".")[0] in _PACKAGES
+
+
 def _is_frozen(value: Any) -> bool:
     """Return whether an object's fields determine it: a frozen dataclass, or a Flax module."""
     if isinstance(value, nn.Module):
@@ -179,6 +228,17 @@ def _is_frozen(value: Any) -> bool:
     if isinstance(value, type) or not dataclasses.is_dataclass(value):
         return False
     return type(value).__dataclass_params__.frozen
+
+
+def _never_changes(value: Any) -> bool:
+    """Return whether a value stays the same as long as it is the same object."""
+    if isinstance(value, jax.Array | np.dtype | np.ufunc | enum.Enum | types.BuiltinFunctionType):
+        return True
+    if type(value) is object:
+        return True
+    if isinstance(value, types.ModuleType):
+        return _is_ours(value)
+    return callable(value) and hasattr(value, "__module__") and _is_ours(value)
 
 
 def described(population: Population) -> Population:

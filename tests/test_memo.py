@@ -127,10 +127,10 @@ def test_a_global_that_is_set_anew_is_another_key(name, monkeypatch):
 
         return use
 
-    before = memo.key_of(built_again())
-    assert memo.key_of(built_again()) == before
+    before = memo.key_of_value(built_again())
+    assert memo.key_of_value(built_again()) == before
     monkeypatch.setitem(globals(), variable, value)
-    assert memo.key_of(built_again()) != before
+    assert memo.key_of_value(built_again()) != before
 
 
 @pytest.mark.parametrize(
@@ -152,8 +152,8 @@ def test_what_holds_an_object_that_may_change_is_compared_by_identity(read):
         return use
 
     one = built_again()
-    assert memo.key_of(one) == memo.key_of(one)
-    assert memo.key_of(one) != memo.key_of(built_again())
+    assert memo.key_of_value(one) == memo.key_of_value(one)
+    assert memo.key_of_value(one) != memo.key_of_value(built_again())
 
 
 def scaled(factor, *, shift=0, power=lambda x: x):
@@ -197,23 +197,23 @@ def scaled(factor, *, shift=0, power=lambda x: x):
     ],
 )
 def test_keys_are_equal_for_what_is_made_alike_alone(make, other):
-    assert memo.key_of(make()) == memo.key_of(make())
-    assert hash(memo.key_of(make())) == hash(memo.key_of(make()))
-    assert memo.key_of(make()) != memo.key_of(other())
+    assert memo.key_of_value(make()) == memo.key_of_value(make())
+    assert hash(memo.key_of_value(make())) == hash(memo.key_of_value(make()))
+    assert memo.key_of_value(make()) != memo.key_of_value(other())
 
 
 def test_an_array_that_changed_has_another_key():
     numbers = np.ones(100_000)
-    before = memo.key_of(lambda: numbers)
+    before = memo.key_of_value(lambda: numbers)
     numbers[-1] = 2
-    assert memo.key_of(lambda: numbers) != before
+    assert memo.key_of_value(lambda: numbers) != before
 
 
 def test_a_dict_that_changed_has_another_key():
     numbers = {"rate": 0.1}
-    before = memo.key_of(lambda: numbers)
+    before = memo.key_of_value(lambda: numbers)
     numbers["rate"] = 0.2
-    assert memo.key_of(lambda: numbers) != before
+    assert memo.key_of_value(lambda: numbers) != before
 
 
 @pytest.mark.parametrize("states", ["device", "host"])

@@ -107,11 +107,11 @@ def key_of_method(method: Algorithm | Points) -> Hashable:
     """
     if isinstance(method, Points):
         values = tuple((name, column.tobytes()) for name, column in sorted(method.values.items()))
-        return key_of(method.build), values, method.batch
-    return key_of(tuple(method))
+        return key_of_value(method.build), values, method.batch
+    return key_of_value(tuple(method))
 
 
-def key_of(value: Any) -> Hashable:
+def key_of_value(value: Any) -> Hashable:
     """Return a key that is equal for values that were made in the same way.
 
     Two functions that one builder returned for equal arguments are an example.
@@ -125,11 +125,11 @@ def key_of(value: Any) -> Hashable:
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
-    >>> key_of(scaled(2.0)) == key_of(scaled(2.0)), key_of(scaled(2.0)) == key_of(scaled(3.0))
+    >>> key_of_value(scaled(2.0)) == key_of_value(scaled(2.0)), key_of_value(scaled(2.0)) == key_of_value(scaled(3.0))
     (True, False)
     """
     try:
-        return _key_of(value, {})
+        return _key_of_part(value, {})
     except _MayChangeError:
         parts = value if type(value) is tuple else (value,)
         return Same(*parts)
@@ -139,7 +139,7 @@ class _MayChangeError(Exception):
     """Something that has no key, because it may change."""
 
 
-def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
+def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
     """Return the key of a value.
 
     Args:
@@ -157,7 +157,7 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, repr(value)
 
     def inside(part: Any) -> Hashable:
-        return _key_of(part, seen)
+        return _key_of_part(part, seen)
 
     if kind is types.FunctionType:
         # A function that calls itself is met again.
@@ -169,7 +169,7 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, inside((value.__func__, value.__self__))
     if kind is functools.partial:
         return kind, inside((value.func, value.args, value.keywords))
-    if isinstance(value, tuple) and (kind is tuple or _is_ours(kind)):
+    if isinstance(value, tuple) and (kind is tuple or _is_of_library(kind)):
         return kind, tuple(map(inside, value))
     if kind is dict:
         return kind, tuple((inside(name), inside(part)) for name, part in value.items())
@@ -178,7 +178,7 @@ def _key_of(value: Any, seen: dict[int, int]) -> Hashable:
     if kind is np.ndarray and value.dtype != object:
         digest = hashlib.sha256(np.ascontiguousarray(value).data).digest()
         return kind, value.shape, value.dtype.str, digest
-    if _is_ours(kind) and _is_frozen(value):
+    if _is_of_library(kind) and _is_frozen(value):
         fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
         return kind, inside(fields)
     if _never_changes(value):
@@ -194,17 +194,17 @@ def _held(function: types.FunctionType) -> tuple:
     """
     cells = tuple(map(_content, function.__closure__ or ()))
     held = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
-    if _is_ours(function):
+    if _is_of_library(function):
         return held
     known = function.__globals__
-    read = sorted(name for name in _names(function.__code__) if name in known)
+    read = sorted(name for name in _names_read(function.__code__) if name in known)
     return (*held, {name: known[name] for name in read})
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _names_read(code: types.CodeType) -> set[str]:
     """Return the names that a function's code reads, with those of the functions inside."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(_names_read, inner))
 
 
 def _content(cell: Any) -> Any:
@@ -215,7 +215,7 @@ def _content(cell: Any) -> Any:
         return _EMPTY
 
 
-def _is_ours(value: Any) -> bool:
+def _is_of_library(value: Any) -> bool:
     """Return whether a function, a class or a module is the project's or a library's."""
     module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
     return str(module).partition(".")[0] in _PACKAGES
@@ -237,8 +237,8 @@ def _never_changes(value: Any) -> bool:
     if type(value) is object:
         return True
     if isinstance(value, types.ModuleType):
-        return _is_ours(value)
-    return callable(value) and hasattr(value, "__module__") and _is_ours(value)
+        return _is_of_library(value)
+    return callable(value) and hasattr(value, "__module__") and _is_of_library(value)
 
 
 def described(population: Population) -> Population:

@@ -290,3 +290,87 @@ def test_the_benchmarks_round_runs(monkeypatch):
     workloads = importlib.import_module("benchmarks.workloads")
     population = place(small_clients())
     workloads.compile_round(private(), population, 1).run()
+
+
+def test_a_sweep_reads_what_its_builder_reads_anew(monkeypatch):
+    """The builder is the same object, and a list that it reads has changed."""
+    weights = [0.0]
+
+    def build(rate):
+        local = LocalSGD(optax.sgd(rate), 4)
+        pull = lambda params, center: weights[0] * jnp.sum(params["head"]["bias"] ** 2)  # noqa: E731
+        return fedavg(MODEL, local=local, penalty=pull)
+
+    def swept():
+        (result,) = sweep(0, build, {"rate": [0.1]}, small_clients(), **QUIET)
+        return result.server.params["head"]["bias"]
+
+    first = swept()
+    weights[0] = 5.0
+    second = swept()
+    memo.forget()
+    np.testing.assert_array_equal(second, swept())
+    assert np.any(first != second)
+
+
+def test_an_array_that_a_former_method_holds_may_change():
+    """The former method's functions would be traced with what the array is now."""
+
+    def held(array):
+        local = LocalSGD(optax.sgd(0.1), 4)
+        pull = lambda params, center: jnp.sum(array * params["head"]["bias"])  # noqa: E731
+        return fedavg(MODEL, local=local, penalty=pull)
+
+    array = np.zeros(10, np.float32)
+    zeros = simulate(0, held(array), small_clients(), **QUIET)
+    array[:] = 5
+    again = simulate(0, held(np.zeros(10, np.float32)), small_clients(), **QUIET)
+    jax.tree.map(np.testing.assert_array_equal, zeros.server, again.server)
+
+
+def wrapped_reader():
+    @functools.wraps(optax.global_norm)
+    def read(x):
+        return RATE * x
+
+    return read
+
+
+def test_a_function_that_says_it_is_a_librarys_is_none(monkeypatch):
+    before = memo.key_of_value(wrapped_reader())
+    monkeypatch.setitem(globals(), "RATE", 3.0)
+    assert memo.key_of_value(wrapped_reader()) != before
+
+
+def importing(x):
+    from algorithms_table import CLIP
+
+    return CLIP * x
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        importing,
+        lambda x: globals()["RATE"] * x,
+        optax.inject_hyperparams(optax.sgd)(learning_rate=lambda n: RATE),
+        jax.tree_util.Partial(lambda own, x: own.rate * x, CURRENT),
+    ],
+)
+def test_what_reads_in_other_ways_is_compared_by_identity(value):
+    """A library's object may hold a function of the user's, and an import shows no value."""
+    assert isinstance(memo.key_of_value((value,)), memo.Same)
+
+
+def test_arrays_of_any_kind_have_keys():
+    for dtype in (jnp.bfloat16, "datetime64[s]", [("a", "f4"), ("b", "f4")]):
+        array = np.zeros(3, dtype)
+        assert memo.key_of_value(array) == memo.key_of_value(array.copy())
+    one, other = (np.zeros(2, [(name, "f4")]) for name in "ab")
+    assert memo.key_of_value(one) != memo.key_of_value(other)
+
+
+def test_what_holds_itself_is_compared_by_identity():
+    table = {}
+    table["table"] = table
+    assert isinstance(memo.key_of_value(table), memo.Same)

@@ -6,6 +6,7 @@ time of a short run.
 
 import collections
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -24,6 +25,7 @@ from jaxfl.engine.program import Points
 from jaxfl.types import Algorithm, Tree
 
 T = TypeVar("T")
+M = TypeVar("M", Algorithm, Points)
 
 _MOST = 40
 """Number of programs that are cached, the most recent ones.
@@ -39,6 +41,15 @@ _PACKAGES = frozenset(
     ]
 )
 """Packages whose functions and classes do not change while a program runs."""
+
+_OTHER_WAYS = frozenset({"__import__", "eval", "exec", "getattr", "globals", "locals", "vars"})
+"""Ways in which code reads what its names do not show."""
+
+_DECORATED = (type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp, type(functools.cache(len)))
+"""Classes of functions that a decorator made of others."""
+
+_LARGEST = 2**24
+"""Bytes of the largest array that is compared by its numbers."""
 
 _EMPTY = object()
 """Stand-in for the content of a variable that is not set yet."""
@@ -105,10 +116,25 @@ def key_of_method(method: Algorithm | Points) -> Hashable:
 
     The keys of points are equal if their values are equal too.
     """
-    if isinstance(method, Points):
-        values = tuple((name, column.tobytes()) for name, column in sorted(method.values.items()))
-        return key_of_value(method.build), values, method.batch
-    return key_of_value(tuple(method))
+    if not isinstance(method, Points):
+        return key_of_value(tuple(method))
+    build = key_of_value(method.build)
+    if isinstance(build, Same):
+        # Each sweep calls the builder anew, which may read something else than before.
+        return build, Same(method.values), method.batch
+    values = tuple((name, column.tobytes()) for name, column in sorted(method.values.items()))
+    return build, values, method.batch
+
+
+def first_made(method: M) -> M:
+    """Return the first of all methods with this key, whose functions JAX has traced already."""
+    key = key_of_method(method)
+    first = remembered(("method", key), lambda: method)
+    if first is not method and key_of_method(first) != key:
+        # An array or a dict in it has changed since, and its functions would be traced with that.
+        forget()
+        return remembered(("method", key), lambda: method)
+    return first
 
 
 def key_of_value(value: Any) -> Hashable:
@@ -121,7 +147,9 @@ def key_of_value(value: Any) -> Hashable:
     read. Tuples, dicts, frozen dataclasses and NumPy arrays are compared by what they hold.
 
     A value that holds anything that may change, such as a list or an object of the user's own
-    class, is compared by identity: no key shows whether it has changed.
+    class, is compared by identity: no key shows whether it has changed. So is a function that
+    imports something, or reads globals by other ways than their names. Libraries are taken as
+    they were when they were imported.
 
     >>> def scaled(factor):
     ...     return lambda x: factor * x
@@ -131,7 +159,7 @@ def key_of_value(value: Any) -> Hashable:
     """
     try:
         return _key_of_part(value, {})
-    except _MayChangeError:
+    except (_MayChangeError, RecursionError):
         parts = value if type(value) is tuple else (value,)
         return Same(*parts)
 
@@ -168,7 +196,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, value.__code__, Same(value.__globals__), inside(_held(value))
     if kind is types.MethodType:
         return kind, inside((value.__func__, value.__self__))
-    if kind is functools.partial:
+    if isinstance(value, functools.partial):
         return kind, inside((value.func, value.args, value.keywords))
     if isinstance(value, tuple) and (kind is tuple or _is_of_library(kind)):
         return kind, tuple(map(inside, value))
@@ -176,9 +204,8 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, tuple((inside(name), inside(part)) for name, part in value.items())
     if kind is jax.ShapeDtypeStruct:
         return kind, value
-    if kind is np.ndarray and value.dtype != object:
-        digest = hashlib.sha256(np.ascontiguousarray(value).data).digest()
-        return kind, value.shape, value.dtype.str, digest
+    if kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _LARGEST:
+        return kind, value.shape, value.dtype, hashlib.sha256(value.tobytes()).digest()
     if _is_of_library(kind) and _is_frozen(value):
         fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
         return kind, inside(fields)
@@ -195,17 +222,25 @@ def _held(function: types.FunctionType) -> tuple:
     """
     cells = tuple(map(_content, function.__closure__ or ()))
     held = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
-    if _is_of_library(function):
-        return held
     known = function.__globals__
-    read = sorted(name for name in _names_read(function.__code__) if name in known)
-    return (*held, {name: known[name] for name in read})
+    # A function says of itself which module it is from, which `functools.wraps` copies.
+    if str(known.get("__name__")).partition(".")[0] in _PACKAGES:
+        return held
+    read = _names_read(function.__code__)
+    if read & _OTHER_WAYS:
+        raise _MayChangeError
+    return (*held, {name: known[name] for name in sorted(read) if name in known})
 
 
 def _names_read(code: types.CodeType) -> set[str]:
-    """Return the names that a function's code reads, with those of the functions inside."""
+    """Return the names that a function's code reads, with those of the functions inside.
+
+    An import is among them as `__import__`.
+    """
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return set(code.co_names).union(*map(_names_read, inner))
+    imports = any(step.opname == "IMPORT_NAME" for step in dis.get_instructions(code))
+    own = {*code.co_names, *(["__import__"] if imports else [])}
+    return own.union(*map(_names_read, inner))
 
 
 def _content(cell: Any) -> Any:
@@ -237,9 +272,9 @@ def _never_changes(value: Any) -> bool:
         return True
     if type(value) is object:
         return True
-    if isinstance(value, types.ModuleType):
-        return _is_of_library(value)
-    return callable(value) and hasattr(value, "__module__") and _is_of_library(value)
+    # An object of a library's class may hold a user's function. These classes name its module.
+    named = isinstance(value, (type, types.ModuleType, *_DECORATED))
+    return named and _is_of_library(value)
 
 
 def described(population: Population) -> Population:

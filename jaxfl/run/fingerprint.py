@@ -20,7 +20,7 @@ from jaxtyping import Key
 
 from jaxfl.backend import backend
 from jaxfl.data.clients import packed
-from jaxfl.engine.memo import key_of_method, remembered
+from jaxfl.engine.memo import first_made, key_of_method, remembered
 from jaxfl.engine.program import Points, over_points
 from jaxfl.types import Algorithm, Clients, Model, Terms, Tree
 
@@ -92,7 +92,8 @@ def marked(method: Any) -> Any:
 
     Equal methods give the same object, so that JAX recognises its functions.
     """
-    return remembered(("marked", key_of_method(method)), lambda: _marked(method))
+    first = first_made(method)
+    return remembered(("marked", key_of_method(first)), lambda: _marked(first))
 
 
 def _marked(method: Any) -> Any:

@@ -29,7 +29,7 @@ from jaxfl.backend import of_devices
 from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, opened
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
-from jaxfl.engine.memo import described, key_of_arrays, key_of_method, remembered
+from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
 from jaxfl.engine.mesh import everywhere
 from jaxfl.engine.program import Points, over_points
 from jaxfl.engine.resident import Resident
@@ -388,8 +388,7 @@ class _Run:
     ) -> None:
         rounds = settings.rounds
         # JAX knows the functions of a method that was built from equal arguments before.
-        first = algorithms[0]
-        algorithms[0] = remembered(("method", key_of_method(first)), lambda: first)
+        algorithms[0] = first_made(algorithms[0])
         self.update = check_algorithm(algorithms[0], clients, rounds)
         # The others differ only in numbers, for which a mechanism may still raise an error.
         for other in algorithms[1:]:

@@ -142,6 +142,11 @@ def _check_texts(name: str, value: Any) -> list[str]:
                 f"{name} must be a sequence of texts, got {show(text)} at {position}. "
                 "Give a list of str."
             )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise ValueError(
+                f"{name} must be texts of Unicode, got a half of a surrogate pair at {position}. "
+                "Decode the text again, with errors='replace'."
+            )
     return list(value)
 
 

@@ -185,3 +185,8 @@ def test_a_missing_package_is_named(monkeypatch, missing):
 def test_no_texts_raise_an_error(texts, kind):
     with pytest.raises(TypeError, match=f"must be a sequence of texts, got {kind}"):
         minilm_tokens(texts)
+
+
+def test_half_a_surrogate_pair_raises_an_error():
+    with pytest.raises(ValueError, match="texts must be texts of Unicode, got .* at 1"):
+        minilm_tokens(["a", "\ud800"])

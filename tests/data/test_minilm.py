@@ -188,5 +188,5 @@ def test_no_texts_raise_an_error(texts, kind):
 
 
 def test_half_a_surrogate_pair_raises_an_error():
-    with pytest.raises(ValueError, match="texts must be texts of Unicode, got .* at 1"):
+    with pytest.raises(ValueError, match=r"texts must be texts of Unicode, got .* at 1"):
         minilm_tokens(["a", "\ud800"])

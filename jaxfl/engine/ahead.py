@@ -140,7 +140,8 @@ def step_flops(algorithm: Algorithm, population: Population) -> float:
 def described(clients: Clients, device: jax.Device) -> Population:
     """Return the clients as shapes on a device that may be absent.
 
-    All clients have the capacity of the largest one, so that a program has each local step once.
+    All clients have the capacity of the largest one. A program then has one loop of local steps,
+    where clients of different capacities would have one loop each.
     """
     mesh = Mesh(np.array([device]), ("clients",))
     shapes = _shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))

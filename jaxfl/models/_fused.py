@@ -374,9 +374,16 @@ def _place_of(word: Array, feature: Any) -> Array:
 
 
 def _weights_at(layer: _Layer, u: int, v: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield part, place, row and column of each kernel weight that meets one input of a window.
+    """Yield where one input of a window enters the convolution.
 
-    u and v are the input's row and column, counted from the first part's window.
+    Args:
+        layer: The layer.
+        u: The input's row, counted from the top of the window.
+        v: The input's column, counted from the left of the first part's window.
+
+    Yields:
+        The part of the pooled columns, the place in the window of 2x2 outputs, and the row and the
+        column of the kernel's weight that multiplies the input there.
     """
     for part in range(layer.parts):
         for place, (dy, dx) in enumerate(_PLACES):

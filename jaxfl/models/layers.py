@@ -102,10 +102,12 @@ class Convolution(nn.Module):
         pool: whether to pool. A last odd row or column is dropped.
         stride: 1, or 2 without pooling.
         bias: whether to add a bias.
-        pairs: whether the input went through `_convolution.to_pairs`. Pairs need the form
-            "winograd" or "im2col", an odd `size`, no padding, and pooling.
-        parts: the number of parts that a fused layer separates its pooled columns into, for the
-            next fused layer (see `_fused.convolve_pooled`). 1 separates nothing.
+        pairs: whether the input has pairs of neighbouring columns as channels, which
+            `_convolution.to_pairs` makes. Pairs need the form "winograd" or "im2col", an odd
+            `size`, no padding, and pooling.
+        parts: the number of groups into which a fused layer sorts its pooled columns, by the
+            remainder of their index. The next fused layer reads them in that order (see
+            `_fused.convolve_pooled`). 1 keeps the columns' order.
         form: how the layer is computed (see the module's docstring).
         sum_grad_squared: whether gradients are sums of squared per-example gradients (see the
             module's docstring).

@@ -131,10 +131,10 @@ class SecretBits:
     """Secret bits of a run, and their file in its folder, which names the run that owns them.
 
     A run that starts from a checkpoint has the bits that the checkpoint names by their hash. A run
-    that starts from the beginning has bits that were drawn for it. They are new, or the run left
-    them in the folder when it died before its first checkpoint. Its first rows of metrics may have
-    been read by then. The same run must therefore repeat them with the same noise, and any other
-    run must have other noise.
+    that starts from the beginning has bits that were drawn for it: new ones, or those that the same
+    run left in the folder when it died before its first checkpoint. By then somebody may have read
+    the first rows of that run's metrics. The same run must therefore repeat these rows with the
+    same noise, and any other run must have other noise.
 
     Args:
         count: Number of runs that have bits of their own. 0 draws none.

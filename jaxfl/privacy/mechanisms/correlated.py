@@ -494,10 +494,16 @@ def square_root(bands: int) -> Float[np.ndarray, "b"]:
 def _ratio(
     scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Return two polynomials whose ratio has the coefficients of a strategy.
+    r"""Return polynomials p and q of x, from whose ratio a strategy and its inverse follow.
 
-    The ratio is :math:`\sum_k c_k x^k = 1 + \sum_i \omega_i x / (1 - \theta_i x)`. With it the
-    inverse of a strategy costs as much in each round as there are buffers.
+    .. math:: p / q = 1 + \sum_i \frac{\omega_i x}{1 - \theta_i x}
+
+    The power series of p / q has the coefficients of the strategy, and that of q / p those of its
+    inverse. The inverse therefore costs one step for each buffer in a round.
+
+    Args:
+        scales: :math:`\omega`, one for each of the B buffers.
+        decays: :math:`\theta`, one for each buffer.
     """
     above = below = np.ones(1)
     for scale, decay in zip(scales, decays, strict=True):

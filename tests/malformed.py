@@ -537,7 +537,7 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "batch_size": (2, "count"), "progress": (False, "flag"),
     }),
     "minilm": (data.minilm, {}),
-    "minilm_tokens": (data.minilm_tokens, {"texts": (["a"], "texts"), "length": (8, "fold count")}),
+    "minilm_tokens": (data.minilm_tokens, {"texts": ([], "texts"), "length": (8, "fold count")}),
     "efficientnet_lite0": (data.efficientnet_lite0, {"width": (None, "count?")}),
     "by_owner": (data.by_owner, {
         "owner": (LABELS, "some labels"), "test_owner": (None, "labels?"), "least": (1, "count"),

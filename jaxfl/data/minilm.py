@@ -171,6 +171,8 @@ def minilm_tokens(texts: Sequence[str], *, length: int = 64) -> Int[np.ndarray, 
         >>> minilm_tokens(["To be, or not to be"], length=8)  # doctest: +SKIP
         array([[ 101, 2000, 2022, 1010, 2030, 2025, 2000,  102]], dtype=int32)
     """
+    if not texts:
+        return np.zeros((0, length), np.int32)
     cutter = tokenizer()
     cutter.enable_truncation(length)
     cutter.enable_padding(length=length)

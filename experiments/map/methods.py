@@ -203,19 +203,6 @@ def families(
         builders = {way: functools.partial(build, mix=way) for way in mixed_ways}
         return Family(build, points, mixtures=builders, **settings)
 
-    def tuned_ways(network: Model) -> Callable[..., Mapping[str, Way]]:
-        def ways(*, tuning: float, **_: Any) -> Mapping[str, Way]:
-            tuned = functools.partial(fine_tuned, local=local(tuning, last))
-            found: dict[str, Way] = dict(CORRECTIONS) | {
-                "fine_tuned": tuned,
-                "fine_tuned_corrected": lambda base: tuned(corrected(base)),
-            }
-            if network.head != network.layers:
-                found["head_fine_tuned"] = functools.partial(tuned, parts=network.head)
-            return found
-
-        return ways
-
     def fitted(number: str, parts: Sequence[str] | None = None) -> Mapping[str, Any]:
         """Return options of a family whose clients fit the model once more, as it is or corrected.
 
@@ -234,6 +221,18 @@ def families(
 
         mixed_ways = (*CORRECTIONS, *(["fine_tuned"] if number == "tuning" else []))
         return {"ways": ways, "mixed_ways": (*mixed_ways, "fine_tuned_corrected")}
+
+    def tuned_ways(network: Model) -> Callable[..., Mapping[str, Way]]:
+        whole = fitted("tuning")["ways"]
+
+        def ways(*, tuning: float, **_: Any) -> Mapping[str, Way]:
+            found = dict(whole(tuning=tuning))
+            if network.head != network.layers:
+                head = functools.partial(fine_tuned, local=local(tuning, last), parts=network.head)
+                found["head_fine_tuned"] = head
+            return found
+
+        return ways
 
     def private(
         method: Callable[..., Algorithm],

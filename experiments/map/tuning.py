@@ -186,7 +186,9 @@ def _run_together(
     numbers = [dict(point) for point in points]
     columns = {name: [own[name] for own in numbers] for name in family.points}
     if family.private:
-        columns["noise_multiplier"] = [_noise(place, family, own["epsilon"]) for own in numbers]
+        levels = {own["epsilon"] for own in numbers}
+        noise = {level: _noise(place, family, level) for level in levels}
+        columns["noise_multiplier"] = [noise[own["epsilon"]] for own in numbers]
     results = sweep(
         jax.random.key(seed),
         family.build,
@@ -224,15 +226,14 @@ def _example_of(family: Family) -> Algorithm:
     return family.build(**first, **noise)
 
 
-def _states(place: Place, family: Family) -> Any:
+def _states(place: Place, method: Algorithm) -> Any:
     """Return the shapes of what all clients keep from one round to the next."""
-    method = _example_of(family)
     return jax.eval_shape(lambda: method.init(jax.random.key(0), place.clients))[1]
 
 
 def _state_bytes(place: Place, family: Family) -> int:
     """Return the memory of what all clients of a point keep."""
-    leaves = jax.tree.leaves(_states(place, family))
+    leaves = jax.tree.leaves(_states(place, _example_of(family)))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -240,8 +241,9 @@ def _noise(place: Place, family: Family, epsilon: float) -> float:
     """Return the noise multiplier that meets an epsilon. A mixture has the noise of what it mixes."""
     if math.isinf(epsilon):
         return 0.0
-    sampling = _example_of(family).mechanism.sampling
-    stateful = bool(jax.tree.leaves(_states(place, family)))
+    method = _example_of(family)
+    sampling = method.mechanism.sampling
+    stateful = bool(jax.tree.leaves(_states(place, method)))
     return _calibrated(epsilon, place.clients, family.rounds, sampling, stateful)
 
 

@@ -139,17 +139,17 @@ def features(
     _check_inputs("data", data, encoder)
     inputs = {field: np.asarray(getattr(data, field)) for field in _FIELDS}
     if encoder.tokens:
-        of_batch: Callable[..., Array] = _of_tokens
+        prepare: Callable[[Array], Array] = _as_tokens
         size_of_key = 0
     else:
-        of_batch = functools.partial(_of_pictures, size=size)
+        prepare = functools.partial(_resized, size=size)
         size_of_key = size
     files = {field: _file(inputs[field], encoder, size_of_key) for field in _FIELDS}
     shapes = {field: (len(inputs[field]), encoder.width) for field in _FIELDS}
     known: dict[str, Any] = {field: _recall(files[field], shapes[field]) for field in _FIELDS}
     missing = [field for field in _FIELDS if known[field] is None]
     if missing:
-        apply = jax.jit(functools.partial(of_batch, encoder.apply))
+        apply = jax.jit(functools.partial(_encoded, encoder.apply, prepare))
         encode = functools.partial(apply, encoder.load())
         with _bar(sum(len(inputs[field]) for field in missing), progress) as advance:
             for field in missing:
@@ -175,27 +175,30 @@ def _recall(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | N
     return None if found is None else found["features"]
 
 
-def _of_tokens(apply: Callable, weights: Params, tokens: Int[Array, "B L"]) -> Array:
-    """Encode a batch of tokens."""
-    with jax.default_matmul_precision("highest"):
-        return apply(weights, tokens.astype(jnp.int32))
-
-
-def _of_pictures(
-    apply: Callable,
+def _encoded(
+    apply: Callable[[Params, Array], Array],
+    prepare: Callable[[Array], Array],
     weights: Params,
-    pictures: Shaped[Array, "B H W ..."],
-    *,
-    size: int,
+    inputs: Shaped[Array, "B ..."],
 ) -> Array:
-    """Resize a batch of pictures and encode it."""
+    """Prepare a batch of inputs, and encode it."""
+    prepared = prepare(inputs)
+    # A GPU would round factors to fewer bits, and the cache keeps features of any device.
+    with jax.default_matmul_precision("highest"):
+        return apply(weights, prepared)
+
+
+def _as_tokens(tokens: Int[Array, "B L"]) -> Array:
+    """Return a batch of tokens in the type that encoders take."""
+    return tokens.astype(jnp.int32)
+
+
+def _resized(pictures: Shaped[Array, "B H W ..."], *, size: int) -> Array:
+    """Return a batch of pictures in colour, resized, with numbers from 0 to 255."""
     scale = 1.0 if pictures.dtype == jnp.uint8 else 255.0
     colours = pictures if pictures.ndim == 4 else pictures[..., None]
     colours = jnp.broadcast_to(colours, (*colours.shape[:3], 3)).astype(jnp.float32) * scale
-    resized = jax.image.resize(colours, (len(colours), size, size, 3), "bilinear")
-    # A GPU would round factors to fewer bits, and the cache keeps features of any device.
-    with jax.default_matmul_precision("highest"):
-        return apply(weights, resized)
+    return jax.image.resize(colours, (len(colours), size, size, 3), "bilinear")
 
 
 def _batches(inputs: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:

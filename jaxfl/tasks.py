@@ -38,7 +38,7 @@ RESERVED = {
 An info `loss` is shown as `train_loss`.
 """
 
-_OFFSET = jax.make_user_context(None)
+_CHANGE = jax.make_user_context(None)
 
 _BINS = 256
 """Number of thresholds for the area under an ROC curve."""
@@ -170,37 +170,37 @@ def mean(losses: Float[Array, "B"], weights: Float[Array, "B"]) -> Float[Array, 
 
 
 def cross_entropy(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Return -log softmax(outputs) at the label, after `logits_offset` if there is one."""
-    return optax.softmax_cross_entropy_with_integer_labels(_with_offset(outputs), labels)
+    """Return -log softmax(outputs) at the label, after `changed_logits` if there is a change."""
+    change = _CHANGE.value
+    logits = outputs if change is None else change(outputs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-class Offset:
-    """Numbers that are added to logits, and whether a loss has read them."""
+class Change:
+    """A function of logits, and whether a loss has applied it."""
 
-    # Offsets compare by identity, so that JAX's caches distinguish one client's from another's.
-    def __init__(self, values: Float[Array, "K"]) -> None:
-        self.values = values
-        self.read = False
+    # Changes compare by identity, so that JAX's caches distinguish one client's from another's.
+    def __init__(self, function: Callable[[Array], Array]) -> None:
+        self.function = function
+        self.applied = False
+
+    def __call__(self, logits: Float[Array, "B K"]) -> Float[Array, "B K"]:
+        """Change logits, and remember that a loss asked for it."""
+        self.applied = True
+        return self.function(logits)
 
 
 @contextlib.contextmanager
-def logits_offset(values: Float[Array, "K"]) -> Iterator[Offset]:
-    """Let `cross_entropy` add numbers to all logits in code that is traced inside the context.
+def changed_logits(function: Callable[[Array], Array]) -> Iterator[Change]:
+    """Let `cross_entropy` change all logits in code that is traced inside the context.
 
-    A wrapper of a method cannot pass the numbers as an argument, because the method holds its model
-    and the model's loss.
+    A wrapper of a method cannot pass the function as an argument, because the method holds its
+    model and the model's loss. Of nested contexts, the inner one changes the logits first.
     """
-    offset = Offset(values)
-    with _OFFSET(offset):
-        yield offset
-
-
-def _with_offset(outputs: Float[Array, "B K"]) -> Float[Array, "B K"]:
-    offset = _OFFSET.value
-    if offset is None:
-        return outputs
-    offset.read = True
-    return outputs + offset.values.astype(outputs.dtype)[None]
+    around = _CHANGE.value
+    change = Change(function if around is None else lambda logits: around(function(logits)))
+    with _CHANGE(change):
+        yield change
 
 
 def one_hot_error(outputs: Float[Array, "B K"], labels: Int[Array, "B"]) -> Float[Array, "B"]:

@@ -39,6 +39,7 @@ from jaxfl.algorithms import (
     fine_tuned,
     ifca,
     local_only,
+    matrix_scaled,
     mixed,
     mr_mtl,
     padpfl,
@@ -282,6 +283,9 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     ),
     "prior_corrected_released": lambda z=1.0, sgd=0.1, **o: prior_corrected(
         dp_fedavg(MODEL, **private(z, sgd)), released=0.3
+    ),
+    "matrix_scaled": lambda z=1.0, sgd=0.1, **o: matrix_scaled(
+        dp_fedavg(MODEL, **private(z, sgd)), train=20.0
     ),
     "mixed": lambda z=1.0, sgd=0.1, **o: mixed(
         prior_corrected(dp_fedavg(MODEL, **private(z, sgd))), local=passes(0.1)

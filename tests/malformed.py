@@ -481,8 +481,8 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
         "parts": (None, "release?"), "evaluation_epochs": (None, "count from 0?"),
     }),
     "dp_fedavg_mixed": (algorithms.dp_fedavg_mixed, MODELS | LOCAL | PRIVATE | DELTA | {
-        "tuning": LOCAL["local"], "alone": LOCAL["local"], "smoothing": (0.1, "at least 0?"),
-        "folds": (3, "fold count"),
+        "tuning": (None, "local?"), "alone": LOCAL["local"], "penalty": (40.0, "positive"),
+        "train": (40.0, "positive"), "folds": (3, "fold count"),
     }),
     "fedrod": (algorithms.fedrod, MODELS | LOCAL | SERVER | PRIVATE | DELTA),
     "ppsgd": (algorithms.ppsgd, MODELS | PRIVATE | DELTA | {
@@ -522,6 +522,9 @@ ROWS: dict[str, tuple[Callable, dict[str, tuple[Any, str]]]] = {
     "fine_tuned": (algorithms.fine_tuned, METHOD | LOCAL | {"parts": (None, "some layers?")}),
     "prior_corrected": (algorithms.prior_corrected, METHOD | {
         "smoothing": (0.1, "at least 0"), "train": (False, "flag"), "released": (0.0, "share below 1"),
+    }),
+    "matrix_scaled": (algorithms.matrix_scaled, METHOD | {
+        "penalty": (40.0, "positive"), "train": (None, "positive?"), "steps": (20, "count"),
     }),
     "mixed": (algorithms.mixed, METHOD | LOCAL | {
         "folds": (3, "fold count"), "pick": (False, "flag"),

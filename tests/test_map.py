@@ -40,9 +40,9 @@ def test_a_mixture_is_the_recipe_of_the_library():
     place = PLACE._replace(unseen=0.0)
     alone = {"linear": methods.Alone(0.2, 3), "perceptron": methods.Alone(0.1, 2)}
     model, linear = methods.networks(place, (8, 8, 1), 10)
-    family = methods.families(place, model, linear, alone)["linear DP-FedAvg"]
+    family = methods.families(place, model, linear, alone)["scaled linear DP-FedAvg"]
     numbers = {"rate": 0.1, "clip": 0.5, "tuning": 0.05}
-    found = family.mixtures["fine_tuned_corrected"](**numbers, noise_multiplier=0.7)
+    found = family.mixtures["fine_tuned_scaled_4"](**numbers, noise_multiplier=0.7)
     recipe = dp_fedavg_mixed(
         linear,
         clip=0.5,
@@ -51,14 +51,15 @@ def test_a_mixture_is_the_recipe_of_the_library():
         local=LocalSGD(optax.sgd(0.1), 8, 1),
         tuning=LocalSGD(optax.sgd(0.05), 8, methods.FINE_TUNING_PASSES),
         alone=LocalSGD(optax.sgd(0.2), 8, 3),
-        smoothing=methods.SMOOTHING,
+        penalty=4.0,
+        train=methods.SCALING_IN_ROUNDS,
     )
     clients = places.clients_of(place, 0)
     scores = [
         simulate(3, method, clients, rounds=2, progress=False).scores for method in (found, recipe)
     ]
     np.testing.assert_allclose(
-        scores[0]["mixed_fine_tuned_corrected"], scores[1]["accuracy"], atol=1e-6
+        scores[0]["mixed_fine_tuned_scaled_4"], scores[1]["accuracy"], atol=1e-6
     )
 
 

@@ -43,8 +43,8 @@ PAGES = (
     ),
     Page(
         "dp_fedavg_mixed", "The map's recipe", ("dp_fedavg_mixed",),
-        "As the first method to try where labels differ by client: a private shared model that each client fine-tunes "
-        "with its own shares of classes, mixed with a model that it trains alone. It costs the epsilon of DP-FedAvg.",
+        "As the first method to try where clients differ: a private shared model whose logits each client translates to "
+        "its own classes, mixed with a model that the client trains alone. It costs the epsilon of DP-FedAvg.",
         "Where evaluation must be fast, since every client trains its own model `folds + 1` times, or where the task "
         "is no classification.",
         ("map",),
@@ -213,6 +213,15 @@ PAGES = (
         "`train=True`.",
         (),
         {"prior_corrected": "`prior_corrected(dp_fedavg(...), train=True)`"},
+    ),
+    Page(
+        "matrix_scaled", "Maps of logits", ("matrix_scaled",),
+        "Around a method that shares a model, wherever clients differ in their labels: a map of K x K numbers is learned "
+        "from a few dozen examples. With `train=40.0` clients may even name the same things differently.",
+        "Where clients have fewer examples than classes; where there are hundreds of classes, because every step of a "
+        "fit costs K x K products for each example.",
+        ("map",),
+        {"matrix_scaled": "`matrix_scaled(dp_fedavg(...), train=20.0)`"},
     ),
     Page(
         "mixed", "Mixture with a local model", ("mixed",),

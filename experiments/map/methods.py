@@ -24,6 +24,7 @@ from jaxfl.algorithms import (
     fine_tuned,
     ifca,
     local_only,
+    matrix_scaled,
     mixed,
     pmtl,
     ppsgd,
@@ -57,6 +58,12 @@ PENALTIES = (0.01, 1.0)
 
 STEPS = (0.3, 5.0)
 """Rates of a single step in a round."""
+
+SCALING = (4.0, 40.0, 400.0, 4000.0)
+"""Penalties of the map with which a client translates logits before the test, in examples."""
+
+SCALING_IN_ROUNDS = 40.0
+"""Penalty of these maps in rounds."""
 
 Way = Callable[[Algorithm], Algorithm]
 
@@ -265,6 +272,24 @@ def families(
     def of_mr_mtl(rate: float) -> Mapping[str, LocalSGD]:
         return {"local": local(rate, PERSONAL_PASSES)}
 
+    def scaled_ways(*, tuning: float, **_: Any) -> Mapping[str, Way]:
+        again = functools.partial(fine_tuned, local=local(tuning, last))
+        found: dict[str, Way] = {}
+        for penalty in SCALING:
+            scaled = functools.partial(matrix_scaled, penalty=penalty)
+            found[f"scaled_{penalty:g}"] = scaled
+            found[f"fine_tuned_scaled_{penalty:g}"] = lambda base, scaled=scaled: again(
+                scaled(base)
+            )
+        return found
+
+    def scaled_average(**numbers: float) -> Algorithm:
+        """Return DP-FedAvg that trains through maps, and is evaluated without one."""
+        base = averaged(place, linear)(**numbers)
+        return base._replace(
+            client_update=matrix_scaled(base, train=SCALING_IN_ROUNDS).client_update
+        )
+
     of_average = space(rate=START, clip=CLIPS, tuning=FURTHER)
 
     def average(network: Model) -> Family:
@@ -275,6 +300,9 @@ def families(
     return {
         "DP-FedAvg": average(model),
         "linear DP-FedAvg": average(linear),
+        "scaled linear DP-FedAvg": family(
+            scaled_average, of_average, scaled_ways, tuple(scaled_ways(tuning=0.0))
+        ),
         "Ditto": near(ditto, of_ditto, model),
         "linear Ditto": near(ditto, of_ditto, linear),
         "MR-MTL": near(pmtl, of_mr_mtl, model),

@@ -17,6 +17,7 @@ from jaxfl.algorithms.fedrep import centaur, fedrep
 from jaxfl.algorithms.fedrod import fedrod
 from jaxfl.algorithms.fine_tuned import fine_tuned
 from jaxfl.algorithms.ifca import ifca
+from jaxfl.algorithms.matrix_scaled import matrix_scaled
 from jaxfl.algorithms.mixed import mixed
 from jaxfl.algorithms.one_shot import dp_prototypes, dp_ridge
 from jaxfl.algorithms.padpfl import padpfl, padpfl_paper
@@ -34,6 +35,7 @@ __all__ = [
     "dp_fedavg_fb", "dp_fedavg_mixed", "dp_fedsam", "dp_lg", "dp_pfeddsu", "dp_pfeddsu_paper",
     "dp_prototypes", "dp_ridge", "fed_smp", "fedadagrad", "fedadam", "fedavg", "fedbuff", "feddpa",
     "feddpa_paper", "fedprox", "fedrep", "fedrod", "fedyogi", "fine_tuned", "ifca", "local_only",
-    "mixed", "mr_mtl", "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper", "per_fedavg", "pfedme",
-    "pmtl", "pmtl_ft", "ppsgd", "ppsgd_centaur", "prior_corrected", "scaffold",
+    "matrix_scaled", "mixed", "mr_mtl", "padpfl", "padpfl_paper", "pdp_fl", "pdp_fl_paper",
+    "per_fedavg", "pfedme", "pmtl", "pmtl_ft", "ppsgd", "ppsgd_centaur", "prior_corrected",
+    "scaffold",
 ]  # fmt: skip

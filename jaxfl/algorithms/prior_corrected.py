@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -13,7 +14,7 @@ from jaxfl._validate import at_least_0, check_fraction, checked, nonzero
 from jaxfl.models.extended import extended, outputs_of
 from jaxfl.privacy.clip import clip
 from jaxfl.privacy.mechanisms import BandedNoise, BLTNoise, Extrapolated, Mechanism
-from jaxfl.tasks import logits_offset
+from jaxfl.tasks import changed_logits
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
 _ENTRY = "log_prior"
@@ -129,12 +130,8 @@ def prior_corrected(
         _check_released(released, algorithm, train=train)
     model = algorithm.model
     classes = classes_of("algorithm", model)
-    if train and algorithm.dp_sgd is not None:
-        raise ValueError(
-            f"train must be False with private local steps, got True with "
-            f"algorithm={algorithm.name!r}. Leave train out, because each example would "
-            "change the gradients of the client's other examples, and no noise hides that."
-        )
+    if train:
+        check_trains_by_clients(algorithm, train=train)
 
     def offset_of(data: ClientData) -> Float[Array, "K"]:
         return log_prior(data, classes, smoothing)
@@ -143,13 +140,14 @@ def prior_corrected(
         del key
         return jnp.zeros(classes)
 
-    def add(offset: Float[Array, "K"], logits: Array, x: Array) -> Float[Array, "B K"]:
+    def add(offset: Float[Array, "K"], logits: Array, x: Array | None = None) -> Array:
         del x
         return logits + offset.astype(logits.dtype)[None]
 
     def personalize(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> Params:
         offset = offset_of(data)
-        correction = logits_offset(offset) if train else contextlib.nullcontext()
+        with_offset = functools.partial(add, offset)
+        correction = changed_logits(with_offset) if train else contextlib.nullcontext()
         with correction:
             params = algorithm.personalize(key, server, client, data)
         return {**params, _ENTRY: offset}
@@ -165,15 +163,8 @@ def prior_corrected(
         return {**params, _ENTRY: params[_ENTRY] - shared}
 
     def client_update(key: Key[Array, ""], server: Tree, client: Tree, data: ClientData) -> tuple:
-        with logits_offset(offset_of(data)) as offset:
-            updated = algorithm.client_update(key, server, client, data)
-        if not offset.read:
-            raise ValueError(
-                f"train must be False for a method with a loss of its own, got True with "
-                f"algorithm={algorithm.name!r}. Leave train out, or give the method the task's "
-                "loss, for instance by ppsgd(loss=None)."
-            )
-        return updated
+        change = functools.partial(add, offset_of(data))
+        return update_through(change, algorithm, key, server, client, data)
 
     def init(key: Key[Array, ""], number: int) -> tuple[Counted, Tree]:
         method, clients = algorithm.init(key, number)
@@ -209,6 +200,56 @@ def prior_corrected(
         server_update=server_update,
         personalize=personalize_counted,
     )
+
+
+def check_trains_by_clients(algorithm: Algorithm, *, train: Any) -> None:
+    """Require a method whose messages are protected as a client's, if a change enters training.
+
+    Args:
+        algorithm: The method whose local training sees the change.
+        train: Value of the argument `train`, for the error message.
+
+    Raises:
+        ValueError: The method has private local steps.
+    """
+    if algorithm.dp_sgd is not None:
+        raise ValueError(
+            f"train must be left out with private local steps, got {train!r} with "
+            f"algorithm={algorithm.name!r}. Leave train out, because each example would "
+            "change the gradients of the client's other examples, and no noise hides that."
+        )
+
+
+def update_through(
+    function: Callable[[Array], Array],
+    algorithm: Algorithm,
+    key: Key[Array, ""],
+    server: Tree,
+    client: Tree,
+    data: ClientData,
+) -> tuple:
+    """Return the update of a client whose loss changes all logits first.
+
+    Args:
+        function: Function from logits [B, K] to new ones.
+        algorithm: The method.
+        key: Key of the client's update.
+        server: State of the server.
+        client: State of the client.
+        data: Examples of the client.
+
+    Raises:
+        ValueError: The method trains by a loss that does not take the change.
+    """
+    with changed_logits(function) as change:
+        updated = algorithm.client_update(key, server, client, data)
+    if not change.applied:
+        raise ValueError(
+            f"train must be left out for a method with a loss of its own, got it with "
+            f"algorithm={algorithm.name!r}. Leave train out, or give the method the task's "
+            "loss, for instance by ppsgd(loss=None)."
+        )
+    return updated
 
 
 def _check_released(released: Number, algorithm: Algorithm, *, train: bool) -> None:

@@ -180,7 +180,7 @@ def test_the_offset_ends_with_the_local_step():
 LOSS_OF_ITS_OWN = {"ppsgd", "dp_ridge", "dp_prototypes"}
 REFUSED = {"mr_mtl", "pdp_fl_examples"}
 """Methods of private local steps."""
-TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed", "dp_fedavg_mixed"}
+TWICE = {"fine_tuned", "prior_corrected", "prior_corrected_released", "mixed"}
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name not in REFUSED | TWICE])
@@ -188,7 +188,7 @@ def test_every_method_trains_by_the_corrected_loss_or_is_refused(name):
     method = prior_corrected(ALGORITHMS[name](), train=True)
     if name in LOSS_OF_ITS_OWN:
         with pytest.raises(
-            ValueError, match="train must be False for a method with a loss of its own"
+            ValueError, match="train must be left out for a method with a loss of its own"
         ):
             check_algorithm(method, small_clients(), 2)
     else:
@@ -198,7 +198,7 @@ def test_every_method_trains_by_the_corrected_loss_or_is_refused(name):
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_examples_that_are_protected_one_by_one_have_no_correction_in_training(name):
     assert prior_corrected(ALGORITHMS[name]()).dp_sgd is not None
-    with pytest.raises(ValueError, match="train must be False with private local steps"):
+    with pytest.raises(ValueError, match="train must be left out with private local steps"):
         prior_corrected(ALGORITHMS[name](), train=True)
 
 

@@ -26,6 +26,7 @@ from jaxfl.algorithms import (
     fedavg,
     fedbuff,
     fine_tuned,
+    matrix_scaled,
     mixed,
     prior_corrected,
 )
@@ -173,6 +174,7 @@ AROUND = {
     "fine_tuned": functools.partial(fine_tuned, local=QUICK),
     "prior_corrected": prior_corrected,
     "mixed": functools.partial(mixed, local=QUICK),
+    "matrix_scaled": matrix_scaled,
     "mixed(prior_corrected)": lambda base: mixed(prior_corrected(base), local=QUICK),
     "fine_tuned(prior_corrected)": lambda base: fine_tuned(prior_corrected(base), local=QUICK),
     "mixed(fine_tuned(prior_corrected))": lambda base: mixed(

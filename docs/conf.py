@@ -10,6 +10,8 @@ sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests"), str(HERE.parent)
 import jaxfl  # noqa: E402
 from jaxfl.backend import compile_quickly  # noqa: E402
 
+# Otherwise each run of a notebook would advise its readers to configure JAX.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "1")
 compile_quickly()  # small runs, in the notebooks' processes too: compiling them well would take most of the time
 
 # A kernel claims that what its commands print to is a terminal, and a progress bar would print each of its states.

@@ -60,6 +60,7 @@ def main() -> None:
         print(f"jaxfl {jaxfl.__version__}")
         return
     sys.excepthook = in_one_line
+    jaxfl.configure()
     chosen = parse(sys.argv[1:])
     chosen()
     # Python would report a closed pipe at exit without the hook.
@@ -118,7 +119,7 @@ def _message(box: str) -> str:
 
 
 def command_line(config: Callable[..., T], description: str | None, **options: Any) -> T:
-    """Read a program's command line.
+    """Read a program's command line, and configure JAX for simulations.
 
     From then on, a wrong value or a signal ends the program with one line.
 
@@ -128,6 +129,7 @@ def command_line(config: Callable[..., T], description: str | None, **options: A
         options: Further arguments of `tyro.cli`.
     """
     sys.excepthook = in_one_line
+    jaxfl.configure()
     reader = functools.partial(tyro.cli, config, description=description, **options)
     return _read(reader, sys.argv[1:])
 

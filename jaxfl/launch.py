@@ -41,6 +41,7 @@ from jax._src.clusters import ClusterEnv
 from jaxfl.backend import COUNT_FLAG, cores, visible_gpus
 from jaxfl.engine.processes import agree
 from jaxfl.run import signals
+from jaxfl.run.flags import configure
 
 _HEARTBEAT_SECONDS = 30
 """Seconds after which a process that does not respond counts as lost."""
@@ -79,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     Raises:
         SystemExit: Options are wrong or incompatible. The code is 2, after one line about them.
     """
+    configure()
     # The description holds the usage, so that an error is one line.
     parser = argparse.ArgumentParser(
         "python -m jaxfl.launch",
@@ -441,6 +443,7 @@ def _join(
         launcher: Pipe that ends with the launcher.
     """
     threading.Thread(target=_end_after, args=(launcher,), daemon=True).start()
+    configure()
     # While this process waits for the others, there is nothing to save.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     options: dict[str, Any] = {}

@@ -14,13 +14,15 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import jax
 import pytest
 
+import jaxfl
 from jaxfl.backend import compile_quickly
 from jaxfl.engine import memo
 
 compile_quickly()  # small models run once: compiling them well would take most of the time
 
-# As the library does by default on a CPU: one device per core, here two whatever the machine has.
+# `configure` would take one device per core. Here there are two, whatever the machine has.
 jax.config.update("jax_num_cpu_devices", 2)
+jaxfl.configure()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -26,8 +26,8 @@ def test_only_the_backend_names_platforms():
     folder = pathlib.Path(jaxfl.__file__).parent
     naming = re.compile(r"default_backend|\.platform\b|[\"'](cpu|gpu|tpu|cuda)[\"']|xla_cpu")
     found = {path.name for path in folder.rglob("*.py") if naming.search(path.read_text())}
-    # `__init__` asks for a CPU's devices before JAX has started; `chips` are those that are not here.
-    assert found == {"backend.py", "__init__.py", "chips.py"}
+    # `configure` asks for a CPU's devices before JAX has started; `chips` are those that are not here.
+    assert found == {"backend.py", "flags.py", "chips.py"}
 
 
 def test_each_platform_has_its_formulation():
@@ -60,7 +60,7 @@ def test_a_number_of_cpu_devices_that_is_set_stays(variables, devices):
         for name, value in os.environ.items()
         if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
     }
-    code = "import jax, jaxfl; print(jax.device_count())"
+    code = "import jax, jaxfl; jaxfl.configure(); print(jax.device_count())"
     told = subprocess.check_output([sys.executable, "-c", code], env=kept | variables, text=True)
     assert int(told) == devices
 
@@ -111,3 +111,52 @@ def test_a_model_takes_the_form_of_the_devices_that_it_is_traced_for():
         assert model.largest_part is None
         assert convolutions()
     assert not convolutions()
+
+
+def fresh(code, **variables):
+    """Run code in a process whose JAX nobody has configured, and return what the process prints."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))
+    }
+    paths = [*sys.path, str(pathlib.Path(__file__).parent)]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=kept | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split("\n"), done.stderr
+
+
+def test_importing_changes_nothing_in_the_process():
+    code = (
+        "import os, jax; before = (dict(os.environ), dict(jax.config.values)); import jaxfl; "
+        "print(before == (dict(os.environ), dict(jax.config.values)))"
+    )
+    assert fresh(code)[0][0] == "True"
+
+
+@pytest.mark.slow
+def test_a_run_says_once_what_configuring_would_gain():
+    run = (
+        "import jaxfl.run.flags; jaxfl.run.flags.cores = lambda: 3\n"
+        "from jaxfl import simulate\n"
+        "from algorithms_table import ALGORITHMS, small_clients\n"
+        "options = {'rounds': 1, 'progress': False}\n"
+        "for seed in (0, 1): simulate(seed, ALGORITHMS['dp_fedavg'](), small_clients(), **options)\n"
+    )
+    _, shown = fresh(run)
+    assert shown.count("This run uses one device for 3 cores") == 1
+    _, silent = fresh(run, JAX_NUM_CPU_DEVICES="1")
+    assert "one device" not in silent
+
+
+@pytest.mark.slow
+def test_configuring_comes_before_jax_starts():
+    code = "import jax, jaxfl; jaxfl.configure(); jaxfl.configure(); print(jax.device_count())"
+    (devices, *_), shown = fresh(code)
+    assert int(devices) == backend("cpu").devices
+    assert not shown
+    late = "import jax, jaxfl; jax.devices(); jaxfl.configure()"
+    assert "because JAX has started already" in fresh(late)[1]

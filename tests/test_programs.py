@@ -25,6 +25,7 @@ from collections import Counter
 seen = Counter()
 jax.monitoring.register_event_listener(lambda name, **_: seen.update([name.rsplit("/")[-1]]))
 import jaxfl
+jaxfl.configure()
 
 print(jax.config.values["jax_compilation_cache_dir"], jax.config.values["jax_persistent_cache_min_compile_time_secs"])
 """

@@ -59,7 +59,7 @@ PENALTIES = (0.01, 1.0)
 STEPS = (0.3, 5.0)
 """Rates of a single step in a round."""
 
-SCALING = (4.0, 40.0, 400.0, 4000.0)
+SCALING = (1.0, 4.0, 40.0, 1000.0)
 """Penalties of the map with which a client translates logits before the test, in examples."""
 
 SCALING_IN_ROUNDS = 40.0

@@ -1,12 +1,10 @@
 """A map of a client's own from the shared model's logits to its classes, around any method."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
@@ -14,7 +12,6 @@ from jaxfl._validate import checked
 from jaxfl.algorithms.prior_corrected import check_trains_by_clients, classes_of, update_through
 from jaxfl.local.lanes import longest
 from jaxfl.models.extended import extended
-from jaxfl.tasks import cross_entropy
 from jaxfl.types import Algorithm, ClientData, Model, Number, Params, Tree
 
 _ENTRY = "logits_map"
@@ -122,7 +119,7 @@ def matrix_scaled(
 
     def start(key: Key[Array, ""]) -> LogitsMap:
         del key
-        return _identity_map(classes)
+        return LogitsMap(jnp.eye(classes), jnp.zeros(classes))
 
     def change(found: LogitsMap, logits: Array, x: Array) -> Float[Array, "B K"]:
         del x
@@ -163,51 +160,44 @@ def fit_map(
     >>> fit_map(logits, labels, real, penalty=0.01, steps=200)(logits[0]).argmax(-1)
     Array([1, 0], dtype=int32)
     """
-    batch = real.shape[1]
+    blocks, batch, classes = logits.shape
     used = longest(-(-jnp.sum(real) // batch))
-    classes = logits.shape[-1]
-    identity = _identity_map(classes)
+    # The offset is the row of the matrix that belongs to an input of 1.
+    ones = jnp.ones((blocks, batch, 1))
+    inputs = jnp.where(real[..., None], jnp.concatenate([logits, ones], axis=-1), 0)
+    identity = jnp.eye(classes + 1, classes)
+    penalties = penalty * jnp.ones((classes + 1, 1)).at[classes].set(_OFFSET_SHARE)
 
-    def over_blocks(of_block: Callable[[Array, Array, Array], Tree], start: Tree) -> Tree:
-        def add(number: Int[Array, ""], total: Tree) -> Tree:
-            block = of_block(logits[number], labels[number], real[number])
-            return optax.tree.add(total, block)
+    def summed(of_block: Callable[[Array, Array], Array], start: Array) -> Array:
+        def add(block: Int[Array, ""] | int, total: Array) -> Array:
+            return total + of_block(inputs[block], labels[block])
 
-        return lax.fori_loop(0, used, add, start)
+        # A loop of one pass costs more than the pass.
+        return add(0, start) if blocks == 1 else lax.fori_loop(0, used, add, start)
 
-    def loss(found: LogitsMap, logits: Array, labels: Array, real: Array) -> Float[Array, ""]:
-        return jnp.sum(jnp.where(real, cross_entropy(found(logits), labels), 0))
-
-    def gradient(found: LogitsMap) -> LogitsMap:
-        distance = optax.tree.sub(found, identity)
-        of_penalty = LogitsMap(
-            matrix=penalty * distance.matrix,
-            offset=penalty * _OFFSET_SHARE * distance.offset,
-        )
-        of_block = functools.partial(jax.grad(loss), found)
-        return over_blocks(of_block, of_penalty)
-
-    def products(logits: Array, labels: Array, real: Array) -> Float[Array, "K K"]:
+    def products(rows: Float[Array, "B I"], labels: Int[Array, "B"]) -> Float[Array, "I I"]:
         del labels
-        rows = jnp.where(real[:, None], logits, 0)
         return rows.T @ rows
 
-    squares = over_blocks(products, jnp.zeros_like(identity.matrix))
-    number = jnp.sum(real)
-    # The Hessian of -log softmax is at most 1/2. The constant input of the offset adds a 1 for
-    # each example.
-    curvature = penalty + (jnp.linalg.norm(squares) + number) / 2
+    # The Hessian of -log softmax is at most 1/2.
+    squares = summed(products, jnp.zeros((classes + 1, classes + 1)))
+    curvature = penalty + jnp.linalg.norm(squares) / 2
 
-    def step(index: Int[Array, ""], carry: tuple) -> tuple[LogitsMap, LogitsMap]:
+    def gradient(weights: Float[Array, "I K"]) -> Float[Array, "I K"]:
+        def of_block(rows: Float[Array, "B I"], labels: Int[Array, "B"]) -> Float[Array, "I K"]:
+            error = jax.nn.softmax(rows @ weights) - jax.nn.one_hot(labels, classes)
+            return rows.T @ error
+
+        return summed(of_block, penalties * (weights - identity))
+
+    def step(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         before, ahead = carry
-        slope = gradient(ahead)
-        after = optax.tree.add_scale(ahead, -1 / curvature, slope)
-        change = optax.tree.sub(after, before)
+        after = ahead - gradient(ahead) / curvature
         momentum = index / (index + 3.0)
-        return after, optax.tree.add_scale(after, momentum, change)
+        return after, after + momentum * (after - before)
 
-    found, _ = lax.fori_loop(0, steps, step, (identity, identity))
-    return found
+    weights, _ = lax.fori_loop(0, steps, step, (identity, identity))
+    return LogitsMap(matrix=weights[:classes], offset=weights[classes])
 
 
 def _logits(
@@ -228,7 +218,3 @@ def _logits(
     blank = jnp.zeros((*positions.shape, classes))
     used = longest(-(-data.size // batch))
     return lax.fori_loop(0, used, fill, blank), labels, real
-
-
-def _identity_map(classes: int) -> LogitsMap:
-    return LogitsMap(jnp.eye(classes), jnp.zeros(classes))

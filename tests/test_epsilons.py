@@ -126,7 +126,7 @@ def test_a_calibrated_run_ends_at_its_target_in_every_place(tmp_path):
     assert report.shown_epsilon(result.metrics[-1:]) == "epsilon 2"
     write_report(tmp_path / "run")
     text = (tmp_path / "run" / report.PAGE).read_text()
-    assert report.COLUMNS["epsilon"].replace("'", "&#x27;") in text
+    assert report.COLUMNS["epsilon"].replace("'", "&#39;") in text
     assert str(stated) in text
 
 

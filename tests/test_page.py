@@ -354,7 +354,7 @@ def test_without_matplotlib_a_run_and_its_page_have_no_pictures(tmp_path, monkey
     page = write_report(tmp_path).read_text()
     assert not {*tmp_path.glob("*.png"), *tmp_path.glob("*.pdf")}
     assert "<svg" not in page
-    assert "pip install &#x27;jaxfl[plot]&#x27;" in page
+    assert "pip install &#39;jaxfl[plot]&#39;" in page
     with pytest.raises(ValueError, match=r"pip install 'jaxfl\[plot\]'"):
         MADE.plot(tmp_path / "plot.png")
 

@@ -88,6 +88,7 @@ def test_a_builder_names_all_of_its_arguments(name):
 def test_what_takes_long_to_import_waits_for_its_first_use():
     slow = (
         "dp_accounting",
+        "jinja2",
         "orbax",
         "flax.nnx",
         "scipy.stats",

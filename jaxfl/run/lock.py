@@ -1,4 +1,8 @@
-"""Locks that allow one run at a time in a folder."""
+"""Locks that allow one run at a time in a folder.
+
+The package filelock cannot replace this module. Its file locks are exclusive only, and its locks
+with readers write files even for readers. A reader here must write nothing.
+"""
 
 import contextlib
 import logging

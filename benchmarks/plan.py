@@ -1,16 +1,17 @@
-"""What each workload's round needs of a chip that is not there: compiled for it, not run.
+"""Estimates of each workload's round on a chip that this machine lacks, from a compiled program.
 
 python -m benchmarks.plan --chip h100
 
-Bytes and kernels are those of the optimized program's local steps, with their share of the loops around them; of the
-kernels, those in the step itself are counted apart, too. On a TPU the compiler counts cycles; for a GPU a bound stands
-in their place, the larger of bytes at the memory's full speed and operations at the chip's peak. Without a device a
-compiler tunes nothing: tiles may change there, kernels and bytes less. Needs the chip's compiler:
+Bytes and kernels are those of the optimised program's local steps, with their share of the loops
+around them. The kernels in the step itself are also counted separately. A TPU's compiler counts
+cycles. For a GPU the time is a lower bound: the larger of bytes at the memory's full speed and
+operations at the chip's peak. Without a device a compiler tunes nothing, so tiles may change on the
+device, and kernels and bytes change less. The benchmark needs the chip's compiler:
 `pip install jaxfl[plan-tpu]` or `jaxfl[plan-gpu]`.
 
-Figures of workloads that `--out` has from before and that are not asked for stay there; a row says which chunks were
-tried. With `--check`, figures are compared with those in a folder, at the chunks chosen there: a growth by over a
-tenth ends with an error.
+Earlier results in `--out` stay for workloads that are not requested. A row has the chunks that were
+tried. With `--check`, results are compared with those in a folder, at the chunks chosen there. A
+growth by more than a tenth raises an error.
 """
 
 import dataclasses
@@ -27,34 +28,34 @@ from benchmarks.common import OUT, apart, bars, finish
 from benchmarks.workloads import WORKLOADS, Name, Workload, algorithm_of, model_of
 from jaxfl.backend import Form
 from jaxfl.chips import device_of, run_here
-from jaxfl.engine.ahead import described, footprint, step_flops
+from jaxfl.engine.ahead import abstract_population, footprint, step_flops
 from jaxfl.local.train import blocks_of
 from jaxfl.types import Clients, Lists
 
 GROWTH = 1.1
-"""Beyond which a check fails."""
+"""Ratio of new to old values above which a check fails."""
 CHECKED = ("kernels", "megabytes", "memory_mb", "microseconds")
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What to compile."""
+    """Options of the benchmark."""
 
     chip: str = "h100"
     """One of `jaxfl.chips.CHIPS`."""
     workloads: tuple[Name, ...] = ("lenet", "mlp", "feddpa", "resnet20", "pfl_cnn")
     form: Form | None = None
-    """Of convolutions; None: the one that the chip gets by itself."""
+    """Form of convolutions. None takes the chip's default."""
     chunks: tuple[int, ...] = (128,)
-    """Clients vectorised at a time: of several, the one whose step is the fastest."""
+    """Clients vectorised at a time. The result is that of the chunk with the fastest step."""
     clients: int = 1000
     check: pathlib.Path | None = None
-    """A folder with earlier figures."""
+    """Folder with earlier results."""
     out: pathlib.Path = OUT
 
 
 def main(config: Config) -> None:
-    """Compile each workload for each chip, in processes of their own."""
+    """Compile each workload for the chip, in a process of its own."""
     run_here()
     name = f"plan_{config.chip}" + (f"_{config.form}" if config.form else "")
     known: dict[str, dict[str, Any]] = (
@@ -64,7 +65,8 @@ def main(config: Config) -> None:
         missing := [work for work in config.workloads if work not in known]
     ):
         raise ValueError(
-            f"check={config.check} has no figures of {missing[0]} for {config.chip}: leave it out"
+            f"check must have results of all workloads for {config.chip}, got {config.check} "
+            f"without {missing[0]}. Leave out that workload."
         )
     rows: dict[str, dict[str, Any]] = {}
     for work in config.workloads:
@@ -76,7 +78,10 @@ def main(config: Config) -> None:
     _check(rows, known)
     every = _rows(config.out / f"{name}.json") | rows
     whole = [every[work] for work in WORKLOADS if work in every]
-    headline = f"{config.chip}, planned: {whole[0]['workload']} {whole[0]['microseconds']:.3g} us a client-step"
+    headline = (
+        f"{config.chip}, planned: {whole[0]['workload']} {whole[0]['microseconds']:.3g} us a "
+        "client-step"
+    )
     drawn = {row["workload"]: row["microseconds"] for row in whole}
     figure = bars(
         drawn, "microseconds of a client's local step", f"compiled for {config.chip}, not run"
@@ -85,7 +90,7 @@ def main(config: Config) -> None:
 
 
 def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """By workload; none of a file that is not there."""
+    """Return the rows of a file by workload, or none if the file is missing."""
     return (
         {row["workload"]: row for row in json.loads(path.read_text())["rows"]}
         if path.exists()
@@ -96,7 +101,7 @@ def _rows(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 def measure(
     chip: str, workload: Name, form: Form | None, chunks: tuple[int, ...], clients: int
 ) -> dict[str, Any]:
-    """Figures of the program of the fastest chunk."""
+    """Return the estimates for the chunk with the fastest program."""
     work = WORKLOADS[workload]
     steps, blocks = blocks_of(work.examples, work.batch_size)[::-1]
     begun = time.perf_counter()
@@ -104,9 +109,12 @@ def measure(
     algorithm, population = algorithm_of(work, model=model_of(work, form)), shapes_of(work, clients)
     tried = (footprint(chip, algorithm, population, chunk=chunk, trips=trips) for chunk in chunks)
     found = min(tried, key=lambda one: one.microseconds)
-    if form == "pallas":  # a kernel's operations show in no product
+    if form == "pallas":
+        # The operations of a Pallas kernel do not appear as products of the program.
         plain = algorithm_of(work, model=model_of(work, "lax"))
-        found = found._replace(flops=step_flops(plain, described(population, device_of(chip))))
+        found = found._replace(
+            flops=step_flops(plain, abstract_population(population, device_of(chip)))
+        )
     return {
         "chunk": found.chunk,
         "kernels": found.kernels,
@@ -125,25 +133,29 @@ def measure(
 
 
 def shapes_of(work: Workload, clients: int) -> Clients:
-    """Clients of a workload without their data."""
+    """Return the clients of a workload as shapes without data."""
     count, struct = clients * work.examples, jax.ShapeDtypeStruct
     starts = struct((clients,), np.int32)
     arrays: list[Any] = [
-        struct((count, *work.input_shape), np.uint8), struct((count,), np.int32),
-        Lists(struct((count,), np.int32), starts), np.full(clients, work.examples, np.int32),
-        Lists(struct((clients,), np.int32), starts), struct((clients,), np.int32),
-    ]  # fmt: skip
+        struct((count, *work.input_shape), np.uint8),
+        struct((count,), np.int32),
+        Lists(struct((count,), np.int32), starts),
+        np.full(clients, work.examples, np.int32),
+        Lists(struct((clients,), np.int32), starts),
+        struct((clients,), np.int32),
+    ]
     return Clients(*arrays)
 
 
 def _check(rows: dict[str, dict[str, Any]], known: dict[str, dict[str, Any]]) -> None:
-    """Require figures that have grown by a tenth at most."""
+    """Require that values have grown by at most a tenth."""
     for work in rows.keys() & known.keys():
         for name in CHECKED:
             old, new = known[work][name], rows[work][name]
             if new > GROWTH * old:
                 raise ValueError(
-                    f"{name} of {work} has grown from {old:.4g} to {new:.4g}: find out why, or commit the new figures"
+                    f"{name} of {work} must be at most {GROWTH:g} times {old:.4g}, got {new:.4g}. "
+                    "Find the cause, or commit the new results."
                 )
 
 

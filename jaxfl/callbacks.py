@@ -30,11 +30,11 @@ from jaxfl._validate import check_callable, check_path, checked, plain, show
 
 __all__ = ["csv", "early_stopping", "epsilon_budget", "mlflow", "tensorboard", "wandb"]
 
-Row: TypeAlias = Mapping[str, float | int]
+EvaluationRow: TypeAlias = Mapping[str, float | int]
 """Metrics of one evaluation by name, with the number of rounds so far as `round`."""
-Callback: TypeAlias = Callable[[list[Row]], Any]
+Callback: TypeAlias = Callable[[list[EvaluationRow]], Any]
 """Function from all rows so far to True, to end the run, or to False or None."""
-_Log: TypeAlias = Callable[[list[Row]], None]
+_Log: TypeAlias = Callable[[list[EvaluationRow]], None]
 """Function that logs the rows that it has not logged yet."""
 
 
@@ -70,7 +70,7 @@ def _check_callback(name: str, value: Any) -> Callback:
 
 
 @contextlib.contextmanager
-def opened(callbacks: Sequence[Callback]) -> Iterator[None]:
+def entered(callbacks: Sequence[Callback]) -> Iterator[None]:
     """Enter the callbacks that are context managers, and leave them at the end of the block."""
     with contextlib.ExitStack() as stack:
         for callback in callbacks:
@@ -85,7 +85,7 @@ def _leave(callback: contextlib.AbstractContextManager, *error: Any) -> None:
     callback.__exit__(*error)
 
 
-def ask(callbacks: Sequence[Callback], rows: Sequence[Row]) -> bool:
+def ask(callbacks: Sequence[Callback], rows: Sequence[EvaluationRow]) -> bool:
     """Call all callbacks, each with its own copy of the rows, and return whether one ends the run.
 
     Raises:
@@ -142,9 +142,9 @@ def early_stopping(
     [False, False, False, True]
     """
 
-    def callback(rows: list[Row]) -> bool:
+    def callback(rows: list[EvaluationRow]) -> bool:
         losses = []
-        for value in _column(rows, metric):
+        for value in _metric_values(rows, metric):
             loss = value if mode == "min" else -value
             losses.append(math.inf if math.isnan(loss) else loss)
         evaluations_since_best = len(losses) - 1 - losses.index(min(losses))
@@ -187,7 +187,7 @@ class EpsilonBudget:
                 f"evaluation cost, got {self.limit:g}. Lower eval_every, or add noise."
             )
 
-    def __call__(self, rows: list[Row]) -> bool:
+    def __call__(self, rows: list[EvaluationRow]) -> bool:
         """Return whether the next interval may exceed the limit.
 
         Rows without the column are left out. Outside of a run, the next interval counts as much as
@@ -255,7 +255,7 @@ def csv(path: str | os.PathLike) -> Callback:
         names: list[str] = []
         written = 0
 
-        def text_of(rows: Sequence[Row], head: bool) -> str:
+        def text_of(rows: Sequence[EvaluationRow], head: bool) -> str:
             text = io.StringIO()
             table = DictWriter(text, names, lineterminator="\n")
             if head:
@@ -263,7 +263,7 @@ def csv(path: str | os.PathLike) -> Callback:
             table.writerows(rows)
             return text.getvalue()
 
-        def write(rows: list[Row]) -> None:
+        def write(rows: list[EvaluationRow]) -> None:
             nonlocal names, written
             new = rows[written:]
             found = list(dict.fromkeys(name for row in new for name in row))
@@ -309,7 +309,7 @@ def tensorboard(folder: str | os.PathLike) -> Callback:
     def started() -> Iterator[_Log]:
         with SummaryWriter(str(folder), purge_step=0, flush_secs=1) as writer:
 
-            def log(row: Row) -> None:
+            def log(row: EvaluationRow) -> None:
                 for name, value in _scalars(row).items():
                     writer.add_scalar(name, value, row["round"])
 
@@ -331,7 +331,7 @@ def wandb(run: Any) -> Callback:
             "Give the result of wandb.init()."
         )
 
-    def log(row: Row) -> None:
+    def log(row: EvaluationRow) -> None:
         run.log(_scalars(row), step=int(row["round"]))
 
     return _Logger(lambda: contextlib.nullcontext(_rest(log)))
@@ -352,13 +352,13 @@ def mlflow(library: Any, run_id: str | None = None) -> Callback:
             f"library must be the module mlflow, got {show(library)}. Import it, and give it."
         )
 
-    def log(row: Row) -> None:
+    def log(row: EvaluationRow) -> None:
         library.log_metrics(_scalars(row), int(row["round"]), run_id=run_id)
 
     return _Logger(lambda: contextlib.nullcontext(_rest(log)))
 
 
-def _column(rows: list[Row], name: str) -> list[float]:
+def _metric_values(rows: list[EvaluationRow], name: str) -> list[float]:
     """Return the values of a metric in all rows."""
     if name not in rows[-1]:
         known = ", ".join(rows[-1])
@@ -366,16 +366,16 @@ def _column(rows: list[Row], name: str) -> list[float]:
     return [float(row[name]) for row in rows]
 
 
-def _scalars(row: Row) -> dict[str, float | int]:
+def _scalars(row: EvaluationRow) -> dict[str, float | int]:
     """Return the values of a row, without the number of rounds."""
     return {name: value for name, value in row.items() if name != "round"}
 
 
-def _rest(log: Callable[[Row], None]) -> _Log:
+def _rest(log: Callable[[EvaluationRow], None]) -> _Log:
     """Return a function that logs each row once. Its first call logs all rows so far."""
     logged = 0
 
-    def write(rows: list[Row]) -> None:
+    def write(rows: list[EvaluationRow]) -> None:
         nonlocal logged
         for row in rows[logged:]:
             log(row)
@@ -407,7 +407,7 @@ class _Logger:
         self._log = None
         return self._runs.__exit__(*error)
 
-    def __call__(self, rows: list[Row]) -> None:
+    def __call__(self, rows: list[EvaluationRow]) -> None:
         # A run does not enter a callback that a function of the user calls.
         if self._log is None:
             self.__enter__()

@@ -50,7 +50,7 @@ T = TypeVar("T")
 _LONGEST = 500
 """Number of characters of a message that are printed."""
 
-_MOST = 10**12
+_LARGEST_DEPLOYMENT = 10**12
 """Largest numbers of clients and rounds of a deployment."""
 
 
@@ -75,7 +75,7 @@ def parse(words: list[str]) -> Callable[[], None]:
     )
     # A file nests these settings, so `--local.epochs` is read like `--epochs`.
     flat = [re.sub(r"^--(local|population)\.", "--", word) for word in words]
-    return _read(read, flat)
+    return _read_options(read, flat)
 
 
 def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
@@ -88,7 +88,7 @@ def _later(command: Callable[..., None]) -> Callable[..., Callable[[], None]]:
     return bind
 
 
-def _read(reader: Callable[..., T], words: list[str]) -> T:
+def _read_options(reader: Callable[..., T], words: list[str]) -> T:
     """Read options by tyro, and print its errors in one line instead of a box."""
     box = io.StringIO()
     try:
@@ -131,7 +131,7 @@ def command_line(config: Callable[..., T], description: str | None, **options: A
     sys.excepthook = in_one_line
     jaxfl.configure()
     reader = functools.partial(tyro.cli, config, description=description, **options)
-    return _read(reader, sys.argv[1:])
+    return _read_options(reader, sys.argv[1:])
 
 
 def in_one_line(
@@ -181,7 +181,7 @@ def _commands(words: list[str]) -> dict[str, Callable[..., None]]:
 
     def given(command: str, kind: type[T]) -> T:
         if file and words[0] == command:
-            return settings.read(kind, file)
+            return settings.read_settings(kind, file)
         return kind()
 
     def run(
@@ -296,7 +296,7 @@ def plan(
         as_json: Print JSON instead of a table.
     """
     if device is not None:
-        setting = settings.Run() if config is None else settings.read(settings.Run, config)
+        setting = settings.Run() if config is None else settings.read_settings(settings.Run, config)
         _plan_for(device, chunk, setting, as_json)
         return
     deployment: dict[str, Any] = {"clients": clients, "cohort": cohort, "rounds": rounds}
@@ -305,7 +305,7 @@ def plan(
             raise ValueError(
                 f"{name} must be given, got None. Give --{name}, or a --device to compile for."
             )
-        check_count(name, value, most=_MOST)
+        check_count(name, value, most=_LARGEST_DEPLOYMENT)
     budget = {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "delta": delta}
     limits: dict[str, Any] = {"participations": participations, "separation": separation}
     found = privacy.plan(**deployment, stateful=stateful, **budget, **limits, progress=True)
@@ -324,7 +324,7 @@ def plan(
         print(json.dumps({"delta": found[0].delta, "mechanisms": rows}, indent=1))
         return
     title = f"{clients} clients, {cohort} in a round, {rounds} rounds, delta {found[0].delta:.3g}"
-    _show(title, rows[0], ([_text(value) for value in row.values()] for row in rows))
+    _print_table(title, rows[0], ([_as_text(value) for value in row.values()] for row in rows))
     print("Epsilon covers a client's data (zero-out), for observers of sums and models.")
 
 
@@ -358,7 +358,7 @@ def _plan_for(device: str, chunk: int, setting: settings.Run, as_json: bool) -> 
         print(json.dumps(values, indent=1))
         return
     title = f"{setting.method} on {device}, {found.chunk} clients vectorised: a local step, planned"
-    _show(title, ("", ""), ((name, _text(value)) for name, value in rows.items()))
+    _print_table(title, ("", ""), ((name, _as_text(value)) for name, value in rows.items()))
 
 
 def data(name: str = "all", /) -> None:
@@ -379,7 +379,7 @@ def data(name: str = "all", /) -> None:
         except ValueError:
             where = f"absent: `jaxfl data {known}` shows how to get it"
         rows.append((known, where))
-    _show("Datasets", ("name", "where"), rows)
+    _print_table("Datasets", ("name", "where"), rows)
 
 
 def doctor() -> None:
@@ -398,7 +398,7 @@ def doctor() -> None:
         ("devices", devices),
         ("cache", cache),
     ]
-    _show("This machine", ("", ""), rows)
+    _print_table("This machine", ("", ""), rows)
     rate = f"{throughput():.0f} clients per second, after compilation"
     print(f"LeNet, 28x28, 5 steps of 10 examples: {rate}")
 
@@ -438,7 +438,7 @@ def throughput(seconds: float = 5.0) -> float:
     return number * rounds / (time.monotonic() - began)
 
 
-def _show(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+def _print_table(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """Print a table, in which long paths are folded and not cut."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for name in head:
@@ -448,7 +448,7 @@ def _show(title: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Non
     Console().print(table)
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value with four digits if it is a float."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

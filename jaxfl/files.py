@@ -242,8 +242,8 @@ def _sync(folder: Path) -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return json.dumps({name: _plain(value) for name, value in row.items()}) + "\n"
+    return json.dumps({name: _finite_or_none(value) for name, value in row.items()}) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = f"process {number} of {options.processes}"
         if number is None:
             name = "the process of this machine"
-        failure = f"{name} {_how(code)}, and no other process can continue without it."
+        failure = f"{name} {_failure_in_words(code)}, and no other process can continue without it."
         if not alone:
             failure += " If a process of another machine ended before it, that one is the cause."
         print(f"\n{failure} {again}", file=sys.stderr)
@@ -299,7 +299,7 @@ def _unreachable(coordinator: str, bind: bool) -> str | None:
     return None
 
 
-def _how(code: int) -> str:
+def _failure_in_words(code: int) -> str:
     """Return how a process failed, in words."""
     if code >= 0:
         return f"ended with exit code {code}"
@@ -455,7 +455,7 @@ def _join(
         coordinator, processes, process, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, **options
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = _run(run, processes, process)
+    code = _run_program(run, processes, process)
     sys.stdout.flush()
     if code:
         # The other processes end when process 0 does, so it lets them report first.
@@ -470,7 +470,7 @@ def _end_after(launcher: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(run: str, processes: int | None, process: int | None) -> int:
+def _run_program(run: str, processes: int | None, process: int | None) -> int:
     """Run the program if all processes run the same one, and return its exit code."""
     module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[2 if module else 1 :]

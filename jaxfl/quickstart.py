@@ -73,7 +73,7 @@ def main(config: tyro.conf.OmitArgPrefixes[Config] = Config()) -> None:
         rows.append((algorithm.name, result))
     if jax.process_index() == 0:
         data = f"digits, {config.clients} clients of {config.classes} classes"
-        show(rows, f"{data}, target epsilon {config.epsilon:g}")
+        print_methods(rows, f"{data}, target epsilon {config.epsilon:g}")
         last_name, last_result = rows[-1]
         statement = format_statement(last_result.statement)
         print(f"\nThe statement of {last_name}:\n{statement}\n\nfolders: {config.out}")
@@ -126,7 +126,7 @@ def methods(config: Config, model: Model, examples: int) -> list[Algorithm]:
     ]
 
 
-def show(rows: list[tuple[str, Result]], title: str) -> None:
+def print_methods(rows: list[tuple[str, Result]], title: str) -> None:
     """Print a table of methods with their accuracy and epsilons."""
     table = Table(
         "method", "accuracy", "worst 10%", "ε of sums", "ε of uploads", "claimed", title=title

@@ -215,16 +215,16 @@ def sparse_step(
 ) -> SparseServer:
     """Take a `server_step`, and draw the next round's public key and masks."""
     params, state = server_step(optimizer, Server(server.params, server.optimizer), aggregate)
-    public = jax.random.key_data(_split(server.public)[1])
+    public = jax.random.key_data(_this_and_next(server.public)[1])
     mask, support = masks(params, public)
     return SparseServer(params, state, mask, support, public)
 
 
 def public_key(public: UInt32[Array, "2"]) -> Key[Array, ""]:
     """Return the public key of this round."""
-    return _split(public)[0]
+    return _this_and_next(public)[0]
 
 
-def _split(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
+def _this_and_next(public: UInt32[Array, "2"]) -> Key[Array, "2"]:
     """Return the keys of this round and the next one."""
     return jax.random.split(jax.random.wrap_key_data(public, impl="threefry2x32"))

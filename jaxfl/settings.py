@@ -88,10 +88,10 @@ def _check_options(name: str, value: Any) -> dict[str, int | float]:
         raise ValueError(
             f"{name} must be numbers by name, got {show(value)}. Give for instance {{alpha: 0.3}}."
         )
-    return {key: _number(f"{name}, {key}", number) for key, number in value.items()}
+    return {key: _check_number(f"{name}, {key}", number) for key, number in value.items()}
 
 
-def _number(name: str, value: Any) -> int | float:
+def _check_number(name: str, value: Any) -> int | float:
     """Require a number that is not NaN. Whole numbers stay integers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise ValueError(f"{name} must be a number, got {show(value)}. Give for instance 0.3.")
@@ -135,7 +135,7 @@ def nearest(name: Any, known: Collection[str]) -> str:
 
 @checked(alpha=up_to_infinity)
 @dataclasses.dataclass(frozen=True)
-class Population:
+class FederatedData:
     """Data, and their partition among clients."""
 
     data: _Data = "digits"
@@ -196,7 +196,7 @@ class Local:
 class Setting:
     """Settings that runs and comparisons share."""
 
-    population: Population = Population()
+    population: FederatedData = FederatedData()
     model: _Model = "auto"
     """auto: digits_cnn for digits, lenet for other data."""
     rounds: int = 30
@@ -359,7 +359,7 @@ def _with_noise(build: Callable[..., Algorithm], noise_multiplier: Any, **given:
     return build(noise_multiplier=noise_multiplier, **given)
 
 
-def read(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
+def read_settings(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
     """Read settings from a YAML or JSON file. Settings that it leaves out have their defaults.
 
     Args:
@@ -378,7 +378,7 @@ def read(kind: type[_Kind], path: str | os.PathLike) -> _Kind:
         # The parser's constructors raise errors of any kind.
         problem = " ".join(str(error).split())[:300]
     else:
-        return _filled(kind, values, where)
+        return _settings_from(kind, values, where)
     raise ValueError(
         f"config must be a YAML file of settings, got {where} ({problem}). Correct the file."
     )
@@ -422,7 +422,7 @@ def _parse(text: bytes) -> Any:
     return yaml.load(text, Loader)
 
 
-def _filled(kind: type, values: Any, where: str) -> Any:
+def _settings_from(kind: type, values: Any, where: str) -> Any:
     """Return settings of a class with values from a file.
 
     Args:
@@ -451,7 +451,7 @@ def _filled(kind: type, values: Any, where: str) -> Any:
 def _value(default: Any, value: Any, where: str) -> Any:
     """Return the value of a field, which may have settings of its own."""
     if dataclasses.is_dataclass(default):
-        return _filled(type(default), value, where)
+        return _settings_from(type(default), value, where)
     if isinstance(value, list):
         return tuple(value)
     return math.inf if value == "inf" else value

@@ -142,7 +142,7 @@ def test_the_region_counts_cells_by_figure():
         "versions": {},
     }
     assert (
-        "in cells of figure 3: 1 of 1, figure 5: 0 of 1, figure 7: 1 of 1; elsewhere not, because"
+        "in these cells: figure 3: 1 of 1, figure 5: 0 of 1, figure 7: 1 of 1. Elsewhere it is not"
         in (padpfl.region_text(result))
     )
 
@@ -165,6 +165,6 @@ def test_honest_rows_compare_stronger_levels_with_the_weakest_of_equal_factors()
     rows += [row("1-1-1", 128.0, [0.5, 0.5]), row("1-1-1", math.inf, [0.2, 0.2])]
     result = {"rows": rows, "clips": [0.1, 0.3, 1.0], "setting": {"rounds": 4}}
     text = padpfl.honest_text(result | {"seeds": [0, 1], "date": "", "versions": {}})
-    assert "equal ones at 128 in every seed in cells of figure 5: 1 of 2; " in text
-    assert "below equal ones at their own level in cells of figure 5: 1 of 3." in text
+    assert "equal factors at 128 in every seed in these cells: figure 5: 1 of 2. " in text
+    assert "equal factors at the same level in these cells: figure 5: 1 of 3." in text
     assert "| 5 | 0-2-1 | 1 | 0.60 ± 0.00 (C 0.1*) | 0.40 ± 0.00 (C 0.1*) |" in text

@@ -17,7 +17,7 @@ import pytest
 from algorithms_table import ALGORITHMS, small_clients
 
 from jaxfl import callbacks, files, simulate
-from jaxfl.callbacks import ask, check_callbacks, opened
+from jaxfl.callbacks import ask, check_callbacks, entered
 from jaxfl.run import report
 
 KEY = jax.random.key(1)
@@ -314,7 +314,7 @@ def test_paths_that_cannot_be_written_end_a_run_before_its_first_round(tmp_path)
     if importlib.util.find_spec("tensorboardX"):
         logs.append(callbacks.tensorboard(tmp_path / "file" / "events"))
     for log in logs:
-        with pytest.raises(OSError, match=str(tmp_path)), opened([log]):
+        with pytest.raises(OSError, match=str(tmp_path)), entered([log]):
             seen.append(log)
     assert not seen
 
@@ -345,14 +345,14 @@ def test_csv_quotes_and_makes_its_folder(tmp_path):
     path = tmp_path / "a" / "b" / "rows.csv"
     rows = [{"round": 1, 'a,"b"\n': 0.5}, {"round": 2, "later": math.nan}]
     log = callbacks.csv(path)
-    with opened([log]):
+    with entered([log]):
         assert path.read_bytes() == b""
         ask([log], rows)
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
     assert head == ["round", 'a,"b"\n', "later"]
     assert lines == [["1", "0.5", ""], ["2", "", "nan"]]
-    with opened([log]):
+    with entered([log]):
         assert path.read_text().startswith(
             "round"
         )  # an earlier file stays until the first evaluation
@@ -367,13 +367,13 @@ def test_csv_appends_a_row_and_starts_over_at_a_new_column(tmp_path, monkeypatch
     )
     rows = [{"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25}, {"round": 3, "later": 1.0}]
     log = callbacks.csv(path)
-    with opened([log]):
+    with entered([log]):
         for count in (1, 2, 3):
             ask([log], rows[:count])
     assert texts == ["2,0.25\n"]
     assert path.read_text() == "round,loss,later\n1,0.5,\n2,0.25,\n3,,1.0\n"
     path.unlink()
-    with opened([log]):
+    with entered([log]):
         ask([log], rows[:1])
         path.unlink()
         ask([log], rows[:2])
@@ -384,7 +384,7 @@ def test_a_logger_serves_one_run_after_another():
     logged = []
     log = callbacks.wandb(types.SimpleNamespace(log=lambda row, step: logged.append(step)))
     for _ in range(2):
-        with opened([log]):
+        with entered([log]):
             ask([log], [{"round": 1}])
             ask([log], [{"round": 1}, {"round": 2}])
     assert logged == [1, 2, 1, 2]
@@ -394,7 +394,7 @@ def test_tensorboard_leaves_no_thread_and_no_open_file(tmp_path):
     pytest.importorskip("tensorboardX")
     before = set(threading.enumerate())
     log = callbacks.tensorboard(tmp_path)
-    with pytest.raises(OSError, match="disk full"), opened([log]):
+    with pytest.raises(OSError, match="disk full"), entered([log]):
         ask([log, failing], [{"round": 1, "loss": 0.5}])
     gc.collect()  # which closes the queue of the writer
     for thread in set(threading.enumerate()) - before:

@@ -23,10 +23,10 @@ from jaxfl.run import checkpoint, report
 from jaxfl.run import lock as locking
 from jaxfl.run.checkpoint import Checkpoints
 from jaxfl.run.lock import Lock
-from jaxfl.run.recorder import Plan
+from jaxfl.run.recorder import EvaluationSchedule
 
 KEY = jax.random.key(1)
-FACTS, PLAN = {"method": "mine"}, Plan(3, [1, 3])
+FACTS, PLAN = {"method": "mine"}, EvaluationSchedule(3, [1, 3])
 CLIENTS = 20
 LIKE = {
     "head": jax.ShapeDtypeStruct((CLIENTS, 3), np.float32),
@@ -348,11 +348,11 @@ def test_another_run_is_not_taken_for_a_damaged_one(saved):
     with pytest.raises(
         ValueError, match=r"What differs: rounds 3, not 2; evaluations \[1, 3\], not \[2\]"
     ):
-        restored(saved[0], plan=Plan(2, [2]))
+        restored(saved[0], plan=EvaluationSchedule(2, [2]))
 
 
 def test_the_same_run_of_more_rounds_goes_on(saved):
-    equal(restored(saved[0], plan=Plan(5, [5]))[1:], saved[1][3])
+    equal(restored(saved[0], plan=EvaluationSchedule(5, [5]))[1:], saved[1][3])
 
 
 def test_a_manifest_without_a_plan_is_of_an_older_version(saved, tmp_path):
@@ -379,7 +379,7 @@ def test_processes_of_other_programs_are_refused(saved, monkeypatch):
     def one_differs(*values):
         return [*values[:2], values[2] + 1, *values[3:]] if len(values) == 4 else [*values]
 
-    monkeypatch.setattr("jaxfl.engine.processes.largest", one_differs)
+    monkeypatch.setattr("jaxfl.engine.processes.maximum", one_differs)
     with pytest.raises(ValueError, match="arguments or data that differ"):
         restored(saved[0])
 

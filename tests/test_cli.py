@@ -102,7 +102,7 @@ def test_data_that_are_absent_are_told_how_to_get(monkeypatch, capsys, tmp_path)
 
 def test_long_paths_are_folded_and_not_cut(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    cli._show("Datasets", ("name", "where"), [("mnist", "/folder" * 20)])
+    cli._print_table("Datasets", ("name", "where"), [("mnist", "/folder" * 20)])
     told = capsys.readouterr().out
     assert max(map(len, told.splitlines())) <= 80
     assert "/folder" * 20 in "".join(told.partition("mnist")[2].split())
@@ -121,7 +121,7 @@ def test_the_doctor_has_a_figure(monkeypatch, capsys):
 
 
 SMALL: dict[str, Any] = {
-    "population": settings.Population(clients=12),
+    "population": settings.FederatedData(clients=12),
     "model": "mlp",
     "rounds": 2,
     "rate": 0.5,
@@ -194,7 +194,7 @@ def test_settings_that_do_not_fit_are_told(text, named, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=named):
-        settings.read(settings.Run, path).build(mlp((8, 8, 1), 10, hidden=(4,)))
+        settings.read_settings(settings.Run, path).build(mlp((8, 8, 1), 10, hidden=(4,)))
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,14 @@ def test_settings_of_a_comparison_that_do_not_fit_are_named(text, named, tmp_pat
     path = tmp_path / "compare.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=named):
-        settings.read(settings.Compare, path)
+        settings.read_settings(settings.Compare, path)
 
 
 def test_a_file_has_the_numbers_of_yaml_1_2(tmp_path):
     path = tmp_path / "run.yaml"
     text = "local: {learning_rate: 1e-2, momentum: 5E-1}\nepsilon: .inf\nrounds: 010\nclip: 1.5\noptions: {density: .5}"
     path.write_text(text)
-    found = settings.read(settings.Run, path)
+    found = settings.read_settings(settings.Run, path)
     assert (found.local.learning_rate, found.local.momentum, found.epsilon) == (0.01, 0.5, math.inf)
     assert (found.rounds, found.clip, found.options) == (10, 1.5, {"density": 0.5})
 
@@ -227,10 +227,10 @@ def test_a_file_is_utf_8_whatever_the_locale_is(tmp_path, monkeypatch):
     monkeypatch.setattr(io, "text_encoding", lambda *given: "ascii")
     path = tmp_path / "run.yaml"
     path.write_bytes("rounds: 7  # für die Prüfung\n".encode())
-    assert settings.read(settings.Run, path).rounds == 7
+    assert settings.read_settings(settings.Run, path).rounds == 7
     path.write_bytes(b"rounds: 7  # \xe9\n")
     with pytest.raises(ValueError, match="config must be a YAML file"):
-        settings.read(settings.Run, path)
+        settings.read_settings(settings.Run, path)
 
 
 class _StopError(Exception):

@@ -87,7 +87,8 @@ def test_a_readme_is_made_of_results(toy):
 def test_a_result_has_one_place(toy, text):
     (toy / "README.md").write_text(text)
     with pytest.raises(
-        ValueError, match=r"README.md has [02] places for one: write <!-- one --><!-- /one --> once"
+        ValueError,
+        match=r"must have one place for 'one', got [02]\. Write <!-- one --><!-- /one --> once",
     ):
         study.render("toy", TOY)
 
@@ -97,7 +98,7 @@ def test_a_place_has_a_result(toy, name):
     (toy / "README.md").write_text(f"<!-- {name} -->99.9<!-- /{name} -->")
     (toy / "results/one.json").unlink()
     with pytest.raises(
-        ValueError, match=f"has a place for {name}: run `python -m experiments.toy {name}`"
+        ValueError, match=f"got none for '{name}'\\. Run `python -m experiments.toy {name}`"
     ):
         study.render("toy", TOY)
 
@@ -110,7 +111,7 @@ def test_a_stale_readme_is_found_and_left_alone(toy, file, old, new, monkeypatch
     (toy / file).write_text((toy / file).read_text().replace(old, new))
     before = (toy / "README.md").read_text()
     monkeypatch.setattr(render, "all_studies", lambda: {"toy": TOY})
-    with pytest.raises(SystemExit, match="not up to date: run"):
+    with pytest.raises(SystemExit, match="not up to date"):
         render.main(render.Config(check=True))
     assert capsys.readouterr().out == f"{toy / 'README.md'}\n"
     assert (toy / "README.md").read_text() == before
@@ -286,11 +287,12 @@ def adp_rows(fixed, round_level, dropped=0.0):
 @pytest.mark.parametrize(
     ("fixed", "round_level", "verdict"),
     [
-        ((0.52, 0.93, 0.98), (0.55, 0.95, 0.99), "reproduced within 4.1 points (within 4.1 points; "),
-        ((0.30, 0.50, 0.70), (0.40, 0.60, 0.80), "ordering reproduced (within 42.2 points; 15 of 15 orderings)"),
+        ((0.52, 0.93, 0.98), (0.55, 0.95, 0.99), "the table is reproduced within 4.1 points (within 4.1 points; "),
+        ((0.30, 0.50, 0.70), (0.40, 0.60, 0.80), "the ordering is reproduced (within 42.2 points; 15 of 15 orderings)"),
         (
             (0.52, 0.93, 0.98), (0.55, 0.55, 0.98),
-            "not, because of round-level at ε 6: its global model ends at 10.0; the other budgets are within 4.1",
+            "the table is not reproduced (within 38.4 points; 12 of 15 orderings), because of round-level at ε 6: "
+            "its global model ends at 10.0. The other schedule is within 4.1",
         ),
     ],
 )  # fmt: skip
@@ -305,10 +307,10 @@ def test_adp_pfls_table_names_why_it_is_not_the_papers(fixed, round_level, verdi
 def test_a_claim_that_does_not_hold_has_a_reason():
     assert (
         adp_pfl.verdict({"a above b": True}, "of c")
-        == "Verdict: ordering reproduced (a above b: yes)."
+        == "Verdict: the ordering is reproduced (a above b: yes)."
     )
     claims = {"a above b": True, "b above c": False}
     assert (
         adp_pfl.verdict(claims, "of c")
-        == "Verdict: not, because of c (a above b: yes; b above c: no)."
+        == "Verdict: the ordering is not reproduced, because of c (a above b: yes; b above c: no)."
     )

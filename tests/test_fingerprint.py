@@ -27,7 +27,7 @@ from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.sampling import FixedSize, Poisson
 from jaxfl.run import fingerprint
 from jaxfl.run.checkpoint import Checkpoints
-from jaxfl.run.recorder import Plan
+from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Lists, Terms
 
 KEY = jax.random.key(1)
@@ -217,7 +217,10 @@ def test_reworded_terms_are_the_same_run():
 def test_another_number_of_devices_is_refused_with_the_remedy_that_keeps_the_run(
     stored, device, remedy, tmp_path
 ):
-    plan, facts = Plan(1, [1]), {"method": "mine", "device": device, "devices": stored}
+    plan, facts = (
+        EvaluationSchedule(1, [1]),
+        {"method": "mine", "device": device, "devices": stored},
+    )
     Checkpoints(tmp_path / "ckpt", facts, plan).save(1, {"weights": jnp.zeros(3)}, plan)
     other = Checkpoints(tmp_path / "ckpt", facts | {"devices": 2}, plan)
     with pytest.raises(

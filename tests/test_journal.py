@@ -12,7 +12,7 @@ from jaxfl.algorithms import dp_fedavg, fedavg
 from jaxfl.engine.round import Records
 from jaxfl.privacy import Full
 from jaxfl.run import report
-from jaxfl.run.recorder import Journal, Plan
+from jaxfl.run.recorder import EvaluationSchedule, Journal
 from jaxfl.types import Ledger
 
 MAKE: Any = Records  # of host arrays, as a run reads them
@@ -43,7 +43,9 @@ def record():
 
 
 def finished(folder, **options):
-    journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), folder, **options)
+    journal = Journal(
+        fedavg(MODEL), small_clients(), EvaluationSchedule(6, ROUNDS), record(), folder, **options
+    )
     for index, done in enumerate(ROUNDS):
         part = MAKE(*(_cut(field, done) for field in records()))
         journal.record(part, done - 2, 2)
@@ -95,7 +97,7 @@ def test_epsilons_of_clients_are_arrays_before_the_first_evaluation_too(tmp_path
     journal = Journal(
         dp_fedavg(MODEL, clip=1.0, noise_multiplier=2.0, sampling=Full()),
         small_clients(),
-        Plan(6, [6]),
+        EvaluationSchedule(6, [6]),
         record(),
         tmp_path,
     )
@@ -122,8 +124,10 @@ def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
     assert calls == [1, 3]  # the first row, and all at the end
     complete = path.read_bytes()
     path.write_bytes(complete[:-20])
-    other = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), tmp_path)
-    other.restore(journal.recorded, 4, Plan(6, ROUNDS))
+    other = Journal(
+        fedavg(MODEL), small_clients(), EvaluationSchedule(6, ROUNDS), record(), tmp_path
+    )
+    other.restore(journal.recorded, 4, EvaluationSchedule(6, ROUNDS))
     other.record(MAKE(*(_cut(field, 6) for field in records())), 4, 2)
     accuracy = np.linspace(0, 1, C, dtype=np.float32)
     other.evaluated(2, {"accuracy": accuracy, "loss": 1 + accuracy})
@@ -132,14 +136,14 @@ def test_a_row_is_appended_and_half_a_row_is_mended(tmp_path, monkeypatch):
 
 def test_a_journal_that_goes_on_has_the_rows_it_had():
     journal, result = finished(None)
-    other = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
-    other.restore(journal.recorded, 4, Plan(6, ROUNDS))
+    other = Journal(fedavg(MODEL), small_clients(), EvaluationSchedule(6, ROUNDS), record(), None)
+    other.restore(journal.recorded, 4, EvaluationSchedule(6, ROUNDS))
     assert [repr(row) for row in other.metrics] == [repr(row) for row in result.metrics[:2]]
 
 
 def test_an_evaluation_that_failed_has_no_scores():
     """The rounds before it count: the ledger has them."""
-    journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
+    journal = Journal(fedavg(MODEL), small_clients(), EvaluationSchedule(6, ROUNDS), record(), None)
     journal.record(MAKE(*(_cut(field, 2) for field in records())), 0, 2)
     journal.evaluated(0, {name: np.ones(C, np.float32) for name in ("accuracy", "loss")})
     journal.record(MAKE(*(_cut(field, 4) for field in records())), 2, 2)
@@ -150,7 +154,7 @@ def test_an_evaluation_that_failed_has_no_scores():
 
 
 def test_a_server_that_is_not_finite_is_told_with_its_round():
-    journal = Journal(fedavg(MODEL), small_clients(), Plan(6, ROUNDS), record(), None)
+    journal = Journal(fedavg(MODEL), small_clients(), EvaluationSchedule(6, ROUNDS), record(), None)
     broken = records()._replace(server_finite=np.arange(6) < 3)
     journal.record(broken, 0, 6)
     journal.require_finite(0, 3)

@@ -274,7 +274,7 @@ def test_a_process_joins_with_its_gpus(cluster, monkeypatch):
     )
     assert launch.main([__file__]) == 0
     monkeypatch.setattr(launch, "_end_after", lambda launcher: None)
-    monkeypatch.setattr(launch, "_run", lambda *given: 0)
+    monkeypatch.setattr(launch, "_run_program", lambda *given: 0)
     monkeypatch.setattr(
         jax.distributed, "initialize", lambda *given, **options: joined.append(options)
     )
@@ -289,7 +289,7 @@ def test_the_exit_code_of_a_programs_own_hook_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setattr(launch, "agree", lambda facts: None)
-    assert launch._run("", None, None) == 5
+    assert launch._run_program("", None, None) == 5
 
 
 def test_a_port_that_another_run_listens_at_is_refused(capsys):
@@ -332,7 +332,7 @@ def test_a_stopped_process_is_blamed_for_the_one_that_waited_for_it(monkeypatch)
         1,
         -signal.SIGSTOP,
     )
-    assert "does not respond" in launch._how(-signal.SIGSTOP)
+    assert "does not respond" in launch._failure_in_words(-signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(

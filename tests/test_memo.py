@@ -245,7 +245,7 @@ def test_another_method_or_number_is_another_program():
 
 
 def test_what_is_kept_is_bounded_and_can_be_cleared(monkeypatch):
-    monkeypatch.setattr(memo, "_MOST", 3)
+    monkeypatch.setattr(memo, "_MOST_PROGRAMS", 3)
     for rate in (0.1, 0.2, 0.3):
         simulate(0, private(rate), small_clients(), **QUIET)
         assert len(memo._KEPT) <= 3

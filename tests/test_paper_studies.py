@@ -150,15 +150,18 @@ def measured(accuracies, head):
 @pytest.mark.parametrize(
     ("accuracies", "text"),
     [
-        ((0.51, 0.59, 0.72), "reproduced within 2.0 points (within 2.0 points; 3 of 3 orderings)"),
-        ((0.31, 0.32, 0.33), "ordering reproduced (within 37.0 points; 3 of 3 orderings)"),
+        (
+            (0.51, 0.59, 0.72),
+            "the accuracies are reproduced within 2.0 points (within 2.0 points; 3 of 3 orderings)",
+        ),
+        ((0.31, 0.32, 0.33), "the ordering is reproduced (within 37.0 points; 3 of 3 orderings)"),
         (
             (0.32, 0.33, 0.31),
-            "not, because at this clip bound all rows are within 3.0 points of heads on an untrained",
+            "accuracies and ordering are not reproduced, because at this clip bound all rows are within 3.0 points of heads",
         ),
         (
             (0.32, 0.39, 0.31),
-            "not, because the network, the examples and the rounds are not the paper's",
+            "accuracies and ordering are not reproduced, because the network, the examples and the rounds are not the paper's",
         ),
     ],
 )
@@ -172,11 +175,11 @@ def test_a_verdict_names_its_reason(accuracies, text):
     [
         (
             0.46,
-            "accuracies: no; the best heads are below these by 40.3 (s = 2), 9.8 (s = 5), -2.1 (s = 10) points",
+            "do not explain the published accuracies. The best heads are below these by 40.3 (s = 2), 9.8 (s = 5), -2.1",
         ),
         (
             {2: 0.85, 5: 0.54, 10: 0.46},
-            "accuracies: yes; the best heads are below these by 1.3 (s = 2), ",
+            "heads on random features explain the published accuracies. The best heads are below these by 1.3 (s = 2), ",
         ),
     ],
 )
@@ -195,11 +198,11 @@ def test_heads_on_random_features_explain_what_they_come_near(accuracy, text):
     [
         (
             {"CENTAUR": [2.0, 1.5], "DP-pFedDSU": [2.0, 1.0]},
-            "Verdict: reproduced (falls for all: yes; ",
+            "Verdict: the figure is reproduced (falls for all: yes; ",
         ),
         (
             {"CENTAUR": [2.0, 2.5], "DP-pFedDSU": [2.0, 1.0]},
-            "Verdict: not, because at this clip bound noise outweighs what is sent: it does not fall in every seed",
+            "Verdict: the figure is not reproduced, because at this clip bound noise exceeds what is sent: the loss does not",
         ),
     ],
 )

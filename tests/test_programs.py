@@ -205,9 +205,9 @@ def test_only_files_that_jax_wrote_are_trimmed_and_no_link_is_followed(tmp_path)
 def test_choices_of_chunks_stay_in_memory_where_no_cache_can_be_had(named, monkeypatch):
     monkeypatch.setenv("JAXFL_CACHE_DIR", named)
     monkeypatch.setattr(chunk, "_REMEMBERED", {})
-    chunk._remember("one", {"chunk": 3})
-    assert chunk._recall("one") == 3
-    assert chunk._recall("other") is None
+    chunk._remember_chunk("one", {"chunk": 3})
+    assert chunk._recall_chunk("one") == 3
+    assert chunk._recall_chunk("other") is None
 
 
 def test_programs_compile_without_a_word_where_the_cache_cannot_be_made():

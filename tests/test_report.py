@@ -88,6 +88,6 @@ def test_a_damaged_remembered_chunk_is_forgotten(content, tmp_path, monkeypatch)
     monkeypatch.setenv("JAXFL_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(chunk, "_REMEMBERED", {})
     (tmp_path / "chunk-a.json").write_bytes(content)
-    assert chunk._recall("a") is None
+    assert chunk._recall_chunk("a") is None
     (tmp_path / "chunk-a.json").write_text('{"chunk": 8}')
-    assert chunk._recall("a") == 8
+    assert chunk._recall_chunk("a") == 8

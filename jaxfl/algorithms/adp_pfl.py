@@ -33,7 +33,7 @@ from jaxfl.privacy.schedule import ClientNoise, client_shares
 from jaxfl.server import Server
 from jaxfl.types import Algorithm, ClientData, Message, Model, Number, Params, Terms, Tree
 
-_BROKEN = (
+_REVEALED_RISK = (
     "each client's noise scale follows from its leakage risk, an exact function of its private "
     "data that the server receives: neighbouring data give another scale, which a vector of many "
     "coordinates reveals"
@@ -395,7 +395,7 @@ def adp_pfl_paper(
         "or for their maximum"
     )
     claimed = None if claim is None else (claim, rule)
-    terms = Terms(delta, claimed, _BROKEN if private else None)
+    terms = Terms(delta, claimed, _REVEALED_RISK if private else None)
     base = fedavg(model, local=local, mechanism=mechanism, terms=terms, name="adp_pfl_paper")
     return _masked(base, local, mask, risk_fn if private else None, weights=upload == "weights")
 

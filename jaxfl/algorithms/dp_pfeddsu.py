@@ -37,7 +37,7 @@ _EXTRACTOR = LocalSGD(
 _HEAD = LocalSGD(optax.sgd(0.01, momentum=0.9), 100, 15)
 """Default training of the head by a client in one round."""
 
-_ARGUMENTS = {
+_SPARSITY_CHECKS = {
     "evaluation_epochs": count_from_0,
     "density": check_fraction,
     "sparse_layers": count_from_0,
@@ -47,7 +47,7 @@ _ARGUMENTS = {
 """Checks of the arguments that both builders have."""
 
 
-@checked(**_ARGUMENTS, backward_density=check_fraction)
+@checked(**_SPARSITY_CHECKS, backward_density=check_fraction)
 def dp_pfeddsu(
     model: Model,
     *,
@@ -155,7 +155,7 @@ def dp_pfeddsu(
     return method._replace(terms=Terms(delta))
 
 
-@checked(**_ARGUMENTS, claim=up_to_infinity)
+@checked(**_SPARSITY_CHECKS, claim=up_to_infinity)
 def dp_pfeddsu_paper(
     model: Model,
     *,

@@ -21,7 +21,7 @@ from jaxfl._validate import (
 from jaxfl.local.fisher import client_fisher, normalize_per_layer
 from jaxfl.local.masks import fisher_mask, merge
 from jaxfl.local.penalties import check_bound, distance, distance_to_bound, safe_norm
-from jaxfl.local.train import LocalSGD, Penalty
+from jaxfl.local.train import LocalSGD, LossTerm
 from jaxfl.privacy.accounting import calibrate, running_epsilon
 from jaxfl.privacy.mechanisms import Mechanism
 from jaxfl.privacy.mechanisms.gaussian import noise_share
@@ -35,11 +35,11 @@ _RULE = (
 )
 """Rule behind the epsilon that the paper claims."""
 
-_ARGUMENTS = {"threshold": at_least_0, "lambda1": at_least_0, "lambda2": at_least_0, **GAUSSIAN}
+_FISHER_CHECKS = {"threshold": at_least_0, "lambda1": at_least_0, "lambda2": at_least_0, **GAUSSIAN}
 """Checks of the arguments that both builders have."""
 
 
-@checked(**_ARGUMENTS)
+@checked(**_FISHER_CHECKS)
 def feddpa(
     model: Model,
     *,
@@ -106,7 +106,7 @@ def feddpa(
     return method._replace(terms=Terms(delta))
 
 
-@checked(**_ARGUMENTS, claim=up_to_infinity)
+@checked(**_FISHER_CHECKS, claim=up_to_infinity)
 def feddpa_paper(
     model: Model,
     *,
@@ -295,7 +295,7 @@ def _penalties(
     shared: Tree,
     lambdas: tuple[Number, Number],
     bound: Number,
-) -> tuple[Penalty | None, Penalty | None]:
+) -> tuple[LossTerm | None, LossTerm | None]:
     """Return the penalties of stages A and B, or None where their weight is 0."""
     lambda1, lambda2 = lambdas
 

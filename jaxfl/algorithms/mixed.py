@@ -21,7 +21,7 @@ from jaxfl.types import Algorithm, ClientData, Params, Tree
 Mix: TypeAlias = Callable[[Array, Array, Array], Array]
 """Function from the weight of the own model, its outputs and the method's outputs to mixed ones."""
 
-_ENTRY = "mixture"
+_MIXTURE = "mixture"
 """Name of the entry that a client's parameters have in addition to their layers."""
 
 _INIT = 2**31 + 13
@@ -149,7 +149,7 @@ def mixed(
         carry = (*unfitted, jnp.zeros(len(weights)))
         own, shared, losses = lax.fori_loop(0, folds + 1, leave_out, carry)
         best = jnp.argmin(jnp.where(jnp.isnan(losses), jnp.inf, losses))
-        return {**shared, _ENTRY: Mixture(own, jnp.asarray(weights)[best])}
+        return {**shared, _MIXTURE: Mixture(own, jnp.asarray(weights)[best])}
 
     def change(mixture: Mixture, outputs: Array, x: Array) -> Array:
         return mix(mixture.weight, model.apply(mixture.own, x), outputs)
@@ -158,7 +158,7 @@ def mixed(
         return Mixture(layers_from(key), jnp.zeros(()))
 
     # The model cannot be split at its head, because the own model reads inputs, not features.
-    mixture = extended(model, _ENTRY, unmixed, change)._replace(extract=None, classify=None)
+    mixture = extended(model, _MIXTURE, unmixed, change)._replace(extract=None, classify=None)
     name = f"mixed({algorithm.name})"
     return algorithm._replace(name=name, model=mixture, personalize=personalize)
 

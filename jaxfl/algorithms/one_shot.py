@@ -363,11 +363,11 @@ def _is_linear(model: Model, layer: str, shapes: Params) -> bool:
     classify = model.classify
     features = jax.ShapeDtypeStruct((2, shapes["kernel"].shape[0]), jnp.float32)
     program = jax.make_jaxpr(lambda head, x: classify({layer: head}, x))(shapes, features)
-    used = collections.Counter(_operations(program.jaxpr))
+    used = collections.Counter(_primitives(program.jaxpr))
     return used.keys() <= _LINEAR and used["dot_general"] == 1
 
 
-def _operations(program: core.Jaxpr) -> Iterator[str]:
+def _primitives(program: core.Jaxpr) -> Iterator[str]:
     """Yield the names of a program's primitives, also of those inside nested programs."""
     for operation in program.eqns:
         parts = [
@@ -379,7 +379,7 @@ def _operations(program: core.Jaxpr) -> Iterator[str]:
             yield operation.primitive.name
         for part in parts:
             inner = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
-            yield from _operations(inner)
+            yield from _primitives(inner)
 
 
 def _clipped(x: Float[Array, "B F"], radius: Number) -> Float[Array, "B F"]:

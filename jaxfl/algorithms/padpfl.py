@@ -121,7 +121,7 @@ def padpfl(
     >>> method.mechanism.weights.tolist()
     [0.5, 0.3, 0.2]
     """
-    weights, delta = _weights(impacts, rounds, delta)
+    weights, delta = _impacts_and_delta(impacts, rounds, delta)
     z = sound_noise(epsilon, rounds, delta, accountant)
     if weights is not None:
         z *= _exposure(weights)
@@ -206,7 +206,7 @@ def padpfl_paper(
     >>> padpfl_paper(model, epsilon=50.0, rounds=10, clip=5.0, smallest=100).terms.claim[0]
     50.0
     """
-    weights, delta = _weights(impacts, rounds, delta)
+    weights, delta = _impacts_and_delta(impacts, rounds, delta)
     s = nbafl_noise(epsilon, delta=delta, smallest=smallest, times=exposures)
     z = nbafl_noise(epsilon, delta=delta, smallest=smallest, times=rounds)
     mechanism = Mechanism(
@@ -379,7 +379,7 @@ def convergence_bound(
     return np.array(bound)
 
 
-def _weights(
+def _impacts_and_delta(
     impacts: Impacts | None, rounds: int, delta: float | None
 ) -> tuple[Float[np.ndarray, "..."] | None, float]:
     """Return impact factors as an array, and the delta for their number of clients."""

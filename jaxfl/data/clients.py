@@ -81,8 +81,8 @@ def make_clients(
             "Give one of each for every client."
         )
     offset = len(dataset.train_labels)
-    train, train_size = _joined("train_lists", train_lists, offset)
-    test, test_size = _joined("test_lists", test_lists, len(dataset.test_labels))
+    train, train_size = _joined_lists("train_lists", train_lists, offset)
+    test, test_size = _joined_lists("test_lists", test_lists, len(dataset.test_labels))
     _check_owners(train, train_size)
     inputs = _stacked(dataset.train_inputs, dataset.test_inputs)
     labels = _stacked(dataset.train_labels, dataset.test_labels)
@@ -91,7 +91,7 @@ def make_clients(
     return Clients(inputs, labels, trained, train_size, tested, test_size)
 
 
-def _check_lists(name: str, value: Any) -> Clients:
+def _clients_in_lists(name: str, value: Any) -> Clients:
     """Require clients, and return them with their rows as lists."""
     return in_lists(check_instance(name, value, (Clients,)))
 
@@ -138,7 +138,7 @@ def packed(lists: Lists, size: Int[np.ndarray, "C"]) -> Lists:
 
 
 @checked(
-    clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
+    clients=_clients_in_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
 )
 def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -> Clients:
     """Return clients that are tested on a share of their training examples.
@@ -176,7 +176,7 @@ def hold_out(clients: Clients, share: float = 0.2, *, seed: int | None = None) -
 
 
 @checked(
-    clients=_check_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
+    clients=_clients_in_lists, share=functools.partial(check_fraction, one=False), seed=count_from_0
 )
 def leave_out(clients: Clients, share: float = 0.1, *, seed: int) -> tuple[Clients, Clients]:
     """Divide clients into participants and a drawn share of clients that are left out.
@@ -233,7 +233,7 @@ def _draws(seed: int, size: Int[np.ndarray, "C"]) -> Float64[np.ndarray, "R"]:
     return np.concatenate(found)
 
 
-@checked(clients=_check_lists, own=functools.partial(check_counts, least=0))
+@checked(clients=_clients_in_lists, own=functools.partial(check_counts, least=0))
 def shard(clients: Clients, shards: int, own: Sequence[int] | None = None) -> Clients:
     """Lay clients out so that an equal split of each leading axis gives a device its own clients.
 
@@ -315,7 +315,7 @@ def blocks_of_lists(rows: Sequence[np.ndarray], sizes: Sequence[np.ndarray], len
     return Lists(flat.reshape(-1), np.concatenate(starts).astype(np.int32))
 
 
-@checked(clients=_check_lists)
+@checked(clients=_clients_in_lists)
 def describe(clients: Clients) -> dict[str, int | float]:
     """Return the number of clients, their least, median and largest sizes, and the arrays' bytes.
 
@@ -340,7 +340,7 @@ def _stacked(train: np.ndarray, test: np.ndarray) -> np.ndarray:
     return np.concatenate([train, test]) if len(test) else train
 
 
-def _joined(
+def _joined_lists(
     name: str, lists: Sequence[Any], length: int
 ) -> tuple[Int32[np.ndarray, "R"], Int32[np.ndarray, "C"]]:
     """Return the rows of all lists, one list after the other, and the lists' sizes.

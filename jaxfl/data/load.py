@@ -40,7 +40,7 @@ NAMES = (
 _CACHE_FORMAT = 1
 """Version of the form of cached arrays, part of their key."""
 
-_BLOCK = 4096
+_READ_ROWS = 4096
 """Number of examples that are checked or decoded at a time."""
 
 _MOST_CLASSES = 2**24
@@ -139,7 +139,7 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     if np.issubdtype(values.dtype, np.integer):
         if values.dtype.itemsize < 4 or values.dtype == np.int32:
             return values
-        for part in _parts(values):
+        for part in _row_blocks(values):
             wide = part[(part < np.iinfo(np.int32).min) | (part > np.iinfo(np.int32).max)]
             if wide.size:
                 raise ValueError(
@@ -155,7 +155,7 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         values = values.astype(np.float32, copy=False)
     axes = tuple(range(1, values.ndim))
-    bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in _parts(values)])
+    bad = np.concatenate([~np.isfinite(part).all(axis=axes) for part in _row_blocks(values)])
     if bad.any():
         raise ValueError(
             f"{name} must be finite, got NaN or infinite values in {bad.sum()} rows, first in row "
@@ -164,10 +164,10 @@ def _in_32_bits(name: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _parts(values: np.ndarray) -> Iterator[np.ndarray]:
+def _row_blocks(values: np.ndarray) -> Iterator[np.ndarray]:
     """Yield consecutive rows of an array, which may be a file that is larger than memory."""
-    for start in range(0, max(1, len(values)), _BLOCK):
-        yield values[start : start + _BLOCK]
+    for start in range(0, max(1, len(values)), _READ_ROWS):
+        yield values[start : start + _READ_ROWS]
 
 
 def check_rows(name: str, lists: Sequence[np.ndarray], length: int) -> list[Int32[np.ndarray, "_"]]:
@@ -440,8 +440,8 @@ def _read_split(builder: Any, split: str) -> tuple[np.ndarray, np.ndarray]:
     inputs = np.empty((len(source), *shape), np.uint8)
     labels = np.empty(len(source), np.int32)
     try:
-        for start in range(0, len(source), _BLOCK):
-            records = source.__getitems__(range(start, min(start + _BLOCK, len(source))))
+        for start in range(0, len(source), _READ_ROWS):
+            records = source.__getitems__(range(start, min(start + _READ_ROWS, len(source))))
             for row, record in enumerate(records, start):
                 image = np.asarray(Image.open(io.BytesIO(record["image"])))
                 if image.dtype != np.uint8 or image.shape not in (shape, shape[:-1]):

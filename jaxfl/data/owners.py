@@ -5,7 +5,7 @@ from jaxtyping import Shaped
 
 from jaxfl._validate import checked, not_empty
 from jaxfl.data.load import check_labels
-from jaxfl.data.partition import Rows, lists_of
+from jaxfl.data.partition import Partition, lists_of
 
 
 @checked(owner=not_empty(check_labels), test_owner=check_labels)
@@ -14,7 +14,7 @@ def by_owner(
     test_owner: Shaped[np.ndarray, "m"] | None = None,
     *,
     least: int = 1,
-) -> tuple[Rows, Rows]:
+) -> tuple[Partition, Partition]:
     """Make a client of every owner with at least `least` training examples, in order of owners.
 
     Args:
@@ -44,7 +44,7 @@ def by_owner(
             f"of {len(names)} owners, got {least}. Give a smaller number."
         )
 
-    def rows_of(owner: np.ndarray) -> Rows:
+    def rows_of(owner: np.ndarray) -> Partition:
         """Return the rows of each client. Examples of other owners are left out."""
         client = np.searchsorted(kept, owner)
         known = kept[np.minimum(client, len(kept) - 1)] == owner

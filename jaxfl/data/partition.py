@@ -26,14 +26,14 @@ from jaxfl._validate import (
 )
 from jaxfl.data.load import check_labels, check_rows, check_targets
 
-Rows: TypeAlias = list[Int32[np.ndarray, "_"]]
+Partition: TypeAlias = list[Int32[np.ndarray, "_"]]
 """The rows of each client."""
 
 
 @checked(labels=not_empty(check_targets), seed=count_from_0)
 def iid(
     labels: Shaped[np.ndarray, "D ..."], clients: int, *, seed: int, size: int | None = None
-) -> Rows:
+) -> Partition:
     """Deal examples at random, in lists whose sizes differ by at most one.
 
     Args:
@@ -70,7 +70,7 @@ def _too_few(examples: int, clients: int, size: int | None) -> str:
 @checked(labels=check_targets, sizes=partial(check_counts, least=0, empty=False), seed=count_from_0)
 def by_sizes(
     labels: Shaped[np.ndarray, "D ..."], sizes: Sequence[int] | Int[np.ndarray, "C"], *, seed: int
-) -> Rows:
+) -> Partition:
     """Deal `sizes[i]` examples at random to client i.
 
     Raises:
@@ -95,7 +95,7 @@ def by_sizes(
 @checked(labels=not_empty(check_labels), seed=count_from_0, minimum=count_from_0)
 def dirichlet(
     labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, seed: int, minimum: int = 0
-) -> Rows:
+) -> Partition:
     """Split each class over the clients in proportions drawn from a symmetric Dirichlet(alpha).
 
     All examples are dealt. A small alpha gives few classes per client, very different sizes, and
@@ -141,7 +141,7 @@ def dirichlet(
 @checked(labels=not_empty(check_labels), size=check_count, seed=count_from_0)
 def dirichlet_by_client(
     labels: Shaped[np.ndarray, "D"], clients: int, alpha: float, *, size: int, seed: int
-) -> Rows:
+) -> Partition:
     """Give each client `size` examples, with class proportions from a symmetric Dirichlet(alpha).
 
     Clients draw their own proportions, and then examples without replacement, one client after the
@@ -189,11 +189,11 @@ def dirichlet_by_client(
 @overload
 def label_share(
     labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: None = None
-) -> Rows: ...
+) -> Partition: ...
 @overload
 def label_share(
     labels: np.ndarray, clients: int, share: float = 0.2, *, seed: int, test_labels: np.ndarray
-) -> tuple[Rows, Rows]: ...
+) -> tuple[Partition, Partition]: ...
 @checked(
     labels=not_empty(check_labels),
     share=check_fraction,
@@ -207,7 +207,7 @@ def label_share(
     *,
     seed: int,
     test_labels: Shaped[np.ndarray, "M"] | None = None,
-) -> Rows | tuple[Rows, Rows]:
+) -> Partition | tuple[Partition, Partition]:
     """Give each client a random share of the labels, and spread each label evenly over its owners.
 
     A client owns `share * K` labels, rounded, and at least one: 20 % of 10 labels are 2. Every
@@ -263,7 +263,7 @@ def classes_per_client(
     seed: int,
     distinct: bool = True,
     test: Literal["disjoint", "all"] = "disjoint",
-) -> tuple[Rows, Rows]:
+) -> tuple[Partition, Partition]:
     """Give each client s classes, and each class as nearly as possible the same number of clients.
 
     There are `s * clients` slots. Each of the K classes gets `s * clients // K` of them, and the
@@ -335,7 +335,7 @@ def matching(
     test_labels: Shaped[np.ndarray, "M"],
     *,
     seed: int,
-) -> Rows:
+) -> Partition:
     """Split the test examples so that each client is tested on the label mix it trains on.
 
     Client i has `n_ik` of the `n_k` owned training examples of class k. It gets `m_k n_ik / n_k` of
@@ -397,7 +397,7 @@ def _pick(rng: np.random.Generator, options: np.ndarray) -> Any:
     return options[rng.integers(len(options))]
 
 
-def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Rows:
+def lists_of(owner: Int[np.ndarray, "D"], clients: int) -> Partition:
     """Return the rows of each client, from the client of each example or -1."""
     rows = np.argsort(owner, kind="stable").astype(np.int32)
     sizes = np.bincount(owner + 1, minlength=clients + 1)
@@ -462,7 +462,7 @@ def _make_distinct(
 
 def _deal(
     rng: np.random.Generator, labels: np.ndarray, classes: np.ndarray, slots: Int[np.ndarray, "C K"]
-) -> Rows:
+) -> Partition:
     """Split each class into one shard per slot."""
     owner = np.full(len(labels), -1)
     for k, label in enumerate(classes):

@@ -99,7 +99,7 @@ def footprint(
         ValueError: The chip's compiler is not installed.
     """
     sheet = CHIPS[chip]
-    population = described(clients, device_of(chip))
+    population = abstract_population(clients, device_of(chip))
     arguments = _arguments(algorithm, population)
 
     def build(chunk: int) -> functools.partial:
@@ -137,21 +137,21 @@ def step_flops(algorithm: Algorithm, population: Population) -> float:
     return sum(products(traced.jaxpr.jaxpr, STEP))
 
 
-def described(clients: Clients, device: jax.Device) -> Population:
+def abstract_population(clients: Clients, device: jax.Device) -> Population:
     """Return the clients as shapes on a device that may be absent.
 
     All clients have the capacity of the largest one. A program then has one loop of local steps,
     where clients of different capacities would have one loop each.
     """
     mesh = Mesh(np.array([device]), ("clients",))
-    shapes = _shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
+    shapes = _placed_shapes(mesh, jax.eval_shape(in_rows, clients), P("clients"))
     largest = max(1, int(np.max(clients.train_size)))
     return Population(
         shapes, clients.number, mesh, size=common_size(clients), capacities=(largest,)
     )
 
 
-def _shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
+def _placed_shapes(mesh: Mesh, tree: Tree, spec: P) -> Tree:
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
@@ -163,8 +163,8 @@ def _arguments(algorithm: Algorithm, population: Population) -> tuple:
     key, number = jax.eval_shape(lambda: (key_of(0), jax.numpy.int32(0)))
     start = functools.partial(first_states, algorithm, population=population)
     center, states = jax.eval_shape(start, key, key)
-    shared = _shapes(population.mesh, (key, number, number, center), P())
-    return *shared, _shapes(population.mesh, states, P("clients"))
+    shared = _placed_shapes(population.mesh, (key, number, number, center), P())
+    return *shared, _placed_shapes(population.mesh, states, P("clients"))
 
 
 def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[float]:
@@ -184,7 +184,7 @@ def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[floa
         if name in ("dot_general", "conv_general_dilated"):
             if within:
                 inputs = [variable.aval.shape for variable in equation.invars]
-                yield _operations(name, params, inputs, equation.outvars[0].aval.shape)
+                yield _product_flops(name, params, inputs, equation.outvars[0].aval.shape)
             continue
         parts = jax.tree.leaves(tuple(params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns"))
         for part in parts:
@@ -193,7 +193,7 @@ def products(jaxpr: Any, scope: str = "", inside: bool = False) -> Iterator[floa
                 yield from products(inner, scope, within)
 
 
-def _operations(
+def _product_flops(
     name: str, params: dict[str, Any], inputs: list[tuple[int, ...]], output: tuple[int, ...]
 ) -> float:
     """Return the operations of a product with operands and a result of these shapes."""

@@ -120,9 +120,9 @@ def fastest(
     device = mesh.devices.flat[0].device_kind
     identity = repr((shapes, device, mesh.size, jax.__version__, facts))
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    known = _recall(name)
+    known = _recall_chunk(name)
     # The choice counts if all processes have cached the same one.
-    most_known, least_known = processes.largest(known or 0, -(known or 0))
+    most_known, least_known = processes.maximum(known or 0, -(known or 0))
     if known and most_known == -least_known:
         program = fitting(build, known, arguments)
         _LOG.info(
@@ -150,7 +150,7 @@ def fastest(
             break
         program, duration = tried
         programs[size] = program
-        (seconds[size],) = processes.largest(duration)
+        (seconds[size],) = processes.maximum(duration)
         # A chunk of 1 has another program, so its time predicts nothing about larger chunks.
         if last > 1 and seconds[size] > seconds[last]:
             break
@@ -163,7 +163,7 @@ def fastest(
         "seconds": seconds,
         "memory": best.memory,
     }
-    _remember(name, choice)
+    _remember_chunk(name, choice)
     measured = ", ".join(f"{size}: {value:.3g} s" for size, value in seconds.items())
     _LOG.info(
         "chunk %d of %s, with %s", best.chunk, measured, _megabytes(best), extra={"program": best}
@@ -242,7 +242,7 @@ def _megabytes(program: Program) -> str:
     return f"{program.memory / 1e6:.3g} MB of temporary memory per client vectorised"
 
 
-def _remember(name: str, choice: dict[str, Any]) -> None:
+def _remember_chunk(name: str, choice: dict[str, Any]) -> None:
     """Cache a choice. If the folder cannot be written, only this process keeps the choice."""
     _REMEMBERED[name] = choice
     try:
@@ -252,7 +252,7 @@ def _remember(name: str, choice: dict[str, Any]) -> None:
         _LOG.info("the choice of the chunk is cached for this process only: %s", error)
 
 
-def _recall(name: str) -> int | None:
+def _recall_chunk(name: str) -> int | None:
     """Return the cached chunk, or None if there is none or its file is not readable."""
     if name not in _REMEMBERED:
         try:

@@ -44,7 +44,7 @@ JAX makes the cache's folder after this event.
 """
 
 
-def keep() -> None:
+def enable() -> None:
     """Let JAX cache every program that it compiles, if the system has a folder for the cache.
 
     Nothing is written before the first program is compiled.
@@ -100,7 +100,7 @@ def trim(folder: Path, most: int) -> None:
     try:
         if folder.is_symlink() or not files.is_regular(folder / _MARKER):
             return
-        found = sorted(_programs(folder))
+        found = sorted(_cached_files(folder))
         total = sum(size for _, size, _ in found)
         for _, size, path in found:
             if total <= most:
@@ -113,7 +113,7 @@ def trim(folder: Path, most: int) -> None:
         _LOG.debug("%s is not trimmed: %s", folder, error)
 
 
-def _programs(folder: Path) -> Iterator[tuple[float, int, str]]:
+def _cached_files(folder: Path) -> Iterator[tuple[float, int, str]]:
     """Yield the time of the last use, the size and the path of each file that JAX wrote.
 
     Symbolic links are not followed.

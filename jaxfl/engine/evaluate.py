@@ -21,7 +21,7 @@ from jaxfl.local.train import blocks_of
 from jaxfl.tasks import Metric, average
 from jaxfl.types import Algorithm, Clients, Model, Params, Tree
 
-_BATCH = 64
+_EVALUATION_BATCH = 64
 """Largest number of examples per forward pass."""
 
 
@@ -130,7 +130,7 @@ def _scores(
     metrics = {"loss": average(model.task.loss), **model.task.metrics}
     size = clients.test_size[slot]
     # Batches have one size, and as little padding as possible.
-    most_batches = -(-capacity // _BATCH)
+    most_batches = -(-capacity // _EVALUATION_BATCH)
     batch = -(-capacity // most_batches)
     per_block = blocks_of(capacity, batch)[1]
     shape = (per_block, batch)
@@ -205,17 +205,17 @@ def summarize(
             values = np.nan_to_num(values)
             worst_first = np.sort(values)
         worst = worst_first[: max(1, round(0.1 * values.size))]
-        row[name] = _mean(values)
+        row[name] = _mean_or_nan(values)
         row[f"{name}_std"] = float(values.std()) if values.size else math.nan
-        row[f"{name}_worst10"] = _mean(worst)
+        row[f"{name}_worst10"] = _mean_or_nan(worst)
         if name == next(iter(metrics)):
             examples = np.asarray(sizes, np.float64)[counted]
             weighted = float(np.average(values, weights=examples)) if values.size else math.nan
             row[f"{name}_examples"] = weighted
-    row["loss"] = _mean(np.asarray(scores["loss"], np.float64)[tested])
+    row["loss"] = _mean_or_nan(np.asarray(scores["loss"], np.float64)[tested])
     return row
 
 
-def _mean(values: Float[np.ndarray, "n"]) -> float:
+def _mean_or_nan(values: Float[np.ndarray, "n"]) -> float:
     """Return the mean, or NaN if there are no values."""
     return float(values.mean()) if values.size else math.nan

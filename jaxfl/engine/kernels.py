@@ -86,7 +86,7 @@ def step_cost(text: str, trips: Sequence[float] = ()) -> Cost:
     """
     computations = dict(_parsed(text))
     loops = (op for operations in computations.values() for op in operations if op.kind == "while")
-    bodies = {body for loop in loops for body in _inner(loop)}
+    bodies = {body for loop in loops for body in _inner_computations(loop)}
     steps = [
         name
         for name in bodies
@@ -140,7 +140,7 @@ def _below(computations: _Computations, name: str) -> Iterator[str]:
 
 
 def _runs(operations: list[_Operation]) -> Iterator[str]:
-    return (inner for operation in operations for inner in _inner(operation))
+    return (inner for operation in operations for inner in _inner_computations(operation))
 
 
 def _cost(computations: _Computations, name: str, without: Set[str] = frozenset()) -> Cost:
@@ -149,32 +149,32 @@ def _cost(computations: _Computations, name: str, without: Set[str] = frozenset(
     shapes = {operation.name: operation.shape for operation in operations}
     total = Cost()
     for operation in operations:
-        inner = _inner(operation)
+        inner = _inner_computations(operation)
         if not without.isdisjoint(inner):
             continue
         for one in inner:
-            total = total.plus(_cost(computations, one), _times(computations, operation))
+            total = total.plus(_cost(computations, one), _trip_count(computations, operation))
         if not inner and operation.kind not in _FREE and not operation.kind.endswith("-done"):
             total = total.plus(_kernel(computations, operation, shapes))
     return total
 
 
-def _inner(operation: _Operation) -> list[str]:
+def _inner_computations(operation: _Operation) -> list[str]:
     """Return the names of the computations that a loop, a branch or a call runs."""
     if operation.kind not in ("while", "conditional", "call"):
         return []
     roles = ("body", "to_apply", "true_computation", "false_computation")
-    names = (_named(operation, role) for role in roles)
+    names = (_named_computation(operation, role) for role in roles)
     return [name for name in names if name is not None]
 
 
-def _named(operation: _Operation, role: str) -> str | None:
+def _named_computation(operation: _Operation, role: str) -> str | None:
     """Return the computation that an operation names for a role, such as "body"."""
     found = re.search(rf"\b{role}=%?([\w.\-]+)", operation.rest)
     return found[1] if found else None
 
 
-def _times(computations: _Computations, operation: _Operation) -> float:
+def _trip_count(computations: _Computations, operation: _Operation) -> float:
     """Return the number of times that a loop runs, or 1 if it is not known.
 
     It is known if XLA states it, or if the loop's condition compares with a constant.
@@ -182,7 +182,7 @@ def _times(computations: _Computations, operation: _Operation) -> float:
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"', operation.rest)
     if known:
         return float(known[1])
-    condition = _named(operation, "condition")
+    condition = _named_computation(operation, "condition")
     if condition is None:
         return 1
     inside = computations[condition]
@@ -201,7 +201,7 @@ def _kernel(computations: _Computations, operation: _Operation, shapes: dict[str
         operation: The operation that the kernel computes.
         shapes: Shapes of the kernel's operands, by name.
     """
-    inside = computations.get(_named(operation, "calls") or "", [])
+    inside = computations.get(_named_computation(operation, "calls") or "", [])
     read = [_size(shapes.get(operand, "")) for operand in operation.operands]
     written = _size(operation.shape)
     if operation.kind in ("dynamic-slice", "gather"):

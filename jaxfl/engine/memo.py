@@ -27,13 +27,13 @@ from jaxfl.types import Algorithm, Tree
 T = TypeVar("T")
 M = TypeVar("M", Algorithm, Points)
 
-_MOST = 40
+_MOST_PROGRAMS = 40
 """Number of programs that are cached, the most recent ones.
 
 A run has about six programs. Small ones take ten megabytes each.
 """
 
-_PACKAGES = frozenset(
+_FIXED_PACKAGES = frozenset(
     [
         *("builtins", "collections", "contextlib", "dataclasses", "enum", "functools"),
         *("itertools", "math", "operator", "typing"),
@@ -48,7 +48,7 @@ _OTHER_WAYS = frozenset({"__import__", "eval", "exec", "getattr", "globals", "lo
 _DECORATED = (type(jax.jit(len)), jax.custom_jvp, jax.custom_vjp, type(functools.cache(len)))
 """Classes of functions that a decorator made of others."""
 
-_LARGEST = 2**24
+_LARGEST_COMPARED = 2**24
 """Bytes of the largest array that is compared by its numbers."""
 
 _EMPTY = object()
@@ -86,7 +86,7 @@ def remembered(key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
     value = make()
     with _LOCK:
         _KEPT[key_with_flags] = value
-        while len(_KEPT) > _MOST:
+        while len(_KEPT) > _MOST_PROGRAMS:
             _KEPT.popitem(last=False)
     return value
 
@@ -204,7 +204,7 @@ def _key_of_part(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, tuple((inside(name), inside(part)) for name, part in value.items())
     if kind is jax.ShapeDtypeStruct:
         return kind, value
-    if kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _LARGEST:
+    if kind is np.ndarray and not value.dtype.hasobject and value.nbytes <= _LARGEST_COMPARED:
         return kind, value.shape, value.dtype, hashlib.sha256(value.tobytes()).digest()
     if _is_of_library(kind) and _is_frozen(value):
         fields = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
@@ -224,7 +224,7 @@ def _held(function: types.FunctionType) -> tuple:
     held = (function.__defaults__, function.__kwdefaults__, function.__dict__, cells)
     known = function.__globals__
     # A function says of itself which module it is from, which `functools.wraps` copies.
-    if str(known.get("__name__")).partition(".")[0] in _PACKAGES:
+    if str(known.get("__name__")).partition(".")[0] in _FIXED_PACKAGES:
         return held
     read = _names_read(function.__code__)
     if read & _OTHER_WAYS:
@@ -254,7 +254,7 @@ def _content(cell: Any) -> Any:
 def _is_of_library(value: Any) -> bool:
     """Return whether a function, a class or a module is the project's or a library's."""
     module = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
-    return str(module).partition(".")[0] in _PACKAGES
+    return str(module).partition(".")[0] in _FIXED_PACKAGES
 
 
 def _is_frozen(value: Any) -> bool:

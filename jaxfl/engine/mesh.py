@@ -16,10 +16,10 @@ from jaxfl.data.clients import shard
 from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Clients, Rows, StepNoise, Tree
 
-_SMALL = 512
+_SMALL_CLIENT = 512
 """Number of examples of the largest client up to which all clients have the same program."""
 
-_MOST = 4
+_MOST_CAPACITIES = 4
 """Largest number of capacities of a population. Each of them takes time to compile."""
 
 _OVERHEAD = 256
@@ -141,7 +141,7 @@ def capacities_of(sizes: Int[np.ndarray, "C"]) -> tuple[int, ...]:
         training = _WORK * ordered.sum(dtype=np.int64)
         return float(positions + overhead + training)
 
-    while found[-1] > _SMALL and len(found) < _MOST and candidates:
+    while found[-1] > _SMALL_CLIENT and len(found) < _MOST_CAPACITIES and candidates:
         finer = min((tuple(sorted({*found, size})) for size in candidates), key=work)
         if 3 * work(finer) > 2 * work(found):
             break

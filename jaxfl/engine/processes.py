@@ -36,12 +36,12 @@ def by_first(work: Callable[[], _T]) -> _T | None:
             result = work()
         except (OSError, ValueError) as error:
             problem = error
-    if largest(problem is not None)[0]:
+    if maximum(problem is not None)[0]:
         raise problem or ValueError("Process 0 of this run has stopped. Read its error.")
     return result
 
 
-def largest(*values: float | int) -> list[float | int]:
+def maximum(*values: float | int) -> list[float | int]:
     """Return the largest of each value over all processes, as float32.
 
     All processes then take the same decision. A single process gets its own values.
@@ -80,13 +80,13 @@ def agree(facts: Mapping[str, str]) -> None:
         int(key.rpartition("/")[2]): json.loads(text)
         for key, text in client.key_value_dir_get(meeting)
     }
-    if differing := differences([by_process[process] for process in sorted(by_process)]):
+    if differing := disagreements([by_process[process] for process in sorted(by_process)]):
         raise ValueError(
             f"{differing}. Start the same run, with the same command, in all processes."
         )
 
 
-def differences(facts: Sequence[Mapping[str, str]]) -> str:
+def disagreements(facts: Sequence[Mapping[str, str]]) -> str:
     """Return the facts that differ between processes in words, or "" if none differs.
 
     >>> facts = [{"data": "a", "jax": "0.10"}, {"data": "b", "jax": "0.10"}]

@@ -83,13 +83,13 @@ def compile_states(
     def placed(algorithm: Algorithm, key: Key[Array, ""], states: Tree) -> States:
         if states is None:
             _, states = algorithm.init(key, population.number)
-        return states_in_rows(_filled(states, population), population)
+        return states_in_rows(_padded_states(states, population), population)
 
     _, by_client = _shardings(algorithm, population)
     return jax.jit(over_points(placed, algorithm), out_shardings=by_client, compiler_options=_QUICK)
 
 
-def _filled(states: Tree, population: Population) -> Tree:
+def _padded_states(states: Tree, population: Population) -> Tree:
     """Return client states [C, ...] with padding, so that each device has equally many rows."""
     extra = population.clients.number - population.number
     if not extra:
@@ -111,7 +111,7 @@ def first_states(
         population: The clients on their devices.
     """
     server, states = algorithm.init(key, population.number)
-    states = _filled(states, population)
+    states = _padded_states(states, population)
     largest = population.capacities[-1]
 
     def sent(clients: Clients) -> Tree:

@@ -30,7 +30,7 @@ from jaxfl.privacy.sums import add, add_up, widen
 from jaxfl.tasks import RESERVED, columns
 from jaxfl.types import Algorithm, Clients, Ledger, Message, StepNoise, Tree
 
-_BLOCK = 8
+_CHUNKS_PER_SUM = 8
 """Number of chunks that are added up in single precision, lane by lane, before the exact sum.
 
 `jaxfl.privacy.sums` makes the exact sum.
@@ -321,7 +321,7 @@ def _cohort(
         sums = total._replace(given=total.given._replace(rows=()))
 
     # Whole steps of a grid add up exactly, so that one block is enough.
-    length = max(len(order), 1) if algorithm.mechanism.noise == "grid" else _BLOCK
+    length = max(len(order), 1) if algorithm.mechanism.noise == "grid" else _CHUNKS_PER_SUM
 
     def block(b: Int[Array, ""], carry: tuple) -> tuple:
         sums, *others = carry

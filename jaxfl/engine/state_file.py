@@ -100,7 +100,7 @@ class Store:
         if new.dtype.itemsize:
             flat = new.view(np.uint8).reshape(len(ids), -1)
             self.bytes[side, ids] = flat
-            self.sums[ids] = _sums(flat)
+            self.sums[ids] = _checksums(flat)
         self.side[ids] = side
 
     def flush(self) -> None:
@@ -144,7 +144,7 @@ class Store:
         self.side = np.array(side)
         self.sums = np.array(sums)
         parts = self._parts(np.arange(self.number))
-        sums_now = np.concatenate([_sums(self.bytes[self.side[ids], ids]) for ids in parts])
+        sums_now = np.concatenate([_checksums(self.bytes[self.side[ids], ids]) for ids in parts])
         wrong = np.flatnonzero(sums_now != self.sums)
         if wrong.size:
             raise DamagedError(
@@ -215,6 +215,6 @@ class Store:
             )
 
 
-def _sums(rows: UInt8[np.ndarray, "S bytes"]) -> UInt32[np.ndarray, "S"]:
+def _checksums(rows: UInt8[np.ndarray, "S bytes"]) -> UInt32[np.ndarray, "S"]:
     """Return the checksum (CRC-32) of each row."""
     return np.fromiter(map(zlib.crc32, rows), np.uint32, len(rows))

@@ -40,7 +40,7 @@ class States:
         leaves, structure = jax.tree.flatten(states)
         names = [str(leaf.dtype) if joined else str(i) for i, leaf in enumerate(leaves)]
         shapes = tuple((name, leaf.shape[1:]) for name, leaf in zip(names, leaves, strict=True))
-        return cls(_joined(names, leaves, 1), structure, shapes)
+        return cls(_joined_leaves(names, leaves, 1), structure, shapes)
 
     def tree(self) -> Tree:
         """Unpack to states [C, ...]. Further leading axes of the rows stay."""
@@ -52,7 +52,7 @@ class States:
     def put(self, slot: Int[Array, "..."], new: Tree) -> "States":
         """Return the states with those of some clients replaced. Slots >= C are padding."""
         names = [name for name, _ in self.shapes]
-        joined = _joined(names, jax.tree.leaves(new), slot.ndim)
+        joined = _joined_leaves(names, jax.tree.leaves(new), slot.ndim)
         rows = {
             name: rows.at[slot].set(joined[name], mode="drop") for name, rows in self.rows.items()
         }
@@ -71,7 +71,7 @@ class States:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def _joined(names: list[str], leaves: list[Any], leading: int) -> dict[str, Array]:
+def _joined_leaves(names: list[str], leaves: list[Any], leading: int) -> dict[str, Array]:
     """Return one array for each name, with some leading axes and one axis for all numbers.
 
     Args:

@@ -439,7 +439,7 @@ class Stream:
         def shapes() -> tuple[Records, Callable[[], Sums]]:
             total, _ = jax.eval_shape(functools.partial(programs.plain_add, 1), *example)
             _, record = programs.finish.eval_shape(self.keys, index, cohort, total, self.center)
-            return record, _zeros(total, by_client)
+            return record, _zeros_program(total, by_client)
 
         return remembered(("shapes", *self._key, key_of_arrays(example)), shapes)
 
@@ -519,7 +519,7 @@ class Stream:
         return -(-min(max(slots, 1), self.population.number) // devices) * devices
 
 
-def _zeros(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
+def _zeros_program(shapes: Tree, sharding: NamedSharding) -> Callable[[], Tree]:
     """Return a program that makes zeros of some shapes."""
 
     def zeros() -> Tree:

@@ -44,7 +44,7 @@ def fisher_diagonal(
         NeurIPS 2023, eq. 4.
     """
     if model.sum_grad_squared is None:
-        return _one_by_one(model, params, x, labels, weights)
+        return _squares_one_by_one(model, params, x, labels, weights)
     network = model.sum_grad_squared
 
     # A per-example gradient is squared with its weight, 0 or 1, which squaring does not change.
@@ -115,7 +115,7 @@ def _mean_over(
         # recompute the change of layout in every slice of the convolutions' patches.
         return total, block(i + 1)
 
-    start = (_zeros(params), block(jnp.int32(0)))
+    start = (_accurate_zeros(params), block(jnp.int32(0)))
     blocks = longest((data.size + batch_size - 1) // batch_size)
     total, _ = jax.lax.fori_loop(0, blocks, step, start)
     return jax.tree.map(lambda leaf: leaf / jnp.maximum(data.size, 1), total)
@@ -147,7 +147,7 @@ def normalize_over_all(fisher: Tree) -> Tree:
     return unravel(normalize_per_layer(flat))
 
 
-def _one_by_one(
+def _squares_one_by_one(
     model: Model, params: Params, x: Array, labels: Array, weights: Array, chunk: int = 8
 ) -> Tree:
     """Return the sum of `fisher_diagonal` by one gradient per example, a chunk at a time."""
@@ -167,11 +167,11 @@ def _one_by_one(
         return jax.tree.map(lambda t, g: t + (g * g).sum(0), total, gradients), None
 
     examples = jax.tree.map(split, (jnp.moveaxis(x, axis, 0), labels, weights))
-    total, _ = jax.lax.scan(step, _zeros(params), examples)
+    total, _ = jax.lax.scan(step, _accurate_zeros(params), examples)
     return total
 
 
-def _zeros(params: Params) -> Tree:
+def _accurate_zeros(params: Params) -> Tree:
     """Return zeros like the parameters, in single precision at least, so that sums are accurate."""
 
     def zeros(leaf: Array) -> Array:

@@ -142,15 +142,15 @@ def probe_risk(
         Musco, Musco and Woodruff 2021, Hutch++: Optimal Stochastic Trace Estimation. Normal numbers
         would do as well as signs, but drawing them would take as long as the derivatives.
     """
-    x, axis = _prepared(model, inputs)
+    x, axis = _prepared_batch(model, inputs)
 
     def slope(params: Params) -> Array:
-        return jax.grad(lambda x: jnp.sum(_losses(model, params, x, labels)))(x)
+        return jax.grad(lambda x: jnp.sum(_example_losses(model, params, x, labels)))(x)
 
     _, derivative = jax.linearize(slope, params)
 
     def probe(i: Int[Array, ""]) -> Float[Array, "B N"]:
-        return _flat(derivative(_signs(jax.random.fold_in(key, i), params)), axis)
+        return _example_rows(derivative(_random_signs(jax.random.fold_in(key, i), params)), axis)
 
     searching = max(1, min(probes // 2, 4))
     first = lax.map(probe, jnp.arange(searching))
@@ -212,7 +212,7 @@ def exact_risk(
     """
     check_choice("by", by, ("columns", "jacrev"))
     check_count("chunk", chunk)
-    x, axis = _prepared(model, inputs)
+    x, axis = _prepared_batch(model, inputs)
     if by == "columns":
         square: Callable[..., Array] = functools.partial(_square_by_columns, chunk=chunk)
     else:
@@ -235,12 +235,12 @@ def output_risk(model: Model, params: Params, inputs: Shaped[Array, "B ..."]) ->
         params: Parameters at which the risk is taken.
         inputs: Inputs from the store, before `Model.prepare`.
     """
-    x, axis = _prepared(model, inputs)
+    x, axis = _prepared_batch(model, inputs)
     outputs, pull = jax.vjp(lambda x: model.apply(params, x).reshape(len(inputs), -1), x)
 
     def add(total: Float[Array, "B"], seed: Float[Array, "K"]) -> tuple[Float[Array, "B"], None]:
         (slope,) = pull(jnp.broadcast_to(seed, outputs.shape))
-        return total + jnp.linalg.norm(_flat(slope, axis), axis=1), None
+        return total + jnp.linalg.norm(_example_rows(slope, axis), axis=1), None
 
     total, _ = lax.scan(add, jnp.zeros(len(outputs)), jnp.eye(outputs.shape[1]))
     return total / outputs.shape[1]
@@ -253,7 +253,7 @@ def _doubts(model: Model, params: Params, data: ClientData) -> Float[Array, "N"]
 
     def block(i: Int[Array, ""], doubts: Float[Array, "N2"]) -> Float[Array, "N2"]:
         inputs, labels = data.take(i * batch + jnp.arange(batch))
-        losses = _losses(model, params, model.prepare(inputs), labels)
+        losses = _example_losses(model, params, model.prepare(inputs), labels)
         return lax.dynamic_update_slice(doubts, -jnp.expm1(-losses), (i * batch,))
 
     blocks = longest(-(-data.size // batch))
@@ -298,7 +298,7 @@ def _square_by_definition(gradient: Callable[[Array], Params], x: Array) -> Floa
     return jnp.asarray(optax.tree.norm(jax.jacrev(gradient)(x), squared=True))
 
 
-def _signs(key: Key[Array, ""], like: Params) -> Params:
+def _random_signs(key: Key[Array, ""], like: Params) -> Params:
     """Return a tree of independent 1 and -1, each from one random bit."""
     flat, unravel = ravel_pytree(like)
     words = jax.random.bits(key, (-(-flat.size // 32), 1), jnp.uint32)
@@ -311,25 +311,25 @@ def _gradient(model: Model, params: Params, label: Array, axis: int) -> Callable
 
     def gradient(x: Array) -> Params:
         def loss(p: Params) -> Array:
-            return _losses(model, p, jnp.expand_dims(x, axis), label[None])[0]
+            return _example_losses(model, p, jnp.expand_dims(x, axis), label[None])[0]
 
         return jax.grad(loss)(params)
 
     return gradient
 
 
-def _losses(
+def _example_losses(
     model: Model, params: Params, x: Array, labels: Shaped[Array, "B ..."]
 ) -> Float[Array, "B"]:
     return model.task.loss(model.apply(params, x), labels)
 
 
-def _flat(x: Array, axis: int) -> Float[Array, "B N"]:
+def _example_rows(x: Array, axis: int) -> Float[Array, "B N"]:
     """Return one row per example of an array whose examples lie along `axis`."""
     return jnp.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
 
 
-def _prepared(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:
+def _prepared_batch(model: Model, inputs: Shaped[Array, "B ..."]) -> tuple[Array, int]:
     """Return a batch laid out for the network, and the axis along which its examples lie."""
     x = model.prepare(inputs)
     one_more = jax.ShapeDtypeStruct((len(inputs) + 1, *inputs.shape[1:]), inputs.dtype)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from jaxfl.local.lanes import longest
 from jaxfl.types import ClientData, Model, Tree
 
-_BLOCK = 128
+_EXAMPLES_PER_SUM = 128
 """Number of examples that are summed at once."""
 
 
@@ -35,7 +35,7 @@ def summed(
     >>> summed(mlp((2,), 2), data, ones)
     Array(1, dtype=int32)
     """
-    batch = min(_BLOCK, data.padded)
+    batch = min(_EXAMPLES_PER_SUM, data.padded)
 
     def of_block(number: Int[Array, ""] | int) -> Tree:
         positions = number * batch + jnp.arange(batch)

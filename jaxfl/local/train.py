@@ -37,7 +37,7 @@ It is so small that a small client among large ones stays cheap.
 
 Mask: TypeAlias = Tree | Callable[[Params], Tree]
 """Trainable coordinates, or a function from parameters to them. None trains all of them."""
-Penalty: TypeAlias = Callable[[Params], Float[Array, ""]]
+LossTerm: TypeAlias = Callable[[Params], Float[Array, ""]]
 """Function from parameters to a term that is added to the loss."""
 BatchLoss: TypeAlias = Callable[[Any, Array, Float[Array, "B"]], Float[Array, ""]]
 """Function from a batch's outputs, labels and weights to its mean loss. Padding has weight 0."""
@@ -89,7 +89,7 @@ class LocalSGD:
         *,
         apply: Apply | None = None,
         mask: Mask = None,
-        penalty: Penalty | None = None,
+        penalty: LossTerm | None = None,
         loss: BatchLoss | None = None,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
@@ -145,7 +145,7 @@ def train(
     local: LocalSGD,
     loss: BatchLoss,
     mask: Mask = None,
-    penalty: Penalty | None = None,
+    penalty: LossTerm | None = None,
     gradient: Callable[[GradientFn], GradientFn] | None = None,
     microbatch: int | None = None,
 ) -> tuple[Params, dict[str, Array]]:
@@ -271,7 +271,7 @@ def fit_head(
     data: ClientData,
     *,
     local: LocalSGD,
-    penalty: Penalty | None = None,
+    penalty: LossTerm | None = None,
 ) -> tuple[Params, dict[str, Array]]:
     """Train the head alone, on features that the frozen extractor computes once.
 
@@ -479,7 +479,7 @@ def descend(
     return optax.apply_updates(params, updates), state, total_loss + value
 
 
-def penalty_of(penalty: Penalty | None, params: Params) -> Float[Array, ""]:
+def penalty_of(penalty: LossTerm | None, params: Params) -> Float[Array, ""]:
     """Return the penalty, or 0 if there is none."""
     return jnp.zeros(()) if penalty is None else penalty(params)
 

@@ -34,7 +34,7 @@ Padding = tuple[tuple[int, int], tuple[int, int]]
 """Numbers of zeros before and after the rows, and before and after the columns."""
 
 
-class Options(NamedTuple):
+class ConvolutionOptions(NamedTuple):
     """Options of a convolution (see `jaxfl.models.layers.Convolution`)."""
 
     padding: Padding
@@ -49,13 +49,13 @@ class Options(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def convolve(x: Array, kernel: Array, bias: Array, options: Options) -> Array:
+def convolve(x: Array, kernel: Array, bias: Array, options: ConvolutionOptions) -> Array:
     """Return feature maps (f, h, w, n) of x (c, H, W, n) and a kernel (k, l, c, f)."""
-    return _forward(x, kernel, bias, options)[0]
+    return _convolve_with_residuals(x, kernel, bias, options)[0]
 
 
-def _forward(
-    x: Array, kernel: Array, bias: Array, options: Options
+def _convolve_with_residuals(
+    x: Array, kernel: Array, bias: Array, options: ConvolutionOptions
 ) -> tuple[Array, Array, Array, Array]:
     """Return the output, the patches, the kernel by points, and the route of the gradient.
 
@@ -74,7 +74,7 @@ def _forward(
     if options.pool:
         y, winner = _pool(rows, plan, options.pairs)
     else:
-        y = _join(rows, plan.high)
+        y = _join_rows(rows, plan.high)
     y = y + bias[:, None, None, None]
     y = jax.nn.relu(y) if options.relu else y
     if winner is None:
@@ -87,15 +87,17 @@ def _forward(
 
 
 def _forward_rule(
-    x: Any, kernel: Any, bias: Any, options: Options
+    x: Any, kernel: Any, bias: Any, options: ConvolutionOptions
 ) -> tuple[Array, tuple[Any, ...]]:
-    y, patches, weights, route = _forward(x.value, kernel.value, bias.value, options)
+    y, patches, weights, route = _convolve_with_residuals(
+        x.value, kernel.value, bias.value, options
+    )
     # The first layer's input needs no gradient, so the weights are not stored for it.
     return y, (x.value, kernel.value, patches, weights if x.perturbed else None, route)
 
 
 def _backward_rule(
-    options: Options, residuals: tuple[Any, ...], dy: Array
+    options: ConvolutionOptions, residuals: tuple[Any, ...], dy: Array
 ) -> tuple[Array | None, Array, Array]:
     x, kernel, patches, weights, route = residuals
     plan = _plan(x, kernel, options)
@@ -104,7 +106,7 @@ def _backward_rule(
         rows = _unpool(route, dy, plan, options.pairs)
     else:
         d_bias = jnp.where(route, dy, 0) if options.relu else dy
-        rows = _split(d_bias, plan.rows, plan.tiles)
+        rows = _split_rows(d_bias, plan.rows, plan.tiles)
     d_products = _from_rows(rows, plan)
     d_x = None
     if weights is not None:
@@ -118,7 +120,7 @@ def _backward_rule(
         if d_x is None and options.pool and odd:
             squares = _pooled_squares(padded, route, dy, kernel.shape, options.pairs)
         else:
-            d_output = _batch_first(_join(rows, plan.high))
+            d_output = _batch_first(_join_rows(rows, plan.high))
             squares = _kernel_squares(padded, d_output, kernel.shape, options.pairs)
         return d_x, squares, (d_bias.sum((1, 2)) ** 2).sum(1)
     d_kernel = lax.dot_general(
@@ -165,7 +167,7 @@ class _Plan(NamedTuple):
     filter: _Filter
 
 
-def _plan(x: Array, kernel: Array, options: Options) -> _Plan:
+def _plan(x: Array, kernel: Array, options: ConvolutionOptions) -> _Plan:
     size, columns, channels, _ = kernel.shape
     columns = (columns + 1) // 2 if options.pairs else columns
     sides = zip(x.shape[1:3], options.padding, (size, columns), strict=True)
@@ -318,14 +320,14 @@ def _from_rows(rows: list[Array], plan: _Plan) -> Array:
     return points.reshape(*points.shape[:2], -1)
 
 
-def _join(rows: Sequence[Array], high: int) -> Array:
+def _join_rows(rows: Sequence[Array], high: int) -> Array:
     """Return maps (f, high, w, n) from the rows of each tile."""
     y = jnp.stack(rows, 2)
     return y.reshape(len(y), -1, *y.shape[3:])[:, :high]
 
 
-def _split(y: Array, rows: int, tiles: int) -> list[Array]:
-    """Return the rows of each tile from maps y, by the transpose of `_join`."""
+def _split_rows(y: Array, rows: int, tiles: int) -> list[Array]:
+    """Return the rows of each tile from maps y, by the transpose of `_join_rows`."""
     y = jnp.pad(y, ((0, 0), (0, tiles * rows - y.shape[1]), (0, 0), (0, 0)))
     y = y.reshape(len(y), tiles, rows, *y.shape[2:])
     return [y[:, :, i] for i in range(rows)]
@@ -394,11 +396,11 @@ def _pool(rows: list[Array], plan: _Plan, pairs: bool) -> tuple[Array, Array]:
     """
     high = plan.high // 2
     if plan.rows % 2:
-        rows = _split(_join(rows, 2 * high), 2, high)
+        rows = _split_rows(_join_rows(rows, 2 * high), 2, high)
     lines = zip(rows[::2], rows[1::2], strict=True)
     windows = [_windows(above, below, pairs) for above, below in lines]
     values, winners = zip(*windows, strict=True)
-    return _join(values, high), _join(winners, high)
+    return _join_rows(values, high), _join_rows(winners, high)
 
 
 def _windows(above: Array, below: Array, pairs: bool) -> tuple[Array, Array]:
@@ -424,7 +426,9 @@ def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
     odd = plan.rows % 2
     windows, tiles = (1, g.shape[1]) if odd else (plan.rows // 2, plan.tiles)
     rows = []
-    for place, slope in zip(_split(winner, windows, tiles), _split(g, windows, tiles), strict=True):
+    for place, slope in zip(
+        _split_rows(winner, windows, tiles), _split_rows(g, windows, tiles), strict=True
+    ):
         for left in (0, 2):
             sides = [jnp.where(place == left + side, slope, 0) for side in range(2)]
             if pairs:
@@ -433,5 +437,5 @@ def _unpool(winner: Array, g: Array, plan: _Plan, pairs: bool) -> list[Array]:
                 row = jnp.stack(sides, 3).reshape(*slope.shape[:2], -1, g.shape[3])
             rows.append(jnp.pad(row, ((0, 0), (0, 0), (0, plan.wide - row.shape[2]), (0, 0))))
     if odd:
-        return _split(_join(rows, plan.high), plan.rows, plan.tiles)
+        return _split_rows(_join_rows(rows, plan.high), plan.rows, plan.tiles)
     return rows

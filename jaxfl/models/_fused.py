@@ -153,13 +153,13 @@ def convolve_pooled(
         padded = jnp.pad(x, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
         x = Maps.of(padded, 2 * parts)
     size, features = kernel.shape[1:4:2]
-    layer = _Layer(x.shape, x.flat.shape[-1], x.split, size, features)
+    layer = _ConvolutionLayer(x.shape, x.flat.shape[-1], x.split, size, features)
     shape = (layer.features, layer.high, layer.wide, x.shape[3])
     maps = Maps(_pooled(x.flat, kernel, bias, layer), shape, layer.parts)
     return maps if layer.parts > 1 else maps.array()
 
 
-class _Layer(NamedTuple):
+class _ConvolutionLayer(NamedTuple):
     """Sizes of a layer, of its input and of its kernel."""
 
     shape: tuple[int, int, int, int]
@@ -215,17 +215,21 @@ class _Layer(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _pooled(x: Array, kernel: Array, bias: Array, layer: _Layer) -> Array:
-    return _call(_forward, layer)(x, kernel, bias)[0]
+def _pooled(x: Array, kernel: Array, bias: Array, layer: _ConvolutionLayer) -> Array:
+    return _call(_to_pooled, layer)(x, kernel, bias)[0]
 
 
-def _forward_rule(x: Any, kernel: Any, bias: Any, layer: _Layer) -> tuple[Array, tuple]:
-    pooled, route = _call(_forward, layer)(x.value, kernel.value, bias.value)
+def _pooled_forward(
+    x: Any, kernel: Any, bias: Any, layer: _ConvolutionLayer
+) -> tuple[Array, tuple]:
+    pooled, route = _call(_to_pooled, layer)(x.value, kernel.value, bias.value)
     # The first layer's input needs no gradient, so the kernel is not stored for it.
     return pooled, (x.value, kernel.value if x.perturbed else None, route)
 
 
-def _backward_rule(layer: _Layer, saved: tuple, dy: Array) -> tuple[Array | None, Array, Array]:
+def _pooled_backward(
+    layer: _ConvolutionLayer, saved: tuple, dy: Array
+) -> tuple[Array | None, Array, Array]:
     x, kernel, route = saved
     kernels, biases = _call(_to_weights, layer)(route, dy, x)
     if kernel is None:
@@ -243,7 +247,7 @@ def _backward_rule(layer: _Layer, saved: tuple, dy: Array) -> tuple[Array | None
     return inputs, kernels, biases[0, 0]
 
 
-_pooled.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_pooled.defvjp(_pooled_forward, _pooled_backward, symbolic_zeros=True)
 
 
 def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array:
@@ -256,7 +260,7 @@ def _further_apart(maps: Array, old: _Lines, new: _Lines, columns: int) -> Array
     return jnp.pad(lines, [(0, 0), (new.margin, new.margin), (0, 0)])
 
 
-def _call(work: Callable[..., tuple], layer: _Layer) -> Callable[..., Any]:
+def _call(work: Callable[..., tuple], layer: _ConvolutionLayer) -> Callable[..., Any]:
     """Return a kernel as a function of one client's arrays.
 
     Vectorised clients are an axis of the kernel's grid.
@@ -341,7 +345,7 @@ def _tile(features: int, sums: int, lanes: int) -> int:
     return max(size for size in range(1, features + 1) if features % size == 0 and size <= most)
 
 
-def _in_word(layer: _Layer) -> int:
+def _in_word(layer: _ConvolutionLayer) -> int:
     """Return the number of features of a forward program, and of an integer of a route."""
     sums = len(_PLACES) * layer.parts
     return _tile(layer.features, sums, layer.written.stride * layer.batch)
@@ -355,7 +359,9 @@ def zeros_like(read: Array) -> Array:
     return jnp.where(read == read, 0.0, 0.0)
 
 
-def _seen(layer: _Layer, x: Any, client: Any, line: Any, channel: Any, tap: int) -> Array:
+def _seen(
+    layer: _ConvolutionLayer, x: Any, client: Any, line: Any, channel: Any, tap: int
+) -> Array:
     """Load the input column that a tap reads, for all windows."""
     start = layer.read.at(channel * layer.split + tap % layer.split) + tap // layer.split
     read = x[client, line, pl.ds(start, layer.written.stride), :]
@@ -373,7 +379,7 @@ def _place_of(word: Array, feature: Any) -> Array:
     return lax.shift_right_logical(word, shift) & (2**_BITS - 1)
 
 
-def _weights_at(layer: _Layer, u: int, v: int) -> Iterator[tuple[int, int, int, int]]:
+def _weights_at(layer: _ConvolutionLayer, u: int, v: int) -> Iterator[tuple[int, int, int, int]]:
     """Yield where one input of a window enters the convolution.
 
     Args:
@@ -393,7 +399,7 @@ def _weights_at(layer: _Layer, u: int, v: int) -> Iterator[tuple[int, int, int, 
                 yield part, place, row, column
 
 
-def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
+def _to_pooled(layer: _ConvolutionLayer, x: Array, kernel: Array, bias: Array) -> tuple:
     """Return the kernel of pooled maps and routes.
 
     A program handles a line and some features.
@@ -448,7 +454,7 @@ def _forward(layer: _Layer, x: Array, kernel: Array, bias: Array) -> tuple:
     return body, (layer.high, features // tile), results
 
 
-def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
+def _to_weights(layer: _ConvolutionLayer, route: Array, grad: Array, x: Array) -> tuple:
     """Return the kernel of both parameters' gradients.
 
     A program handles a line of the convolution's kernel, a channel and some features, over all
@@ -515,7 +521,9 @@ def _to_weights(layer: _Layer, route: Array, grad: Array, x: Array) -> tuple:
     return body, (size, channels, features // tile), [kernels, biases]
 
 
-def _to_inputs(given: _Lines, layer: _Layer, route: Array, grad: Array, kernel: Array) -> tuple:
+def _to_inputs(
+    given: _Lines, layer: _ConvolutionLayer, route: Array, grad: Array, kernel: Array
+) -> tuple:
     """Return the kernel of the input's gradient.
 
     A program handles a pair of lines and some channels. `given` is the layout of the lines of

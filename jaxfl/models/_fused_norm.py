@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from jaxfl.backend import on_gpu
 from jaxfl.models._fused import by_lane, launch, zeros_like
-from jaxfl.models._group_norm import Options
+from jaxfl.models._group_norm import NormOptions
 
 _TILE = 64, 8
 """Pixels and channels of the smallest array in registers. Larger arrays have multiples of both."""
@@ -31,7 +31,7 @@ _NUMBERS = 2048
 """Numbers of each array that a program reads at a time, 16 for each thread."""
 
 
-class _Layer(NamedTuple):
+class _NormLayer(NamedTuple):
     """Sizes of one client's maps, and the options of their normalisation."""
 
     batch: int
@@ -39,7 +39,7 @@ class _Layer(NamedTuple):
     channels: int
     shortcut: bool
     """Whether a shortcut is added."""
-    options: Options
+    options: NormOptions
 
     @property
     def maps(self) -> tuple[int, int, int]:
@@ -64,7 +64,7 @@ class _Layer(NamedTuple):
         return self.pixels * self.size
 
 
-def is_fused(x: Array, options: Options) -> bool:
+def is_fused(x: Array, options: NormOptions) -> bool:
     """Return whether the kernels take maps [channels, H, W, B], which must divide into tiles."""
     layer = _layer(x, None, options)
     pixels, channels = _TILE
@@ -72,7 +72,7 @@ def is_fused(x: Array, options: Options) -> bool:
 
 
 def normalize_fused(
-    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions
 ) -> Array:
     """Return normalised maps [channels, H, W, B], in reverse mode only.
 
@@ -94,43 +94,43 @@ def normalize_fused(
     return y.reshape(channels_last).transpose(3, 1, 2, 0)
 
 
-def _layer(x: Array, shortcut: Array | None, options: Options) -> _Layer:
+def _layer(x: Array, shortcut: Array | None, options: NormOptions) -> _NormLayer:
     channels, high, wide, batch = x.shape
-    return _Layer(batch, high * wide, channels, shortcut is not None, options)
+    return _NormLayer(batch, high * wide, channels, shortcut is not None, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _normalized(maps: tuple[Array, ...], scale: Array, bias: Array, layer: _Layer) -> Array:
+def _normalized(maps: tuple[Array, ...], scale: Array, bias: Array, layer: _NormLayer) -> Array:
     """Return normalised maps [B, H W, channels] of such maps, to which a shortcut is added."""
-    normalize = _of_clients(_forward, layer, [layer.maps[:2]], layer.maps[:1])
+    normalize = _of_clients(_normalize_group, layer, [layer.maps[:2]], layer.maps[:1])
     return normalize(*maps, scale, bias)[0]
 
 
-def _forward_rule(
-    maps: tuple[Array, ...], scale: Array, bias: Array, layer: _Layer
+def _normalized_forward(
+    maps: tuple[Array, ...], scale: Array, bias: Array, layer: _NormLayer
 ) -> tuple[Array, tuple]:
     y = _normalized(maps, scale, bias, layer)
     return y, (maps[0], scale, y)
 
 
-def _backward_rule(
-    layer: _Layer, saved: tuple, dy: Array
+def _normalized_backward(
+    layer: _NormLayer, saved: tuple, dy: Array
 ) -> tuple[tuple[Array, ...], Array, Array]:
     x, scale, y = saved
     shapes = [layer.maps[:2]] * (1 + layer.shortcut)
     # Both vectors' gradients are in one array, so that XLA adds them to the parameters in one
     # kernel.
-    differentiate = _of_clients(_backward, layer, [*shapes, (2,)])
+    differentiate = _of_clients(_differentiate_group, layer, [*shapes, (2,)])
     *changes, vectors = differentiate(x, y, dy, scale)
     return tuple(changes), vectors[0], vectors[1]
 
 
-_normalized.defvjp(_forward_rule, _backward_rule)
+_normalized.defvjp(_normalized_forward, _normalized_backward)
 
 
 def _of_clients(
     kernel: Callable[..., None],
-    layer: _Layer,
+    layer: _NormLayer,
     leading: list[tuple[int, ...]],
     grid: tuple[int, ...] = (),
 ) -> Callable[..., tuple[Array, ...]]:
@@ -171,17 +171,17 @@ def _of_clients(
     return alone
 
 
-def _channels(layer: _Layer, group: Any) -> Any:
+def _channels(layer: _NormLayer, group: Any) -> Any:
     """Return the slice of a group's channels."""
     return pl.ds(group * layer.size, layer.size)
 
 
-def _place(layer: _Layer, example: Any, step: Any, group: Any) -> tuple[Any, ...]:
+def _place(layer: _NormLayer, example: Any, step: Any, group: Any) -> tuple[Any, ...]:
     """Return the index of an example, some of its pixels, and a group's channels in maps."""
     return example, pl.ds(step * layer.rows, layer.rows), _channels(layer, group)
 
 
-def _read(array: Any, *place: Any, vector: bool = False) -> Array:
+def _load_part(array: Any, *place: Any, vector: bool = False) -> Array:
     """Load a part of an array into registers, in one layout for all arrays.
 
     The layout of a vector is that of the maps' channels, without their pixels.
@@ -209,9 +209,9 @@ def _write(array: Any, place: tuple[Any, ...], value: Array) -> None:
     array[place] = value
 
 
-def _vector(layer: _Layer, array: Any, group: Any) -> Array:
+def _vector(layer: _NormLayer, array: Any, group: Any) -> Array:
     """Return a group's part of a vector, repeated for each pixel."""
-    part = _read(array, _channels(layer, group), vector=True)
+    part = _load_part(array, _channels(layer, group), vector=True)
     return lax.broadcast_in_dim(part, (layer.rows, layer.size), (1,))
 
 
@@ -221,16 +221,18 @@ def _sum(tile: Array) -> Array:
     return jnp.sum(jnp.sum(tile, 1), 0)
 
 
-def _over(layer: _Layer, add: Callable[[Any, Any], Any], start: Any) -> Any:
+def _over(layer: _NormLayer, add: Callable[[Any, Any], Any], start: Any) -> Any:
     """Return the carry of a loop over all pixels, some at a time."""
     return lax.fori_loop(0, layer.pixels // layer.rows, add, start)
 
 
-def _moments(layer: _Layer, x: Any, example: Any, group: Any, zeros: Array) -> tuple[Array, Array]:
+def _moments(
+    layer: _NormLayer, x: Any, example: Any, group: Any, zeros: Array
+) -> tuple[Array, Array]:
     """Return the mean and 1 / sqrt(var + epsilon) of an example's group."""
 
     def read(step: Any) -> Array:
-        return _read(x, *_place(layer, example, step, group))
+        return _load_part(x, *_place(layer, example, step, group))
 
     mean = _sum(_over(layer, lambda step, sums: sums + read(step), zeros)) / layer.numbers
 
@@ -242,7 +244,7 @@ def _moments(layer: _Layer, x: Any, example: Any, group: Any, zeros: Array) -> t
     return mean, lax.rsqrt(variance + layer.options.epsilon)
 
 
-def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
+def _normalize_group(layer: _NormLayer, at: list[Any], x: Any, *others: Any) -> None:
     *shortcut, scale, bias, y = others
     example, group = at
     slope = _vector(layer, scale, group)
@@ -251,9 +253,9 @@ def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
 
     def write(step: Any, carry: None) -> None:
         place = _place(layer, example, step, group)
-        maps = (_read(x, *place) - mean) * gain * slope + offset
+        maps = (_load_part(x, *place) - mean) * gain * slope + offset
         for other in shortcut:
-            maps = maps + _read(other, *place)
+            maps = maps + _load_part(other, *place)
         if layer.options.relu:
             # A maximum would hide NaN.
             maps = jnp.where(maps <= 0, 0.0, maps)
@@ -262,8 +264,8 @@ def _forward(layer: _Layer, at: list[Any], x: Any, *others: Any) -> None:
     _over(layer, write, None)
 
 
-def _backward(
-    layer: _Layer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any, d_x: Any, *others: Any
+def _differentiate_group(
+    layer: _NormLayer, at: list[Any], x: Any, y: Any, dy: Any, scale: Any, d_x: Any, *others: Any
 ) -> None:
     *d_shortcut, d_vectors = others
     (group,) = at
@@ -276,10 +278,10 @@ def _backward(
         def read(step: Any) -> tuple[Any, Array, Array]:
             """Return the place, standardised maps, and the gradient before ReLU."""
             place = _place(layer, i, step, group)
-            change = _read(dy, *place)
+            change = _load_part(dy, *place)
             if layer.options.relu:
-                change = jnp.where(_read(y, *place) > 0, change, 0.0)
-            return place, (_read(x, *place) - mean) * gain, change
+                change = jnp.where(_load_part(y, *place) > 0, change, 0.0)
+            return place, (_load_part(x, *place) - mean) * gain, change
 
         def add(step: Any, sums: tuple[Array, Array]) -> tuple[Array, Array]:
             _, z, change = read(step)

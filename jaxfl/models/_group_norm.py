@@ -20,7 +20,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 
-class Options(NamedTuple):
+class NormOptions(NamedTuple):
     """Options of a normalisation (see `jaxfl.models.layers.GroupNorm`)."""
 
     groups: int
@@ -31,7 +31,7 @@ class Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def normalize(
-    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions
 ) -> Array:
     """Return normalised maps (c, h, w, n) of x (c, h, w, n), with scale and bias (c,).
 
@@ -41,16 +41,16 @@ def normalize(
 
 
 def _forward(
-    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: Options
+    x: Array, shortcut: Array | None, scale: Array, bias: Array, options: NormOptions
 ) -> tuple[Array, tuple]:
-    rows = _rows(x)
+    rows = _as_rows(x)
     mean, square = group_means(_sums(rows, rows * rows, x.shape), x.shape, options)
     variance = jnp.maximum(square - mean**2, 0)
     gain = lax.rsqrt(variance + options.epsilon)
     slope = gain * scale[:, None]
     slope, offset = _along_rows(jnp.stack([slope, bias[:, None] - mean * slope]), x.shape)
     y = rows * slope + offset
-    y = y if shortcut is None else y + _rows(shortcut)
+    y = y if shortcut is None else y + _as_rows(shortcut)
     y = jax.nn.relu(y) if options.relu else y
     # Only the gradient of ReLU needs the output.
     output = y if options.relu else None
@@ -58,11 +58,11 @@ def _forward(
 
 
 def _backward(
-    options: Options, saved: tuple, dy: Array
+    options: NormOptions, saved: tuple, dy: Array
 ) -> tuple[Array, Array | None, Array, Array]:
     rows, shortcut, scale, mean, gain, y = saved
     shape = dy.shape
-    dy = _rows(dy)
+    dy = _as_rows(dy)
     dy = dy if y is None else jnp.where(y > 0, dy, 0)
     d_bias, d_scale = _sums(dy, dy * rows, shape)
     d_scale = (d_scale - mean * d_bias) * gain
@@ -83,7 +83,7 @@ def _backward(
 normalize.defvjp(_forward, _backward)
 
 
-def _rows(x: Array) -> Array:
+def _as_rows(x: Array) -> Array:
     """Return x (c, h, w, n) as rows (c, h, w n)."""
     return x.reshape(*x.shape[:2], -1)
 
@@ -102,7 +102,7 @@ def _sums(a: Array, b: Array, shape: tuple[int, ...]) -> Float[Array, "2 c n"]:
     return sums.reshape(2, len(a), *shape[2:]).sum(2)
 
 
-def group_means(sums: Array, shape: tuple[int, ...], options: Options) -> Float[Array, "2 c n"]:
+def group_means(sums: Array, shape: tuple[int, ...], options: NormOptions) -> Float[Array, "2 c n"]:
     """Return the means of each channel's group from two sums per channel and example."""
     channels, high, wide, batch = shape
     size = channels // options.groups

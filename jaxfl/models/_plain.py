@@ -23,7 +23,7 @@ PACKED = 8
 """Most clients that share a group of a "packed" convolution."""
 
 
-class Options(NamedTuple):
+class PlainOptions(NamedTuple):
     """Options of a convolution."""
 
     padding: int = 0
@@ -35,7 +35,9 @@ class Options(NamedTuple):
     """Most clients that share a group."""
 
 
-def convolve_plain(x: Array, kernel: Array, options: Options = Options(), groups: int = 1) -> Array:
+def convolve_plain(
+    x: Array, kernel: Array, options: PlainOptions = PlainOptions(), groups: int = 1
+) -> Array:
     """Return maps (B, H2, W2, features) of x (B, H, W, channels).
 
     The kernel is (k, k, channels / groups, features).
@@ -53,19 +55,19 @@ def convolve_plain(x: Array, kernel: Array, options: Options = Options(), groups
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def convolve_grouped(x: Array, kernel: Array, options: Options = Options()) -> Array:
+def convolve_grouped(x: Array, kernel: Array, options: PlainOptions = PlainOptions()) -> Array:
     """Return the maps of `convolve_plain`, in reverse mode only, for vectorised clients.
 
     Maps and both gradients of all clients are grouped convolutions.
     """
-    return _maps(x, kernel, options)
+    return _grouped_maps(x, kernel, options)
 
 
-def _forward(x: Any, kernel: Any, options: Options) -> tuple[Array, tuple]:
-    return _maps(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
+def _grouped_forward(x: Any, kernel: Any, options: PlainOptions) -> tuple[Array, tuple]:
+    return _grouped_maps(x.value, kernel.value, options), (x.value, kernel.value, x.perturbed)
 
 
-def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
+def _grouped_backward(options: PlainOptions, saved: tuple, dy: Array) -> tuple[Array | None, Array]:
     x, kernel, perturbed = saved
 
     def to_inputs(kernels: Array, dys: Array) -> Array:
@@ -98,10 +100,10 @@ def _backward(options: Options, saved: tuple, dy: Array) -> tuple[Array | None, 
     return d_x, _bilinear(to_kernel)(x, dy)
 
 
-convolve_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+convolve_grouped.defvjp(_grouped_forward, _grouped_backward, symbolic_zeros=True)
 
 
-def _maps(x: Array, kernel: Array, options: Options) -> Array:
+def _grouped_maps(x: Array, kernel: Array, options: PlainOptions) -> Array:
     return _bilinear(functools.partial(_side_by_side, options=options))(x, kernel)
 
 
@@ -132,7 +134,7 @@ def to_blocks(x: Array, kernel: Array, padding: int) -> tuple[Array, Array]:
     return x, kernel.reshape(half, half, 4 * c, f)
 
 
-def _side_by_side(xs: Array, kernels: Array, options: Options) -> Array:
+def _side_by_side(xs: Array, kernels: Array, options: PlainOptions) -> Array:
     """Return the maps of each client's inputs with its kernel, by one grouped convolution.
 
     The channels of all clients are next to each other on its last axis.
@@ -174,16 +176,16 @@ def _bilinear(together: Callable[[Array, Array], Array]) -> Callable[[Array, Arr
     return differentiable
 
 
-def max_pool(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 features"]:
+def max_pool_2x2(y: Float[Array, "B H W features"]) -> Float[Array, "B H2 W2 features"]:
     """Return the largest number of each 2x2 window, without a last odd row or column."""
     n, high, wide, features = y.shape
     even = y[:, : high // 2 * 2, : wide // 2 * 2]
     windows = even.reshape(n, high // 2, 2, wide // 2, 2, features)
-    return largest(windows, (2, 4))[0]
+    return window_maximum(windows, (2, 4))[0]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def largest(
+def window_maximum(
     windows: Float[Array, "..."], axes: tuple[int, ...]
 ) -> tuple[Float[Array, "B H2 W2 features"], Int[Array, "B H2 W2 features"]]:
     """Return the largest number of each window, and its place, 0 to 3.
@@ -209,9 +211,9 @@ def largest(
     return lax.reduce((windows, places), start, better, axes)
 
 
-@largest.defjvp
+@window_maximum.defjvp
 def _largest_jvp(axes: tuple[int, ...], windows: tuple[Array], changes: tuple[Array]) -> tuple:
-    most, place = largest(windows[0], axes)
+    most, place = window_maximum(windows[0], axes)
     chosen = jnp.expand_dims(place, axes) == _places(windows[0], axes)
     moved = jnp.where(chosen, changes[0], 0).sum(axes)
     return (most, place), (moved, np.zeros(place.shape, jax.dtypes.float0))

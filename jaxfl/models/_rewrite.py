@@ -27,8 +27,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfl.backend import Form, backend
 from jaxfl.models import _convolution, _windows
-from jaxfl.models._plain import PACKED, convolve_grouped, max_pool
-from jaxfl.models._plain import Options as PlainOptions
+from jaxfl.models._plain import PACKED, PlainOptions, convolve_grouped, max_pool_2x2
 
 FORMS: tuple[Form, ...] = ("winograd", "im2col", "grouped", "packed")
 """Forms that a network from any library can be evaluated in."""
@@ -87,10 +86,10 @@ _Value: TypeAlias = Any
 
 
 def _evaluate(closed: ClosedJaxpr, form: Form) -> Callable[..., list[Any]]:
-    return lambda *inputs: [_array(value) for value in _run(closed, inputs, form)]
+    return lambda *inputs: [_array(value) for value in _interpret(closed, inputs, form)]
 
 
-def _run(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> list[_Value]:
+def _interpret(closed: ClosedJaxpr, inputs: Sequence[_Value], form: Form) -> list[_Value]:
     jaxpr = closed.jaxpr
     variables = (*jaxpr.constvars, *jaxpr.invars)
     values = dict(zip(variables, (*closed.consts, *inputs), strict=True))
@@ -117,9 +116,9 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     name = equation.primitive.name
     params = equation.params
     if name == "jit":
-        return _run(params["jaxpr"], inputs, form)
+        return _interpret(params["jaxpr"], inputs, form)
     if form in ("grouped", "packed"):
-        maps = _side_by_side(equation, inputs, form)
+        maps = _by_grouping(equation, inputs, form)
         if maps is not None:
             return [maps]
     elif name == "conv_general_dilated" and _is_covered(equation):
@@ -127,7 +126,7 @@ def _apply(equation: Any, inputs: list[_Value], form: Form) -> Sequence[_Value]:
     elif inputs and isinstance(inputs[0], _Convolution) and (more := _absorbed(equation, *inputs)):
         return [more]
     elif name in ("reduce_window_max", "reduce_window_sum") and _is_window(equation):
-        return [_pooled(_forced(inputs[0]), equation)]
+        return [_pool_in_order(_forced(inputs[0]), equation)]
     inputs = [_forced(value) for value in inputs]
     orders = [value.order for value in inputs if isinstance(value, _Moved)]
     if orders:
@@ -203,7 +202,7 @@ def _batch_minor(mask: Array) -> Array:
 # Grouped convolutions of vectorised clients
 
 
-def _side_by_side(equation: Any, inputs: Sequence[Any], form: Form) -> Array | None:
+def _by_grouping(equation: Any, inputs: Sequence[Any], form: Form) -> Array | None:
     """Return the result of a convolution or a max-pool by `jaxfl.models._plain`.
 
     Return None for all other operations, and for convolutions that it does not cover.
@@ -211,7 +210,7 @@ def _side_by_side(equation: Any, inputs: Sequence[Any], form: Form) -> Array | N
     name = equation.primitive.name
     params = equation.params
     if name == "reduce_window_max" and _is_pooling(equation, range(len(params["padding"]))):
-        return max_pool(inputs[0])
+        return max_pool_2x2(inputs[0])
     if name != "conv_general_dilated" or not _is_covered(equation):
         return None
     lhs, rhs, out = params["dimension_numbers"]
@@ -276,7 +275,7 @@ def _absorbed(equation: Any, waiting: _Convolution, *others: _Value) -> _Convolu
         return waiting._replace(bias=_array(others[0]).reshape(-1))
     if name == "custom_jvp_call" and _is_relu(equation):
         return waiting._replace(relu=True)
-    pooling = name == "reduce_window_max" and not waiting.pool and _is_plain(waiting)
+    pooling = name == "reduce_window_max" and not waiting.pool and _is_winograd(waiting)
     if pooling and _is_pooling(equation, waiting.order):
         return waiting._replace(pool=True)
     return None
@@ -295,7 +294,7 @@ def _derivative(function: Callable[[Array], Array], x: Any) -> str:
     return str(jax.make_jaxpr(lambda x, t: jax.jvp(function, (x,), (t,)))(x, x))
 
 
-def _is_plain(waiting: _Convolution) -> bool:
+def _is_winograd(waiting: _Convolution) -> bool:
     """Return whether `jaxfl.models._convolution` covers a convolution.
 
     It needs one or two axes, more than one tap, strides and dilation of 1, one group, and no
@@ -320,7 +319,7 @@ def _convolve(waiting: _Convolution) -> Array:
     params = waiting.params
     precision = params["precision"]
     features = kernel.shape[-1]
-    if _is_plain(waiting):
+    if _is_winograd(waiting):
         exact = precision is None or set(precision) == {lax.Precision.HIGHEST}
         filtered = waiting.filtered and exact and x.dtype == jnp.float32
         bias = jnp.zeros(features, x.dtype) if waiting.bias is None else waiting.bias
@@ -330,7 +329,7 @@ def _convolve(waiting: _Convolution) -> Array:
             x = x[:, None]
             kernel = kernel[None]
             padding = ((0, 0), *padding)
-        options = _convolution.Options(
+        options = _convolution.ConvolutionOptions(
             padding, waiting.relu, waiting.pool, False, False, filtered, precision
         )
         y = _convolution.convolve(x, kernel, bias, options)
@@ -342,7 +341,7 @@ def _convolve(waiting: _Convolution) -> Array:
     strides = params["window_strides"]
     groups = params["feature_group_count"]
     window = _windows.Window(strides, params["rhs_dilation"], groups, precision)
-    y = _windows.convolve(x, kernel, window)
+    y = _windows.convolve_windows(x, kernel, window)
     if waiting.bias is not None:
         y = y + waiting.bias.reshape(-1, *(1,) * (y.ndim - 1))
     return jax.nn.relu(y) if waiting.relu else y
@@ -368,7 +367,7 @@ def _is_pooling(equation: Any, order: Sequence[int]) -> bool:
     return _is_window(equation) and two and not np.any(params["padding"])
 
 
-def _pooled(value: _Value, equation: Any) -> _Value:
+def _pool_in_order(value: _Value, equation: Any) -> _Value:
     """Return a pooled array with its axes in the order of the input's."""
     params = equation.params
     order = value.order if isinstance(value, _Moved) else tuple(range(jnp.ndim(value)))
@@ -444,11 +443,11 @@ def _in_place(equation: Any, inputs: Sequence[_Value], order: tuple[int, ...]) -
         moved_order = tuple(params["permutation"].index(axis) for axis in order)
         return _Moved(_in_order(inputs[0], order), moved_order)
     if name == "reshape":
-        return _split(_in_order(inputs[0], order), order, params["new_sizes"])
+        return _split_axes(_in_order(inputs[0], order), order, params["new_sizes"])
     return None
 
 
-def _split(x: Array, order: tuple[int, ...], sizes: Sequence[int]) -> _Moved | None:
+def _split_axes(x: Array, order: tuple[int, ...], sizes: Sequence[int]) -> _Moved | None:
     """Return an array after a reshape that turns each axis into one or several.
 
     Return None for any other reshape.

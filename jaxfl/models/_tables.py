@@ -11,7 +11,7 @@ _KEEPS_VALUES = {
 }  # fmt: skip
 """Operations whose results have no other values than their first operand."""
 
-_PARTS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INNER_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Parameters of operations that hold an inner program, which gets the same operands."""
 
 
@@ -43,7 +43,7 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
         found = [origin(operand) for operand in operation.invars]
         if not any(found):
             continue
-        inner = _inner(operation)
+        inner = _inner_program(operation)
         if inner is not None:
             more, results = _follow(inner, found)
             tables += more
@@ -62,9 +62,9 @@ def _follow(program: core.Jaxpr, origins: Sequence[_Origin]) -> tuple[list[int],
     return tables, [origin(result) for result in program.outvars]
 
 
-def _inner(operation: core.JaxprEqn) -> core.Jaxpr | None:
+def _inner_program(operation: core.JaxprEqn) -> core.Jaxpr | None:
     """Return the program inside an operation that gets the operation's own operands."""
-    for name in _PARTS:
+    for name in _INNER_PROGRAMS:
         part = operation.params.get(name)
         program = part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
         if isinstance(program, core.Jaxpr) and len(program.invars) == len(operation.invars):

@@ -33,7 +33,7 @@ class Window(NamedTuple):
     """JAX's precision of products."""
 
 
-def convolve(x: Array, kernel: Array, window: Window) -> Array:
+def convolve_windows(x: Array, kernel: Array, window: Window) -> Array:
     """Return maps (f, *out, n) of x (c, *spatial, n) and a kernel (*sizes, c / groups, f).
 
     There is no padding.
@@ -84,7 +84,7 @@ def _products_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array |
             for i in range(sizes[axis])
         ]
         terms = [
-            _spread(jnp.take(d, i, 1 + axis), 2 + 2 * axis, place) for i, place in enumerate(places)
+            _dilate(jnp.take(d, i, 1 + axis), 2 + 2 * axis, place) for i, place in enumerate(places)
         ]
         d = functools.reduce(jnp.add, terms)
     return d.reshape(shape), d_kernel
@@ -96,7 +96,7 @@ _by_products.defvjp(_products_forward, _products_backward, symbolic_zeros=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _by_channel(x: Array, kernel: Array, window: Window) -> Array:
     taps = _taps(x, kernel, window)
-    return _weighted(kernel.reshape(-1, len(x)), taps)
+    return _weighted_sum(kernel.reshape(-1, len(x)), taps)
 
 
 def _channel_forward(x: Any, kernel: Any, window: Window) -> tuple[Array, tuple]:
@@ -118,16 +118,16 @@ def _channel_backward(window: Window, saved: tuple, dy: Array) -> tuple[Array | 
     # The gradient is a convolution of dy, spread by the strides, with the kernel turned round.
     reach = [d * (k - 1) for d, k in zip(window.dilation, kernel.shape, strict=False)]
     for axis, (before, stride) in enumerate(zip(reach, window.strides, strict=True), 1):
-        dy = _spread(dy, axis, _Place(before, stride, x.shape[axis] + before))
+        dy = _dilate(dy, axis, _Place(before, stride, x.shape[axis] + before))
     turned = kernel.reshape(-1, len(x))[::-1]
     unstrided = window._replace(strides=(1,) * len(reach))
-    return _weighted(turned, _taps(dy, kernel, unstrided)), d_kernel
+    return _weighted_sum(turned, _taps(dy, kernel, unstrided)), d_kernel
 
 
 _by_channel.defvjp(_channel_forward, _channel_backward, symbolic_zeros=True)
 
 
-def _weighted(weights: Array, taps: Sequence[Array]) -> Array:
+def _weighted_sum(weights: Array, taps: Sequence[Array]) -> Array:
     terms = [
         w.reshape(-1, *(1,) * (tap.ndim - 1)) * tap for w, tap in zip(weights, taps, strict=True)
     ]
@@ -166,7 +166,7 @@ class _Place(NamedTuple):
     size: int
 
 
-def _spread(x: Array, axis: int, place: _Place) -> Array:
+def _dilate(x: Array, axis: int, place: _Place) -> Array:
     """Place elements on an axis, with zeros around and between them."""
     before, stride, size = place
     config = [(0, 0, 0)] * x.ndim
@@ -207,7 +207,7 @@ def _max_backward(
     for number, place in enumerate(itertools.product(*map(range, sizes))):
         term = jnp.where(winner == number, dy, 0)
         for axis in range(dy.ndim):
-            term = _spread(term, axis, _Place(place[axis], strides[axis], shape[axis]))
+            term = _dilate(term, axis, _Place(place[axis], strides[axis], shape[axis]))
         terms.append(term)
     return (functools.reduce(jnp.add, terms),)
 

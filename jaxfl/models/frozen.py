@@ -103,7 +103,7 @@ def frozen(model: Model, params: Params, *, train: Sequence[str] | None = None) 
         )
     start = {name: params[name] for name in train}
     fixed = {name: params[name] for name in params if name not in train}
-    part = rebuilt(model, "frozen", start, fixed, _joined)
+    part = rebuilt(model, "frozen", start, fixed, _with_fixed)
     # Squares of gradients do not depend on which other parameters have a gradient. Norms of
     # gradients do.
     return part._replace(ghost_norms=None)
@@ -148,7 +148,7 @@ def rebuilt(
     )
 
 
-def _joined(function: Callable) -> Callable:
+def _with_fixed(function: Callable) -> Callable:
     return lambda params, fixed, *inputs: function({**fixed, **params}, *inputs)
 
 
@@ -163,8 +163,8 @@ def check_params(model: Model, params: Any) -> Params:
             f"model must have no frozen weights, got model={model.name!r} with some. Give the "
             "model that these weights belong to."
         )
-    found = _shapes(params)
-    wanted = _shapes(jax.eval_shape(lambda: model.init(key_of(0))))
+    found = _shapes_by_path(params)
+    wanted = _shapes_by_path(jax.eval_shape(lambda: model.init(key_of(0))))
     if other := sorted(found.keys() ^ wanted.keys()):
         raise ValueError(
             f"params must have the arrays of model={model.name!r}, got {show(params)}, and only "
@@ -194,7 +194,7 @@ def layers_of(model: Model, train: Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def _shapes_by_path(tree: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a tree's arrays by their paths."""
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in leaves}

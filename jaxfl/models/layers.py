@@ -43,18 +43,17 @@ from jax import Array, lax
 from jaxtyping import Float, Shaped
 
 from jaxfl.backend import Form
-from jaxfl.models._convolution import Options, convolve
-from jaxfl.models._group_norm import Options as NormOptions
-from jaxfl.models._group_norm import group_means, normalize
+from jaxfl.models._convolution import ConvolutionOptions, convolve
+from jaxfl.models._group_norm import NormOptions, group_means, normalize
 from jaxfl.models._plain import (
     PACKED,
+    PlainOptions,
     convolve_grouped,
     convolve_plain,
-    largest,
-    max_pool,
+    max_pool_2x2,
     to_blocks,
+    window_maximum,
 )
-from jaxfl.models._plain import Options as PlainOptions
 
 PLAIN: tuple[Form, ...] = ("lax", "grouped", "packed", "blocks", "pallas")
 """Forms that compute layers by JAX's own operations wherever no fused kernel applies."""
@@ -87,6 +86,18 @@ def as_floats(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B ..."]:
             "one of these."
         )
     return inputs.astype(jnp.float32)
+
+
+class Classifier(nn.Module):
+    """A network that splits at its head: `classify(extract(x))`."""
+
+    def classify(self, features: Array) -> Array:
+        """Return the outputs of a batch from its features."""
+        return self.head(features)
+
+    def __call__(self, x: Array) -> Array:
+        """Return the outputs of a batch."""
+        return self.classify(self.extract(x))
 
 
 class Convolution(nn.Module):
@@ -160,13 +171,13 @@ class Convolution(nn.Module):
 
                 return convolve_pooled(x, kernel, bias, padding, self.parts)
             if self.form == "blocks" and self.pool:
-                y, _ = largest(_blocks(x, kernel, padding), (3,))
+                y, _ = window_maximum(_blocks(x, kernel, padding), (3,))
             else:
                 plain = convolve_plain if self.form in ("lax", "blocks") else convolve_grouped
                 packed = PACKED if self.form == "packed" else 1
                 plain_options = PlainOptions(padding, self.stride, precision, packed)
                 y = plain(x.transpose(3, 1, 2, 0), kernel, plain_options)
-                y = max_pool(y) if self.pool else y
+                y = max_pool_2x2(y) if self.pool else y
             y = y + bias[None, None, None]
             y = nn.relu(y) if self.relu else y
             return y.transpose(3, 1, 2, 0)
@@ -180,7 +191,7 @@ class Convolution(nn.Module):
         )
         precision = "highest" if filtered else precision
         sides = ((padding, padding), (padding, padding))
-        options = Options(
+        options = ConvolutionOptions(
             sides, self.relu, self.pool, self.pairs, self.sum_grad_squared, filtered, precision
         )
         return convolve(x, kernel, bias, options)

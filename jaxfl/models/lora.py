@@ -34,7 +34,7 @@ class _Kernel(NamedTuple):
 Path = tuple[str, ...]
 """Names that lead to a layer among the parameters."""
 
-_DENSE = (nn.Dense, nn.DenseGeneral, Dense, FirstAxisDense)
+_ADAPTABLE_LAYERS = (nn.Dense, nn.DenseGeneral, Dense, FirstAxisDense)
 """Classes of layers that may have an adapter."""
 
 _Context = nn.module.InterceptorContext
@@ -112,7 +112,7 @@ def lora(
     params = check_params(model, params)
     train = layers_of(model, train)
     scale = 1.0 if alpha is None else check_positive("alpha", alpha) / rank
-    kernels = _chosen(model, params, where, train)
+    kernels = _adapted_layers(model, params, where, train)
     keys = jax.random.split(key_of(seed), len(kernels))
     keys_of_kernels = zip(keys, kernels.items(), strict=True)
     a = {path: _random(key, kernel, rank) for key, (path, kernel) in keys_of_kernels}
@@ -180,7 +180,7 @@ def _nested(adapters: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def _chosen(
+def _adapted_layers(
     model: Model, params: Params, where: Sequence[str] | None, train: Sequence[str]
 ) -> dict[Path, _Kernel]:
     """Return the dense layers that get an adapter, in the order of their calls."""
@@ -211,7 +211,7 @@ def _kernels(model: Model, params: Params) -> dict[Path, _Kernel]:
     def see(call: Callable, args: tuple, kwargs: dict[str, Any], context: _Context) -> Any:
         module = context.module
         y = call(*args, **kwargs)
-        if context.method_name != "__call__" or not isinstance(module, _DENSE):
+        if context.method_name != "__call__" or not isinstance(module, _ADAPTABLE_LAYERS):
             return y
         x = _input(args, kwargs)
         axis = getattr(module, "axis", -1)

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from jaxfl._validate import checked
-from jaxfl.models.layers import FirstAxisDense
+from jaxfl.models.layers import Classifier, FirstAxisDense
 from jaxfl.models.wrap import from_flax
 from jaxfl.tasks import classification, next_token
 from jaxfl.types import Model
@@ -56,7 +56,7 @@ def gru(
         cuDNN.
     """
     module = _Gru(vocabulary, outputs or vocabulary, embedding, width, every)
-    return _model("gru", module, length, every, vocabulary)
+    return _text_model("gru", module, length, every, vocabulary)
 
 
 @checked()
@@ -97,10 +97,10 @@ def transformer(
             f"heads must be a divisor of width={width}, got {heads}. Choose one of its divisors."
         )
     module = _Transformer(vocabulary, outputs or vocabulary, length, width, blocks, heads, every)
-    return _model("transformer", module, length, every, vocabulary)
+    return _text_model("transformer", module, length, every, vocabulary)
 
 
-def _model(name: str, module: nn.Module, length: int, every: bool, vocabulary: int) -> Model:
+def _text_model(name: str, module: nn.Module, length: int, every: bool, vocabulary: int) -> Model:
     task = next_token() if every else classification()
     options: dict[str, Any] = {
         "prepare": _whole,
@@ -114,14 +114,6 @@ def _model(name: str, module: nn.Module, length: int, every: bool, vocabulary: i
 def _whole(tokens: Shaped[Array, "B L"]) -> Int[Array, "B L"]:
     """Convert tokens of any type, such as bytes, to 32-bit integers."""
     return tokens.astype(jnp.int32)
-
-
-class _Network(nn.Module):
-    def classify(self, features: Array) -> Array:
-        return self.head(features)
-
-    def __call__(self, tokens: Array) -> Array:
-        return self.classify(self.extract(tokens))
 
 
 class _Recurrent(nn.Module):
@@ -160,7 +152,7 @@ class _Recurrent(nn.Module):
         return states.swapaxes(0, 1)
 
 
-class _Gru(_Network):
+class _Gru(Classifier):
     """A network of embeddings, a gated recurrent unit and a dense head."""
 
     vocabulary: int
@@ -179,7 +171,7 @@ class _Gru(_Network):
         return features if self.every else features[:, -1]
 
 
-class _Transformer(_Network):
+class _Transformer(Classifier):
     """A network of token and position embeddings, blocks, layer normalisation and a dense head.
 
     Activations are feature-major, (features, B, L), so that sums over features run over contiguous
@@ -198,7 +190,7 @@ class _Transformer(_Network):
         initial = nn.initializers.normal(0.02)
         self.embed = nn.Embed(self.vocabulary, self.width, embedding_init=initial)
         self.position = nn.Embed(self.length, self.width, embedding_init=initial)
-        self.block = [_Block(self.heads) for _ in range(self.blocks)]
+        self.block = [_TransformerBlock(self.heads) for _ in range(self.blocks)]
         self.norm = _Norm()
         self.head = nn.Dense(self.outputs)
 
@@ -211,7 +203,7 @@ class _Transformer(_Network):
         return features[:, slice(None) if self.every else 0]
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """A block of a transformer: x + attention(norm(x)), then x + dense(GELU(dense(norm(x)))).
 
     The hidden layer between the two dense ones is four times as wide.

@@ -96,8 +96,8 @@ def from_flax(
         mode = _mode(module, method, key)
         return module.apply({"params": params}, x, method=method, rngs=rngs, **mode)
 
-    return _model(
-        _Network(module, variables, call),
+    return _checked_model(
+        _PureModule(module, variables, call),
         tuple(input_shape),
         head=head,
         name=name,
@@ -182,7 +182,7 @@ def from_nnx(
         (path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for path, leaf in nnx.to_flat_state(own)
     ]
-    # Variables other than parameters, which `_model` does not accept.
+    # Variables other than parameters, which `_checked_model` does not accept.
     others = {
         type(leaf).__name__: leaf
         for _, leaf in nnx.to_flat_state(rest)
@@ -194,14 +194,14 @@ def from_nnx(
         attributes = list(vars(made))
         leaves = nnx.to_flat_state(nnx.state(made, nnx.Param))
         leaves = sorted(leaves, key=lambda leaf: attributes.index(leaf[0][0]))
-        params = {_named(path): variable[...] for path, variable in leaves}
+        params = {_names_of_path(path): variable[...] for path, variable in leaves}
         collections = {"params": unflatten_dict(params)} if params else {}
         return collections | others
 
     def call(method: str, params: Params, x: Array, key: Array | None) -> Array:
         flat = flatten_dict(params)
         # A head gets only its own parameters. Shapes stand for the others, which it does not read.
-        values = [flat.get(_named(path), shape) for path, shape in shapes]
+        values = [flat.get(_names_of_path(path), shape) for path, shape in shapes]
         # The streams are new, because those of `rest` could not count their uses within this trace.
         streams = [_stream(key, number, leaf) for number, leaf in enumerate(jax.tree.leaves(rest))]
         params_state = jax.tree.unflatten(jax.tree.structure(own), values)
@@ -210,8 +210,8 @@ def from_nnx(
         merged.eval() if key is None else merged.train()
         return getattr(merged, method)(x, **_mode(merged, method, key))
 
-    return _model(
-        _Network(instance, variables, call),
+    return _checked_model(
+        _PureModule(instance, variables, call),
         tuple(input_shape),
         head=head,
         name=name,
@@ -222,7 +222,7 @@ def from_nnx(
     )
 
 
-def _named(path: tuple[Any, ...]) -> tuple[str, ...]:
+def _names_of_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     """Return the path of an nnx parameter by names, where each layer of a top-level list is one."""
     if len(path) > 1 and isinstance(path[1], int):
         path = (f"{path[0]}_{path[1]}", *path[2:])
@@ -237,7 +237,7 @@ def _stream(key: Array | None, number: int, leaf: Any) -> Array:
     return jax.random.split(key, leaf.shape) if leaf.shape else key
 
 
-class _Network(NamedTuple):
+class _PureModule(NamedTuple):
     """A module as pure functions."""
 
     module: Any
@@ -255,8 +255,8 @@ def _mode(module: Any, method: str, key: Array | None) -> dict[str, bool]:
     return {name: value for name, value in values.items() if name in names}
 
 
-def _model(
-    network: _Network,
+def _checked_model(
+    network: _PureModule,
     input_shape: tuple[int, ...],
     *,
     head: Sequence[str] | None,

@@ -13,14 +13,14 @@ from jaxtyping import Float, Shaped
 from jaxfl._validate import check_choice, check_counts, checked, key_of, show
 from jaxfl.backend import Form, backend
 from jaxfl.models._convolution import to_pairs
-from jaxfl.models.layers import Convolution, Dense, GroupNorm, as_floats
+from jaxfl.models.layers import Classifier, Convolution, Dense, GroupNorm, as_floats
 from jaxfl.types import Model
 
 Shape = tuple[int, int, int]
 """Height, width and channels of a picture."""
 
 
-def _flat(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B F"]:
+def _as_vectors(inputs: Shaped[Array, "B ..."]) -> Float[Array, "B F"]:
     """Return rows of pictures in the order (channels, H, W), and vectors as they are."""
     if inputs.ndim == 2:
         return as_floats(inputs)
@@ -35,7 +35,7 @@ def _bytes(inputs: Shaped[Array, "B H W C"]) -> Shaped[Array, "C H W B"]:
     return inputs.transpose(3, 1, 2, 0)
 
 
-def _maps(
+def _picture_maps(
     inputs: Shaped[Array, "B H W C"], padding: int | None = None
 ) -> Float[Array, "maps H2 W2 B"]:
     """Return batch-minor maps of floats, in pairs of columns unless `padding` is None."""
@@ -45,17 +45,7 @@ def _maps(
     return as_floats(x if padding is None else to_pairs(x))
 
 
-class _Network(nn.Module):
-    """A classifier that splits at its head: `classify(extract(x))`."""
-
-    def classify(self, features: Array) -> Array:
-        return self.head(features)
-
-    def __call__(self, x: Array) -> Array:
-        return self.classify(self.extract(x))
-
-
-class _Mlp(_Network):
+class _Mlp(Classifier):
     widths: tuple[int, ...]
     classes: int
     sum_grad_squared: bool = False
@@ -72,7 +62,7 @@ class _Mlp(_Network):
         return x
 
 
-class _Cnn(_Network):
+class _Cnn(Classifier):
     """A network of convolutions, dense layers with or without ReLU in between, and a head."""
 
     convolutions: tuple[Mapping[str, Any], ...]
@@ -97,7 +87,7 @@ class _Cnn(_Network):
         return x
 
 
-class _NormLenet(_Network):
+class _NormLenet(Classifier):
     """A LeNet with GroupNorm after every hidden layer, before pooling and ReLU."""
 
     groups: int
@@ -126,7 +116,7 @@ class _NormLenet(_Network):
         return x
 
 
-class _ResNet(_Network):
+class _ResNet(Classifier):
     """A network of residual blocks of two 3x3 convolutions, each with GroupNorm.
 
     The shortcut of a block that halves the maps takes every second pixel, and pads channels with
@@ -205,7 +195,7 @@ def mlp(
         probed = {name: {**layer, "probe": probe} for name, layer in params.items()}
         return twin.apply({"params": probed}, x)
 
-    model = _model("mlp", network, lambda _form, x: _flat(x), input_shape)
+    model = _model_by_form("mlp", network, lambda _form, x: _as_vectors(x), input_shape)
     return model._replace(ghost_norms=ghost_norms)
 
 
@@ -248,7 +238,9 @@ def lenet_groupnorm(
     ('conv_0', 'norm_0', 'conv_1', 'norm_1')
     """
     network = functools.partial(_NormLenet, check_choice("groups", groups, (1, 2)), classes)
-    return _model("lenet_groupnorm", network, lambda _form, x: _maps(x), input_shape, form)
+    return _model_by_form(
+        "lenet_groupnorm", network, lambda _form, x: _picture_maps(x), input_shape, form
+    )
 
 
 _FEDDPA_CLASSES = {
@@ -351,7 +343,9 @@ def resnet20(
             "Choose 1, 2, 4, 8 or 16."
         )
     network = functools.partial(_ResNet, (16, 32, 64), 3, groups, classes)
-    model = _model("resnet20", network, lambda _form, x: _maps(x), input_shape, form)
+    model = _model_by_form(
+        "resnet20", network, lambda _form, x: _picture_maps(x), input_shape, form
+    )
     return model._replace(microbatch="auto")
 
 
@@ -401,7 +395,7 @@ def _cnn(
     # Tuples, so that a network that is built again is known to be the same.
     plain = tuple(convolutions)
     pairs = ({**first, "padding": 0, "pairs": True}, *convolutions[1:])
-    joined = tuple(_joined(convolutions))
+    joined = tuple(_with_parts(convolutions))
 
     def paired(form: Form) -> bool:
         return form == "winograd" and first["size"] >= 5 and input_shape[1] % 2 == 0
@@ -418,12 +412,12 @@ def _cnn(
     def prepare(form: Form, inputs: Array) -> Array:
         if form == "pallas" and inputs.dtype == jnp.uint8:
             return _bytes(inputs)
-        return _maps(inputs, padding if paired(form) else None)
+        return _picture_maps(inputs, padding if paired(form) else None)
 
-    return _model(name, network, prepare, input_shape, form)
+    return _model_by_form(name, network, prepare, input_shape, form)
 
 
-def _joined(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_parts(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return convolutions with the `parts` that fused layers write for the next one.
 
     A layer reads parts only if it is fused and has no padding.
@@ -438,7 +432,7 @@ def _joined(convolutions: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return joined
 
 
-def _model(
+def _model_by_form(
     name: str,
     network: Callable[[Form, bool], nn.Module],
     layout: Callable[[Form, Array], Array],

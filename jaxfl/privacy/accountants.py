@@ -54,7 +54,7 @@ They are integers, because the series may diverge at fractional orders. They are
 order costs as many terms as its number. The last digits of an epsilon depend on the orders.
 """
 
-_LEAST_ON_GRID = 1e-3
+_LEAST_PLD_MULTIPLIER = 1e-3
 """Smallest multiplier under sampling that PLD accounts for. RDP accounts for smaller ones.
 
 Their losses, of up to 500,000, fit no grid.
@@ -112,7 +112,7 @@ def trivial(view: View) -> bool:
     return bool(np.all((view.multiplier == 0) | (view.multiplier == math.inf)))
 
 
-class Bound(NamedTuple):
+class EpsilonBound(NamedTuple):
     """Epsilon of each client, and the theorem that proves it."""
 
     values: Float[np.ndarray, "#C"]
@@ -121,7 +121,7 @@ class Bound(NamedTuple):
 
 def bound(
     view: View, accountant: Accountant, delta: float, repeats: int = 1, grid: float = 1.0
-) -> Bound:
+) -> EpsilonBound:
     """Return the smallest epsilon that the accountant proves for `repeats` such views.
 
     Args:
@@ -150,7 +150,7 @@ def bound(
     if worst is not None:
         # More noise never costs more, but the grid of its losses may be coarser.
         values = np.minimum(values, values[worst])
-    direct = Bound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
+    direct = EpsilonBound(values[kind_of_client], f"{view.theorem}; {accountant.upper()}")
     if view.amplified is None or accountant == "pld":
         return direct
     levels = _levels(round_down(view.amplified.multiplier, _MOST_AMPLIFIED))
@@ -160,7 +160,7 @@ def bound(
     value = float(dp_accounting.rdp.compute_epsilon(orders, spent.tolist(), delta)[0])
     if direct.values.max() <= value:
         return direct
-    return Bound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
+    return EpsilonBound(np.minimum(direct.values, value), f"{view.amplified.theorem}; RDP")
 
 
 def least_epsilon(
@@ -290,7 +290,7 @@ def pld_epsilon(
     levels = _levels(sampled)
     if _vanishing(plain, levels):
         return math.inf
-    if not levels or levels[0][0] >= _LEAST_ON_GRID:
+    if not levels or levels[0][0] >= _LEAST_PLD_MULTIPLIER:
         # Exponentials of losses may overflow. A grid leaves out tails, whose mass may exceed delta.
         with contextlib.suppress(OverflowError):
             value = _pld_epsilon(plain, levels, rate, delta, repeats, replaced, grid)
@@ -317,18 +317,18 @@ def _pld_epsilon(
     interval = grid * _interval(plain, sampled, rate, repeats, 2.0 if replaced else 1.0)
     parts = []
     for level, count in sampled:
-        losses = _losses(level, rate, replaced, interval)
+        losses = _privacy_losses(level, rate, replaced, interval)
         times = repeats * count
         # Composing two copies in one call takes the library as long as six one by one.
         parts += [losses] * times if times < 6 else [losses.self_compose(times)]
     if math.isfinite(plain):
-        parts.append(_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
+        parts.append(_privacy_losses(plain / math.sqrt(repeats), 1.0, replaced, interval))
     total = functools.reduce(lambda first, second: first.compose(second), parts)
     return float(total.get_epsilon_for_delta(delta))
 
 
 @functools.lru_cache(maxsize=64)
-def _losses(multiplier: float, rate: float, replaced: bool, interval: float) -> Any:
+def _privacy_losses(multiplier: float, rate: float, replaced: bool, interval: float) -> Any:
     """Return the privacy loss distribution of one sampled Gaussian.
 
     One distribution serves every number of rounds.

@@ -168,10 +168,10 @@ class Audited(Mechanism):
         blank, unravel = ravel_pytree(zeros)
         size = blank.size
         weight = jnp.max(numbers.weights)
-        signs = _signs(memory.secret, size)
+        signs = _canary_signs(memory.secret, size)
         length = inner.bound(memory.mechanism, unravel(blank))[2]
         present = memory.taken & drawn
-        directions = jnp.zeros(_rows(self.canaries.count))
+        directions = jnp.zeros(_power_of_two(self.canaries.count))
         directions = directions.at[: len(present)].set(present.astype(jnp.float32))
         canary_sum = signs * _repeat(_hadamard(directions), size) * (length * size**-0.5)
         scale = weight / inner.unit(memory.mechanism, numbers)
@@ -188,7 +188,7 @@ class Audited(Mechanism):
         joined = total._replace(update=add(total.update, joined))
         released, std, inner_memory = inner.aggregate(key, memory.mechanism, cohort, joined, mesh)
 
-        seen = _fold(signs * ravel_pytree(released)[0], _rows(self.canaries.count))
+        seen = _fold(signs * ravel_pytree(released)[0], _power_of_two(self.canaries.count))
         x = _hadamard(seen)[: len(present)] * (
             inner.divisor(numbers, total.weight) / (length * weight * size**0.5)
         )
@@ -359,8 +359,8 @@ def with_final(
         return scores
     count = len(scores.taken)
     size = len(first)
-    signs = _signs(jnp.asarray(scores.secret), size)
-    seen = _fold(signs * jnp.asarray(last - first), _rows(count))
+    signs = _canary_signs(jnp.asarray(scores.secret), size)
+    seen = _fold(signs * jnp.asarray(last - first), _power_of_two(count))
     return scores._replace(final=np.asarray(_hadamard(seen)[:count] * size**-0.5))
 
 
@@ -378,12 +378,12 @@ def _auditor() -> Any:
     return auditing
 
 
-def _rows(count: int) -> int:
+def _power_of_two(count: int) -> int:
     """Return K, the smallest power of two that is at least `count`, and at least 2."""
     return 1 << max(count - 1, 1).bit_length()
 
 
-def _signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
+def _canary_signs(secret: UInt32[Array, "2"], size: int) -> Float[Array, "d"]:
     key = jax.random.wrap_key_data(secret, impl="threefry2x32")
     bits = jax.random.bits(key, (-(-size // 32),), jnp.uint32)
     spread = (bits[:, None] >> jnp.arange(32, dtype=jnp.uint32)[None]) & 1

@@ -22,8 +22,8 @@ from jaxfl.local.train import (
     BatchLoss,
     Decay,
     GradientFn,
+    LossTerm,
     Mask,
-    Penalty,
     decayed,
     descend,
     first_state,
@@ -36,7 +36,7 @@ from jaxfl.privacy.noise import add_gaussian, derive
 from jaxfl.privacy.sampling import coins
 from jaxfl.types import ClientData, Model, Params, StepNoise, Tree
 
-_CHUNK = 16
+_EXAMPLES_AT_ONCE = 16
 """Examples that a model with gradient norms processes at once by default."""
 
 _MARK = "private steps"
@@ -111,7 +111,7 @@ class DPSGD:
         *,
         apply: Apply | None = None,
         mask: Mask = None,
-        penalty: Penalty | None = None,
+        penalty: LossTerm | None = None,
         loss: BatchLoss | None = None,
         gradient: Callable[[GradientFn], GradientFn] | None = None,
     ) -> tuple[Params, dict[str, Array]]:
@@ -224,7 +224,7 @@ def trainings(program: core.Jaxpr) -> dict[str, float]:
 
     for operation in program.eqns:
         name = operation.primitive.name
-        inner = [trainings(part) for part in _programs(operation.params)]
+        inner = [trainings(part) for part in _nested_programs(operation.params)]
         if name == "name" and operation.params["name"].startswith(_MARK):
             marked: Any = operation.invars[0]
             add(1.0, {operation.params["name"]: float(math.prod(marked.aval.shape))})
@@ -234,11 +234,11 @@ def trainings(program: core.Jaxpr) -> dict[str, float]:
             add(1.0, {mark: max(branch.get(mark, 0.0) for branch in inner) for mark in marks})
         else:
             for counts in inner:
-                add(_times(operation), counts)
+                add(_most_runs(operation), counts)
     return found
 
 
-def _times(operation: core.JaxprEqn) -> float:
+def _most_runs(operation: core.JaxprEqn) -> float:
     """Return how often an operation runs the program inside it, at most."""
     name = operation.primitive.name
     if name == "scan":
@@ -246,7 +246,7 @@ def _times(operation: core.JaxprEqn) -> float:
     return 1.0 if name in _ONCE else math.inf
 
 
-def _programs(value: Any) -> Iterator[core.Jaxpr]:
+def _nested_programs(value: Any) -> Iterator[core.Jaxpr]:
     """Yield the programs inside a parameter of an operation."""
     if isinstance(value, core.ClosedJaxpr):
         yield value.jaxpr
@@ -254,7 +254,7 @@ def _programs(value: Any) -> Iterator[core.Jaxpr]:
         yield value
     elif isinstance(value, dict | tuple | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _programs(part)
+            yield from _nested_programs(part)
 
 
 def noisy_gradient(
@@ -300,7 +300,7 @@ def noisy_gradient(
     batch_key = derive(key, 0)
     noise_key = derive(key, 1)
     padded = data.padded
-    default = 1 if ghost_norms is None else _CHUNK
+    default = 1 if ghost_norms is None else _EXAMPLES_AT_ONCE
     chunk = min(dp_sgd.chunk or default, padded)
     drawn = coins(batch_key, padded, dp_sgd.rate) & (jnp.arange(padded) < data.size)
     count = jnp.sum(drawn)
@@ -334,7 +334,7 @@ def noisy_gradient(
         if ghost_norms is None:
             layers_key = key_of(0) if drawing is None else drawing
             keys = jax.vmap(jax.random.fold_in, (None, 0))(layers_key, positions)
-            part = _one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip)
+            part = _clipped_one_by_one(losses_fn, prepare, params, (*batch, keys), dp_sgd.clip)
             return optax.tree.add(total, part)
         # An accelerator's TensorFloat-32 would round norms and gradients differently.
         with jax.default_matmul_precision("float32"):
@@ -352,7 +352,7 @@ def noisy_gradient(
     return value / jnp.maximum(count, 1), mean
 
 
-def _one_by_one(
+def _clipped_one_by_one(
     losses_fn: Callable, prepare: Callable, params: Params, batch: tuple, bound: float
 ) -> tuple:
     """Return the sums of losses and of clipped gradients, by per-example gradients."""

@@ -241,7 +241,7 @@ def plan(
         kind: _candidates(kind, clients, cohort, rounds, participations, separation)
         for kind in compared
     }
-    with _bar(sum(map(len, candidates.values())), progress) as step:
+    with _planning_bar(sum(map(len, candidates.values())), progress) as step:
         found = {kind: best(mechanisms, step) for kind, mechanisms in candidates.items()}
         plans = [priced(kind, *chosen) for kind, chosen in found.items() if chosen is not None]
     if not plans:
@@ -256,7 +256,7 @@ def plan(
 
 
 @contextlib.contextmanager
-def _bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
+def _planning_bar(steps: int, show: bool) -> Iterator[Callable[[], None]]:
     """Show a bar on the terminal's standard error, and yield a function that moves it."""
     console = Console(stderr=True)
     hidden = not (show and console.is_terminal)

@@ -26,7 +26,7 @@ def coins(key: Key[Array, "*S"], count: int, rate: Number) -> Bool[Array, "{coun
     if not traced(rate) and rate == 1:
         return jnp.ones(count, bool)
     bits = random_bits(key, (count, 2))
-    high, low = _threshold(rate)
+    high, low = _rate_threshold(rate)
     first = bits[:, 0]
     second = bits[:, 1]
     return (first < high) | ((first == high) & (second < low))
@@ -44,7 +44,7 @@ def permutation(key: Key[Array, "*S"], count: int) -> Int[Array, "{count}"]:
     return jnp.lexsort((bits[0], bits[1])).astype(jnp.int32)
 
 
-def _threshold(rate: Number) -> tuple[Any, Any]:
+def _rate_threshold(rate: Number) -> tuple[Any, Any]:
     """Return 2^64 times a rate below 1, rounded down, as two words.
 
     A traced rate is replaced by the next float below.

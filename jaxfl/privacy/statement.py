@@ -29,7 +29,7 @@ from jaxfl.types import Ledger, Terms
 Randomness = Literal["seed", "secret"]
 """Source of noise: a seed that may be known, or fresh secret bits of the system."""
 
-_WIDTH = 80
+_LINE_WIDTH = 80
 """Characters in a line of a statement."""
 
 _OBSERVERS: dict[Observer, tuple[str, str]] = {
@@ -155,7 +155,7 @@ def privacy_statement(
     claim = None
     if terms.claim is not None:
         claim = {
-            "epsilon": _number(terms.claim[0]),
+            "epsilon": _finite_or_inf(terms.claim[0]),
             "rule": terms.claim[1],
             "status": "claimed, not verified",
         }
@@ -177,9 +177,9 @@ def privacy_statement(
         "sampling": mechanism.sampling.describe(),
         "denominator": mechanism.denominator,
         "communicates": mechanism.communicates,
-        "clip": _number(float(mechanism.clip)),
-        "noise_multiplier": _range(ledger.noise_multiplier),
-        "client_noise": _range(ledger.client_noise),
+        "clip": _finite_or_inf(float(mechanism.clip)),
+        "noise_multiplier": _extremes(ledger.noise_multiplier),
+        "client_noise": _extremes(ledger.client_noise),
         "details": mechanism.describe(ledger),
         "randomness": randomness,
         "paired": paired,
@@ -335,7 +335,7 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
         f"delta {statement['delta']:g}"
     )
     mechanism = (
-        f"mechanism: clip {_show(statement['clip'])}, "
+        f"mechanism: clip {_four_digits(statement['clip'])}, "
         f"noise multiplier {_span(statement['noise_multiplier'])}, "
         f"client noise {_span(statement['client_noise'])}, sampling {sampling}, "
         f"denominator {statement['denominator']}, {statement['rounds']} rounds"
@@ -361,14 +361,14 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
     if audit := statement.get("audit"):
         text = (
             f"audited from below with {audit['canaries']} canaries: epsilon is at least "
-            f"{_show(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')}); "
-            f"estimate {_show(audit['estimate'])}"
+            f"{_four_digits(audit['at_least'])} (95% confidence, {audit['by'].replace('_', ' ')}); "
+            f"estimate {_four_digits(audit['estimate'])}"
         )
         lines.append(Line(1, text))
         if "hint" in audit:
             lines.append(Line(2, audit["hint"]))
     if claim := statement["claim"]:
-        text = f"{claim['status']}: epsilon {_show(claim['epsilon'])} ({claim['rule']})"
+        text = f"{claim['status']}: epsilon {_four_digits(claim['epsilon'])} ({claim['rule']})"
         lines.append(Line(1, text))
     lines += [Line(1, f"warning: {warning}") for warning in statement["warnings"]]
     for name, heading in (("assumed", "assumed"), ("not_covered", "no epsilon covers")):
@@ -381,7 +381,7 @@ def statement_lines(statement: dict[str, Any]) -> list[Line]:
 def _wrap(line: str) -> str:
     indent = " " * (len(line) - len(line.lstrip()) + 2)
     return textwrap.fill(
-        line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        line, _LINE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -411,7 +411,9 @@ def _honest(
     result = {observer: _observer(observer, bounds) for observer in bounds}
     several = ledger.participants.shape[1] > 1
     if np.any(ledger.client_noise) and several and not mechanism.view(ledger, "client").whole:
-        result["aggregate"]["against_client"] = _headline(tightest(account(observer="client")))
+        result["aggregate"]["against_client"] = _headline_entry(
+            tightest(account(observer="client"))
+        )
     return result
 
 
@@ -431,20 +433,20 @@ def _observer(
         if uploads.value < least[key].value:
             theorem = f"bound of the uploads, which holds for sums too: {uploads.theorem}"
             least[key] = uploads._replace(theorem=theorem)
-    result = {"sees": sees, "adjacency": adjacency} | _headline(least["total"])
+    result = {"sees": sees, "adjacency": adjacency} | _headline_entry(least["total"])
     result |= {
-        "one_round": _number(least["one_round"].value),
-        "example": _headline(least["example"]),
+        "one_round": _finite_or_inf(least["one_round"].value),
+        "example": _headline_entry(least["example"]),
     }
     for accountant in ("rdp", "pld"):
         alone = {key: bounds[observer][key][accountant] for key in least}
-        parts = {key: _number(alone[key].value) for key in ("one_round", "example")}
+        parts = {key: _finite_or_inf(alone[key].value) for key in ("one_round", "example")}
         result[accountant] = parts | _entry(alone["total"])
     return result
 
 
-def _headline(least: Epsilon) -> dict[str, Any]:
-    return {"epsilon": _number(least.value), "by": least.theorem, "reason": least.reason}
+def _headline_entry(least: Epsilon) -> dict[str, Any]:
+    return {"epsilon": _finite_or_inf(least.value), "by": least.theorem, "reason": least.reason}
 
 
 def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -> dict[str, Any]:
@@ -456,7 +458,7 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
         "adjacency": "zero-out: the example's clipped gradient is replaced by zero, and numbers of "
         "examples are public",
         "clip": float(dp_sgd.clip),
-        "noise_multiplier": _range(dp_sgd.noise_multiplier),
+        "noise_multiplier": _extremes(dp_sgd.noise_multiplier),
         "rate": float(dp_sgd.rate),
         "steps": dp_sgd.steps,
     }
@@ -465,22 +467,22 @@ def _examples(ledger: Ledger, dp_sgd: DPSGD, delta: float, number: int | None) -
         for accountant in ("pld", "rdp")
     }
     entries = {accountant: _entry(bound) for accountant, bound in bounds.items()}
-    return result | _headline(tightest(bounds)) | entries
+    return result | _headline_entry(tightest(bounds)) | entries
 
 
 def _entry(total: Epsilon) -> dict[str, Any]:
     entry: dict[str, Any] = {
-        "total": _number(total.value),
+        "total": _finite_or_inf(total.value),
         "theorem": total.theorem,
         "reason": total.reason,
     }
     values = total.per_client
     if values.min() < values.max():
         entry["per_client"] = {
-            "min": _number(values.min()),
+            "min": _finite_or_inf(values.min()),
             "median": _median(values),
-            "max": _number(values.max()),
-            "values": [_number(value) for value in values],
+            "max": _finite_or_inf(values.max()),
+            "values": [_finite_or_inf(value) for value in values],
         }
     return entry
 
@@ -489,21 +491,25 @@ def _observer_lines(seen: dict[str, Any]) -> list[Line]:
     if seen["reason"]:
         lines = [f"no finite epsilon: {seen['reason']}", *_spread(seen["rdp"], "RDP")]
         return [Line(2, text) for text in lines]
-    alone = f", {_show(seen['one_round'])} for one round alone" if "one_round" in seen else ""
-    lines = [f"epsilon {_show(seen['epsilon'])} in total{alone}", f"by: {seen['by']}"]
+    alone = (
+        f", {_four_digits(seen['one_round'])} for one round alone" if "one_round" in seen else ""
+    )
+    lines = [f"epsilon {_four_digits(seen['epsilon'])} in total{alone}", f"by: {seen['by']}"]
     for accountant in ("rdp", "pld"):
         bound = seen[accountant]
         if bound["theorem"] != seen["by"]:
-            alone = f" and {_show(bound['one_round'])}" if "one_round" in bound else ""
-            lines.append(f"also: {_show(bound['total'])}{alone} ({bound['theorem']})")
+            alone = f" and {_four_digits(bound['one_round'])}" if "one_round" in bound else ""
+            lines.append(f"also: {_four_digits(bound['total'])}{alone} ({bound['theorem']})")
     lines.append(seen["adjacency"])
     if other := seen.get("against_client"):
         lines.append(
             "against another client, which knows its own noise: "
-            f"{_show(other['epsilon'])} ({other['by']})"
+            f"{_four_digits(other['epsilon'])} ({other['by']})"
         )
     if example := seen.get("example"):
-        lines.append(f"with one example replaced: {_show(example['epsilon'])} ({example['by']})")
+        lines.append(
+            f"with one example replaced: {_four_digits(example['epsilon'])} ({example['by']})"
+        )
     return [Line(2, text) for text in [*lines, *_spread(seen["pld"], "PLD")]]
 
 
@@ -511,7 +517,7 @@ def _spread(entry: dict[str, Any], accountant: str) -> list[str]:
     values = entry.get("per_client")
     if not values:
         return []
-    return [f"by client: {_span(values)}, median {_show(values['median'])} ({accountant})"]
+    return [f"by client: {_span(values)}, median {_four_digits(values['median'])} ({accountant})"]
 
 
 def _warnings(
@@ -544,27 +550,27 @@ def _precision_of_steps(mechanism: Mechanism, dp_sgd: DPSGD | None) -> list[str]
     return [_STEPS_PRECISION] if dp_sgd is not None and mechanism.noise == "grid" else []
 
 
-def _number(value: float) -> float | str:
+def _finite_or_inf(value: float) -> float | str:
     return float(value) if math.isfinite(value) else "inf"
 
 
 def _median(values: np.ndarray) -> float | str:
     """Return the upper median, which averages no infinities."""
-    return _number(np.sort(values)[values.size // 2])
+    return _finite_or_inf(np.sort(values)[values.size // 2])
 
 
-def _range(values: Any) -> dict[str, float | str]:
+def _extremes(values: Any) -> dict[str, float | str]:
     values = np.asarray(values, np.float64)
     if not values.size:
         return {"min": 0.0, "max": 0.0}
-    return {"min": _number(values.min()), "max": _number(values.max())}
+    return {"min": _finite_or_inf(values.min()), "max": _finite_or_inf(values.max())}
 
 
-def _show(value: float | str) -> str:
+def _four_digits(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def _span(values: dict[str, float | str]) -> str:
-    low = _show(values["min"])
-    high = _show(values["max"])
+    low = _four_digits(values["min"])
+    high = _four_digits(values["max"])
     return low if low == high else f"{low} to {high}"

@@ -19,7 +19,7 @@ from jaxfl.run.flags import under_own_flags
 from jaxfl.run.recorder import Result
 from jaxfl.types import Algorithm, Clients, Message, Params, StepNoise
 
-_BATCH = 64
+_EXAMPLES_PER_PASS = 64
 """Examples per forward pass."""
 
 Losses: TypeAlias = dict[str, Float[Array, "_"]]
@@ -135,20 +135,21 @@ def membership(
             start = lists.start[index]
 
             def block(i: Int[Array, ""], found: Float[Array, "R"]) -> Float[Array, "R"]:
-                positions = i * _BATCH + jnp.arange(_BATCH)
+                positions = i * _EXAMPLES_PER_PASS + jnp.arange(_EXAMPLES_PER_PASS)
                 rows = lists.flat[jnp.where(positions < size, start + positions, 0)]
                 outputs = model.apply(params, model.prepare(clients.inputs[rows]))
                 losses = model.task.loss(outputs, clients.labels[rows])
                 # The next client overwrites the padding's losses behind the client's own.
-                return lax.dynamic_update_slice(found, losses, (start + i * _BATCH,))
+                return lax.dynamic_update_slice(found, losses, (start + i * _EXAMPLES_PER_PASS,))
 
-            return lax.fori_loop(0, -(-size // _BATCH), block, found[split])
+            return lax.fori_loop(0, -(-size // _EXAMPLES_PER_PASS), block, found[split])
 
         return {split: losses(split) for split in found}
 
     def all_losses() -> Losses:
         found = {
-            split: jnp.zeros(size.sum() + _BATCH, jnp.float32) for split, size in sizes.items()
+            split: jnp.zeros(size.sum() + _EXAMPLES_PER_PASS, jnp.float32)
+            for split, size in sizes.items()
         }
         return lax.fori_loop(0, clients.number, add, found)
 

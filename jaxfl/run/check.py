@@ -153,7 +153,7 @@ def check_one_key(name: str, value: Any) -> Key[Array, ""]:
 
 def check_values(name: str, value: Any) -> dict[str, list[float]]:
     """Require columns of numbers, whose values the builder checks."""
-    return check_columns(name, value, _numbers, "numbers")
+    return check_columns(name, value, _check_numbers, "numbers")
 
 
 def check_columns(name: str, value: Any, check: Check, kind: str) -> dict[str, list[Any]]:
@@ -173,7 +173,7 @@ def check_columns(name: str, value: Any, check: Check, kind: str) -> dict[str, l
     return {argument: check(f"{name}[{argument!r}]", column) for argument, column in value.items()}
 
 
-def _numbers(name: str, column: Any) -> list[float]:
+def _check_numbers(name: str, column: Any) -> list[float]:
     array = check_array(name, column)
     if array.ndim != 1 or array.dtype.kind not in "iuf" or np.any(np.isnan(array)):
         raise ValueError(
@@ -211,10 +211,10 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
     if schedules:
         _warn_of_restarts(algorithm.name)
     parts = ("a Message", "the client's state", "info")
-    message, after, info = _parts("client_update", returned, parts)
+    message, after, info = _check_returned("client_update", returned, parts)
     if not isinstance(message, Message):
         raise ValueError(
-            f"client_update must return a jaxfl.Message first, got {_kind(message)}. "
+            f"client_update must return a jaxfl.Message first, got {_tree_text(message)}. "
             "Return jaxfl.Message(update)."
         )
     for path, leaf in jax.tree.leaves_with_path(message.update):
@@ -226,7 +226,7 @@ def check_algorithm(algorithm: Algorithm, clients: Clients, rounds: int) -> Tree
             )
     if not isinstance(info, dict) or any(leaf.shape != () for leaf in info.values()):
         raise ValueError(
-            f"client_update must return info as a dict of single numbers, got {_kind(info)}. "
+            f"client_update must return info as a dict of single numbers, got {_tree_text(info)}. "
             "Give each number the shape ()."
         )
     if wrong := [name for name in info if not isinstance(name, str) or not name.isidentifier()]:
@@ -276,14 +276,16 @@ def check_state(name: str, value: Any, made: Tree) -> Tree:
         raise TypeError(f"{name} must be arrays, got {show(value)}. {remedy}") from None
     if jax.tree.structure(shapes) != jax.tree.structure(made):
         raise ValueError(
-            f"{name} must be like {_kind(made)}, which init makes, got {_kind(shapes)}. {remedy}"
+            f"{name} must be like {_tree_text(made)}, which init makes, got {_tree_text(shapes)}. "
+            f"{remedy}"
         )
     wanted = jax.tree.leaves(made)
     for (path, own), like in zip(jax.tree.leaves_with_path(shapes), wanted, strict=True):
         if (own.shape, own.dtype) != (like.shape, like.dtype):
             where = f"{name}{jax.tree_util.keystr(path)}"
             raise ValueError(
-                f"{where} must be {_kind(like)}, which init makes, got {_kind(own)}. {remedy}"
+                f"{where} must be {_tree_text(like)}, which init makes, got {_tree_text(own)}. "
+                f"{remedy}"
             )
     return value
 
@@ -298,7 +300,7 @@ def _check_fields(algorithm: Algorithm) -> None:
 def _started(algorithm: Algorithm, clients: Clients, key: Any) -> tuple[Tree, Tree]:
     """Return the shapes of the first states of the server and the clients."""
     made = _trace("init", lambda key: algorithm.init(key, clients.number), key)
-    server, states = _parts("init", made, ("the server's state", "client states"))
+    server, states = _check_returned("init", made, ("the server's state", "client states"))
     for path, leaf in jax.tree.leaves_with_path(states):
         if leaf.shape[:1] != (clients.number,):
             raise ValueError(
@@ -412,8 +414,8 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
     losses = _trace(f"task={task.name!r}: loss", task.loss, outputs, labels)
     if losses.shape != (2,):
         raise ValueError(
-            f"task={task.name!r}: loss must return one loss per example, got {_kind(losses)} for a "
-            "batch of 2. Leave out the mean over examples."
+            f"task={task.name!r}: loss must return one loss per example, got {_tree_text(losses)} "
+            "for a batch of 2. Leave out the mean over examples."
         )
     weights = jax.ShapeDtypeStruct((2,), jnp.float32)
     for name, metric in task.metrics.items():
@@ -424,7 +426,7 @@ def _check_task(task: Task, outputs: Any, labels: Any) -> None:
         value = _trace(f"{subject}.value", metric.value, sums)
         if value.shape != ():
             raise ValueError(
-                f"{subject}.value must return a single number, got {_kind(value)}. "
+                f"{subject}.value must return a single number, got {_tree_text(value)}. "
                 "Reduce it to the shape ()."
             )
 
@@ -439,16 +441,16 @@ def _trace(name: str, function: Callable, *arguments: Any) -> Any:
     try:
         return jax.eval_shape(function, *arguments)
     except Exception as error:
-        given = ", ".join(_kind(argument) for argument in arguments)
+        given = ", ".join(_tree_text(argument) for argument in arguments)
         cause = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name} must run with {given}, got {cause}") from error
 
 
-def _parts(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
+def _check_returned(name: str, value: Any, parts: tuple[str, ...]) -> tuple:
     if type(value) is tuple and len(value) == len(parts):
         return value
     raise ValueError(
-        f"{name} must return a tuple of {', '.join(parts)}, got {_kind(value)}. "
+        f"{name} must return a tuple of {', '.join(parts)}, got {_tree_text(value)}. "
         "Return them in this order."
     )
 
@@ -464,19 +466,19 @@ def _check_same(subject: str, given: Tree, wanted: Tree, origin: str) -> None:
     """
     if jax.tree.structure(given) != jax.tree.structure(wanted):
         raise ValueError(
-            f"{subject} like {_kind(wanted)}, which {origin}, got {_kind(given)}. "
+            f"{subject} like {_tree_text(wanted)}, which {origin}, got {_tree_text(given)}. "
             "Keep the structure."
         )
     leaves = jax.tree.leaves_with_path(given)
     for (path, new), old in zip(leaves, jax.tree.leaves(wanted), strict=True):
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"{subject}{jax.tree_util.keystr(path)} as {_kind(old)}, which {origin}, "
-                f"got {_kind(new)}. Keep shape and dtype."
+                f"{subject}{jax.tree_util.keystr(path)} as {_tree_text(old)}, which {origin}, "
+                f"got {_tree_text(new)}. Keep shape and dtype."
             )
 
 
-def _kind(tree: Tree) -> str:
+def _tree_text(tree: Tree) -> str:
     """Return a tree as text, with the dtype and shape of each leaf, cut after 300 characters."""
 
     def described(leaf: Any) -> Any:

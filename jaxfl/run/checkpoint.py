@@ -16,8 +16,8 @@ from jaxfl.engine import processes
 from jaxfl.engine.state_file import DamagedError
 from jaxfl.files import is_regular, kind, opened, read, write_json
 from jaxfl.lazy import orbax as ocp
-from jaxfl.run.fingerprint import Facts, differences, remedy
-from jaxfl.run.recorder import Plan
+from jaxfl.run.fingerprint import Facts, differences, how_to_resume
+from jaxfl.run.recorder import EvaluationSchedule
 from jaxfl.types import Tree
 
 _LOG = logging.getLogger("jaxfl")
@@ -25,7 +25,9 @@ _MANIFEST = "manifest.json"
 _STATE = "state"
 _UNFINISHED = "unfinished"
 
-_PARTS = re.compile(r"state(\.orbax-checkpoint-tmp.*)?|manifest\.json(\.[0-9a-f]{16})?|fingerprint")
+_CHECKPOINT_NAMES = re.compile(
+    r"state(\.orbax-checkpoint-tmp.*)?|manifest\.json(\.[0-9a-f]{16})?|fingerprint"
+)
 """Names in a checkpoint's folder, even if its writer was killed or was an earlier version."""
 
 _UNREADABLE = ("[", "]", "\\")
@@ -37,7 +39,7 @@ _ROUNDS = re.compile("[1-9][0-9]{0,17}")
 _SHOWN = 3
 """Number of damaged checkpoints that a message names."""
 
-_REMEDY = "Choose another folder, delete this one, or start over in it with resume='never'"
+_FOLDER_REMEDY = "Choose another folder, delete this one, or start over in it with resume='never'"
 """Remedy of errors about a folder that cannot be resumed."""
 
 
@@ -51,7 +53,7 @@ class Checkpoints:
         plan: Plan of this run, which may have more rounds than the plan of a state.
     """
 
-    def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: Plan) -> None:
+    def __init__(self, folder: pathlib.Path, fingerprint: Facts, plan: EvaluationSchedule) -> None:
         self._folder = folder.absolute()
         self._fingerprint = json.loads(json.dumps(fingerprint))
         if unreadable := [part for part in self._folder.parts if set(_UNREADABLE) & set(part)]:
@@ -63,7 +65,7 @@ class Checkpoints:
         self._intact: int | None = None
         """Rounds of the newest state that is known to be intact."""
 
-    def save(self, rounds: int, state: Tree, made: Plan) -> None:
+    def save(self, rounds: int, state: Tree, made: EvaluationSchedule) -> None:
         """Write a state, so that a kill at any moment leaves the previous one intact.
 
         Args:
@@ -78,7 +80,7 @@ class Checkpoints:
         first = jax.process_index() == 0
         attempt = self._start() if first else 0
         # The other processes wait here for process 0.
-        attempt = int(processes.largest(attempt)[0])
+        attempt = int(processes.maximum(attempt)[0])
         unfinished = self._folder / _unfinished(attempt)
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as writer:
             writer.save(unfinished / _STATE, args=ocp.args.StandardSave(_by_name(state)))
@@ -88,7 +90,7 @@ class Checkpoints:
                 "plan": self._plan._asdict(),
                 "made": made._asdict(),
                 "round": rounds,
-                "files": _sums(unfinished),
+                "files": _file_hashes(unfinished),
             }
             write_json(unfinished / _MANIFEST, {"sha256": _of_json(content)} | content)
             own = self._folder / str(rounds)
@@ -111,7 +113,11 @@ class Checkpoints:
         unfinished.mkdir(parents=True)
         return attempt
 
-    def restore(self, like: Callable[[Plan], Tree], take: Callable[[int, Tree, Plan], None]) -> int:
+    def restore(
+        self,
+        like: Callable[[EvaluationSchedule], Tree],
+        take: Callable[[int, Tree, EvaluationSchedule], None],
+    ) -> int:
         """Pass the newest intact state to `take`, and return the number of its rounds.
 
         Args:
@@ -142,7 +148,7 @@ class Checkpoints:
         if damaged:
             raise ValueError(
                 f"folder must hold an intact checkpoint, got {self._run!r}, whose checkpoints are "
-                f"damaged ({_listed(damaged)}). {_REMEDY}, or put the files back."
+                f"damaged ({_listed(damaged)}). {_FOLDER_REMEDY}, or put the files back."
             )
         return 0
 
@@ -163,7 +169,7 @@ class Checkpoints:
             # The folder may be missing, or may hold other files.
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
-        processes.largest(0)
+        processes.maximum(0)
 
     @property
     def _run(self) -> str:
@@ -178,7 +184,7 @@ class Checkpoints:
         newest = (self._steps() or [0])[-1] if self._folder.exists() else -1
         # float32 represents 24 bits exactly.
         digest = int(_of_json([self._fingerprint, self._plan])[:6], 16)
-        most, least, most_digest, least_digest = processes.largest(newest, -newest, digest, -digest)
+        most, least, most_digest, least_digest = processes.maximum(newest, -newest, digest, -digest)
         if most != -least:
             raise ValueError(
                 f"folder must be the same for all processes, got {self._run!r} with other "
@@ -190,7 +196,9 @@ class Checkpoints:
                 "Start all of them with the same."
             )
 
-    def _read(self, rounds: int, shapes: Callable[[Plan], Tree]) -> tuple[Tree, Plan]:
+    def _read(
+        self, rounds: int, shapes: Callable[[EvaluationSchedule], Tree]
+    ) -> tuple[Tree, EvaluationSchedule]:
         """Return an intact state of this run, and the plan by which the run made it."""
         folder = self._folder / str(rounds)
         made = self._plan
@@ -199,8 +207,8 @@ class Checkpoints:
             content = _manifest(folder, self._fingerprint.get("format"))
             if content["round"] != rounds:
                 raise DamagedError(f"it was made after round {content['round']}")
-            planned = Plan(**content["plan"])
-            made = Plan(**content["made"])
+            planned = EvaluationSchedule(**content["plan"])
+            made = EvaluationSchedule(**content["made"])
             extends = planned.rounds < self._plan.rounds
             stored = content["fingerprint"]
             current = self._fingerprint
@@ -210,19 +218,20 @@ class Checkpoints:
             if differing := "; ".join(differences(stored, current)):
                 raise ValueError(
                     f"folder must be free or hold this run, got {self._run!r}, which holds another "
-                    f"run. What differs: {differing}. {_resumable(stored, current) or _REMEDY}."
+                    f"run. What differs: {differing}. "
+                    f"{_resumable(stored, current) or _FOLDER_REMEDY}."
                 )
             if not made.states and (extends or self._plan.states):
                 raise ValueError(
                     f"folder must hold client states, got {self._run!r}, whose run of {rounds} "
                     "rounds did not keep them. Set keep_states=False and the same rounds to read "
-                    f"it. {_REMEDY}."
+                    f"it. {_FOLDER_REMEDY}."
                 )
             if jax.process_index() == 0:
                 _check_files(folder, content["files"])
         except DamagedError as error:
             problem = error
-        if processes.largest(problem is not None)[0]:
+        if processes.maximum(problem is not None)[0]:
             raise problem or DamagedError("see the error on process 0")
         like = shapes(made)
         target = jax.tree.map(ocp.utils.to_shape_dtype_struct, _by_name(like))
@@ -237,7 +246,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), leaves), made
 
 
-def _lengths(plan: Plan) -> Facts:
+def _lengths(plan: EvaluationSchedule) -> Facts:
     """Return the facts of a plan, which may differ only if a run is extended."""
     return {"rounds": plan.rounds, "evaluations": plan.evaluations}
 
@@ -266,7 +275,7 @@ def _is_ours(path: pathlib.Path) -> bool:
         return True
     if found != "a folder":
         return False
-    return all(_PARTS.fullmatch(part.name) for part in path.iterdir())
+    return all(_CHECKPOINT_NAMES.fullmatch(part.name) for part in path.iterdir())
 
 
 def _check_own(path: pathlib.Path) -> None:
@@ -286,7 +295,7 @@ def _remove(path: pathlib.Path) -> None:
 
 def _resumable(stored: Facts, current: Facts) -> str:
     """Return the remedy that keeps the stored run, if there is one."""
-    to_resume = remedy(stored, current)
+    to_resume = how_to_resume(stored, current)
     return f"{to_resume}. For a new run, choose another folder" if to_resume else ""
 
 
@@ -320,14 +329,14 @@ def _manifest(folder: pathlib.Path, layout: int | None) -> Facts:
     if content or (kind(path) is None and (folder / "fingerprint").is_dir()):
         raise ValueError(
             f"folder must hold a run of this version of jaxfl, got {str(folder.parent.parent)!r} "
-            f"with a run of an older version of jaxfl. {_REMEDY}."
+            f"with a run of an older version of jaxfl. {_FOLDER_REMEDY}."
         )
     raise DamagedError(f"{_MANIFEST} is {'missing' if kind(path) is None else 'damaged'}")
 
 
 def _check_files(folder: pathlib.Path, sums: dict[str, str]) -> None:
     try:
-        present = _sums(folder)
+        present = _file_hashes(folder)
     except OSError as error:
         raise DamagedError(f"its files cannot be read ({error.strerror or error})") from error
     for name, value in sums.items():
@@ -335,7 +344,7 @@ def _check_files(folder: pathlib.Path, sums: dict[str, str]) -> None:
             raise DamagedError(f"{name} is {'damaged' if name in present else 'missing'}")
 
 
-def _sums(folder: pathlib.Path) -> dict[str, str]:
+def _file_hashes(folder: pathlib.Path) -> dict[str, str]:
     """Return hashes of all files except the manifest, by path."""
     sums = {}
     for path in sorted(folder.rglob("*")):

@@ -365,7 +365,7 @@ def compare(
     shared: dict[str, Any] = {**options, "progress": False}
     populations = [held_out, *(participants for participants, _ in parted.values())]
     runs = [
-        _prepared(name, method, populations, rounds, root, shared)
+        _prepared_runs(name, method, populations, rounds, root, shared)
         for name, method in methods.items()
     ]
     task = _common_task(runs)
@@ -391,7 +391,7 @@ def compare(
         for of_method in runs:
             bar.say(f"{of_method.name}: calibrating")
             for number in {one.number for one in populations}:
-                of_method.levels[number] = _levels(of_method, number, epsilons)
+                of_method.levels[number] = _noise_levels(of_method, number, epsilons)
         for of_method in runs:
             named = {"method": of_method.name}
             choices = _tuned(of_method, held_out, tuning_seed, bar, public)
@@ -414,7 +414,7 @@ def compare(
                     last = dict(result.metrics[-1])
                     # The epsilon of the metrics would replace the target.
                     last.pop("epsilon", None)
-                    row = cell | {"stated": _stated(result.statement)} | chosen | last
+                    row = cell | {"stated": _stated_epsilon(result.statement)} | chosen | last
                     row |= _share_dropped(result, public)
                     if folder_of_run:
                         row["run"] = folder_of_run
@@ -506,7 +506,7 @@ class _Runs:
         """Return the arguments of a point as JSON, with texts for other values."""
         point = self.method.point(index)
         return {
-            argument: value if _is_plain(value) else self.texts[argument][index]
+            argument: value if _is_json_value(value) else self.texts[argument][index]
             for argument, value in point.items()
         }
 
@@ -544,7 +544,7 @@ class _Runs:
     def check_newcomers(self, newcomers: Sequence[Clients]) -> None:
         """Require that every program can serve these clients. Nothing is compiled."""
         points = [self.point(index, 1.0) for index in range(self.method.number)]
-        different = {_kind(clients): clients for clients in newcomers}.values()
+        different = {_signature(clients): clients for clients in newcomers}.values()
         for group in self.groups(points).values():
             algorithm = self.algorithms[group[0]]
             for clients in different:
@@ -765,7 +765,7 @@ def _with_unseen(result: Result, score: float) -> Result:
     return result._replace(metrics=[*earlier, last | {"unseen": score}])
 
 
-def _prepared(
+def _prepared_runs(
     name: str,
     method: Candidate,
     populations: Sequence[Clients],
@@ -780,7 +780,7 @@ def _prepared(
         TypeError: A point has the wrong type. The message names the method and the point.
     """
     rounds = method.rounds or rounds
-    different = list({_kind(clients): clients for clients in populations}.values())
+    different = list({_signature(clients): clients for clients in populations}.values())
     algorithms = []
     for index in range(method.number):
         with _naming(name, method.point(index)):
@@ -844,7 +844,7 @@ def _traced(algorithm: Algorithm, clients: Clients, rounds: int) -> jax.Array:
     return jnp.zeros(())
 
 
-def _kind(clients: Clients) -> tuple:
+def _signature(clients: Clients) -> tuple:
     """Return the shapes, dtypes and labels that decide whether a model fits the clients."""
     inputs = clients.inputs
     labels = np.asarray(clients.labels)
@@ -915,7 +915,7 @@ def _floats(columns: Mapping[str, Sequence[Any]]) -> dict[str, np.ndarray]:
     return {name: np.asarray(column, np.float32) for name, column in columns.items()}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_json_value(value: Any) -> bool:
     """Return whether JSON has such a value."""
     return value is None or isinstance(value, str | bool | int | float)
 
@@ -933,7 +933,7 @@ def _texts(column: Sequence[Any]) -> list[str]:
         if _identity(value) in texts:
             continue
         given = value
-        if not _is_plain(value):
+        if not _is_json_value(value):
             given = getattr(value, "name", getattr(value, "__name__", type(value).__name__))
         first = text = re.sub(r"[^\w.+-]+", "-", str(given))[:60]
         again = 2
@@ -946,10 +946,10 @@ def _texts(column: Sequence[Any]) -> list[str]:
 
 def _identity(value: Any) -> Any:
     """Return a key that is the same for equal values of JSON, or for the same other object."""
-    return (type(value), value) if _is_plain(value) else id(value)
+    return (type(value), value) if _is_json_value(value) else id(value)
 
 
-def _levels(runs: _Runs, clients: int, epsilons: Sequence[float]) -> dict[float, float]:
+def _noise_levels(runs: _Runs, clients: int, epsilons: Sequence[float]) -> dict[float, float]:
     """Return the noise multiplier of each epsilon.
 
     A method that takes no noise has one level, infinity.
@@ -1081,7 +1081,7 @@ def _share_dropped(result: Result, public: bool) -> Row:
     return {"dropped": result.dropped} if known else {}
 
 
-def _stated(statement: Mapping[str, Any]) -> float | None:
+def _stated_epsilon(statement: Mapping[str, Any]) -> float | None:
     """Return the finite epsilon for the observer of sums, or None.
 
     A method that sends nothing has epsilon 0.

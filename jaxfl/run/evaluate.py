@@ -24,7 +24,7 @@ from jaxfl.run.check import (
 from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.types import Algorithm, Clients, Tree
 
-_CHUNK = 32
+_CLIENTS_AT_ONCE = 32
 """Clients vectorised at a time on accelerators. A single evaluation is not worth a measurement."""
 
 
@@ -149,7 +149,7 @@ def scores_of(
 
     size = of_devices(devices).chunk if chunk is None else chunk
     if size == "auto":
-        size = _CHUNK
+        size = _CLIENTS_AT_ONCE
     with scores_may_be_undefined():
         found, _ = halved(scores, size)
     return found

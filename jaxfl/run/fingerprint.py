@@ -24,7 +24,7 @@ from jaxfl.engine.memo import first_made, key_of_method, remembered
 from jaxfl.engine.program import Points, over_points
 from jaxfl.types import Algorithm, Clients, Model, Terms, Tree
 
-_PARTS = ("init", "client_update", "server_update", "personalize")
+_HASHED_FUNCTIONS = ("init", "client_update", "server_update", "personalize")
 """Functions of an algorithm, each of which has a hash of its own."""
 
 _CONSTANTS = "constants"
@@ -55,7 +55,7 @@ _WORDS = {
 }
 """Facts in words, for messages and reports. Folders hold the codes, so that words may change."""
 
-_PACKAGES = ("jaxfl", "jax", "jaxlib")
+_VERSIONED_PACKAGES = ("jaxfl", "jax", "jaxlib")
 """Packages whose version affects results."""
 
 _LONG = 16
@@ -99,7 +99,7 @@ def marked(method: Any) -> Any:
 def _marked(method: Any) -> Any:
     if isinstance(method, Points):
         return method._replace(build=lambda **values: _marked(method.build(**values)))
-    named = {name: jax.named_scope(name)(getattr(method, name)) for name in _PARTS}
+    named = {name: jax.named_scope(name)(getattr(method, name)) for name in _HASHED_FUNCTIONS}
     return method._replace(**named)
 
 
@@ -126,7 +126,7 @@ def of_programs(programs: Mapping[str, Sequence[Any]]) -> Facts:
     for name, parts in programs.items():
         texts = [_of_jaxpr(part.jaxpr, part.consts, hashes) for part in parts]
         hashes.setdefault(name, hashlib.sha256()).update(" ".join(texts).encode())
-    names = [name for name in (*_PARTS, *_PROGRAMS) if name in hashes]
+    names = [name for name in (*_HASHED_FUNCTIONS, *_PROGRAMS) if name in hashes]
     return {name: {"sha256": hashes[name].hexdigest()} for name in names}
 
 
@@ -190,7 +190,7 @@ def of_value(name: str, value: Any) -> Facts:
 
 def of_versions(mesh: Mesh) -> Facts:
     """Return versions, devices and settings of JAX, which also affect the results of a program."""
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: _version(name) for name in _VERSIONED_PACKAGES}
     device = mesh.devices.flat[0]
     devices = {"format": FORMAT, "device": device.device_kind, "devices": mesh.size}
     names = ("jax_enable_x64", "jax_threefry_partitionable")
@@ -207,16 +207,16 @@ def differences(stored: Facts, current: Facts) -> list[str]:
     return [_difference(name, stored.get(name), current.get(name)) for name in names]
 
 
-def remedy(stored: Facts, current: Facts) -> str:
+def how_to_resume(stored: Facts, current: Facts) -> str:
     """Return how to resume the stored run, if only versions and devices differ.
 
     Otherwise the text is empty.
     """
     names = set(_differing(stored, current))
-    if not names <= {*_PACKAGES, "devices"}:
+    if not names <= {*_VERSIONED_PACKAGES, "devices"}:
         return ""
     parts = []
-    if packages := [f"{name}=={stored[name]}" for name in _PACKAGES if name in names]:
+    if packages := [f"{name}=={stored[name]}" for name in _VERSIONED_PACKAGES if name in names]:
         parts.append(f"install {' '.join(packages)}")
     if "devices" in names:
         split = backend(str(current.get("device"))).devices is not None
@@ -250,7 +250,7 @@ def _differing(stored: Facts, current: Facts) -> list[str]:
             continue
         if name in _PROGRAMS:
             programs.append(name)
-        elif name in _PARTS:
+        elif name in _HASHED_FUNCTIONS:
             parts.append(name)
         else:
             causes.append(name)
@@ -261,10 +261,10 @@ def _difference(name: str, stored: Any, current: Any) -> str:
     words = in_words(name)
     if isinstance(stored, dict) or isinstance(current, dict):
         return words
-    return f"{words} {_short(stored)}, not {_short(current)}"
+    return f"{words} {_shortened(stored)}, not {_shortened(current)}"
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
@@ -338,7 +338,7 @@ def _of_jaxpr(jaxpr: Any, consts: Any, parts: dict[str, Any] | None) -> str:
 def _part(eqn: Any) -> str | None:
     """Return the name of the algorithm's function that an operation belongs to, or None."""
     names = (scope.name for scope in eqn.source_info.name_stack.stack)
-    return next((name for name in names if name in _PARTS), None)
+    return next((name for name in names if name in _HASHED_FUNCTIONS), None)
 
 
 def _of_value(value: Any, parts: dict[str, Any] | None) -> str:

@@ -29,7 +29,7 @@ def configure() -> None:
     `jaxfl` calls it. Results do not depend on it, up to rounding.
     """
     os.environ["XLA_FLAGS"] = with_flags(os.environ.get("XLA_FLAGS", ""))
-    compilation_cache.keep()
+    compilation_cache.enable()
     if count_is_set():
         return
     try:

@@ -17,7 +17,7 @@ from jaxfl.files import replacing
 
 Axes: TypeAlias = Any
 Figure: TypeAlias = Any
-Row: TypeAlias = Mapping[str, Any]
+MetricsRow: TypeAlias = Mapping[str, Any]
 
 SINGLE = 3.5
 """Width of one column of a page, in inches."""
@@ -138,12 +138,12 @@ def svg(figure: Figure, name: str) -> str:
     return re.sub(r"^<svg ", label, element).strip()
 
 
-def column(rows: Sequence[Row], name: str) -> np.ndarray:
+def column(rows: Sequence[MetricsRow], name: str) -> np.ndarray:
     """Return a metric by evaluation, with NaN where it is not known."""
     return np.array([math.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
-def panels(rows: Sequence[Row], headline: str) -> dict[str, Callable[[Axes], None]]:
+def panels(rows: Sequence[MetricsRow], headline: str) -> dict[str, Callable[[Axes], None]]:
     """Return functions that each draw a panel by round, by the panel's name.
 
     The panels are the headline metric, and, as far as the rows have them, loss, epsilon and dropped
@@ -153,24 +153,28 @@ def panels(rows: Sequence[Row], headline: str) -> dict[str, Callable[[Axes], Non
         rows: Rows of metrics.jsonl.
         headline: Name of the headline metric.
     """
-    found: dict[str, Callable[[Axes], None]] = {headline: lambda axes: _score(axes, rows, headline)}
+    found: dict[str, Callable[[Axes], None]] = {
+        headline: lambda axes: _draw_score(axes, rows, headline)
+    }
     losses = {"train_loss": "train, participants", "loss": "test, all clients"}
     if any(np.isfinite(column(rows, name)).any() for name in losses):
-        found["loss"] = lambda axes: _lines(axes, rows, losses, "loss")
+        found["loss"] = lambda axes: _draw_columns(axes, rows, losses, "loss")
     costs = {"epsilon": "one client, sums", "epsilon_example": "one example"}
     costs = {name: text for name, text in costs.items() if np.isfinite(column(rows, name)).any()}
     if len(costs) > 1:
-        found["epsilon"] = lambda axes: _lines(axes, rows, costs, "ε so far")
+        found["epsilon"] = lambda axes: _draw_columns(axes, rows, costs, "ε so far")
     elif costs:
         # A single curve needs no legend, so the axis says whose epsilon it is.
         ((name, text),) = costs.items()
-        found["epsilon"] = lambda axes: _lines(axes, rows, {name: ""}, f"ε so far ({text})")
+        found["epsilon"] = lambda axes: _draw_columns(axes, rows, {name: ""}, f"ε so far ({text})")
     if (column(rows, "nonfinite") > 0).any():
-        found["dropped"] = lambda axes: _lines(axes, rows, {"nonfinite": ""}, "dropped updates")
+        found["dropped"] = lambda axes: _draw_columns(
+            axes, rows, {"nonfinite": ""}, "dropped updates"
+        )
     return found
 
 
-def curves(title: str, rows: Sequence[Row], headline: str = "accuracy") -> Figure:
+def curves(title: str, rows: Sequence[MetricsRow], headline: str = "accuracy") -> Figure:
     """Return a figure with all panels of a run, which is two columns of a page wide."""
     drawn = panels(rows, headline).values()
     with style():
@@ -183,7 +187,7 @@ def curves(title: str, rows: Sequence[Row], headline: str = "accuracy") -> Figur
 
 
 def draw_curves(
-    path: pathlib.Path, title: str, rows: Sequence[Row], headline: str = "accuracy"
+    path: pathlib.Path, title: str, rows: Sequence[MetricsRow], headline: str = "accuracy"
 ) -> None:
     """Write the figure of `curves` if matplotlib is installed. The path's suffix is the format."""
     if available():
@@ -363,7 +367,7 @@ def _end(handle: Any) -> float:
     return float(known[-1]) if known.size else -math.inf
 
 
-def _score(axes: Axes, rows: Sequence[Row], headline: str) -> None:
+def _draw_score(axes: Axes, rows: Sequence[MetricsRow], headline: str) -> None:
     """Draw the panel of the headline metric."""
     rounds = column(rows, "round")
     mean = column(rows, headline)
@@ -389,7 +393,9 @@ def _score(axes: Axes, rows: Sequence[Row], headline: str) -> None:
     whole_rounds(axes)
 
 
-def _lines(axes: Axes, rows: Sequence[Row], names: Mapping[str, str], label: str) -> None:
+def _draw_columns(
+    axes: Axes, rows: Sequence[MetricsRow], names: Mapping[str, str], label: str
+) -> None:
     """Draw a panel with a curve for each column that is known.
 
     Args:

@@ -31,13 +31,13 @@ _DIGEST_BYTES = 32
 Files of earlier versions have no digest.
 """
 
-_REMEDY = (
+_BITS_REMEDY = (
     "Put the run's own file back, start over with resume='never', which draws new bits, or choose "
     "another folder."
 )
 """Remedy of errors about the file of the bits."""
 
-_LARGEST = 2**32 - 1
+_LARGEST_INDEX = 2**32 - 1
 """Largest number from which a key can be derived."""
 
 _POINT = 2**31
@@ -104,9 +104,9 @@ def _separated(key: Key[Array, "P"], numbers: Sequence[int] | None) -> Key[Array
 
 def check_apart(key: Key[Array, "P"], numbers: Sequence[int]) -> None:
     """Require different numbers for points of one key, because equal ones would share noise."""
-    if largest := [number for number in numbers if number > _LARGEST]:
+    if largest := [number for number in numbers if number > _LARGEST_INDEX]:
         raise ValueError(
-            f"numbers must be at most {_LARGEST}, got {largest[0]}. Number the points from 0."
+            f"numbers must be at most {_LARGEST_INDEX}, got {largest[0]}. Number the points from 0."
         )
     keys = np.asarray(jax.random.key_data(key))
     points = [(data.tobytes(), number) for data, number in zip(keys, numbers)]
@@ -171,18 +171,19 @@ class SecretBits:
         try:
             with files.opened(path) as file:
                 status = os.fstat(file.fileno())
-                _check_owner(path, status)
+                _check_permissions(path, status)
                 if status.st_size not in (self._size, self._size + _DIGEST_BYTES):
                     wanted = f"the secret bits of {self._size // _BYTES} runs"
                     raise ValueError(
-                        f"{str(path)!r} must hold {wanted}, got {status.st_size} bytes. {_REMEDY}"
+                        f"{str(path)!r} must hold {wanted}, got {status.st_size} bytes. "
+                        f"{_BITS_REMEDY}"
                     )
                 content = file.read(status.st_size)
         except OSError as error:
-            raise ValueError(f"{str(path)!r} cannot be used ({error}). {_REMEDY}") from error
+            raise ValueError(f"{str(path)!r} cannot be used ({error}). {_BITS_REMEDY}") from error
         starts = range(0, self._size, _BYTES)
         if not all(any(content[start : start + _BYTES]) for start in starts):
-            raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_REMEDY}")
+            raise ValueError(f"{str(path)!r} must hold random bits, got only zeros. {_BITS_REMEDY}")
         return content
 
     def _keep(self, run: fingerprint.Facts) -> None:
@@ -210,22 +211,23 @@ class SecretBits:
         if self._found != content:
             raise ValueError(
                 f"{str(path)!r} must hold bits of this run, got bits that were drawn for another "
-                f"run or in another folder. Their noise must not be used twice. {_REMEDY}"
+                f"run or in another folder. Their noise must not be used twice. {_BITS_REMEDY}"
             )
 
 
-def _check_owner(path: pathlib.Path, found: os.stat_result) -> None:
+def _check_permissions(path: pathlib.Path, found: os.stat_result) -> None:
     """Require that only the user of this process can open the file."""
     # Windows has no such modes.
     if not hasattr(os, "geteuid"):
         return
     if found.st_uid != os.geteuid():
         raise ValueError(
-            f"{str(path)!r} must belong to user {os.geteuid()}, got user {found.st_uid}. {_REMEDY}"
+            f"{str(path)!r} must belong to user {os.geteuid()}, got user {found.st_uid}. "
+            f"{_BITS_REMEDY}"
         )
     if found.st_mode & 0o077:
         mode = f"mode {stat.S_IMODE(found.st_mode):04o}"
         raise ValueError(
             f"{str(path)!r} must be open to its owner alone, got {mode}. "
-            f"If nobody else has read it, call `chmod 600` for it. {_REMEDY}"
+            f"If nobody else has read it, call `chmod 600` for it. {_BITS_REMEDY}"
         )

@@ -48,7 +48,7 @@ class Result(NamedTuple):
     """
 
 
-class Plan(NamedTuple):
+class EvaluationSchedule(NamedTuple):
     """Number of rounds of a run, and its evaluations."""
 
     rounds: int
@@ -83,7 +83,7 @@ class Journal:
         self,
         algorithm: Algorithm,
         clients: Clients,
-        plan: Plan,
+        plan: EvaluationSchedule,
         record: Records,
         folder: pathlib.Path | None,
         *,
@@ -125,7 +125,7 @@ class Journal:
         """Numbers of the rounds after which all clients are evaluated."""
         return self.plan.evaluations
 
-    def blank(self, plan: Plan) -> Recorded:
+    def blank(self, plan: EvaluationSchedule) -> Recorded:
         """Return zeros with room for the records of all rounds and evaluations of a plan."""
         records = jax.tree.map(
             lambda leaf: np.zeros((plan.rounds, *leaf.shape), leaf.dtype), self.one
@@ -172,7 +172,7 @@ class Journal:
             files.write_metrics(path, self.metrics)
         self.written = len(self.metrics)
 
-    def restore(self, recorded: Recorded, done: int, made: Plan) -> None:
+    def restore(self, recorded: Recorded, done: int, made: EvaluationSchedule) -> None:
         """Resume from the records of a checkpoint.
 
         Args:
@@ -182,7 +182,7 @@ class Journal:
         """
         past = [r for r in made.evaluations if r <= done]
         future = [r for r in self.plan.evaluations if r > done]
-        self.plan = Plan(self.plan.rounds, [*past, *future])
+        self.plan = EvaluationSchedule(self.plan.rounds, [*past, *future])
         self.recorded = self.blank(self.plan)
 
         def put(count: int, mine: Tree, stored: Tree) -> None:

@@ -47,7 +47,7 @@ _REPORTS = (METRICS, PER_CLIENT, PRIVACY, CURVES, AUDIT, PRINTED, PAGE)
 FILES = (*_REPORTS, CONFIG, CHECKPOINTS, STATES, NOISE_KEY, COMPARISON)
 """Names that the folders of runs and comparisons use."""
 
-_POINT = re.compile(r"[0-9]{1,9}(_[^\W\d]\w*=[^/]+)*")
+_POINT_FOLDER = re.compile(r"[0-9]{1,9}(_[^\W\d]\w*=[^/]+)*")
 """Names of the folders of a sweep's points: their number, then values by argument."""
 
 COLUMNS = {
@@ -106,7 +106,7 @@ def run_folder(root: str | os.PathLike, method: str, config: Any, seed: int) -> 
         raise ValueError(f"seed must be a whole number, got {seed!r}. Give for instance 0.")
     values = dataclasses.asdict(config) if dataclasses.is_dataclass(config) else dict(config)
     values.pop("seed", None)
-    text = json.dumps({"method": method} | values, sort_keys=True, default=_json)
+    text = json.dumps({"method": method} | values, sort_keys=True, default=_as_json)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     folder = pathlib.Path(root) / method / digest / f"seed={seed}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def points_of(folder: pathlib.Path) -> list[pathlib.Path]:
     points = [
         path
         for path in folder.iterdir()
-        if _POINT.fullmatch(path.name) and kind(path) == "a folder"
+        if _POINT_FOLDER.fullmatch(path.name) and kind(path) == "a folder"
     ]
     return sorted(points, key=lambda path: int(path.name.split("_")[0]))
 
@@ -336,7 +336,7 @@ def shared_bar(name: str, work: float, show: bool) -> Iterator[SharedBar]:
         bar.move(bar.done, "finished", "")
 
 
-def _json(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return a value that JSON lacks as JSON, so that configurations that differ look different."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}

@@ -26,7 +26,7 @@ from jaxfl._validate import (
     checked,
 )
 from jaxfl.backend import of_devices
-from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, opened
+from jaxfl.callbacks import Callback, EpsilonBudget, ask, check_callbacks, entered
 from jaxfl.engine import processes
 from jaxfl.engine.chunk import attempt, half
 from jaxfl.engine.memo import described, first_made, key_of_arrays, key_of_method, remembered
@@ -51,7 +51,7 @@ from jaxfl.run.flags import scores_may_be_undefined, under_own_flags
 from jaxfl.run.health import Watch
 from jaxfl.run.lock import Lock
 from jaxfl.run.randomness import Streams, check_apart
-from jaxfl.run.recorder import Journal, Plan, Recorded, Result
+from jaxfl.run.recorder import EvaluationSchedule, Journal, Recorded, Result
 from jaxfl.types import Algorithm, Clients, Tree
 
 _SEGMENT_SECONDS = 10.0
@@ -175,7 +175,7 @@ def simulate(
     settings = _Settings(rounds, states=states, **options)
     with contextlib.closing(Lock(folder)) as lock:
         run = _Run(key, [algorithm], None, clients, settings, lock, [folder])
-        with opened(callbacks):
+        with entered(callbacks):
             return run.finish_after(algorithm.name, callbacks)[0]
 
 
@@ -424,7 +424,7 @@ class _Run:
                 init_key, keys, method, clients, settings.devices, chunk, _SEGMENT_ROUNDS
             )
         self.keeps = settings.keep_states or not self.runner.stateful
-        plan = Plan(rounds, evaluations, self.keeps)
+        plan = EvaluationSchedule(rounds, evaluations, self.keeps)
         writes = jax.process_index() == 0 and folder is not None and os.access(folder, os.W_OK)
         options = {
             "public": settings.report == "public",
@@ -543,7 +543,7 @@ class _Run:
             if isinstance(budget, EpsilonBudget):
                 budget.begin(self.journals[0].ahead, self.done)
         over = bool(self.journals[0].metrics) and self._call(callbacks)
-        while self.done < self.rounds and not processes.largest(over)[0]:
+        while self.done < self.rounds and not processes.maximum(over)[0]:
             if program is None:
                 measured = self.runner.chunk == "auto"
                 update(self.done, "measuring the chunk" if measured else "compiling")
@@ -572,7 +572,7 @@ class _Run:
             figures = f"{self._text(count, count * pace)}, chunk {program.chunk}"
             update(self.done, "running", figures)
             late = time.monotonic() - self.saved_at > _CHECKPOINT_SECONDS
-            pace, late, stop, over = processes.largest(pace, late, asked(), over)
+            pace, late, stop, over = processes.maximum(pace, late, asked(), over)
             if self.checkpoints and (late or stop or over or self.done == self.rounds):
                 self._save(self.checkpoints)
             if stop:
@@ -670,7 +670,7 @@ class _Run:
         digits = 0 if rate >= 10 else 1
         return ", ".join([*figures, f"{rate:,.{digits}f} clients/s"])
 
-    def _state(self, made: Plan, recorded: list[Recorded]) -> dict[str, Tree]:
+    def _state(self, made: EvaluationSchedule, recorded: list[Recorded]) -> dict[str, Tree]:
         """Return the state that a checkpoint holds.
 
         Args:
@@ -682,13 +682,15 @@ class _Run:
             state = state | {"states": ()}
         return state | {"recorded": recorded}
 
-    def _blank(self, made: Plan) -> dict[str, Tree]:
+    def _blank(self, made: EvaluationSchedule) -> dict[str, Tree]:
         """Return a state with the shapes of a checkpoint that was made by this plan."""
         return self._state(made, [journal.blank(made) for journal in self.journals])
 
     def _save(self, checkpoints: Checkpoints) -> None:
         """Write a checkpoint of the current round."""
-        made = Plan(self.rounds, self.evaluations, self.keeps or self.done < self.rounds)
+        made = EvaluationSchedule(
+            self.rounds, self.evaluations, self.keeps or self.done < self.rounds
+        )
         recorded = [journal.recorded for journal in self.journals]
         self.runner.save(lambda: checkpoints.save(self.done, self._state(made, recorded), made))
         self.saved_at = time.monotonic()
@@ -704,7 +706,7 @@ class _Run:
         if self.done < self.rounds:
             lock.take(shared=False)
 
-    def _take(self, done: int, state: dict[str, Tree], made: Plan) -> None:
+    def _take(self, done: int, state: dict[str, Tree], made: EvaluationSchedule) -> None:
         """Resume from a checkpoint's state (see `Checkpoints.restore`)."""
         self.runner.restore(state)
         for journal, recorded in zip(self.journals, state["recorded"], strict=True):

@@ -411,7 +411,7 @@ def test_fewer_features_keep_what_tells_the_published_classes_from_one_another(m
     assert left == pytest.approx(np.linalg.norm(values[16:]), rel=1e-5)
     few = efficientnet_lite0(16)
     whole = np.random.default_rng(0).standard_normal((2, 1280)).astype(np.float32)
-    monkeypatch.setattr(efficientnet, "_apply", lambda weights, pictures: whole)
+    monkeypatch.setattr(efficientnet, "_picture_features", lambda weights, pictures: whole)
     found = few.apply(
         {"network": {}, "directions": jnp.asarray(sixteen, jnp.float32)}, jnp.zeros((2, 8, 8, 3))
     )

@@ -105,7 +105,7 @@ def splits(**options):
 
 
 def test_prepared_examples_come_back_exactly(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(module, "_BLOCK", 7)
+    monkeypatch.setattr(module, "_READ_ROWS", 7)
     wanted = splits()
     prepare(tmp_path, "cifar100", wanted, classes=100)
     for _ in ("files", "cache"):

@@ -13,7 +13,7 @@ import pytest
 
 from experiments.lora.encoder import Classifier
 from jaxfl.data import Encoder, features, from_arrays, minilm, minilm_tokens
-from jaxfl.data.minilm import Layer, _Network, minilm_weights, tokenizer
+from jaxfl.data.minilm import Layer, _MiniLM, minilm_weights, tokenizer
 
 SENTENCE = "Now is the winter of our discontent made glorious summer by this sun of York; naïve Coriolanus' well-kept 42nd."
 FEATURES = (0.03985449, 0.17785282, 0.19037305, 0.1253435)
@@ -40,7 +40,7 @@ def test_features_are_those_of_another_implementation():
     longer = minilm_tokens([SENTENCE], length=40)
     assert np.count_nonzero(longer) == 29
     for own in (tokens, longer):
-        features_of = jax.device_get(_Network().apply({"params": minilm_weights()}, own))[0]
+        features_of = jax.device_get(_MiniLM().apply({"params": minilm_weights()}, own))[0]
         np.testing.assert_allclose(
             features_of[:4] / features_of[0], np.array(FEATURES) / FEATURES[0], atol=1e-4
         )

@@ -7,7 +7,7 @@ import pytest
 
 from jaxfl.models import _fused, _fused_norm
 from jaxfl.models._fused_norm import normalize_fused
-from jaxfl.models._group_norm import Options, normalize
+from jaxfl.models._group_norm import NormOptions, normalize
 from jaxfl.models.layers import GroupNorm
 
 KEY = jax.random.key(5)
@@ -53,7 +53,7 @@ def assert_same(a, b):
     ],
 )
 def test_equals_the_rule_for_cpus_with_its_gradients(shape, groups, relu):
-    values, options = arrays(*shape), Options(groups, 1e-5, relu, False)
+    values, options = arrays(*shape), NormOptions(groups, 1e-5, relu, False)
     assert_same(
         *(
             jax.jit(jax.vmap(value_and_gradients(f, options)))(*values)
@@ -64,7 +64,7 @@ def test_equals_the_rule_for_cpus_with_its_gradients(shape, groups, relu):
 
 def test_one_client_and_parameters_that_clients_share():
     *maps, scale, bias, change = arrays(2, 8, 8, 8, 2, True)
-    alone = value_and_gradients(normalize_fused, Options(1, 1e-5, True, False))
+    alone = value_and_gradients(normalize_fused, NormOptions(1, 1e-5, True, False))
     shared = jax.vmap(alone, (0, 0, None, None, 0))(*maps, scale[0], bias[0], change)
     for i in range(2):
         assert_same(client(shared, i), alone(*client(maps, i), scale[0], bias[0], change[i]))
@@ -72,14 +72,14 @@ def test_one_client_and_parameters_that_clients_share():
 
 def test_moments_of_numbers_far_from_zero():
     x = 1000 + jax.random.normal(KEY, (8, 8, 8, 1))
-    y = normalize_fused(x, None, jnp.ones(8), jnp.zeros(8), Options(1, 0.0, False, False))
+    y = normalize_fused(x, None, jnp.ones(8), jnp.zeros(8), NormOptions(1, 0.0, False, False))
     expected = np.asarray(x, np.float64)
     np.testing.assert_allclose(y, (expected - expected.mean()) / expected.std(), atol=1e-3)
 
 
 def test_not_a_number_shows():
     x = jnp.ones((8, 8, 8, 2)).at[3, 1, 1, 1].set(jnp.nan)
-    y = normalize_fused(x, None, jnp.ones(8), jnp.zeros(8), Options(1, 1e-5, True, False))
+    y = normalize_fused(x, None, jnp.ones(8), jnp.zeros(8), NormOptions(1, 1e-5, True, False))
     np.testing.assert_array_equal(jnp.isnan(y).all((0, 1, 2)), [False, True])
 
 

@@ -134,7 +134,7 @@ def test_losses_are_the_librarys(z, rate):
     library = privacy_loss_distribution.from_gaussian_mechanism(
         z, value_discretization_interval=interval, sampling_prob=rate, neighboring_relation=relation
     )
-    losses = accountants._losses(z, rate, False, interval)
+    losses = accountants._privacy_losses(z, rate, False, interval)
     ends = np.linspace(-3 * rate / z, 10 * rate / z, 30)
     found, wanted = (each.get_delta_for_epsilon(ends.tolist()) for each in (losses, library))
     np.testing.assert_allclose(found, wanted, atol=1e-13)

@@ -536,13 +536,13 @@ def test_pld_is_asked_for_replace_one_of_sampled_examples_alone(monkeypatch):
     asked = set()
     accountants._pld_epsilon.cache_clear()
 
-    made = accountants._losses
+    made = accountants._privacy_losses
 
     def asking(multiplier, rate, replaced, interval):
         asked.add(replaced)
         return made(multiplier, rate, replaced, interval)
 
-    monkeypatch.setattr(accountants, "_losses", asking)
+    monkeypatch.setattr(accountants, "_privacy_losses", asking)
     for sampling in (Full(), FixedSize(2), Poisson(0.5)):
         for observer in ("aggregate", "upload"):
             m = mechanism(3.0, client_noise=1.0, sampling=sampling)

@@ -38,12 +38,12 @@ from jaxfl.privacy import (
 from jaxfl.privacy.audit import (
     Audited,
     Scores,
+    _canary_signs,
     _distances,
     _fold,
     _hadamard,
+    _power_of_two,
     _repeat,
-    _rows,
-    _signs,
     audit_report,
     audited,
     model_in,
@@ -73,14 +73,14 @@ def scores_of(mechanism, canaries=1000, rounds=1, size=20_000, update=None):
 
 def directions(scores, count, size):
     """u_j as rows, by a dense Hadamard matrix."""
-    columns = scipy.linalg.hadamard(_rows(count)).T
+    columns = scipy.linalg.hadamard(_power_of_two(count)).T
     tiled = np.tile(columns, (1, -(-size // len(columns))))[:count, :size]
-    return tiled * np.asarray(_signs(jnp.asarray(scores.secret), size)) / math.sqrt(size)
+    return tiled * np.asarray(_canary_signs(jnp.asarray(scores.secret), size)) / math.sqrt(size)
 
 
 @pytest.mark.parametrize("count", [1, 5, 64])
 def test_transforms_are_those_of_a_hadamard_matrix(count):
-    rows, size = _rows(count), 150
+    rows, size = _power_of_two(count), 150
     matrix = scipy.linalg.hadamard(rows)
     values = np.random.default_rng(0).normal(size=rows).astype(np.float32)
     np.testing.assert_allclose(
@@ -105,7 +105,7 @@ def test_canaries_are_in_the_sum_and_scores_are_products(mechanism):
     size, count = 3000, 40
     scores, released = scores_of(mechanism, count, size=size)
     u = directions(scores, count, size)
-    assert np.abs(u @ u.T - np.eye(count)).max() <= _rows(count) / (2 * size) + 1e-6
+    assert np.abs(u @ u.T - np.eye(count)).max() <= _power_of_two(count) / (2 * size) + 1e-6
     weight = 1.0 if mechanism.weights is None else 2.0
     denominator = 11 if mechanism.weights is None else mechanism.weights.sum()
     x = u @ released[0] * denominator / (0.5 * weight)

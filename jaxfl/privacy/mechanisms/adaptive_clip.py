@@ -16,7 +16,7 @@ from jaxfl.privacy.mechanisms.gaussian import FIELDS, Cohort, Mechanism, Partici
 from jaxfl.types import Ledger, Message, Number, Tree
 
 
-class Bound(NamedTuple):
+class ClipState(NamedTuple):
     """Clip bound of the next round, and the scale of the bit over it."""
 
     clip: Float[Array, ""]
@@ -67,7 +67,7 @@ class AdaptiveClip(Mechanism):
                 "Give a finite first bound, and one multiplier for all rounds."
             )
 
-    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Bound:
+    def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> ClipState:
         """Return the bound of the first round."""
         del key, update
         bits = self._bit_noise(clients)
@@ -78,23 +78,23 @@ class AdaptiveClip(Mechanism):
                 f"noise allows, got {bits:g} with noise_multiplier={z:g}. Give more bit_noise."
             )
         if not self.server_noisy:
-            return Bound(jnp.float32(self.clip), jnp.float32(1.0))
+            return ClipState(jnp.float32(self.clip), jnp.float32(1.0))
         on_update = _on_update(z, bits)
         # A point of a sweep may have no noise, which hides no bit: any scale serves.
         scale = jnp.where(on_update > 0, on_update / bits, 1.0)
-        return Bound(jnp.float32(self.clip), scale.astype(jnp.float32))
+        return ClipState(jnp.float32(self.clip), scale.astype(jnp.float32))
 
     def draw(
-        self, key: Key[Array, "*S"], memory: Bound, index: Int[Array, ""], clients: int
+        self, key: Key[Array, "*S"], memory: ClipState, index: Int[Array, ""], clients: int
     ) -> Cohort:
         """Draw the cohort, and note the bound."""
         return super().draw(key, memory, index, clients)._replace(notes={"clip": memory.clip})
 
-    def contribution_bound(self, memory: Bound) -> Float[Array, ""]:
+    def contribution_bound(self, memory: ClipState) -> Float[Array, ""]:
         """Return the joint bound of update and bit."""
         return memory.clip * jnp.sqrt(1 + memory.scale**2 / 4)
 
-    def bound(self, memory: Bound, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
+    def bound(self, memory: ClipState, update: Tree) -> tuple[Tree, Float[Array, ""], Number]:
         """Return the update within this round's bound."""
         bounded, norm = clip(update, memory.clip)
         return bounded, norm, memory.clip
@@ -102,7 +102,7 @@ class AdaptiveClip(Mechanism):
     def contribute(
         self,
         key: Key[Array, "*S"],
-        memory: Bound,
+        memory: ClipState,
         client: Participant,
         sent: Message,
         norm: Float[Array, ""],
@@ -112,12 +112,12 @@ class AdaptiveClip(Mechanism):
         sent = sent._replace(update={"update": sent.update, "bit": bit})
         return super().contribute(key, memory, client, sent, norm)
 
-    def insert(self, memory: Bound, update: Tree, count: Float[Array, ""]) -> Tree:
+    def insert(self, memory: ClipState, update: Tree, count: Float[Array, ""]) -> Tree:
         """Return the canaries' contribution. Their norms meet the bound."""
         return {"update": update, "bit": count * memory.scale * memory.clip * 0.5}
 
     def in_units(
-        self, memory: Bound, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
+        self, memory: ClipState, contribution: Tree, norm: Float[Array, ""], scale: Float[Array, ""]
     ) -> Tree:
         """Return a contribution times `scale`, by the norm of update and bit together."""
         bit = 0.5 * memory.scale * memory.clip
@@ -125,8 +125,8 @@ class AdaptiveClip(Mechanism):
         return super().in_units(memory, contribution, joint, scale)
 
     def aggregate(
-        self, key: Key[Array, "*S"], memory: Bound, cohort: Cohort, total: Total, mesh: Mesh
-    ) -> tuple[Tree, Float[Array, ""], Bound]:
+        self, key: Key[Array, "*S"], memory: ClipState, cohort: Cohort, total: Total, mesh: Mesh
+    ) -> tuple[Tree, Float[Array, ""], ClipState]:
         """Return the noisy mean update, the std of the noise, and the next bound."""
         noisy, std, _ = super().aggregate(key, memory, cohort, total, mesh)
         below = noisy["bit"] / (memory.scale * memory.clip) + 0.5

@@ -284,7 +284,7 @@ class BLTNoise(CorrelatedNoise):
 
     def error(self, rounds: int) -> float:
         """Return the error by the buffers, which is quick for any number of rounds."""
-        above, below = _ratio(np.asarray(self.scales), np.asarray(self.decays))
+        above, below = _polynomial_ratio(np.asarray(self.scales), np.asarray(self.decays))
         return prefix_error(above, rounds, below)
 
     def init(self, key: Key[Array, "*S"], update: Callable[[], Tree], clients: int) -> Tree:
@@ -342,7 +342,7 @@ def blt(buffers: int, rounds: int, separation: int = 1, participations: int | No
 
     def cost(point: Float[np.ndarray, "P"]) -> float:
         scales, decays = numbers(point)
-        above, below = _ratio(scales, decays)
+        above, below = _polynomial_ratio(scales, decays)
         exposure = worst_exposure(_blt(scales, decays, rounds), turns)
         error = prefix_error(above, rounds, below) * exposure
         return math.log(error) if math.isfinite(error) else 1e9
@@ -491,7 +491,7 @@ def square_root(bands: int) -> Float[np.ndarray, "b"]:
     return np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
 
 
-def _ratio(
+def _polynomial_ratio(
     scales: Float[np.ndarray, "B"], decays: Float[np.ndarray, "B"]
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""Return polynomials p and q of x, from whose ratio a strategy and its inverse follow.

@@ -360,9 +360,9 @@ class Mechanism:
         Every client participates in every round it can.
         """
         self.check_fits(clients, rounds)
-        noise = _rows(self.client_noise_table, rounds)
-        weights = _rows(self.weight_table, rounds)
-        multiplier = _rows(self.noise_multiplier_table, rounds)
+        noise = _row_per_round(self.client_noise_table, rounds)
+        weights = _row_per_round(self.weight_table, rounds)
+        multiplier = _row_per_round(self.noise_multiplier_table, rounds)
         turns = self.sampling.turns(clients, rounds)
         return topped_up(Ledger(turns, noise, weights, multiplier, multiplier))
 
@@ -472,12 +472,12 @@ class Mechanism:
     @property
     def noise_multiplier_table(self) -> Float[np.ndarray | Array, "T"]:
         """Noise multiplier z by round, or one entry if it is constant."""
-        return _numbers(self.noise_multiplier).reshape(-1)
+        return _in_double(self.noise_multiplier).reshape(-1)
 
     @property
     def client_noise_table(self) -> Float[np.ndarray | Array, "T C"]:
         """Client noise s by round and client. Constant axes have length 1."""
-        value = _numbers(self.client_noise)
+        value = _in_double(self.client_noise)
         return value.reshape(-1, 1) if value.ndim < 2 else value
 
     @property
@@ -578,7 +578,7 @@ def extremes(name: str, values: np.ndarray) -> np.ndarray:
     return np.array([low, high])
 
 
-def _numbers(value: Any) -> Any:
+def _in_double(value: Any) -> Any:
     """Return numbers in double precision on the host, where epsilon comes from.
 
     A sweep's traced number stays as it is.
@@ -588,5 +588,5 @@ def _numbers(value: Any) -> Any:
     return np.asarray(value, np.float64)
 
 
-def _rows(table: Any, rounds: int) -> np.ndarray:
+def _row_per_round(table: Any, rounds: int) -> np.ndarray:
     return np.broadcast_to(table, (rounds, *table.shape[1:]))

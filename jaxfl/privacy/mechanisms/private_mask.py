@@ -11,7 +11,7 @@ from jaxfl.privacy.mechanisms.gaussian import FIELDS, Mechanism, Participant
 from jaxfl.privacy.observers import Observer, View, one_gaussian
 from jaxfl.types import Ledger, Message, Tree
 
-_BROKEN = (
+_REVEALED_SUPPORT = (
     "noise is only on the support of each client's mask, which follows from its private weights: "
     "neighbouring data may give another support, which the zeros reveal (delta = 1)"
 )
@@ -53,4 +53,4 @@ class PrivateMask(Mechanism):
     ) -> View:
         """Return a view without any protection."""
         del ledger, observer, replaced, one_round
-        return one_gaussian(0.0, "none", _BROKEN)
+        return one_gaussian(0.0, "none", _REVEALED_SUPPORT)
